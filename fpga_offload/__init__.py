@@ -1,0 +1,1 @@
+"""FPGA kernels and hosts for near-storage attention. Empty until that part is built."""

@@ -1,0 +1,1 @@
+"""Benchmarks, run as scripts; installed as ``vllm_ssdkv.profiling``."""

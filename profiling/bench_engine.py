@@ -1,0 +1,192 @@
+"""Real vLLM with and without this package: time to first token on a hit, and decode speed.
+
+Run as ``python -P -m vllm_ssdkv.profiling.bench_engine``. Every figure is a ratio of two
+measurements in one run of one machine; medians over repeats. Each engine is a process of its own.
+Lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).resolve().parent.parent / "vllm_ssdkv" / "demo_model"
+LENGTHS = (2048, 8192, 16384, 32768)
+DECODE = ((1, 2048), (1, 8192), (8, 2048))
+"""Batch and context of each decode measurement."""
+DECODE_TOKENS = 64
+REPEATS = 3
+
+
+def _options(mode: str, devices: list[str], dram: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "SSDKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"mode": mode, "devices": devices, "dram_gib": dram},
+    }
+
+
+def _prompt(length: int, seed: int) -> dict[str, list[int]]:
+    rng = random.Random(seed)
+    return {"prompt_token_ids": [rng.randrange(32, 800) for _ in range(length)]}
+
+
+def _engine(mode: str, devices: list[str], dram: str, **options: Any) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in the measuring process only
+    from vllm import LLM
+
+    transfer = {} if mode == "stock" else {"kv_transfer_config": _options(mode, devices, dram)}
+    return LLM(
+        str(options.pop("model")),
+        max_model_len=max(LENGTHS) + 256,
+        enforce_eager=True,
+        block_size=32,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=mode == "reuse",
+        disable_log_stats=False,
+        **transfer,
+        **options,
+    )
+
+
+def measure_hits(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """TTFT of computing a prompt, and of finding it in the store, alternating by length."""
+    from vllm import SamplingParams
+
+    llm = _engine(
+        job["mode"],
+        job["devices"],
+        "2GiB",
+        model=job["model"],
+        max_num_seqs=1,
+        kv_cache_memory_bytes=(160 if job["mode"] == "reuse" else 8) << 20,
+    )
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    llm.generate([_prompt(512, 0)], params, use_tqdm=False)
+    rows = []
+    for length in LENGTHS:
+        computed, found = [], []
+        for repeat in range(REPEATS):
+            prompt = _prompt(length, 1000 * length + repeat)
+            first = llm.generate([prompt], params, use_tqdm=False)[0]
+            if not llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not reset its prefix cache")
+            second = llm.generate([prompt], params, use_tqdm=False)[0]
+            if first.num_cached_tokens or not second.num_cached_tokens:
+                raise RuntimeError("the first run must compute and the second must hit")
+            computed.append(first.metrics.first_token_latency)
+            found.append(second.metrics.first_token_latency)
+        rows.append(
+            {
+                "mode": job["mode"],
+                "tokens": length,
+                "ttft_computed": statistics.median(computed),
+                "ttft_hit": statistics.median(found),
+            }
+        )
+    return rows
+
+
+def measure_decode(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Decode tokens per second, all of the context in HBM (stock) or HBM and DRAM (page)."""
+    from vllm import SamplingParams
+
+    llm = _engine(
+        job["mode"],
+        job["devices"],
+        "2GiB",
+        model=job["model"],
+        max_num_seqs=8,
+        kv_cache_memory_bytes=(256 if job["mode"] == "stock" else 32) << 20,
+    )
+    params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0, ignore_eos=True)
+    llm.generate([_prompt(512, 0)], params, use_tqdm=False)
+    rows = []
+    for batch, length in DECODE:
+        speeds = []
+        for repeat in range(REPEATS):
+            prompts = [_prompt(length, 7 * repeat + i) for i in range(batch)]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            begin = max(o.metrics.first_token_ts for o in outputs)
+            end = max(o.metrics.last_token_ts for o in outputs)
+            speeds.append(batch * (DECODE_TOKENS - 1) / (end - begin))
+        rows.append(
+            {
+                "mode": job["mode"],
+                "batch": batch,
+                "tokens": length,
+                "tokens_per_s": statistics.median(speeds),
+            }
+        )
+    return rows
+
+
+MEASUREMENTS = {"hits": measure_hits, "decode": measure_decode}
+
+
+def _run(measurement: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.bench_engine"]
+        command += ["--measure", measurement, "--job", json.dumps(job), "--json", out.name]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
+        if done.returncode:
+            raise RuntimeError(f"{measurement} {job['mode']} failed:\n{done.stderr[-4000:]}")
+        rows: list[dict[str, Any]] = json.loads(Path(out.name).read_text())
+        return rows
+
+
+def main() -> None:
+    """Measure everything, print two tables, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default=str(MODEL), help="a model directory")
+    parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--measure", choices=sorted(MEASUREMENTS), help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if arguments.measure:
+        rows = MEASUREMENTS[arguments.measure](json.loads(arguments.job))
+        Path(arguments.json).write_text(json.dumps(rows))
+        return
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
+        job: dict[str, Any] = {"model": arguments.model}
+        hits: list[dict[str, Any]] = []
+        for mode in ("reuse", "page"):
+            devices = [f"{d}/{mode}" for d in arguments.dir or (f"{scratch}/0", f"{scratch}/1")]
+            for device in devices:
+                Path(device).mkdir(parents=True, exist_ok=True)
+            hits += _run("hits", {**job, "mode": mode, "devices": devices})
+        decode = [
+            row
+            for mode in ("stock", "page")
+            for row in _run("decode", {**job, "mode": mode, "devices": [f"{scratch}/0/decode"]})
+        ]
+    print("| mode | tokens | TTFT computed s | TTFT hit s | ratio |\n|---|---|---|---|---|")
+    for row in hits:
+        ratio = row["ttft_computed"] / row["ttft_hit"]
+        print(
+            f"| {row['mode']} | {row['tokens']} | {row['ttft_computed']:.3f} "
+            f"| {row['ttft_hit']:.3f} | {ratio:.1f} |"
+        )
+    print("\n| batch | context | stock tokens/s | page tokens/s | page / stock |")
+    print("|---|---|---|---|---|")
+    half = len(decode) // 2
+    for stock, page in zip(decode[:half], decode[half:], strict=True):
+        print(
+            f"| {stock['batch']} | {stock['tokens']} | {stock['tokens_per_s']:.1f} "
+            f"| {page['tokens_per_s']:.1f} | {page['tokens_per_s'] / stock['tokens_per_s']:.2f} |"
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"hits": hits, "decode": decode}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

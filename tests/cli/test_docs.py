@@ -1,0 +1,137 @@
+"""``ssdkv docs`` and ``ssdkv config``: the generated pages, and options without an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_ssdkv import __version__
+from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.cli.pages import metrics_page, options_page
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.metrics import METRICS
+from vllm_ssdkv.options import walk
+
+
+def run(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def cells(page: str) -> list[list[str]]:
+    """The rows of the one table of a page, head first."""
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_every_option_is_one_row() -> None:
+    head, rule, *rows = cells(options_page())
+    assert [row[0] for row in rows] == [f"`{option.path}`" for option in walk(SSDKVConfig)]
+    assert {len(row) for row in [head, rule, *rows]} == {5}
+
+
+def test_every_metric_is_one_row() -> None:
+    head, rule, *rows = cells(metrics_page())
+    assert [row[0] for row in rows] == [f"`{metric.exposed_name}`" for metric in METRICS]
+    assert {len(row) for row in [head, rule, *rows]} == {6}
+
+
+def test_the_example_on_the_page_is_valid() -> None:
+    page = options_page()
+    text = page[page.index("'{") + 1 : page.index("}'") + 1]
+    SSDKVConfig.from_extra_config(json.loads(text)["kv_connector_extra_config"])
+
+
+def test_written_pages_pass_the_check(tmp_path: Path) -> None:
+    place = tmp_path / "docs"
+    assert run("docs", "check", str(place)).exit_code == 1, "nothing is there yet"
+    assert run("docs", "write", str(place)).exit_code == 0
+    assert sorted(path.name for path in place.iterdir()) == ["metrics.md", "options.md"]
+    assert run("docs", "check", str(place)).exit_code == 0
+    assert run("docs", "write", str(place)).output == "", "nothing to write"
+
+
+def test_an_edited_page_fails_the_check_with_a_diff(tmp_path: Path) -> None:
+    run("docs", "write", str(tmp_path))
+    page = tmp_path / "options.md"
+    page.write_text(page.read_text().replace("# Options", "# Opinions"))
+    result = run("docs", "check", str(tmp_path))
+    assert result.exit_code == 1
+    assert "-# Opinions" in result.output
+    assert "+# Options" in result.output
+    assert "metrics.md" not in result.output
+    run("docs", "write", str(tmp_path))
+    assert run("docs", "check", str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_good_options_pass(tmp_path: Path, wrapped: bool) -> None:
+    options: dict[str, object] = {"mode": "page", "devices": ["/a"]}
+    given = {"kv_connector": "SSDKVConnector", "kv_connector_extra_config": options}
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(given if wrapped else options))
+    result = run("config", "check", str(file))
+    assert (result.exit_code, result.output) == (0, "ok\n")
+    assert run("config", "check", "-", stdin=file.read_text()).exit_code == 0
+
+
+def test_bad_options_are_told_line_by_line() -> None:
+    result = run("config", "check", "-", stdin='{"devcies": [], "io": {"queue_depth": 0}}')
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[1:] == [
+        "  io.queue_depth: got 0; allowed: an integer, from 1 to 256",
+        "  devcies: unknown option; did you mean devices?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(b"{", "line 1, column 2"), (b"[]", "not a JSON object"), (b"\xff", "can't decode")],
+)
+def test_what_is_no_json_object_is_told(text: bytes, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_bytes(text)
+    result = run("config", "check", str(file))
+    assert result.exit_code == 1
+    assert str(file) in result.stderr
+    assert reason in result.stderr
+
+
+def test_a_missing_file_is_told() -> None:
+    result = run("config", "check", "/no/such/file")
+    assert result.exit_code == 1
+    assert "/no/such/file" in result.stderr
+
+
+def test_show_prints_every_option_and_where_it_comes_from(tmp_path: Path) -> None:
+    options = {
+        "devices": [{"path": str(tmp_path), "capacity": "1GiB", "weight": 2}],
+        "io": {"queue_depth": 7},
+        "dram_gib": 1,
+    }
+    result = run("config", "show", "-", stdin=json.dumps(options))
+    assert result.exit_code == 0
+    words = [line.split() for line in result.output.splitlines()]
+    assert ["io.queue_depth", "7", "given"] in words
+    assert ["io.deadline", "10.0", "default"] in words
+    assert {line[0] for line in words if line} >= {
+        option.path for option in walk(SSDKVConfig) if "[]" not in option.path
+    }
+    assert ["DRAM", "of", "a", "single", "worker", "1GiB"] in words
+    assert "1GiB, weight 2" in result.output
+
+
+def test_show_without_options_prints_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = run("config", "show")
+    assert result.exit_code == 0
+    assert "given" not in result.output
+    assert str(tmp_path / "ssdkv" / "MODEL") in result.output.replace("\n", "").replace(" ", "")
+
+
+def test_version() -> None:
+    assert run("version").output == f"{__version__}\n"

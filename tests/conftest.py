@@ -1,0 +1,66 @@
+"""Fixtures that every kind of test may use."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports a Hugging Face library, and for every child process: tests make their own
+# models and must not depend on a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+# How long an example takes says more about the machine than about the code. The rest stays as
+# Hypothesis has it, which draws the same examples every time where CI is set.
+settings.register_profile("ssdkv", settings.default, deadline=None)
+settings.load_profile("ssdkv")
+
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+
+
+def filesystem_of(path: Path) -> str:
+    """Type of the filesystem that holds `path`: that of the longest mount point above it."""
+    mount_point, kind = Path(), ""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, this_kind, *_ = line.split()
+        above = Path(point.replace("\\040", " "))
+        if path.resolve().is_relative_to(above) and len(above.parts) >= len(mount_point.parts):
+            mount_point, kind = above, this_kind
+    return kind
+
+
+def disk_directory() -> Path:
+    """A writable directory on a real filesystem: SSDKV_TEST_DIR, or a usual temporary one."""
+    chosen = os.environ.get("SSDKV_TEST_DIR")
+    candidates = [Path(chosen)] if chosen else [Path(tempfile.gettempdir()), Path("/var/tmp")]
+    for candidate in candidates:
+        if os.access(candidate, os.W_OK) and filesystem_of(candidate) not in MEMORY_FILESYSTEMS:
+            return candidate
+    listed = ", ".join(str(candidate) for candidate in candidates)
+    raise RuntimeError(
+        f"{listed}: not writable or in memory; set SSDKV_TEST_DIR to a directory on a disk"
+    )
+
+
+@pytest.fixture
+def tmp_devices() -> Iterator[Callable[[int], list[Path]]]:
+    """Make n directories that stand for n SSDs, on one real filesystem; gone after the test."""
+    with tempfile.TemporaryDirectory(prefix="ssdkv-test-", dir=disk_directory()) as root:
+
+        def make(count: int) -> list[Path]:
+            first = len(list(Path(root).iterdir()))
+            paths = [Path(root, f"ssd{index}") for index in range(first, first + count)]
+            for path in paths:
+                path.mkdir(mode=0o700)
+            return paths
+
+        yield make
+
+
+@pytest.fixture
+def soak_rounds() -> int:
+    """Rounds of a test marked `soak`: few, or what SSDKV_SOAK_ROUNDS says (`make soak`)."""
+    return int(os.environ.get("SSDKV_SOAK_ROUNDS", "3"))

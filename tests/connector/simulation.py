@@ -1,0 +1,468 @@
+"""vLLM's real scheduler with our half of it, and workers that compute nothing but remember all.
+
+The KV of a token is stood for by a number that depends on every token before it. Workers keep such
+numbers for HBM blocks and slots, move them as they are told, and compare whatever a request is
+about to attend to with what its tokens say. So a slot given away too early, a stale block, a
+context with a hole or a key on the wrong data is found at once, in many orders of events.
+
+I/O ends when the test says so, well or badly.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_ssdkv.connector import startup
+from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.messages import Load, RankReport, Row, SSDKVMetadata, SSDKVWorkerMetadata
+from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.plugin import register
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+
+BLOCK = 16
+WINDOW = 32
+CHUNK = 48
+MAX_MODEL_LEN = 256
+VOCAB = 500
+DEVICES = 2
+GARBAGE = -1
+"""Stands for KV that was computed from a context that could not be read."""
+
+Symbols = list[int]
+
+
+def extend(previous: int, tokens: Iterable[int]) -> Symbols:
+    """What stands for the KV of each of these tokens, after ``previous``."""
+    found: Symbols = []
+    for token in tokens:
+        previous = hash((previous, token))
+        found.append(previous)
+    return found
+
+
+def next_token(last: int) -> int:
+    """What the model samples after the KV that ``last`` stands for."""
+    return 3 + last % VOCAB
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """The right tokens."""
+    symbols = extend(0, prompt)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(next_token(symbols[-1]))
+        symbols += extend(symbols[-1], tokens[-1:])
+    return tokens
+
+
+def engine_config(model: Path, mode: str) -> VllmConfig:
+    """Configuration of an engine; simulations may share one."""
+    register()
+    transfer: Any = {
+        "kv_connector": "SSDKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"mode": mode, "hbm_window_tokens": WINDOW},
+    }
+    return EngineArgs(
+        model=str(model),
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=4,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_transfer_config=transfer,
+    ).create_engine_config()
+
+
+@dataclass
+class Slot:
+    """What one rank has stored in a slot."""
+
+    epoch: int
+    symbols: Symbols
+    key: bytes = b""
+
+
+@dataclass
+class Rank:
+    """One worker."""
+
+    number: int
+    slots: dict[int, Slot] = field(default_factory=dict)
+    contexts: dict[str, list[int]] = field(default_factory=dict)
+    poisoned: set[str] = field(default_factory=set)
+    writes: deque[tuple[int, int]] = field(default_factory=deque)
+    loads: deque[Load] = field(default_factory=deque)
+    broken: set[int] = field(default_factory=set)
+    """Slots whose bytes cannot be read."""
+    no_frames: bool = False
+    """DRAM is full: what is to be saved is skipped."""
+    report: RankReport = field(default_factory=RankReport)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+
+    def begin(self, plan: SSDKVMetadata) -> None:
+        for name in plan.forget:
+            self.contexts.pop(name, None)
+            self.poisoned.discard(name)
+        for delta in plan.contexts:
+            if delta.start == 0:
+                self.poisoned.discard(delta.request_id)
+                self.contexts[delta.request_id] = []
+            known = self.contexts[delta.request_id]
+            assert len(known) == delta.start, "a context has a hole"
+            known.extend(delta.slots.tolist())
+        for slot in plan.discard:
+            self.slots.pop(slot, None)
+
+    def context(self, row: Row) -> Symbols | None:
+        """What the row reads from the store; None when it cannot."""
+        slots = self.contexts.get(row.request_id, [])[: row.hbm_start]
+        if row.request_id in self.poisoned or len(slots) < row.hbm_start:
+            return None
+        bad = [slot for slot in slots if slot in self.broken or slot not in self.slots]
+        self.report.bad.extend((slot, -1) for slot in bad)
+        return None if bad else [s for slot in slots for s in self.slots[slot].symbols]
+
+    def poison(self, row: Row) -> set[int]:
+        """Throw the row's output away; slots that this step must not save."""
+        self.poisoned.add(row.request_id)
+        self.report.poisoned.append(row.request_id)
+        self.invalid.add(row.fence_block)
+        return set(self.contexts.get(row.request_id, [])[row.first_position // BLOCK :])
+
+    def end(self, plan: SSDKVMetadata, hbm: dict[int, Symbols], spoiled: set[int]) -> None:
+        items = zip(plan.save.slots, plan.save.epochs, plan.save.block_ids, strict=True)
+        for slot, epoch, block in ((int(a), int(b), int(c)) for a, b, c in items):
+            self.slots.pop(slot, None)
+            self.broken.discard(slot)
+            if self.no_frames or slot in spoiled:
+                self.report.skipped.append((slot, epoch))
+                continue
+            assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
+            self.slots[slot] = Slot(epoch, list(hbm[block]))
+        commit = plan.commit
+        for slot, epoch, key in zip(
+            commit.slots.tolist(), commit.epochs.tolist(), commit.keys, strict=True
+        ):
+            held = self.slots.get(slot)
+            if held is not None and held.epoch == epoch:
+                held.key = key
+                self.writes.append((slot, epoch))
+        self.loads.extend(plan.loads)
+
+    def end_write(self, good: bool) -> None:
+        """The oldest write ends."""
+        if self.writes:
+            outcome = self.writes.popleft()
+            (self.report.durable if good else self.report.failed_writes).append(outcome)
+
+    def end_load(self, good: bool, hbm: dict[int, Symbols], content: dict[bytes, Symbols]) -> None:
+        """The oldest load ends."""
+        if not self.loads:
+            return
+        load = self.loads.popleft()
+        names = load.request_id
+        skip = len(load.slots) - len(load.block_ids)
+        for i, (slot, epoch, key) in enumerate(
+            zip(load.slots.tolist(), load.epochs.tolist(), load.keys, strict=True)
+        ):
+            held = self.slots.get(slot)
+            # As the real worker sees in the slot's header.
+            if slot in self.broken or held is None or (held.epoch, held.key) != (epoch, key):
+                self.report.bad.append((slot, epoch))
+                good = False
+                continue
+            assert held.symbols == content[key], "a slot holds KV of other tokens than its key"
+            block = int(load.block_ids[i - skip]) if i >= skip else 0
+            if block:
+                hbm[block] = list(held.symbols)
+        self.received.add(names)
+        if not good:
+            self.failed.add(names)
+
+    def output(self) -> KVConnectorOutput:
+        report, self.report = self.report, RankReport()
+        found = KVConnectorOutput(
+            finished_recving=self.received,
+            failed_recving=self.failed,
+            invalid_block_ids=self.invalid,
+            kv_connector_worker_meta=None
+            if report.empty()
+            else SSDKVWorkerMetadata([(self.number, report)]),
+        )
+        self.received, self.failed, self.invalid = set(), set(), set()
+        return found
+
+
+class Simulation:
+    """An engine. ``depth`` 2 schedules a step before the last one's output is known, as vLLM does
+    on GPUs; 1 does not, as on CPUs.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        slots: int = 40,
+        hbm_blocks: int = 24,
+        ranks: int = 1,
+        depth: int = 1,
+        index: SlotIndex | None = None,
+    ):
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        self.paged = extra["mode"] == "page"
+        geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
+        self.stripes = StripeMap(geometry, [1.0] * DEVICES)
+        self.index = index or SlotIndex(slots, None)
+        options = startup.SSDKVConfig.from_extra_config(extra)
+        self.ours = SSDKVScheduler(
+            options,
+            self.index,
+            self.stripes,
+            [f"device{i}" for i in range(DEVICES)],
+            BLOCK,
+            MAX_MODEL_LEN,
+            ranks,
+            Counters(),
+        )
+        config.cache_config.num_gpu_blocks = hbm_blocks
+        config.scheduler_config.async_scheduling = depth > 1
+        config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        spec = TieredAttentionSpec.from_full(full, WINDOW) if self.paged else full
+        group = KVCacheGroupSpec(["layer"], spec)
+        with mock.patch.object(startup, "open_scheduler", return_value=self.ours):
+            self.scheduler = (AsyncScheduler if depth > 1 else Scheduler)(
+                vllm_config=config,
+                kv_cache_config=KVCacheConfig(hbm_blocks, [], [group]),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+            )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.ranks = [Rank(number) for number in range(ranks)]
+        self.hbm: dict[int, Symbols] = {}
+        self.content: dict[bytes, Symbols] = {}
+        """What belongs under each key."""
+        self.tokens: dict[str, list[int]] = {}
+        """What each request's tokens are, as the workers see them."""
+        self.delivered: dict[str, list[int]] = {}
+        self.finished: set[str] = set()
+        self.requests: dict[str, Request] = {}
+        self.preempted = 0
+        self.plans: list[SSDKVMetadata] = []
+        self._known: dict[str, int] = {}
+        self._depth = depth
+        self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._aggregator = KVOutputAggregator(ranks)
+
+    # ---- what a test does ----
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int, **others: Any) -> Request:  # noqa: ANN401 - options of Request
+        request = Request(
+            name,
+            list(prompt),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+            **others,
+        )
+        self.requests[name] = request
+        self.delivered[name] = []
+        self._learn(name)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def preempt_all(self) -> None:
+        """As an operator's reset of the prefix cache does; vLLM cannot while a load fills HBM."""
+        (group,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        running = {request.request_id for request in self.scheduler.running}
+        if group.req_to_blocks.keys() <= running and not self._queue:
+            self.preempted += len(self.scheduler.running)
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def lose_device(self, device: int) -> None:
+        """A device dies on every rank."""
+        slots = torch.arange(self.index.num_slots).numpy()
+        for rank in self.ranks:
+            rank.broken.update(slots[self.stripes.touches(device, slots)].tolist())
+            rank.report.lost_devices.append(device)
+
+    def step(self) -> SSDKVMetadata | None:
+        """One turn of the engine core's loop; the plan, if a step was scheduled."""
+        plan = None
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            plan = output.kv_connector_metadata
+            assert isinstance(plan, SSDKVMetadata)
+            self.plans.append(plan)
+            self._queue.append((output, self._execute(output, plan)))
+            if len(self._queue) < self._depth and output.total_num_scheduled_tokens:
+                return plan
+        if self._queue:
+            self._deliver(*self._queue.popleft())
+        return plan
+
+    def end_io(self, good: bool = True) -> None:
+        """Every write and load ends."""
+        for rank in self.ranks:
+            while rank.writes:
+                rank.end_write(good)
+            while rank.loads:
+                rank.end_load(good, self.hbm, self.content)
+
+    def run(self, steps: int = 2000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(steps):
+            if not (self.scheduler.has_requests() or self._queue):
+                return
+            self.step()
+            self.end_io()
+        raise TimeoutError(f"not idle after {steps} steps: {self.scheduler.requests}")
+
+    # ---- what must hold ----
+
+    def check_answers(self, names: Iterable[str]) -> None:
+        """These requests have ended with the right tokens."""
+        for name in names:
+            request = self.requests[name]
+            right = answer(request.prompt_token_ids or [], request.max_tokens)
+            assert name in self.finished, f"{name} has not finished"
+            assert self.delivered[name] == right, name
+
+    def check_idle(self) -> None:
+        """Nothing is held, here or in vLLM."""
+        gauges = self.index.gauges()
+        assert (gauges["pinned"], gauges["reserved"], gauges["writing"]) == (0, 0, 0), gauges
+        assert gauges["free"] + gauges["evictable"] + gauges["lost"] == self.index.num_slots
+        assert self.ours._requests == {}
+        assert not self.ours.unfinished()
+        for name in ("_held", "_loading", "_loads", "_contexts", "_in_contexts", "_load_failed"):
+            assert not getattr(self.ours, name), name
+        assert all(not rank.contexts for rank in self.ranks)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        manager = self.ours._manager
+        assert manager is None or not manager.send_back
+
+    # ---- the workers ----
+
+    def _execute(self, output: SchedulerOutput, plan: SSDKVMetadata) -> ModelRunnerOutput:
+        for rank in self.ranks:
+            rank.begin(plan)
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        fresh = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
+        for name in fresh:
+            self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
+        rows = {row.request_id: row for row in plan.rows}
+        spoiled: list[set[int]] = [set() for _ in self.ranks]
+        sampled: list[list[int]] = []
+        for name, count in output.num_scheduled_tokens.items():
+            start = starts[name]
+            row = rows.get(name) or Row(name, 0, 0, start, 0)
+            good = self._compute(name, start, count, row)
+            for rank, slots in zip(self.ranks, spoiled, strict=True):
+                if self.paged and not good:
+                    slots.update(rank.poison(row) if rank.number in self._blind else ())
+            tokens = self.tokens[name]
+            sampled.append([])
+            if start + count == len(tokens):
+                last = extend(0, tokens)[-1] if good else GARBAGE
+                sampled[-1].append(next_token(last))
+                tokens.append(next_token(last))
+        for rank, slots in zip(self.ranks, spoiled, strict=True):
+            rank.end(plan, self.hbm, slots)
+        names = list(output.num_scheduled_tokens)
+        results = [
+            ModelRunnerOutput(
+                names,
+                {name: i for i, name in enumerate(names)},
+                sampled,
+                kv_connector_output=rank.output(),
+            )
+            for rank in self.ranks
+        ]
+        joined = self._aggregator.aggregate(list(results))
+        assert joined is not None
+        return joined
+
+    def _compute(self, name: str, start: int, count: int, row: Row) -> bool:
+        """Attend and write KV; whether every rank could read the context."""
+        right = extend(0, self.tokens[name][: start + count])
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        if self.paged:
+            assert row.first_position == start
+            assert row.write_block == blocks[start // BLOCK]
+        contexts = [rank.context(row) if self.paged else [] for rank in self.ranks]
+        self._blind = {i for i, context in enumerate(contexts) if context is None}
+        good = not self._blind
+        if good:
+            # One rank alone may read what another knows to be bad: its output is not used.
+            for context in contexts:
+                assert context == right[: row.hbm_start * BLOCK if self.paged else 0], name
+            window = [
+                s for block in blocks[row.hbm_start : -(-start // BLOCK)] for s in self.hbm[block]
+            ]
+            held = right[row.hbm_start * BLOCK : start]
+            assert window[: len(held)] == held, f"{name}: HBM holds KV of other tokens"
+        for position in range(start, start + count):
+            block = blocks[position // BLOCK]
+            assert block, "KV is written to the null block"
+            at = position % BLOCK
+            symbol = right[position] if good else GARBAGE
+            self.hbm[block] = [*self.hbm.get(block, [])[:at], symbol]
+        return good
+
+    def _learn(self, name: str) -> None:
+        """Note what belongs under the keys that vLLM knows by now."""
+        request = self.requests[name]
+        known = self._known.get(name, 0)
+        keys = self.ours.keys_of(request)
+        if len(keys) > known:
+            symbols = extend(0, request.all_token_ids[: len(keys) * BLOCK])
+            for block in range(known, len(keys)):
+                right = symbols[block * BLOCK : (block + 1) * BLOCK]
+                assert self.content.setdefault(keys[block], right) == right
+            self._known[name] = len(keys)
+
+    def _deliver(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        found = self.scheduler.update_from_output(output, result)
+        for core in found.values():
+            for one in core.outputs:
+                self.delivered[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.finished.add(one.request_id)
+        for name in output.num_scheduled_tokens:
+            self._learn(name)

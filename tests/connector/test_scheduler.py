@@ -1,0 +1,125 @@
+"""The scheduler's half under vLLM's own scheduler, in random orders of events.
+
+Real: vLLM's scheduler and block manager, :class:`SSDKVScheduler`, the index. Simulated: workers,
+which compare whatever a request attends to with what its tokens say (``simulation.py``).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from vllm.config import VllmConfig
+
+from tests.connector.simulation import Simulation, engine_config
+from tests.e2e.models import make_llama
+from vllm_ssdkv.errors import StoreFailedError
+
+RUNS = 25
+FAULTS = ("write", "load", "break", "full", "lose")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model") / "llama", layers=1)
+
+
+@pytest.fixture(scope="module", params=["page", "reuse"])
+def config(request: pytest.FixtureRequest, model: Path) -> VllmConfig:
+    return engine_config(model, request.param)
+
+
+class Turmoil:
+    """One random run: requests come, end, are aborted and preempted while things fail."""
+
+    def __init__(self, config: VllmConfig, seed: int, *, depth: int, faulty: bool):
+        self.random = random.Random(seed)
+        paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
+        hbm = [10 if depth > 1 else 8, 12, 24, 40] if paged else [17, 24, 40]
+        self.run = Simulation(
+            config,
+            depth=depth,
+            ranks=self.random.choice([1, 2]),
+            slots=self.random.choice([17, 20, 30, 60]),
+            hbm_blocks=self.random.choice(hbm),
+        )
+        self.faults = 6 if faulty else 0
+        self.lost = False
+        self.aborted: set[str] = set()
+        self.prefixes = [[self.random.randrange(3, 500) for _ in range(100)] for _ in range(2)]
+
+    def play(self, events: int) -> None:
+        """Let things happen, then let everything end."""
+        for number in range(events):
+            event = self.random.choices(
+                [self.add, self.step, self.io, self.abort, self.preempt, self.fail],
+                [4, 10, 6, 1, 0.5, 1],
+            )[0]
+            event(number)
+        for rank in self.run.ranks:
+            rank.no_frames = False
+        self.run.run()
+        self.run.check_answers(name for name in self.run.requests if name not in self.aborted)
+        self.run.check_idle()
+
+    def add(self, number: int) -> None:
+        prefix = self.random.choice(self.prefixes)[: self.random.randrange(100)]
+        own = [self.random.randrange(3, 500) for _ in range(self.random.randrange(1, 60))]
+        self.run.add(str(number), prefix + own, self.random.randrange(1, 40))
+
+    def step(self, _: int) -> None:
+        for _ in range(self.random.randrange(1, 4)):
+            self.run.step()
+
+    def io(self, _: int) -> None:
+        for rank in self.run.ranks:
+            for _ in range(self.random.randrange(4)):
+                rank.end_write(good=True)
+            for _ in range(self.random.randrange(2)):
+                rank.end_load(True, self.run.hbm, self.run.content)
+
+    def abort(self, _: int) -> None:
+        ended = self.aborted | set(self.run.finished)
+        alive = [name for name in self.run.requests if name not in ended]
+        if alive:
+            name = self.random.choice(alive)
+            self.aborted.add(name)
+            self.run.abort(name)
+
+    def preempt(self, _: int) -> None:
+        self.run.preempt_all()
+
+    def fail(self, _: int) -> None:
+        if self.faults == 0:
+            return
+        self.faults -= 1
+        rank, kind = self.random.choice(self.run.ranks), self.random.choice(FAULTS)
+        if kind == "write":
+            rank.end_write(good=False)
+        elif kind == "load":
+            rank.end_load(False, self.run.hbm, self.run.content)
+        elif kind == "break" and rank.slots:
+            rank.broken.add(self.random.choice(sorted(rank.slots)))
+        elif kind == "full":
+            rank.no_frames = not rank.no_frames
+        elif kind == "lose" and not self.lost:
+            self.lost = True
+            self.run.lose_device(self.random.randrange(2))
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_answers_are_right_and_nothing_leaks(config: VllmConfig, depth: int) -> None:
+    for seed in range(RUNS):
+        Turmoil(config, seed, depth=depth, faulty=False).play(60)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_answers_are_right_while_things_fail(config: VllmConfig, depth: int) -> None:
+    for seed in range(100, 100 + RUNS):
+        turmoil = Turmoil(config, seed, depth=depth, faulty=True)
+        try:
+            turmoil.play(60)
+        except StoreFailedError:
+            # Allowed only when a lost device has left too few slots.
+            assert turmoil.lost

@@ -1,0 +1,467 @@
+"""The scheduler's half in single events, each with what must follow; see ``simulation.py``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request, RequestStatus
+
+from tests.connector.simulation import BLOCK, CHUNK, WINDOW, Simulation, answer, engine_config
+from tests.e2e.models import make_llama
+from vllm_ssdkv.errors import StoreFailedError
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.journal import Journal
+
+ONE_REQUEST = -(-(WINDOW - 1 + CHUNK) // BLOCK) + 1
+"""HBM blocks that page mode needs for one request, whatever its length."""
+
+Make = Callable[..., Simulation]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VllmConfig]:
+    model = make_llama(tmp_path_factory.mktemp("model") / "llama", layers=1)
+    return {mode: engine_config(model, mode) for mode in ("page", "reuse")}
+
+
+@pytest.fixture
+def page(configs: dict[str, VllmConfig]) -> Make:
+    return lambda **options: Simulation(configs["page"], **options)
+
+
+@pytest.fixture
+def reuse(configs: dict[str, VllmConfig]) -> Make:
+    return lambda **options: Simulation(configs["reuse"], **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(3, 500) for _ in range(length)]
+
+
+def hits(run: Simulation, name: str) -> list[int]:
+    """Blocks of each load that was planned for the request."""
+    return [len(load.slots) for plan in run.plans for load in plan.loads if load.request_id == name]
+
+
+def stored(run: Simulation, *prompts: list[int]) -> None:
+    """Ask these prompts and let everything end, so that they are in the store but not in HBM."""
+    for number, tokens in enumerate(prompts):
+        run.add(f"stored {number}", tokens, 1)
+    run.run()
+    assert run.scheduler.reset_prefix_cache()
+
+
+def end(run: Simulation, *names: str) -> None:
+    run.run()
+    run.check_answers(names)
+    run.check_idle()
+
+
+# ---- admission ----
+
+
+@pytest.mark.parametrize(("slots", "together"), [(17, 1), (22, 2), (32, 2), (33, 3)])
+def test_requests_wait_for_slots(page: Make, slots: int, together: int) -> None:
+    run = page(slots=slots, hbm_blocks=40)
+    for name in "abc":
+        run.add(name, prompt(150, ord(name)), 20)  # 11 slots each
+    most = 0
+    while run.scheduler.has_requests():
+        run.step()
+        run.end_io()
+        most = max(most, len(run.scheduler.running))
+    assert most == together
+    end(run, *"abc")
+
+
+def test_what_was_reserved_and_not_used_is_given_back(page: Make) -> None:
+    run = page(slots=40)
+    run.add("a", prompt(20), 200)
+    run.step()
+    assert run.index.gauges()["reserved"] > 10
+    run.abort("a")
+    run.run()
+    run.check_idle()
+
+
+def test_a_session_may_outgrow_its_reservation(page: Make) -> None:
+    run = page(slots=40)
+    session = run.add("a", prompt(40), 4, resumable=True)
+    for _ in range(10):
+        run.step()
+        run.end_io()
+    assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    more = Request("a", prompt(150, 1), session.sampling_params, None, resumable=True)
+    run.scheduler.add_request(more)
+    for _ in range(12):
+        run.step()
+        run.end_io()
+    assert session.num_computed_tokens > 40 + 150
+    run.abort("a")
+    run.run()
+    run.check_idle()
+
+
+# ---- sharing ----
+
+
+def test_two_that_run_with_one_prompt_store_it_once(page: Make) -> None:
+    run = page(slots=60, hbm_blocks=40)
+    tokens = prompt(128)
+    run.add("a", tokens, 4)
+    run.step()
+    run.add("b", tokens, 4)
+    end(run, *"ab")
+    # The block in which their answers end belongs to both as well.
+    assert run.index.counters["allocated"] <= 9
+
+
+def test_a_prompt_is_stored_once_in_reuse_mode(reuse: Make) -> None:
+    run = reuse(slots=60, hbm_blocks=60)
+    for name in "abc":
+        run.add(name, prompt(128), 4)
+    end(run, *"abc")
+    assert run.index.counters["allocated"] == 8
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stored_prompt_hits(page: Make, reuse: Make, depth: int) -> None:
+    for make in (page, reuse):
+        run = make(depth=depth)
+        stored(run, prompt(100))
+        run.add("a", prompt(100), 4)
+        run.add("b", prompt(64) + prompt(9, 1), 4)
+        end(run, *"ab")
+        assert (hits(run, "a"), hits(run, "b")) == ([6], [4])
+
+
+def test_salts_keep_prompts_apart(reuse: Make) -> None:
+    run = reuse()
+    for name, salt in (("a", None), ("b", "x"), ("c", "y"), ("d", "x")):
+        run.add(name, prompt(100), 4, cache_salt=salt)
+        run.run()
+        run.scheduler.reset_prefix_cache()
+    end(run, *"abcd")
+    assert [hits(run, name) for name in "abcd"] == [[], [], [], [6]]
+
+
+# ---- adapters ----
+
+
+def adapter_keys(run: Simulation, path: Path) -> tuple[bytes, ...]:
+    """Keys of one prompt with the adapter that lies there, as a new engine makes them."""
+    lora = LoRARequest("an adapter", 1, str(path))
+    keys = run.ours.keys_of(run.add(str(len(run.requests)), prompt(64), 1, lora_request=lora))
+    assert all(len(key) == 32 for key in keys)
+    return tuple(keys)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_keys_belong_to_an_adapters_content(reuse: Make, tmp_path: Path, file: str) -> None:
+    base = reuse().add("base", prompt(64), 1)
+    found = {tuple(reuse().ours.keys_of(base))}
+    for weights, scale in ((b"1", 8), (b"2", 8), (b"1", 16)):
+        Path(tmp_path, file).write_bytes(weights)
+        Path(tmp_path, "adapter_config.json").write_text(f'{{"lora_alpha": {scale}}}')
+        keys = adapter_keys(reuse(), tmp_path)
+        assert adapter_keys(reuse(), tmp_path) == keys
+        assert not set(keys) & {key for others in found for key in others}
+        found.add(keys)
+
+
+def test_keys_of_a_part(reuse: Make) -> None:
+    run = reuse()
+    request = run.add("a", prompt(100), 1)
+    keys = run.ours.keys_of(request)
+    assert len(keys) == 6
+    assert run.ours.keys_of(request, 4, 1) == keys[1:4]
+    assert run.ours.keys_of(request, 99, 5) == keys[5:]
+
+
+# ---- writes that fail ----
+
+
+def test_a_failed_write_is_never_found(page: Make, reuse: Make) -> None:
+    for make in (page, reuse):
+        run = make(slots=60)
+        run.add("a", prompt(100), 4)
+        run.step()
+        for rank in run.ranks:
+            rank.end_write(good=True)
+            rank.end_write(good=False)
+        run.run()
+        run.scheduler.reset_prefix_cache()
+        run.add("b", prompt(100), 4)
+        end(run, *"ab")
+        # The first block, then the hole.
+        assert hits(run, "b") == [1]
+        assert run.ours.counters.total("slots_dropped", cause="write_error") == 1
+
+
+def test_one_rank_that_fails_fails_the_slot(reuse: Make) -> None:
+    run = reuse(slots=60, ranks=2)
+    run.add("a", prompt(40), 4)
+    run.step()
+    first, second = run.ranks
+    first.end_write(good=True)
+    run.step()
+    assert not run.index.counters["dropped"]
+    second.end_write(good=False)
+    run.run()
+    run.scheduler.reset_prefix_cache()
+    run.add("b", prompt(40), 4)
+    end(run, *"ab")
+    assert hits(run, "b") == []
+
+
+def test_what_finds_no_room_in_dram_is_skipped(reuse: Make) -> None:
+    run = reuse(slots=60)
+    run.ranks[0].no_frames = True
+    run.add("a", prompt(100), 4)
+    run.run()
+    run.ranks[0].no_frames = False
+    assert run.index.gauges()["ready"] == 0
+    end(run, "a")
+
+
+def test_page_mode_starts_again_when_a_block_was_not_held(page: Make) -> None:
+    run = page(slots=60)
+    run.add("a", prompt(100), 20)
+    run.step()
+    run.ranks[0].no_frames = True
+    run.step()
+    run.ranks[0].no_frames = False
+    end(run, "a")
+    assert run.ours.counters.total("recomputed_requests", cause="context") == 1
+
+
+# ---- contexts that cannot be read ----
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_context_with_a_bad_slot_is_computed_again(page: Make, depth: int) -> None:
+    run = page(slots=60, depth=depth)
+    run.add("a", prompt(150), 30)
+    while len(run.delivered["a"]) < 10:
+        run.step()
+        run.end_io()
+    slot = run.ranks[0].contexts["a"][2]
+    run.ranks[0].broken.add(slot)
+    # Every token that is delivered is a right one, those of steps under way included.
+    right = answer(prompt(150), 30)
+    while run.scheduler.has_requests():
+        run.step()
+        run.end_io()
+        assert run.delivered["a"] == right[: len(run.delivered["a"])]
+    end(run, "a")
+    assert run.ours.counters.total("recomputed_requests", cause="context") == 1
+    # It went on from the two blocks before the bad one.
+    assert hits(run, "a") == [2]
+
+
+def test_only_the_request_with_the_bad_slot_is_sent_back(page: Make) -> None:
+    run = page(slots=60, hbm_blocks=40)
+    run.add("a", prompt(150, 1), 30)
+    run.add("b", prompt(150, 2), 30)
+    while not run.delivered["b"]:
+        run.step()
+        run.end_io()
+    run.ranks[0].broken.add(run.ranks[0].contexts["b"][1])
+    end(run, *"ab")
+    assert run.requests["a"].num_preemptions == 0
+    assert run.requests["b"].num_preemptions == 1
+
+
+# ---- loads that fail ----
+
+
+@pytest.mark.parametrize("mode", ["page", "reuse"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_load_is_tried_once_more(
+    configs: dict[str, VllmConfig], mode: str, depth: int
+) -> None:
+    run = Simulation(configs[mode], depth=depth)
+    stored(run, prompt(100))
+    run.add("a", prompt(100), 4)
+    while not run.ranks[0].loads:
+        run.step()
+    run.ranks[0].broken.add(int(run.ranks[0].loads[0].slots[3]))
+    end(run, "a")
+    # Of the second load there are the blocks before the bad one.
+    assert hits(run, "a") == [6, 3]
+    assert run.ours.counters.total("recomputed_requests", cause="hit") == 1
+
+
+@pytest.mark.parametrize("mode", ["page", "reuse"])
+def test_loads_that_keep_failing_are_given_up(configs: dict[str, VllmConfig], mode: str) -> None:
+    run = Simulation(configs[mode])
+    stored(run, prompt(100))
+    run.add("a", prompt(100), 4)
+    for _ in range(20):
+        run.step()
+        for rank in run.ranks:
+            rank.end_load(False, run.hbm, run.content)
+    end(run, "a")
+    assert len(hits(run, "a")) == 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_load_in_an_hbm_for_one(page: Make, depth: int) -> None:
+    """vLLM keeps the blocks of the failed load reserved; they must not keep the request out."""
+    blocks = ONE_REQUEST + 1 + (depth - 1) * CHUNK // BLOCK
+    run = page(depth=depth, hbm_blocks=blocks, slots=17)
+    stored(run, prompt(150))
+    run.add("a", prompt(150), 20)
+    run.add("b", prompt(150) + prompt(20, 1), 20)
+    while not run.ranks[0].loads:
+        run.step()
+    run.ranks[0].end_load(False, run.hbm, run.content)
+    end(run, *"ab")
+
+
+def test_a_failed_load_in_front_of_one_that_holds_hbm(page: Make) -> None:
+    """vLLM looks at nobody behind a request that does not fit."""
+    run = page(hbm_blocks=ONE_REQUEST + 3, slots=60)
+    stored(run, prompt(130, 1), prompt(64, 2))
+    run.add("a", prompt(130, 1) + prompt(60, 3), 20)
+    run.add("b", prompt(64, 2) + prompt(60, 4), 20)
+    while len(run.ranks[0].loads) < 2:
+        run.step()
+    run.ranks[0].end_load(False, run.hbm, run.content)
+    end(run, *"ab")
+
+
+def test_loads_leave_room_to_go_on(page: Make) -> None:
+    """Loads are admitted only while one of them can still compute its next chunk."""
+    run = page(hbm_blocks=ONE_REQUEST + 3, slots=80)
+    known = [prompt(112, seed) for seed in range(4)]
+    stored(run, *known)
+    for name, tokens in zip("abcd", known, strict=True):
+        run.add(name, tokens + prompt(60, ord(name)), 20)
+    end(run, *"abcd")
+    assert all(hits(run, name) == [7] for name in "abcd")
+
+
+def test_a_request_that_is_given_up_while_it_loads(page: Make, reuse: Make) -> None:
+    for make in (page, reuse):
+        for good in (True, False):
+            run = make()
+            stored(run, prompt(100))
+            run.add("a", prompt(100), 4)
+            run.step()
+            run.abort("a")
+            run.step()
+            # The load still writes to HBM, so its slots stay.
+            assert run.index.gauges()["pinned"] >= 6
+            for rank in run.ranks:
+                rank.end_load(good, run.hbm, run.content)
+            run.run()
+            run.check_idle()
+
+
+# ---- devices ----
+
+
+def test_a_lost_device_takes_its_slots_along(page: Make) -> None:
+    run = page(slots=60)
+    run.add("a", prompt(150), 30)
+    while not run.delivered["a"]:
+        run.step()
+        run.end_io()
+    run.lose_device(0)
+    run.step()
+    steps = len(run.plans)
+    end(run, "a")
+    assert run.index.gauges()["lost"] == 30
+    run.add("b", prompt(150), 4)
+    end(run, "b")
+    handed_out = np.concatenate([plan.save.slots for plan in run.plans[steps:]])
+    assert len(handed_out)
+    assert not run.stripes.touches(0, handed_out).any()
+
+
+def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:
+    run = page(slots=20)
+    run.lose_device(1)
+    run.add("a", prompt(20), 4)
+    end(run, "a")  # needs two slots, ten are left
+    run.add("b", prompt(200), 20)
+    with pytest.raises(StoreFailedError, match="device1") as caught:
+        run.run()
+    assert "needs 14 slots, 10 can be had" in str(caught.value)
+    assert "Replace them and restart" in str(caught.value)
+
+
+# ---- the end of things ----
+
+
+def test_preempted_and_resumed_in_one_step(page: Make) -> None:
+    run = page(slots=60)
+    run.add("a", prompt(150), 30)
+    while len(run.delivered["a"]) < 5:
+        run.step()
+        run.end_io()
+    run.preempt_all()
+    run.step()
+    assert run.requests["a"].num_preemptions == 1
+    end(run, "a")
+    assert hits(run, "a") == [9]
+
+
+def test_a_reset_forgets_everything(page: Make, reuse: Make) -> None:
+    for make in (page, reuse):
+        run = make()
+        stored(run, prompt(100))
+        assert run.scheduler.reset_prefix_cache(reset_connector=True)
+        assert run.index.gauges()["ready"] == 0
+        run.add("a", prompt(100), 4)
+        end(run, "a")
+        run.scheduler.reset_prefix_cache()
+        run.add("b", prompt(100), 4)
+        end(run, "b")
+        assert (hits(run, "a"), hits(run, "b")) == ([], [6])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_restart_finds_what_was_durable(reuse: Make, tmp_path: Path, reset: bool) -> None:
+    def index() -> SlotIndex:
+        journal = Journal(
+            tmp_path / "journal", store=UUID(int=1), fingerprint=bytes(16), num_slots=40
+        )
+        return SlotIndex(40, journal)
+
+    run = reuse(index=index())
+    if reset:
+        # The weights have changed in memory: on disk they are still the old ones.
+        assert run.scheduler.reset_prefix_cache(reset_connector=True)
+    stored(run, prompt(100))
+    run.ours.close()
+    again = reuse(index=index())
+    again.ranks = run.ranks
+    again.content = run.content
+    again.add("a", prompt(100), 4)
+    end(again, "a")
+    assert hits(again, "a") == ([] if reset else [6])
+    again.ours.close()
+
+
+def test_the_engine_keeps_stepping_until_writes_are_known(reuse: Make) -> None:
+    run = reuse()
+    run.add("a", prompt(100), 1)
+    while "a" not in run.finished:
+        run.step()
+    assert run.ours.unfinished()
+    assert run.scheduler.has_requests()
+    run.end_io()
+    for _ in range(3):
+        run.step()
+    assert not run.ours.unfinished()
+    assert not run.scheduler.has_requests()

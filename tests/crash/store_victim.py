@@ -1,0 +1,202 @@
+"""A process that fills a small store for ever and is killed; run by ``test_store_kill.py``.
+
+Standard input is one JSON object. Both roles of the store live in this process. What it says:
+
+- ``V [...]``: the numbers of the blocks that a restart found, each read and right
+- ``X n``: block n is about to be dropped
+- ``D n``: block n is durable
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.journal import Journal
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.open import OpenStore, StorePlace, open_index, open_rank
+from vllm_ssdkv.store.tiers import TieredStore
+
+GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=65000)
+BLOCK_TOKENS = 32
+CHAIN = 4
+DROP_EVERY = 13
+DUPLICATE_EVERY = 29
+PATIENCE_S = 30.0
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
+
+
+def content(number: int) -> NDArray[np.uint8]:
+    """Payloads that belong to a block, [pages, payload_bytes]."""
+    shape = (GEOMETRY.pages, GEOMETRY.payload_bytes)
+    return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+
+
+def say(kind: str, what: object) -> None:
+    # One system call: a kill must not leave half a line.
+    os.write(sys.stdout.fileno(), f"{kind} {what}\n".encode())
+
+
+class Victim:
+    """Worker and scheduler of one store."""
+
+    def __init__(self, devices: list[str], state_dir: str):
+        config = SSDKVConfig.from_extra_config(
+            {
+                "mode": "page",
+                "devices": [{"path": path, "capacity": "16MiB"} for path in devices],
+                "state_dir": state_dir,
+                "dram_gib": "16MiB",
+                "io": {"staging": "4MiB"},
+            }
+        )
+        # Rewrites of the journal must be among the moments of a kill.
+        vars(opening)["Journal"] = functools.partial(Journal, slack_records=64)
+        place = StorePlace(config, GEOMETRY, Fingerprint({"model": "none"}), 1)
+        self.opened: OpenStore = open_rank(place, 0, Counters())
+        self.index: SlotIndex = open_index(place)[0]
+        self.copied: dict[int, NDArray[np.uint8]] = {}
+        self.store = TieredStore(
+            self.opened.files,
+            self.opened.arena,
+            self.opened.plan,
+            self.opened.num_slots,
+            BLOCK_TOKENS,
+            self._copy_in,
+        )
+        self.under_way: dict[int, int] = {}
+
+    def _payloads(self, frame: int) -> NDArray[np.uint8]:
+        pages = self.store.frames.view(frame)[GEOMETRY.header_bytes :]
+        return pages.reshape(GEOMETRY.pages, GEOMETRY.page_bytes)[:, : GEOMETRY.payload_bytes]
+
+    def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):
+            self.copied[block] = self._payloads(frame).copy()
+
+    # ---- after a kill ----
+
+    def recovered(self, candidates: list[int]) -> list[int]:
+        """Those of the blocks that are found; all of them are read and compared."""
+        gauges = self.index.gauges()
+        assert gauges["free"] + gauges["ready"] == self.index.num_slots, gauges
+        assert gauges["pinned"] == gauges["writing"] == gauges["lost"] == 0, gauges
+        slot_of = {n: s for n in candidates for s in self.index.lookup([key_of(n)]).tolist()}
+        assert len(slot_of) == len(set(slot_of.values())) == gauges["ready"], gauges
+        numbers = list(slot_of)
+        slots = np.array([slot_of[n] for n in numbers], dtype=np.int64)
+        if numbers:
+            self._load(numbers, slots)
+        return numbers
+
+    def _load(self, numbers: list[int], slots: NDArray[np.int64]) -> None:
+        self.copied.clear()
+        self.index.pin(slots)
+        self.store.load(
+            LoadJob(
+                "all",
+                slots,
+                self.index.epochs(slots),
+                tuple(map(key_of, numbers)),
+                np.arange(1, len(numbers) + 1, dtype=np.int64),
+            )
+        )
+        deadline = time.monotonic() + PATIENCE_S
+        while not (outcomes := self.store.take_load_outcomes()):
+            assert time.monotonic() < deadline, "the load hangs"
+            time.sleep(0.001)
+        assert outcomes[0].complete, outcomes
+        assert outcomes[0].bad == []
+        for block, number in enumerate(numbers, start=1):
+            np.testing.assert_array_equal(self.copied[block], content(number))
+        # One by one: as a chain they would be entered the other way round.
+        for slot in slots.tolist():
+            self.index.unpin(np.array([slot], dtype=np.int64))
+
+    # ---- until the kill ----
+
+    def start(self, numbers: list[int]) -> None:
+        """Store blocks as a step of the engine does."""
+        slots = self.index.allocate(len(numbers))
+        done = 0
+        while done < len(slots):
+            frames = self.store.hold(slots[done:], wait=True)
+            assert len(frames), "no frame in time"
+            part = slice(done, done + len(frames))
+            for frame, number in zip(frames.tolist(), numbers[part], strict=True):
+                self._payloads(frame)[:] = content(number)
+            keys = [key_of(n) for n in numbers[part]]
+            self.store.commit(slots[part], self.index.epochs(slots[part]), keys)
+            done += len(frames)
+        for slot, number in zip(slots.tolist(), numbers, strict=True):
+            assert self.index.publish(slot, key_of(number))
+            self.under_way[slot] = number
+
+    def duplicate(self, number: int) -> None:
+        """The same block once more: it must stay private and its slot must come back."""
+        slots = self.index.allocate(1)
+        assert not self.index.publish(int(slots[0]), key_of(number))
+        self.index.unpin(slots)
+
+    def finish(self) -> None:
+        """Report what was written."""
+        durable, failed = self.store.take_write_results()
+        assert not failed, failed
+        for slot, epoch in durable:
+            assert epoch == self.index.epoch(slot)
+            number = self.under_way.pop(slot)
+            self.index.durable(slot)
+            say("D", number)
+            if number % DUPLICATE_EVERY == 0:
+                self.duplicate(number)
+            if number % DROP_EVERY == 0:
+                say("X", number)
+                self.index.drop(slot)
+            self.index.unpin(np.array([slot], dtype=np.int64))
+
+    def run(self, number: int, window: int) -> None:
+        """Store block after block."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if len(self.under_way) + CHAIN <= window:
+                self.start(list(range(number, number + CHAIN)))
+                number += CHAIN
+            self.finish()
+        raise TimeoutError("nobody killed this process")
+
+    def close(self) -> None:
+        """End as an engine does that nobody killed."""
+        self.store.close()
+        self.opened.close()
+        assert self.index.close()
+
+
+def main() -> None:
+    task: dict[str, Any] = json.load(sys.stdin)
+    victim = Victim(task["devices"], task["state_dir"])
+    say("V", json.dumps(victim.recovered(task["candidates"])))
+    say("N", victim.index.num_slots)
+    if task["window"]:
+        victim.run(task["first"], task["window"])
+    victim.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A process that stores blocks is killed at any moment: what it called durable is there, and right.
+
+Nothing is known about the moment of a kill, so the promises are checked that hold at every one:
+every block a restart finds is read back and compared; the newest blocks that were reported durable
+are found (older ones may be evicted); every slot is either free or ready.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+VICTIM = Path(__file__).with_name("store_victim.py")
+ROUNDS = 20
+WINDOW = 8
+"""Blocks that are stored but not yet durable; so many slots a kill takes from older blocks."""
+
+LONGEST_RUN_S = 0.3
+LONGEST_START_S = 0.7
+DEADLINE_S = 60.0
+
+Devices = Callable[[int], list[Path]]
+
+
+@dataclass
+class Life:
+    """What a victim said before it died."""
+
+    found: list[int] | None = None
+    """Blocks that it found when it started; None: it died before it had looked."""
+    durable: list[int] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    num_slots: int = 0
+
+
+@dataclass
+class Ledger:
+    """What the store must hold, as far as that is known from outside."""
+
+    devices: list[str]
+    state_dir: str
+    log: Path
+    known: list[int] = field(default_factory=list)
+    """Blocks that may be found, the oldest first."""
+    required: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    next_number: int = 0
+    stored: int = 0
+    evicted: int = 0
+    recovered: int = 0
+
+    def live(self, delay_s: float, *, at_start: bool = False) -> None:
+        """Run a victim and kill it ``delay_s`` after it looked round, or after it was started."""
+        life = self._run(WINDOW, delay_s, at_start)
+        self._take_in(life)
+
+    def end(self) -> None:
+        """Look once more, close properly, and look at what a proper end leaves."""
+        for _ in range(2):
+            self._take_in(self._run(0, 0.0, at_start=False))
+
+    def _run(self, window: int, delay_s: float, at_start: bool) -> Life:
+        task = {
+            "devices": self.devices,
+            "state_dir": self.state_dir,
+            "candidates": self.known,
+            "first": self.next_number,
+            "window": window,
+        }
+        with (
+            self.log.open("w+") as log,
+            subprocess.Popen(
+                [sys.executable, str(VICTIM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            ) as process,
+        ):
+            watchdog = threading.Timer(DEADLINE_S, process.kill)
+            watchdog.start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(task))
+            process.stdin.close()
+            lines: list[str] = []
+            if not at_start:
+                lines += [process.stdout.readline(), process.stdout.readline()]
+            if window:
+                time.sleep(delay_s)
+                process.kill()
+            lines += process.stdout.readlines()
+            code = process.wait()
+            hung = not watchdog.is_alive()
+            watchdog.cancel()
+            log.seek(0)
+            # A victim that ends by itself has found something wrong, or was told to end.
+            assert code == (-9 if window else 0), log.read()
+            assert not hung, log.read()
+        return self._parse(lines)
+
+    def _parse(self, lines: list[str]) -> Life:
+        life = Life()
+        for line in lines:
+            kind, _, rest = line.partition(" ")
+            match kind:
+                case "V":
+                    life.found = json.loads(rest)
+                case "N":
+                    life.num_slots = int(rest)
+                case "D":
+                    life.durable.append(int(rest))
+                case "X":
+                    life.dropped.add(int(rest))
+        return life
+
+    def _take_in(self, life: Life) -> None:
+        if life.found is None:
+            return
+        missing = self.required - set(life.found)
+        assert not missing, f"lost: {sorted(missing)} of {sorted(self.required)}"
+        self.recovered += len(life.found)
+        self.evicted += len(set(self.known) - set(life.found))
+        self.stored += len(life.durable)
+        order = [*life.found, *life.durable]
+        attempted = range(self.next_number, self.next_number + len(life.durable) + WINDOW)
+        self.next_number = attempted.stop
+        reported = set(life.durable)
+        self.known = [*order, *(n for n in attempted if n not in reported)]
+        if life.num_slots:
+            # The window may have taken slots before the kill. Blocks that were pinned while the
+            # journal was rewritten, or became durable unreported, may stand elsewhere in the order.
+            newest = order[-(life.num_slots - 3 * WINDOW) :]
+            self.required = set(newest) - life.dropped
+
+
+def kill(devices: list[Path], rounds: int, seed: int) -> Ledger:
+    """Kill a victim again and again over the same store."""
+    *data, state = devices
+    ledger = Ledger([str(path) for path in data], str(state), state / "victim.log")
+    source = random.Random(seed)
+    for number in range(rounds):
+        at_start = number % 5 == 4
+        longest = LONGEST_START_S if at_start else LONGEST_RUN_S
+        ledger.live(source.uniform(0.0, longest), at_start=at_start)
+    ledger.end()
+    return ledger
+
+
+def test_a_killed_store_keeps_its_promises(tmp_devices: Devices) -> None:
+    ledger = kill(tmp_devices(3), ROUNDS, seed=1)
+    # The rounds were as eventful as they are meant to be.
+    assert ledger.stored > 5 * ROUNDS
+    assert ledger.evicted > 10 * ROUNDS
+    assert ledger.recovered > 10 * ROUNDS
+
+
+@pytest.mark.soak
+def test_kills_of_a_store(tmp_devices: Devices, soak_rounds: int) -> None:
+    ledger = kill(tmp_devices(3), 10 * soak_rounds, seed=random.randrange(1 << 30))
+    assert ledger.stored > 0

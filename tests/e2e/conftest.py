@@ -1,0 +1,84 @@
+"""Models, stock answers and directories for tests with the real vLLM."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import disk_directory
+from tests.e2e.bench import PROMPTS, Bench
+from tests.e2e.models import MAKERS
+from tests.e2e.stock import Stock
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of the tiny models, by family."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: make(root / name) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="session")
+def stock(models: dict[str, Path]) -> Stock:
+    """Answers of stock vLLM."""
+    return Stock(models)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Callable[..., list[dict[str, str]]]]:
+    """Make n devices on a real filesystem, as entries of the option ``devices``."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="ssdkv-e2e-", dir=disk_directory()) as root:
+
+        def make(count: int = 2, capacity: str = "64MiB") -> list[dict[str, str]]:
+            first = len(list(Path(root).iterdir()))
+            paths = [Path(root, f"ssd{index}") for index in range(first, first + count)]
+            for path in paths:
+                path.mkdir(mode=0o700)
+            return [{"path": str(path), "capacity": capacity} for path in paths]
+
+        yield make
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What the package logs from now on. Its log goes vLLM's way, which pytest does not see."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    ours, handler = logging.getLogger("vllm_ssdkv"), Keep(logging.INFO)
+    ours.addHandler(handler)
+    yield lines
+    ours.removeHandler(handler)
+
+
+@pytest.fixture
+def bench(
+    models: dict[str, Path],
+    stock: Stock,
+    devices: Callable[..., list[dict[str, str]]],
+    tmp_path: Path,
+) -> Iterator[Callable[..., Bench]]:
+    """Start an engine over four devices whose faults can be switched."""
+    started: list[Bench] = []
+    wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS)]
+
+    def start(mode: str = "page", count: int = 4) -> Bench:
+        control = tmp_path / f"faults{len(started)}.json"
+        started.append(Bench(models["llama"], devices(count, "16MiB"), control, wanted, mode))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.faults()
+        one.engine.close()
+        for path in one.paths:
+            shutil.rmtree(path, ignore_errors=True)

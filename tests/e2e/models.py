@@ -1,0 +1,237 @@
+"""Tiny, randomly initialised, deterministic models that vLLM loads like any other.
+
+Trained weights are not needed to compare two engines token by token, but three properties are,
+and the initialisation here is chosen for them: greedy decoding does not fall into a loop, the best
+two logits are rarely close enough for float rounding to swap them, and attention spreads over a
+few dozen tokens anywhere in the context (scores have a standard deviation of about 2.5), so lost or
+stale KV changes the logits.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 512
+MAX_POSITIONS = 16384
+BOS, EOS, PAD = 0, 1, 2
+SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
+
+# Output standard deviation of each projection for inputs of unit variance. Query and key at 1.6
+# give scores of 1.6 * 1.6 = 2.56; the value and output gains keep attention as loud as the
+# residual it is added to.
+QUERY_KEY_GAIN = 1.6
+VALUE_GAIN = 2.0
+OUTPUT_GAIN = 2.0
+MLP_GAIN = 1.4
+ROUTER_GAIN = 2.0
+LOGIT_GAIN = 3.0
+BIAS_STD = 0.1
+POSITION_STD = 0.5
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer: every string encodes, every id below its size decodes."""
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    text = ["a small tokenizer for small models", "the cache keeps what the model has seen"]
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[BOS],
+        eos_token=SPECIAL_TOKENS[EOS],
+        pad_token=SPECIAL_TOKENS[PAD],
+    )
+
+
+def _gain(name: str) -> float:
+    if "q_proj" in name or "k_proj" in name:
+        return QUERY_KEY_GAIN
+    if "v_proj" in name:
+        return VALUE_GAIN
+    if "o_proj" in name or "out_proj" in name:
+        return OUTPUT_GAIN
+    if "lm_head" in name:
+        return LOGIT_GAIN
+    if "gate.weight" in name:
+        return ROUTER_GAIN
+    return MLP_GAIN
+
+
+def _std(name: str, parameter: torch.Tensor) -> float:
+    if "embed_positions" in name:
+        return POSITION_STD
+    if "embed_tokens" in name:
+        return 1.0
+    if parameter.ndim < 2:
+        return BIAS_STD
+    return _gain(name) / math.sqrt(parameter.shape[-1])
+
+
+def _initialise(model: PreTrainedModel, seed: int) -> None:
+    """Overwrite every parameter; the order of names, not of modules, fixes the random stream."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * _std(name, parameter))
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.add_(QUERY_KEY_GAIN)
+            elif "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+
+
+def _save(model: PreTrainedModel, path: Path, seed: int) -> Path:
+    model = model.to(torch.float32).eval()
+    _initialise(model, seed)
+    model.save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def make_llama(
+    path: Path,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    hidden: int = 256,
+) -> Path:
+    """Grouped-query attention with rotary positions."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return _save(LlamaForCausalLM(config), path, seed)
+
+
+def make_qwen3(
+    path: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    hidden: int = 256,
+) -> Path:
+    """Grouped-query attention that normalises each head's query and key before rotating them."""
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return _save(Qwen3ForCausalLM(config), path, seed)
+
+
+def make_opt(
+    path: Path, *, seed: int = 0, layers: int = 2, heads: int = 4, head_dim: int = 32
+) -> Path:
+    """Multi-head attention (one KV head per query head), learned positions, biases, layer norm."""
+    hidden = heads * head_dim
+    config = OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        word_embed_proj_dim=hidden,
+        ffn_dim=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=MAX_POSITIONS,
+        do_layer_norm_before=True,
+        tie_word_embeddings=False,
+        dropout=0.0,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return _save(OPTForCausalLM(config), path, seed)
+
+
+def make_mixtral(
+    path: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    hidden: int = 128,
+    experts: int = 4,
+) -> Path:
+    """Mixture of experts (two of `experts` per token) over multi-query attention."""
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        sliding_window=None,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return _save(MixtralForCausalLM(config), path, seed)
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "llama": make_llama,
+    "qwen3": make_qwen3,
+    "opt": make_opt,
+    "mixtral": make_mixtral,
+}
+
+
+def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Uniformly random token ids without special tokens, one list per length."""
+    source = random.Random(seed)
+    return [[source.randrange(len(SPECIAL_TOKENS), VOCAB) for _ in range(n)] for n in lengths]

@@ -1,0 +1,209 @@
+"""Every example as a user runs it: real engines, KV in the default directory or on named ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_ssdkv.cli import recall
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+START_S = 420.0
+RUN_S = 600.0
+BLOCK = 128
+"""vLLM's own block size on a CPU."""
+FOUND = 4095 // BLOCK * BLOCK
+"""Tokens of a prompt of 4096 that a second run finds: whole blocks, without the last token."""
+
+pytestmark = pytest.mark.timeout(2000)
+
+
+@pytest.fixture
+def variables(tmp_devices: Callable[[int], list[Path]]) -> dict[str, str]:
+    """Environment of an example: own cache directory, little memory, this Python's commands."""
+    (cache,) = tmp_devices(1)
+    return {
+        **os.environ,
+        "XDG_CACHE_HOME": str(cache),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+
+
+def run(command: list[str], variables: dict[str, str], cwd: Path) -> str:
+    """Standard output of a command that must succeed."""
+    ended = subprocess.run(
+        command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+@contextlib.contextmanager
+def server(command: list[str], variables: dict[str, str], cwd: Path, log: Path) -> Iterator[str]:
+    """A running `vllm serve`, on a free port: its URL. Ended, with its children, in any case."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            env=variables,
+            cwd=cwd,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while not healthy(url):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, (
+                "the server did not start: " + log.read_text()[-4000:]
+            )
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def metric(url: str, pattern: str) -> float:
+    """Sum of the metrics whose line matches."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(pattern, line))
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The `vllm serve` commands of a page, in order, as the shell would split them."""
+    text = page.read_text().replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("vllm serve")]
+
+
+def serve_command() -> list[str]:
+    """The first one of the examples' page, with its command substitution carried out."""
+    first = commands(EXAMPLES / "README.md")[0]
+    assert first[2] == "$(ssdkv demo-model)"
+    return [*first[:2], str(recall.MODEL_DIR), *first[3:]]
+
+
+CONNECTOR = "--kv-transfer-config."
+PAGES = [
+    EXAMPLES / "README.md",
+    EXAMPLES.parent / "docs" / "quickstart.md",
+    EXAMPLES.parent / "README.md",
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_the_commands_on_the_pages_name_valid_options(page: Path) -> None:
+    found = commands(page)
+    assert found
+    for command in found:
+        given = dict(zip(command[3::2], command[4::2], strict=True))
+        assert given.pop(f"{CONNECTOR}kv_connector") == "SSDKVConnector"
+        assert given.pop(f"{CONNECTOR}kv_role") == "kv_both"
+        ours = {
+            name.removeprefix(f"{CONNECTOR}kv_connector_extra_config."): value
+            for name, value in given.items()
+        }
+        SSDKVConfig.from_extra_config(
+            {name: json.loads(v) if v[0] in "[{" else v for name, v in ours.items()}
+        )
+
+
+OUTPUT = re.compile(r"(\d+) tokens, (\d+) from the store, first token after \S+ s: (.*)")
+
+
+@pytest.mark.parametrize("mode", ["reuse", "page"])
+def test_offline(
+    mode: str,
+    variables: dict[str, str],
+    tmp_path: Path,
+    tmp_devices: Callable[[int], list[Path]],
+) -> None:
+    command = [sys.executable, str(EXAMPLES / "offline.py")]
+    if mode == "page":
+        command.append("--page")
+        for device in tmp_devices(2):
+            command += ["--device", str(device)]
+    answers = []
+    for expected in (0, FOUND):
+        found = [match.groups() for match in OUTPUT.finditer(run(command, variables, tmp_path))]
+        assert [(tokens, int(stored)) for tokens, stored, _ in found] == [("4096", expected)] * 4
+        for (_, _, text), task in zip(found, recall.TASKS, strict=True):
+            assert text.strip().startswith(recall.text(recall.ask(task, 4096, 0).answer))
+        answers.append([text for _, _, text in found])
+    if mode == "reuse":
+        assert (Path(variables["XDG_CACHE_HOME"]) / "ssdkv").is_dir()
+
+
+def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
+    """Two options and no other: reuse mode, default directory, found again after a restart."""
+    command = serve_command()
+    options = [part for part in command if part.startswith("--")]
+    assert len(options) == 2
+    question = recall.ask("multikey", 4096, 0)
+    for number, expected in enumerate((0, FOUND)):
+        with server(command, variables, tmp_path, tmp_path / f"serve{number}.log") as url:
+            client = [sys.executable, str(EXAMPLES / "serve_client.py"), "--url", f"{url}/v1"]
+            assert f"\nanswer: {recall.text(question.answer)}\n" in run(client, variables, tmp_path)
+            assert metric(url, r"vllm:ssdkv_hit_tokens_total\{.*ssd") == expected
+            if number == 0:
+                # vLLM ends its engine at once: what is to be found again must be journalled.
+                wait_for_journal(Path(variables["XDG_CACHE_HOME"]), FOUND // BLOCK)
+
+
+def wait_for_journal(cache: Path, blocks: int) -> None:
+    (journal,) = cache.glob("ssdkv/*/journal")
+    deadline = time.monotonic() + 60
+    while journal.stat().st_size < HEADER_BYTES + blocks * RECORD_BYTES:
+        assert time.monotonic() < deadline, "the blocks were not journalled"
+        time.sleep(0.1)
+
+
+def test_run_batch(variables: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    run([str(EXAMPLES / "run_batch.sh"), str(results)], variables, tmp_path)
+    requests = [json.loads(line) for line in (EXAMPLES / "batch.jsonl").read_text().splitlines()]
+    answers = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in map(json.loads, results.read_text().splitlines())
+    }
+    assert len(requests) == len(answers) == 4
+    for request in requests:
+        prompt = request["body"]["messages"][0]["content"]
+        document, _, key = prompt.rpartition(" ? ")
+        (value,) = re.findall(rf"\b{re.escape(key)} (\w+ \w+ \w+ \w+ ;)", document)
+        assert answers[request["custom_id"]].strip() == value

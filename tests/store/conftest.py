@@ -1,0 +1,301 @@
+"""A whole store of one rank on real files, without vLLM, with faults to switch on and off."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.store.device import OpenDevice, open_device
+from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
+from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
+from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
+
+PATIENCE_S = 30.0
+"""A wait that takes longer has hung."""
+
+DIGEST = b"fingerprint 1234"
+RANK = 3
+BLOCK_TOKENS = 32
+
+Slots = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+PAGED = SlotGeometry("paged", layers=3, heads=2, groups=2, payload_bytes=8192)
+OPAQUE = SlotGeometry("opaque", layers=2, heads=1, groups=1, payload_bytes=5000)
+
+
+def array(slots: Sequence[int]) -> Slots:
+    return np.array(slots, dtype=np.int64)
+
+
+def key_of(name: int) -> bytes:
+    return name.to_bytes(8, "little") * 4
+
+
+def content(geometry: SlotGeometry, name: int) -> Bytes:
+    """Payloads that belong to a key, [pages, payload_bytes]."""
+    random = np.random.default_rng(name)
+    return random.integers(0, 256, (geometry.pages, geometry.payload_bytes), dtype=np.uint8)
+
+
+def until(condition: Callable[[], bool], what: str = "it") -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen"
+        time.sleep(0.005)
+
+
+@dataclass
+class Walk:
+    """What a stream brought: per row and block index the payloads, and what went wrong."""
+
+    blocks: list[dict[int, Bytes]]
+    poisoned: set[int]
+    bad: list[int]
+    pieces: int = 0
+
+
+@dataclass
+class StoreRig:
+    """One rank's store. HBM is a dict of blocks."""
+
+    geometry: SlotGeometry
+    store: TieredStore
+    devices: list[OpenDevice]
+    counters: Counters
+    control: Path
+    hbm: dict[int, Bytes] = field(default_factory=dict)
+    before_copy: Callable[[], None] = lambda: None
+
+    @property
+    def files(self) -> SlotFiles:
+        return self.store.files
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return self.files.health.paths
+
+    # ---- faults ----
+
+    def faults(self, *rules: dict[str, Any]) -> None:
+        """Have exactly these faults from now on."""
+        fresh = self.control.with_suffix(".new")
+        fresh.write_text(json.dumps(rules))
+        fresh.rename(self.control)
+
+    def forgive(self) -> None:
+        """Devices start with a clean record, for the next example of a property."""
+        health = self.files.health
+        health._wrong = [0.0] * len(health.paths)
+        health._in_a_row = [0] * len(health.paths)
+
+    def place(self, slot: int, offset: int) -> tuple[int, int]:
+        """Device and offset in its file of one byte of a slot."""
+        start = offset // PAGE_ALIGN * PAGE_ALIGN
+        extents = self.files.stripes.extents(array([slot]), start, PAGE_ALIGN)
+        return int(extents.device[0]), int(extents.offset[0]) + offset - start
+
+    def flip(self, slot: int, offset: int, bits: int = 1) -> None:
+        """Change one byte of a slot on its device."""
+        device, at = self.place(slot, offset)
+        with open(self.devices[device].path, "r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ bits]))
+            os.fsync(file.fileno())
+
+    def device_of(self, slot: int) -> int:
+        """Device of a slot's first bytes."""
+        return self.place(slot, 0)[0]
+
+    # ---- write path ----
+
+    def page_view(self, frame: int) -> Bytes:
+        """Payloads in a frame, [pages, payload_bytes], writable."""
+        pages = self.store.frames.view(frame)[self.geometry.header_bytes :]
+        return pages.reshape(self.geometry.pages, -1)[:, : self.geometry.payload_bytes]
+
+    def hold(self, names: dict[int, int], *, wait: bool = True) -> list[int]:
+        """Hold and fill frames for slots (slot to key name); the slots that found a frame."""
+        slots = list(names)
+        frames = self.store.hold(array(slots), wait=wait)
+        for slot, frame in zip(slots, frames.tolist(), strict=False):
+            self.page_view(frame)[:] = content(self.geometry, names[slot])
+        return slots[: len(frames)]
+
+    def commit(self, names: dict[int, int], epoch: int = 1) -> None:
+        keys = [key_of(name) for name in names.values()]
+        self.store.commit(array(list(names)), array([epoch] * len(names)), keys)
+
+    def write(self, names: dict[int, int], epoch: int = 1) -> None:
+        """Slots on their devices, and nothing of them in DRAM."""
+        todo = dict(names)
+        while todo:
+            done = self.hold(todo)
+            assert done
+            self.commit({slot: todo.pop(slot) for slot in done}, epoch)
+        assert self.store.drain(PATIENCE_S)
+        durable, failed = self.store.take_write_results()
+        assert sorted(durable) == sorted((slot, epoch) for slot in names)
+        assert failed == []
+        self.store.frames.forget(array(list(names)))
+
+    # ---- read paths ----
+
+    def copy_in(self, frames: NDArray[np.int32], block_ids: Slots) -> None:
+        self.before_copy()
+        for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):
+            self.hbm[block] = self.page_view(frame).copy()
+
+    def load(
+        self, names: dict[int, int], blocks: Sequence[int], epoch: int = 1, request: str = "r"
+    ) -> LoadOutcome:
+        self.start_load(names, blocks, epoch, request)
+        return self.finish_load(request)
+
+    def start_load(
+        self, names: dict[int, int], blocks: Sequence[int], epoch: int = 1, request: str = "r"
+    ) -> None:
+        keys = tuple(key_of(name) for name in names.values())
+        slots, epochs = array(list(names)), array([epoch] * len(names))
+        self.store.load(LoadJob(request, slots, epochs, keys, array(blocks)))
+
+    def finish_load(self, request: str = "r") -> LoadOutcome:
+        outcomes: list[LoadOutcome] = []
+        until(lambda: bool(outcomes.extend(self.store.take_load_outcomes()) or outcomes), "a load")
+        (outcome,) = outcomes
+        assert outcome.request_id == request
+        return outcome
+
+    def walk(self, *contexts: Sequence[int]) -> Walk:
+        """Stream contexts (slots per row) through all layers, as a step does."""
+        stream = self.store.stream([array(c) for c in contexts])
+        shape = (self.geometry.pages, self.geometry.payload_bytes)
+        walk = Walk([{} for _ in contexts], stream.poisoned, stream.bad)
+        per_layer = self.geometry.pages_per_layer
+        start = self.store.arena.address
+        for layer in range(self.geometry.layers):
+            for piece in stream.pieces(layer):
+                walk.pieces += 1
+                for row in range(len(contexts)):
+                    span = slice(int(piece.row_begin[row]), int(piece.row_end[row]))
+                    for base, index in zip(
+                        piece.base[span].tolist(), piece.index[span].tolist(), strict=True
+                    ):
+                        block = walk.blocks[row].setdefault(index, np.zeros(shape, np.uint8))
+                        data = self.store.arena.view(base - start, self.geometry.layer_bytes)
+                        pages = data.reshape(per_layer, -1)[:, : self.geometry.payload_bytes]
+                        block[layer * per_layer : (layer + 1) * per_layer] = pages
+        stream.close()
+        return walk
+
+    def assert_rows(self, walk: Walk, *names: Sequence[int] | None) -> None:
+        """Rows have the content of these keys; None: the row is poisoned."""
+        for row, expected in enumerate(names):
+            assert (expected is None) == (row in walk.poisoned), f"row {row}"
+            if expected is None:
+                continue
+            assert sorted(walk.blocks[row]) == list(range(len(expected)))
+            for index, name in enumerate(expected):
+                np.testing.assert_array_equal(walk.blocks[row][index], content(self.geometry, name))
+
+    # ---- ends ----
+
+    def total(self, name: str, **labels: str) -> float:
+        return self.counters.total(name, **labels)
+
+    def assert_no_leak(self) -> None:
+        """Every frame and every staging piece comes back once nothing refers to it."""
+        self.store.frames.forget(np.arange(self.files.stripes.devices, dtype=np.int64)[:0])
+        frames = self.store.frames
+        bound = [s for s in range(len(frames._frame_of)) if frames.frame_of(s) >= 0]
+        self.store.discard(array(bound))
+        until(lambda: frames.count(FrameState.FREE) == frames.frames, "the return of all frames")
+        assert sorted(frames._free) == list(range(frames.frames))
+        assert not frames._readers.any()
+        assert not frames._in_flight.any()
+        staging, headers = self.store._staging, self.store._loader._headers
+        for pool in (staging, headers):
+            until(lambda pool=pool: pool.usable() == pool._pieces, "the return of staging")
+            assert len(set(pool._free)) == pool._pieces
+
+
+MakeStore = Callable[..., StoreRig]
+
+
+@pytest.fixture
+def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iterator[MakeStore]:
+    """Make stores; they are closed, with patience, after the test."""
+    rigs: list[StoreRig] = []
+
+    def make(
+        geometry: SlotGeometry = PAGED,
+        *,
+        slots: int = 32,
+        frames: int = 16,
+        staging: int = 8,
+        devices: int = 4,
+        weights: Sequence[float] | None = None,
+        deadline_s: float = PATIENCE_S,
+        queue_depth: int = 4,
+    ) -> StoreRig:
+        stripes = StripeMap(geometry, weights or [1.0] * devices)
+        directories = tmp_devices(stripes.devices)
+        opened = [
+            open_device(
+                path,
+                index=index,
+                rank=RANK,
+                nbytes=round_up(stripes.device_bytes(index, slots), PAGE_ALIGN),
+                direct="auto",
+                lock_timeout_s=0.0,
+            )
+            for index, path in enumerate(directories)
+        ]
+        plan = _plan(geometry, frames, staging)
+        arena = Arena(plan.nbytes)
+        arena.view(0, plan.nbytes)[:] = 0xEE
+        control = tmp_path / f"faults{len(rigs)}.json"
+        options = EngineOptions(engine="threads", queue_depth=queue_depth, fault_file=str(control))
+        engine = open_engine(options, [d.fd for d in opened], directories, arena)
+        counters = Counters()
+        health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
+        files = SlotFiles(geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s)
+        rig: StoreRig
+
+        def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:
+            rig.copy_in(frames, blocks)
+
+        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in)
+        rig = StoreRig(geometry, store, opened, counters, control)
+        rigs.append(rig)
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.faults()
+        rig.store.close()
+        for device in rig.devices:
+            device.close()
+
+
+def _plan(geometry: SlotGeometry, frames: int, staging: int) -> ArenaPlan:
+    staging_bytes = staging * geometry.layer_bytes
+    empty = ArenaPlan(geometry, 1 << 40, staging_bytes)
+    return ArenaPlan(geometry, empty.frame_offset + frames * geometry.slot_bytes, staging_bytes)

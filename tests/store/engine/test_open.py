@@ -1,0 +1,80 @@
+"""From options to an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vllm_ssdkv.errors import ConfigError, EngineUnavailableError
+from vllm_ssdkv.store.engine.faults import FaultRule
+from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
+
+if TYPE_CHECKING:
+    from tests.store.engine.conftest import Rig
+
+
+@pytest.fixture
+def devices(rig: Rig) -> Rig:
+    rig.add_device(b"")
+    return rig
+
+
+def test_auto_says_what_it_chose(devices: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = devices.open(EngineOptions())
+    assert engine.name == "threads"
+    assert "I/O engine threads (asked for auto)" in caplog.text
+    assert str(devices.paths[0]) in caplog.text
+
+
+def test_twins_wrap_what_was_asked_for(devices: Rig) -> None:
+    throttle, faults = (ThrottleRule(iops=1e6),), (FaultRule(kind="eio"),)
+    names = {
+        "noop": EngineOptions(engine="noop"),
+        "throttled(noop)": EngineOptions(engine="noop", throttle=throttle),
+        "faulty(noop)": EngineOptions(engine="noop", faults=faults),
+        "faulty(throttled(threads))": EngineOptions(throttle=throttle, faults=faults),
+    }
+    assert {name: devices.open(options).name for name, options in names.items()} == {
+        name: name for name in names
+    }
+
+
+def test_a_fault_file_alone_makes_it_faulty(devices: Rig) -> None:
+    path = str(devices.folder / "faults.json")
+    assert devices.open(EngineOptions(fault_file=path)).name == "faulty(threads)"
+
+
+def test_an_unknown_engine_names_the_choices(devices: Rig) -> None:
+    with pytest.raises(EngineUnavailableError, match=r"'warp'.*auto, threads, noop"):
+        devices.open(EngineOptions(engine="warp"))  # type: ignore[arg-type]  # that is the point
+
+
+def test_a_closed_descriptor_is_refused(devices: Rig) -> None:
+    gone = os.dup(devices.fds[0])
+    os.close(gone)
+    with pytest.raises(EngineUnavailableError, match="descriptor"):
+        open_engine(EngineOptions(), [gone], ["device"], devices.arena)
+
+
+def test_numbers_out_of_range_are_refused(devices: Rig) -> None:
+    for depth in (0, 1025):
+        with pytest.raises(ValueError, match="queue_depth"):
+            devices.open(EngineOptions(queue_depth=depth))
+    with pytest.raises(ValueError, match="1 descriptors for 2 paths"):
+        open_engine(EngineOptions(), devices.fds, ["a", "b"], devices.arena)
+    with pytest.raises(ValueError, match="devices"):
+        open_engine(EngineOptions(), [], [], devices.arena)
+
+
+def test_a_wrong_rule_leaves_no_threads_behind(devices: Rig) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    with pytest.raises(ConfigError, match="device 1 of 1"):
+        devices.open(EngineOptions(faults=(FaultRule(kind="eio", device=1),)))
+    with pytest.raises(ConfigError, match="device 1 of 1"):
+        devices.open(EngineOptions(throttle=(ThrottleRule(device=1),)))
+    assert set(os.listdir("/proc/self/task")) <= before

@@ -1,0 +1,311 @@
+"""The committed store: still written byte by byte, still read, and as ``docs/format.md`` says."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from uuid import UUID
+
+import numpy as np
+import pytest
+import xxhash
+
+from vllm_ssdkv.store.header import decode
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.journal import Journal
+from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+FORMAT_PAGE = HERE.parents[1] / "docs" / "format.md"
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    """The generator, which is a script beside this test."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("golden_store", HERE / "golden_store.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    """Name to content of every committed file, decompressed."""
+    return {
+        p.name.removesuffix(".gz"): gzip.decompress(p.read_bytes())
+        if p.suffix == ".gz"
+        else p.read_bytes()
+        for p in GOLDEN.iterdir()
+    }
+
+
+def test_the_golden_store_is_small() -> None:
+    assert sum(p.stat().st_size for p in GOLDEN.iterdir()) < 64 * 1024
+
+
+def test_this_release_writes_the_same_bytes(writer: ModuleType, files: dict[str, bytes]) -> None:
+    again = writer.golden_files()
+    assert again.keys() == files.keys()
+    for name, data in files.items():
+        differs = np.flatnonzero(
+            np.frombuffer(again[name].ljust(len(data)), np.uint8)[: len(data)]
+            != np.frombuffer(data, np.uint8)
+        )
+        assert len(again[name]) == len(data), name
+        assert differs.size == 0, f"{name} differs first at byte {differs[:1]}"
+
+
+def test_this_release_reads_it(writer: ModuleType, files: dict[str, bytes], tmp_path: Path) -> None:
+    for name in ("store.json", "journal"):
+        shutil.copy(GOLDEN / name, tmp_path / name)
+    manifest = Manifest.load(tmp_path)
+    assert manifest is not None
+    paths = [device.path for device in manifest.devices]
+    weights = [device.weight for device in manifest.devices]
+    manifest.check(writer.FINGERPRINT, paths, weights)
+    journal = Journal(
+        tmp_path / "journal",
+        store=UUID(manifest.store),
+        fingerprint=writer.FINGERPRINT.digest,
+        num_slots=writer.SLOTS,
+        sync_interval_s=None,
+    )
+    index = SlotIndex(writer.SLOTS, journal, open_number=manifest.opened)
+    assert index.counters["journal_corrupt_records"] == 0
+    assert index.gauges()["ready"] == 3
+    stripes = StripeMap(writer.GEOMETRY, weights)
+    data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(stripes.devices)]
+    for device in range(stripes.devices):
+        copies = [bytes(data[device][at : at + BLOCK_BYTES]) for at in COPY_OFFSETS]
+        block = newest(copies, "golden")
+        assert block is not None
+        assert block.epoch == 2
+        assert (block.lanes, block.unit_bytes) == (stripes.lanes, stripes.unit_bytes)
+        assert str(block.device) == manifest.devices[device].files[0]
+        assert Superblock.decode(copies[1]).epoch == 1
+    for slot, (hex_key, counter) in writer.CONTENT.items():
+        key = bytes.fromhex(hex_key)
+        assert index.lookup([key]).tolist() == [slot]
+        assert index.epoch(slot) == writer.epoch(counter)
+        whole = np.zeros(writer.GEOMETRY.slot_bytes, dtype=np.uint8)
+        found = stripes.extents(np.array([slot]), 0, whole.size)
+        for at in range(found.device.size):
+            begin, length = int(found.offset[at]), int(found.length[at])
+            source = data[int(found.device[at])][begin : begin + length]
+            whole[int(found.buffer[at]) :][:length] = source
+        header = decode(
+            whole,
+            writer.GEOMETRY,
+            writer.FINGERPRINT.digest,
+            key=key,
+            slot=slot,
+            epoch=index.epoch(slot),
+            rank=0,
+        )
+        for number in range(writer.GEOMETRY.pages):
+            begin = writer.GEOMETRY.page_offset(number)
+            payload = whole[begin : begin + writer.GEOMETRY.payload_bytes]
+            assert np.array_equal(payload, writer.page(slot, number))
+            assert xxhash.xxh3_64_intdigest(payload.tobytes()) == int(header.checksums[number])
+    journal._file.close()
+
+
+# ---- the page of the format, taken at its word, without the package ----
+
+Value = int | str
+FIELD = re.compile(r"^\| (-?\d+) \| *(\d*) *\| (\w+) \| *`?(\w*)`? *\|", re.MULTILINE)
+
+
+def table(heading: str) -> list[tuple[int, int | None, str, str]]:
+    """Offset, bytes, type and name of each field in the table below a heading."""
+    text = FORMAT_PAGE.read_text(encoding="utf-8")
+    section = re.split(rf"^#+ {heading}$", text, flags=re.MULTILINE)[1]
+    section = re.split(r"^#+ ", section, flags=re.MULTILINE)[0]
+    rows = [(int(m[1]), int(m[2]) if m[2] else None, m[3], m[4]) for m in FIELD.finditer(section)]
+    assert rows, heading
+    return rows
+
+
+def fields(heading: str, data: bytes, constants: Mapping[str, Value]) -> dict[str, Value]:
+    """Decode by the table; check zeros, the checksum, that no byte is left out, and constants."""
+    found: dict[str, Value] = {}
+    end = 0
+    for offset, size, kind, name in table(heading):
+        at = offset if offset >= 0 else len(data) + offset
+        if size is None:
+            end = len(data) - 8  # a list and what fills up
+            continue
+        assert at == end, f"{heading}: {name} at {at}, previous field ends at {end}"
+        end = at + size
+        raw = data[at:end]
+        match kind:
+            case "zero":
+                assert raw == bytes(size)
+            case "u32" | "u64":
+                assert size == int(kind[1:]) // 8
+                found[name] = int.from_bytes(raw, "little")
+            case "ascii":
+                found[name] = raw.decode("ascii")
+            case "uuid":
+                found[name] = str(UUID(bytes=raw))
+            case "hex":
+                found[name] = raw.hex()
+            case _:
+                raise AssertionError(f"unknown type {kind}")
+    assert end == len(data)
+    assert found.pop("checksum") == xxhash.xxh3_64_intdigest(data[:-8])
+    for name, value in constants.items():
+        assert found[name] == value, name
+    return found
+
+
+STORE = "5d5a2f0e-8c5b-4b1e-9a63-0d2f6a4c7b10"
+TEXT = b'{"dtype":"bfloat16","layers":3,"model":"golden"}'
+DIGEST = hashlib.blake2b(TEXT, digest_size=16).hexdigest()
+PAYLOAD, PAGE, HEADER, UNIT = 204_000, 204_800, 4096, 311_296
+LANES = [0, 1, 0]
+
+
+def test_superblock_as_documented(files: dict[str, bytes]) -> None:
+    for device in range(2):
+        for epoch, at in ((2, 0), (1, 524_288)):
+            block = files[f"device{device}.data"][at : at + 4096]
+            constants: dict[str, Value] = {
+                "magic": "SSDKVSUP",
+                "version": 1,
+                "block_bytes": 4096,
+                "store": STORE,
+                "device": f"00000000-0000-4000-8000-00000000000{'ab'[device]}",
+                "rank": 0,
+                "device_index": device,
+                "devices": 2,
+                "lane_count": len(LANES),
+                "epoch": epoch,
+                "kind": 0,
+                "layers": 3,
+                "heads": 1,
+                "groups": 1,
+                "payload_bytes": PAYLOAD,
+                "unit_bytes": UNIT,
+                "fingerprint": DIGEST,
+                "text_bytes": len(TEXT),
+            }
+            found = fields("Superblock", block, constants)
+            assert found.keys() == constants.keys()
+            (start,) = [offset for offset, _, _, name in table("Superblock") if name == "lanes"]
+            lanes = np.frombuffer(block, "<u2", len(LANES), start)
+            assert lanes.tolist() == LANES
+            rest = block[start + 2 * len(LANES) : -8]
+            assert rest == TEXT.ljust(len(rest), b"\0")
+
+
+def documented_slot(files: dict[str, bytes], slot: int) -> bytes:
+    """Read a slot by the rules under "Striping", one unit after the other."""
+    units = 2
+    row, phase = divmod(slot, len(LANES))
+    pieces = []
+    for unit in range(units):
+        device = LANES[(slot + unit) % len(LANES)]
+        order = [
+            (s, u)
+            for s in range(len(LANES))
+            for u in range(units)
+            if LANES[(s + u) % len(LANES)] == device
+        ]
+        place = row * len(order) + order.index((phase, unit))
+        begin = 1_048_576 + place * UNIT
+        pieces.append(files[f"device{device}.data"][begin : begin + UNIT])
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("slot", "key", "counter"), [(0, "00" * 32, 1), (1, "11" * 32, 4), (3, "33" * 32, 3)]
+)
+def test_slot_as_documented(files: dict[str, bytes], slot: int, key: str, counter: int) -> None:
+    data = documented_slot(files, slot)
+    constants: dict[str, Value] = {
+        "magic": "SSDKVSLT",
+        "version": 1,
+        "header_bytes": HEADER,
+        "pages": 3,
+        "page_bytes": PAGE,
+        "payload_bytes": PAYLOAD,
+        "rank": 0,
+        "slot": slot,
+        "epoch": 2 * 2**40 + counter,
+        "fingerprint": DIGEST,
+        "key": key,
+    }
+    found = fields("Slot header", data[:HEADER], constants)
+    assert found.keys() == constants.keys()
+    sums = np.frombuffer(data, "<u8", 3, 128).tolist()
+    assert data[128 + 24 : HEADER - 8] == bytes(HEADER - 8 - 128 - 24)
+    for number in range(3):
+        begin = HEADER + number * PAGE
+        payload = data[begin : begin + PAYLOAD]
+        assert payload[:300] == bytes((i + 31 * slot + 7 * number) % 251 for i in range(300))
+        assert xxhash.xxh3_64_intdigest(payload) == sums[number]
+
+
+def test_journal_as_documented(files: dict[str, bytes]) -> None:
+    data = files["journal"]
+    header = fields(
+        "Journal",
+        data[:128],
+        {
+            "magic": "SSDKVJNL",
+            "version": 1,
+            "header_bytes": 128,
+            "record_bytes": 72,
+            "store": STORE,
+            "fingerprint": DIGEST,
+        },
+    )
+    assert len(header) == 6
+    records = [fields("Record", data[at : at + 72], {}) for at in range(128, len(data), 72)]
+    assert [(r["kind"], r["slot"], int(r["epoch"]) - 2 * 2**40) for r in records] == [
+        (1, 0, 1),
+        (1, 1, 2),
+        (1, 3, 3),
+        (2, 1, 2),
+        (1, 1, 4),
+        (1, 2, 5),
+        (2, 2, 5),
+    ]
+    assert [r["sequence"] for r in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [str(r["key"])[:2] for r in records] == ["00", "22", "33", "00", "11", "44", "00"]
+
+
+def test_manifest_as_documented(files: dict[str, bytes]) -> None:
+    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("## Versions")[0]
+    members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
+    found = json.loads(files["store.json"])
+    kinds = {"integer": int, "text": str, "list": list, "object": dict, "number": (int, float)}
+    outer = {name: kind for name, kind in members.items() if "." not in name}
+    inner = {name.partition(".")[2]: kind for name, kind in members.items() if "." in name}
+    for content, expected in ((found, outer), *((d, inner) for d in found["devices"])):
+        assert content.keys() == expected.keys()
+        for name, kind in expected.items():
+            assert isinstance(content[name], kinds[kind]), name
+
+
+def test_the_bounds_in_the_page_are_those_of_the_code() -> None:
+    from vllm_ssdkv.store.journal import SLACK_RECORDS, journal_bytes
+
+    text = FORMAT_PAGE.read_text(encoding="utf-8")
+    assert f"128 + 72 * (3 * slots + 2 * {SLACK_RECORDS})" in text
+    assert f"`2 * live + {SLACK_RECORDS}` records" in text
+    assert journal_bytes(1000) == 128 + 72 * (3 * 1000 + 2 * SLACK_RECORDS)

@@ -1,0 +1,138 @@
+"""Slot headers: what was written is read back, and anything else is refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ssdkv.errors import FormatError
+from vllm_ssdkv.store.checksum import checksum_bytes
+from vllm_ssdkv.store.header import SlotHeader, decode
+from vllm_ssdkv.store.layout import SlotGeometry
+
+SHAPE = SlotGeometry("paged", 2, 3, 2, 5000)
+DIGEST = bytes(range(16))
+KEY = bytes(range(100, 132))
+
+
+def header(pages: int = SHAPE.pages, key: bytes = KEY) -> SlotHeader:
+    return SlotHeader(key, 7, 2**40 + 3, 1, np.arange(pages, dtype=np.uint64) + np.uint64(2**63))
+
+
+def encoded(shape: SlotGeometry = SHAPE) -> bytearray:
+    buffer = bytearray(b"\xaa" * (shape.header_bytes + 64))
+    header(shape.pages).encode_into(memoryview(buffer), shape, DIGEST)
+    return buffer
+
+
+@given(
+    key=st.binary(min_size=32, max_size=32),
+    slot=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**64 - 1),
+    rank=st.integers(0, 2**32 - 1),
+    digest=st.binary(min_size=16, max_size=16),
+    shape=st.builds(
+        SlotGeometry,
+        st.just("paged"),
+        st.integers(1, 30),
+        st.integers(1, 30),
+        st.integers(1, 3),
+        st.sampled_from([1, 4096, 8192, 70_000]),
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_round_trip(
+    key: bytes, slot: int, epoch: int, rank: int, digest: bytes, shape: SlotGeometry, seed: int
+) -> None:
+    sums = np.random.default_rng(seed).integers(0, 2**64, shape.pages, dtype=np.uint64)
+    buffer = np.full(shape.header_bytes + 8, 0x55, dtype=np.uint8)
+    SlotHeader(key, slot, epoch, rank, sums).encode_into(buffer, shape, digest)
+    assert buffer[shape.header_bytes :].tolist() == [0x55] * 8
+    found = decode(buffer, shape, digest, key=key, slot=slot, epoch=epoch, rank=rank)
+    assert (found.key, found.slot, found.epoch, found.rank) == (key, slot, epoch, rank)
+    assert np.array_equal(found.checksums, sums)
+    buffer[:] = 0  # the decoded header is a copy
+    assert np.array_equal(found.checksums, sums)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, SHAPE.header_bytes - 1), st.integers(1, 255))
+def test_any_changed_byte_is_detected(at: int, flip: int) -> None:
+    buffer = encoded()
+    buffer[at] ^= flip
+    with pytest.raises(FormatError):
+        decode(bytes(buffer), SHAPE, DIGEST)
+
+
+def test_every_byte_of_the_fixed_part_and_sums_is_covered() -> None:
+    good = encoded()
+    for at in [*range(128 + 8 * SHAPE.pages + 8), *range(SHAPE.header_bytes - 16, len(good) - 64)]:
+        bad = bytearray(good)
+        bad[at] ^= 0x10
+        with pytest.raises(FormatError, match=r"slot header: (magic|version|checksum)"):
+            decode(bad, SHAPE, DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("expected", "field"),
+    [
+        ({"key": bytes(32)}, "key"),
+        ({"slot": 8}, "slot"),
+        ({"epoch": 2**40 + 2}, "epoch"),
+        ({"rank": 0}, "rank"),
+    ],
+)
+def test_another_block_is_refused(expected: dict[str, int | bytes], field: str) -> None:
+    with pytest.raises(FormatError, match=f"slot header: {field} is"):
+        decode(encoded(), SHAPE, DIGEST, **expected)  # type: ignore[arg-type]  # one of four
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [
+        (SlotGeometry("paged", 200, 3, 2, 5000), "length"),
+        (SlotGeometry("paged", 2, 3, 1, 5000), "pages"),
+        (SlotGeometry("paged", 2, 3, 2, 5001), "payload_bytes"),
+        (SlotGeometry("opaque", 12, 1, 1, 5000), "checksum"),
+    ],
+)
+def test_another_geometry_is_refused(shape: SlotGeometry, field: str) -> None:
+    with pytest.raises(FormatError, match=f"slot header: {field} is"):
+        decode(encoded(), shape, DIGEST)
+
+
+def test_another_fingerprint_is_refused() -> None:
+    with pytest.raises(FormatError, match="slot header: fingerprint is"):
+        decode(encoded(), SHAPE, bytes(16))
+
+
+def test_another_version_is_refused_even_with_a_good_checksum() -> None:
+    buffer = encoded()
+    body = SHAPE.header_bytes - 8
+    buffer[8] = 2
+    buffer[body : body + 8] = checksum_bytes(buffer[:body]).to_bytes(8, "little")
+    with pytest.raises(FormatError, match="slot header: version is 2, expected 1"):
+        decode(buffer, SHAPE, DIGEST)
+
+
+def test_unwritten_bytes_are_refused() -> None:
+    with pytest.raises(FormatError, match="slot header: magic"):
+        decode(bytes(SHAPE.header_bytes), SHAPE, DIGEST)
+    with pytest.raises(FormatError, match="slot header: length is 100"):
+        decode(encoded()[:100], SHAPE, DIGEST)
+
+
+def test_encoding_refuses_what_does_not_fit() -> None:
+    room = np.zeros(SHAPE.header_bytes, dtype=np.uint8)
+    with pytest.raises(ValueError, match="buffer of 100"):
+        header().encode_into(room[:100], SHAPE, DIGEST)
+    with pytest.raises(ValueError, match="checksums"):
+        header(3).encode_into(room, SHAPE, DIGEST)
+    with pytest.raises(ValueError, match="key of 31"):
+        header(key=bytes(31)).encode_into(room, SHAPE, DIGEST)
+    with pytest.raises(ValueError, match="fingerprint of 15"):
+        header().encode_into(room, SHAPE, bytes(15))
+    with pytest.raises(ValueError, match="slot header"):
+        SlotHeader(KEY, -1, 0, 0, header().checksums).encode_into(room, SHAPE, DIGEST)

@@ -1,0 +1,234 @@
+"""Geometry and striping: every byte has one place, no two bytes share one, nothing is wasted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ssdkv.store.layout import (
+    MAX_SLOT_BYTES,
+    MERGE_BYTES,
+    PAGE_ALIGN,
+    STRIPE_UNIT,
+    SUPERBLOCK_BYTES,
+    SlotGeometry,
+    StripeMap,
+)
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> SlotGeometry:
+    kind = draw(st.sampled_from(["opaque", "paged"]))
+    layers = draw(st.integers(1, 40))
+    if kind == "opaque":
+        return SlotGeometry("opaque", layers, 1, 1, draw(st.integers(1, 200_000)))
+    payload = draw(st.one_of(st.sampled_from([4096, 8192, 12288, 700_000]), st.integers(1, 20_000)))
+    return SlotGeometry("paged", layers, draw(st.integers(1, 8)), draw(st.integers(1, 4)), payload)
+
+
+weight_lists = st.one_of(
+    st.integers(1, 9).map(lambda n: [1.0] * n),
+    st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.5, 7.0]), min_size=1, max_size=6),
+)
+maps = st.builds(StripeMap, geometries(), weight_lists)
+
+
+@given(geometries())
+def test_pages_follow_the_header_without_gaps(shape: SlotGeometry) -> None:
+    assert shape.page_bytes % PAGE_ALIGN == 0
+    assert 0 <= shape.page_bytes - shape.payload_bytes < PAGE_ALIGN
+    assert shape.header_bytes % PAGE_ALIGN == 0
+    assert shape.header_bytes >= 128 + 8 * shape.pages + 8
+    assert shape.page_offset(0) == shape.header_bytes
+    assert shape.page_offset(shape.pages) == shape.slot_bytes
+    for layer in range(shape.layers):
+        assert shape.layer_offset(layer) == shape.page_offset(layer * shape.pages_per_layer)
+    assert shape.layer_offset(shape.layers) == shape.slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "heads", "groups", "payload", "text"),
+    [
+        ("other", 1, 1, 1, 1, "kind"),
+        ("opaque", 0, 1, 1, 1, "layers"),
+        ("opaque", 1, 2, 1, 1, "opaque"),
+        ("opaque", 1, 1, 2, 1, "opaque"),
+        ("paged", 1, 0, 1, 1, "heads"),
+        ("paged", 1, 1, -1, 1, "groups"),
+        ("paged", 1, 1, 1, 0, "payload_bytes"),
+        ("opaque", 1, 1, 1, MAX_SLOT_BYTES, "exceeds"),
+    ],
+)
+def test_impossible_geometry_is_refused(
+    kind: str, layers: int, heads: int, groups: int, payload: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        SlotGeometry(kind, layers, heads, groups, payload)  # type: ignore[arg-type]  # on purpose
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.data())
+def test_extents_cover_exactly_the_requested_bytes(stripes: StripeMap, data: st.DataObject) -> None:
+    slot_bytes = stripes.geometry.slot_bytes
+    length = data.draw(st.integers(1, slot_bytes))
+    slots = np.array(data.draw(st.lists(st.integers(0, 10_000), max_size=12)), dtype=np.int64)
+    if data.draw(st.booleans()):
+        offset: int | np.ndarray = data.draw(st.integers(0, slot_bytes - length))
+    else:
+        offset = np.array(
+            [data.draw(st.integers(0, slot_bytes - length)) for _ in slots], dtype=np.int64
+        )
+    extents = stripes.extents(slots, offset, length)
+    # The pieces are back to back in the buffer, in order, without hole or overlap.
+    ends = extents.buffer + extents.length.astype(np.uint64)
+    assert ends[-1:].tolist() == ([slots.size * length] if slots.size else [])
+    assert extents.buffer[:1].tolist() == ([0] if slots.size else [])
+    assert np.array_equal(extents.buffer[1:], ends[:-1])
+    assert np.array_equal(extents.buffer // length, extents.slot_index.astype(np.uint64))
+    assert bool((extents.length > 0).all())
+    assert bool((extents.length <= max(MERGE_BYTES, stripes.unit_bytes)).all())
+
+
+def place_of(stripes: StripeMap, slot: int, byte: int) -> tuple[int, int]:
+    """Device and offset of one byte, by the definition: count the units that precede it."""
+    n, units = len(stripes.lanes), stripes.units_per_slot
+    unit = byte // stripes.unit_bytes
+    device = stripes.lanes[(slot + unit) % n]
+    row = slot // n
+    per_row = sum(stripes.lanes[(s + u) % n] == device for s in range(n) for u in range(units))
+    before = row * per_row + sum(
+        stripes.lanes[(s + u) % n] == device
+        for s in range(slot % n + 1)
+        for u in range(units if s < slot % n else unit)
+    )
+    return device, SUPERBLOCK_BYTES + before * stripes.unit_bytes + byte % stripes.unit_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.integers(0, 500), st.data())
+def test_every_byte_lies_where_the_definition_says(
+    stripes: StripeMap, slot: int, data: st.DataObject
+) -> None:
+    slot_bytes = stripes.geometry.slot_bytes
+    whole = stripes.extents(np.array([slot]), 0, slot_bytes)
+    for byte in data.draw(st.lists(st.integers(0, slot_bytes - 1), min_size=1, max_size=4)):
+        which = int(np.searchsorted(whole.buffer, byte, side="right")) - 1
+        within = byte - int(whole.buffer[which])
+        found = int(whole.device[which]), int(whole.offset[which]) + within
+        assert found == place_of(stripes, slot, byte)
+        single = stripes.extents(np.array([slot]), byte, 1)
+        assert (int(single.device[0]), int(single.offset[0])) == found
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.integers(1, 40))
+def test_slots_never_overlap_and_fill_the_device(stripes: StripeMap, num_slots: int) -> None:
+    extents = stripes.extents(np.arange(num_slots, dtype=np.int64), 0, stripes.geometry.slot_bytes)
+    slack = stripes.units_per_slot * stripes.unit_bytes - stripes.geometry.slot_bytes
+    assert 0 <= slack < stripes.units_per_slot * stripes.geometry.quantum
+    for device in range(stripes.devices):
+        mine = extents.device == device
+        order = np.argsort(extents.offset[mine])
+        begin = extents.offset[mine][order].astype(np.int64)
+        end = begin + extents.length[mine][order].astype(np.int64)
+        size = stripes.device_bytes(device, num_slots)
+        assert bool((begin[1:] >= end[:-1]).all())
+        assert bool((begin >= SUPERBLOCK_BYTES).all())
+        assert bool((end <= size).all())
+        # Only slot tails (the unused end of a last unit) separate neighbours.
+        used = SUPERBLOCK_BYTES + int((end - begin).sum())
+        assert size - used <= slack * num_slots
+        gaps = begin[1:] - end[:-1]
+        assert gaps.size == 0 or int(gaps.max()) <= slack
+    total = sum(stripes.device_bytes(d, num_slots) for d in range(stripes.devices))
+    assert total == stripes.devices * SUPERBLOCK_BYTES + num_slots * (
+        stripes.units_per_slot * stripes.unit_bytes
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps)
+def test_units_are_aligned_and_no_page_straddles_two(stripes: StripeMap) -> None:
+    shape = stripes.geometry
+    assert stripes.unit_bytes <= STRIPE_UNIT
+    assert stripes.unit_bytes % PAGE_ALIGN == 0
+    if shape.slot_bytes <= STRIPE_UNIT // shape.quantum * shape.quantum:
+        assert (stripes.units_per_slot, stripes.unit_bytes) == (1, shape.slot_bytes)
+    if shape.kind == "paged" and shape.page_bytes <= STRIPE_UNIT:
+        for page in range(shape.pages):
+            assert len(stripes.extents(np.array([3]), shape.page_offset(page), 1).device) == 1
+            piece = stripes.extents(np.array([3]), shape.page_offset(page), shape.page_bytes)
+            assert len(piece.device) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.integers(0, 100))
+def test_touches_agrees_with_extents(stripes: StripeMap, first: int) -> None:
+    slots = np.arange(first, first + 2 * len(stripes.lanes), dtype=np.int64)
+    extents = stripes.extents(slots, 0, stripes.geometry.slot_bytes)
+    for device in range(stripes.devices):
+        touched = np.zeros(slots.size, dtype=np.bool_)
+        touched[extents.slot_index[extents.device == device]] = True
+        assert np.array_equal(stripes.touches(device, slots), touched)
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.data())
+def test_max_slots_is_the_largest_that_fits(stripes: StripeMap, data: st.DataObject) -> None:
+    span = 30 * stripes.units_per_slot * stripes.unit_bytes
+    capacities = [
+        data.draw(st.integers(0, SUPERBLOCK_BYTES + span)) for _ in range(stripes.devices)
+    ]
+
+    def fits(num_slots: int) -> bool:
+        return all(stripes.device_bytes(d, num_slots) <= c for d, c in enumerate(capacities))
+
+    most = stripes.max_slots(capacities)
+    assert most == 0 or fits(most)
+    assert not fits(most + 1)
+
+
+def test_one_layer_of_many_slots_loads_all_devices_equally() -> None:
+    shape = SlotGeometry("paged", 32, 8, 1, 8192)
+    stripes = StripeMap(shape, [1.0] * 8)
+    layer = stripes.extents(np.arange(800), shape.layer_offset(7), shape.layer_bytes)
+    load = np.bincount(layer.device, weights=layer.length, minlength=8)
+    assert load.tolist() == [load[0]] * 8
+
+
+def test_a_slow_device_gets_its_share_only() -> None:
+    shape = SlotGeometry("opaque", 32, 1, 1, 65536)
+    stripes = StripeMap(shape, [1.0, 1.0, 1.0, 0.2])
+    load = [stripes.device_bytes(d, 16_000) - SUPERBLOCK_BYTES for d in range(4)]
+    assert load[3] / load[0] == pytest.approx(0.2, rel=0.03)
+
+
+def test_a_single_device_reads_a_slot_in_few_requests() -> None:
+    stripes = StripeMap(SlotGeometry("opaque", 32, 1, 1, 262_144), [1.0])
+    whole = stripes.extents(np.arange(2), 0, stripes.geometry.slot_bytes)
+    assert stripes.units_per_slot == 17
+    assert whole.slot_index.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_impossible_requests_are_refused() -> None:
+    stripes = StripeMap(SlotGeometry("opaque", 1, 1, 1, 4096), [1.0, 1.0])
+    slot_bytes = stripes.geometry.slot_bytes
+    with pytest.raises(ValueError, match="leave the slot"):
+        stripes.extents(np.array([0]), 1, slot_bytes)
+    with pytest.raises(ValueError, match="leave the slot"):
+        stripes.extents(np.array([0, 1]), np.array([0, -1]), 1)
+    with pytest.raises(ValueError, match="negative"):
+        stripes.extents(np.array([-1]), 0, 1)
+    with pytest.raises(ValueError, match="length 0"):
+        stripes.extents(np.array([0]), 0, 0)
+    with pytest.raises(ValueError, match="device 2"):
+        stripes.touches(2, np.array([0]))
+    with pytest.raises(ValueError, match="device -1"):
+        stripes.device_bytes(-1, 1)
+    with pytest.raises(ValueError, match="num_slots"):
+        stripes.device_bytes(0, -1)
+    with pytest.raises(ValueError, match="capacities"):
+        stripes.max_slots([1])
+    assert stripes.extents(np.empty(0, dtype=np.int64), 0, 1).device.shape == (0,)

@@ -1,0 +1,168 @@
+"""The manifest: round trip, whole replacement, and no silent use of a wrong one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from vllm_ssdkv.errors import (
+    FingerprintMismatchError,
+    FormatError,
+    StoreError,
+    StoreLockedError,
+)
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.manifest import NAME, VERSION, Manifest, locked
+
+SHAPE = SlotGeometry("paged", 2, 3, 1, 8192)
+MODEL = Fingerprint({"model": "tiny", "layers": 2})
+PATHS = ("/a", "/b")
+WEIGHTS = (1.0, 2.5)
+DEADLINE_S = 20.0
+
+
+def manifest() -> Manifest:
+    return Manifest.create(MODEL, SHAPE, 2, PATHS, (1 << 30, 1 << 31), WEIGHTS)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    assert Manifest.load(tmp_path) is None
+    mine = manifest()
+    mine.opened = 7
+    mine.devices[1].files[0] = mine.store
+    mine.devices[1].fresh = [1]
+    mine.save(tmp_path)
+    assert Manifest.load(tmp_path) == mine
+    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_every_store_is_another() -> None:
+    assert manifest().store != manifest().store
+
+
+def test_what_is_in_the_file(tmp_path: Path) -> None:
+    """The names and types that ``docs/format.md`` promises."""
+    mine = manifest()
+    mine.save(tmp_path)
+    assert json.loads((tmp_path / NAME).read_bytes()) == {
+        "version": VERSION,
+        "store": mine.store,
+        "fingerprint": {"model": "tiny", "layers": 2},
+        "kind": "paged",
+        "slot_bytes": SHAPE.slot_bytes,
+        "tp_size": 2,
+        "devices": [
+            {"path": "/a", "capacity": 1 << 30, "weight": 1.0, "files": ["", ""], "fresh": []},
+            {"path": "/b", "capacity": 1 << 31, "weight": 2.5, "files": ["", ""], "fresh": []},
+        ],
+        "opened": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store", "not a uuid"),
+        ("store", 5),
+        ("slot_bytes", 0),
+        ("tp_size", 1),
+        ("tp_size", -1),
+        ("kind", "other"),
+        ("devices", []),
+        ("opened", -1),
+        ("fingerprint", {"layers": 1.5}),
+        ("unknown", 1),
+        ("devices.path", None),
+        ("devices.capacity", 0),
+        ("devices.weight", 0),
+        ("devices.files", [""]),
+        ("devices.files", ["", "x"]),
+        ("devices.fresh", [2]),
+    ],
+)
+def test_impossible_values_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    manifest().save(tmp_path)
+    path = tmp_path / NAME
+    content = json.loads(path.read_bytes())
+    outer, _, inner = field.partition(".")
+    if inner:
+        content["devices"][1][inner] = value
+    else:
+        content[outer] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match=f"{path} is damaged .*: delete it"):
+        Manifest.load(tmp_path)
+
+
+def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"version": 2, "new": true}')
+    with pytest.raises(FormatError, match="format version 2, this release reads 1"):
+        Manifest.load(tmp_path)
+
+
+def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    data = (tmp_path / NAME).read_bytes()
+    for length in range(len(data) - 1):  # the last byte is a line end
+        (tmp_path / NAME).write_bytes(data[:length])
+        with pytest.raises(FormatError, match="damaged"):
+            Manifest.load(tmp_path)
+
+
+def test_an_unreadable_or_unwritable_place_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(StoreError, match=r"store\.json: Is a directory"):
+        Manifest.load(tmp_path)
+    with pytest.raises(StoreError, match=r"store\.json: No such file"):
+        manifest().save(tmp_path / "absent")
+    with pytest.raises(StoreError, match="absent: No such file"), locked(tmp_path / "absent"):
+        pass
+
+
+def test_options_that_do_not_fit_are_refused_and_named() -> None:
+    mine = manifest()
+    mine.check(MODEL, PATHS, WEIGHTS)
+    mine.check(MODEL, ("/moved", "/b"), WEIGHTS)  # a store may be mounted elsewhere
+    other = Fingerprint({"model": "large", "layers": 2})
+    with pytest.raises(FingerprintMismatchError, match=r"'/a|/a, /b.*model: 'tiny' != 'large'"):
+        mine.check(other, PATHS, WEIGHTS)
+    with pytest.raises(StoreError, match=r"made on 2 device.*options name 1 \(/a\)"):
+        mine.check(MODEL, PATHS[:1], WEIGHTS[:1])
+    with pytest.raises(StoreError, match=r"/b weight 2.5"):
+        mine.check(MODEL, PATHS, (1.0, 1.0))
+
+
+def test_changes_exclude_each_other(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+
+    def count(times: int) -> None:
+        for _ in range(times):
+            with locked(tmp_path, DEADLINE_S):
+                found = Manifest.load(tmp_path)
+                assert found is not None
+                found.opened += 1
+                found.save(tmp_path)
+
+    threads = [threading.Thread(target=count, args=(10,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert found.opened == 30
+
+
+def test_waiting_for_the_lock_ends(tmp_path: Path) -> None:
+    refused = pytest.raises(StoreLockedError, match=f"{tmp_path} is in use")
+    with locked(tmp_path), refused, locked(tmp_path, 0.05):
+        pass
+    with locked(tmp_path, 0.0):
+        pass

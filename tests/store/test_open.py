@@ -1,0 +1,386 @@
+"""Opening a store: what is made, what is kept, what is refused, and that both roles agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import PAGED, PATIENCE_S, array, key_of
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import (
+    ConfigError,
+    DeviceError,
+    EngineUnavailableError,
+    FingerprintMismatchError,
+    FormatError,
+    StoreError,
+    StoreLockedError,
+)
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.manifest import NAME, Manifest
+from vllm_ssdkv.store.open import JOURNAL, OpenStore, StorePlace, open_index, open_rank
+
+MODEL = Fingerprint({"model": "tiny"})
+CAPACITY = 16 << 20
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "LOCK_TIMEOUT_S", 0.1)
+
+
+def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -> StorePlace:  # noqa: ANN401 - any option
+    chosen: dict[str, Any] = {
+        "mode": "page",
+        "devices": [{"path": d, "capacity": CAPACITY} for d in paths],
+        "dram_gib": "20MiB",
+        "io": {"staging": "4MiB"},
+    }
+    tp_size, replica = options.pop("tp_size", 1), options.pop("replica", None)
+    config = SSDKVConfig.from_extra_config(chosen | options)
+    return StorePlace(config, PAGED, fingerprint, tp_size, replica)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., OpenStore]]:
+    """Open ranks; what a test does not close is closed after it."""
+    with ExitStack() as stack:
+
+        def open_one(where: StorePlace, rank: int = 0, counters: Counters | None = None) -> Any:  # noqa: ANN401
+            store = open_rank(where, rank, counters or Counters())
+            stack.callback(close, store)
+            return store
+
+        yield open_one
+
+
+def close(store: OpenStore) -> None:
+    store.files.engine.close(PATIENCE_S)
+    store.close()
+
+
+Opened = Callable[..., OpenStore]
+
+
+def used(devices: list[Path]) -> list[int]:
+    """Bytes on disk below each device."""
+    return [
+        sum(f.stat().st_blocks * 512 for f in [d, *d.rglob("*")]) for d in devices if d.exists()
+    ]
+
+
+def fill(index: SlotIndex, count: int) -> dict[int, bytes]:
+    """Journalled slots and their keys."""
+    slots = index.allocate(count)
+    keys = {slot: key_of(slot + 500) for slot in slots.tolist()}
+    for slot, key in keys.items():
+        assert index.publish(slot, key)
+    index.durable(slots)
+    index.unpin(slots)
+    return keys
+
+
+def found(index: SlotIndex, keys: dict[int, bytes]) -> set[int]:
+    return {slot for slot, key in keys.items() if len(index.lookup([key]))}
+
+
+def test_a_new_store_fits_its_capacity(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(3)
+    where = place(devices)
+    store = opened(where)
+    index, stripes = open_index(where)
+    assert index.num_slots == store.num_slots > 60
+    assert index.gauges()["free"] == index.num_slots
+    assert stripes.devices == 3
+    assert max(used(devices)) <= CAPACITY
+    # One slot more would not fit.
+    sizes = [stripes.device_bytes(d, index.num_slots + 3) for d in range(3)]
+    assert max(sizes) + (CAPACITY - min(used(devices))) > CAPACITY
+    assert (devices[0] / JOURNAL).exists()
+    assert stat.S_IMODE((devices[0] / NAME).stat().st_mode) == 0o600
+    text = "\n".join(store.describe())
+    assert str(devices[2]) in text
+    assert f"{index.num_slots} blocks" in text
+    index.close()
+
+
+@pytest.mark.parametrize("first", ["rank", "index"])
+def test_both_roles_agree_whoever_comes_first(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, first: str
+) -> None:
+    devices = tmp_devices(2)
+    where = [place(devices, tp_size=2) for _ in range(3)]
+    if first == "index":
+        index, _ = open_index(where[0])
+    ranks = [opened(where[1 + r], r) for r in range(2)]
+    if first == "rank":
+        index, _ = open_index(where[0])
+    assert {store.num_slots for store in ranks} == {index.num_slots}
+    assert all((d / f"rank{r}.data").exists() for d in devices for r in range(2))
+    assert max(used(devices)) <= CAPACITY
+    manifest = Manifest.load(devices[0])
+    assert manifest is not None
+    assert all(file for device in manifest.devices for file in device.files)
+    assert manifest.opened == 1
+    index.close()
+
+
+def test_slots_are_found_again_with_growing_epochs(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 7)
+    newest = max(index.epoch(slot) for slot in keys)
+    index.close()
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    assert found(index, keys) == set(keys)
+    assert index.epoch(int(index.allocate(1)[0])) > newest
+    index.close()
+
+
+def test_a_lost_device_loses_what_touched_it(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, stripes = open_index(place(devices))
+    keys = fill(index, 12)
+    index.close()
+    shutil.rmtree(devices[1])
+    counters = Counters()
+    close(opened(place(devices), counters=counters))
+    assert counters.total("device_lost", device=str(devices[1])) == 1
+    assert counters.total("device_lost", device=str(devices[0])) == 0
+    index, _ = open_index(place(devices))
+    touched = {s for s in keys if stripes.touches(1, array([s]))[0]}
+    assert 0 < len(touched) < len(keys)
+    assert found(index, keys) == set(keys) - touched
+    index.close()
+    # Said once: a store opened again has lost nothing more.
+    again = Counters()
+    close(opened(place(devices), counters=again))
+    assert again.total("device_lost", device=str(devices[1])) == 0
+    index, _ = open_index(place(devices))
+    assert found(index, keys) == set(keys) - touched
+    index.close()
+
+
+def test_a_device_lost_twice_before_the_scheduler_looked(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """The worker was killed after it made the file anew, before the index was opened."""
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 6)
+    index.close()
+    shutil.rmtree(devices[1])
+    for _ in range(2):
+        close(opened(place(devices)))
+    index, stripes = open_index(place(devices))
+    assert not any(stripes.touches(1, array([s]))[0] for s in found(index, keys))
+    index.close()
+
+
+def test_capacity_may_change(tmp_devices: Callable[[int], list[Path]], opened: Opened) -> None:
+    devices = tmp_devices(2)
+    plain = [str(d) for d in devices]
+    larger = [{"path": d, "capacity": 2 * CAPACITY} for d in devices]
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    small, keys = index.num_slots, fill(index, index.num_slots)
+    index.close()
+
+    close(opened(place(devices, devices=larger)))
+    index, _ = open_index(place(devices, devices=larger))
+    assert index.num_slots > small
+    assert found(index, keys) == set(keys)
+    keys |= fill(index, index.num_slots - small)
+    index.close()
+    assert max(used(devices)) > CAPACITY
+
+    # Without a number a store keeps the size it has.
+    assert opened(place(devices, devices=plain)).num_slots > small
+
+
+def test_a_lowered_capacity_gives_space_back(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    larger = [{"path": d, "capacity": 2 * CAPACITY} for d in devices]
+    close(opened(place(devices, devices=larger)))
+    index, _ = open_index(place(devices, devices=larger))
+    keys = fill(index, index.num_slots)
+    index.close()
+    store = opened(place(devices))
+    index, stripes = open_index(place(devices))
+    assert index.num_slots == store.num_slots < len(keys)
+    assert max(used(devices)) <= CAPACITY
+    assert found(index, keys) == set(range(index.num_slots))
+    assert index.counters["out_of_range"] == len(keys) - index.num_slots
+    for device, path in enumerate(devices):
+        size = (path / "rank0.data").stat().st_size
+        assert size - 4096 < stripes.device_bytes(device, index.num_slots) <= size
+    index.close()
+
+
+def test_a_second_opening_is_refused_by_name(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    store = opened(place(devices))
+    index, _ = open_index(place(devices))
+    with pytest.raises(StoreLockedError, match=f"{devices[0]}.*in use by .*process") as refused:
+        open_rank(place(devices), 0, Counters())
+    assert str(devices[0] / "rank0.data") in str(refused.value)
+    with pytest.raises(StoreLockedError, match=f"{devices[0] / JOURNAL} is in use"):
+        open_index(place(devices))
+    close(store)
+    index.close()
+    close(opened(place(devices)))
+    open_index(place(devices))[0].close()
+
+
+def test_a_failed_opening_lets_go_of_everything(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = tmp_devices(3)
+    shutil.rmtree(devices[2])
+    devices[2].write_text("not a directory")
+    with pytest.raises(DeviceError, match=str(devices[2])):
+        open_rank(place(devices), 0, Counters())
+    devices[2].unlink()
+
+    def refuse(*_: object) -> None:
+        raise EngineUnavailableError("of a test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "open_engine", refuse)
+        with pytest.raises(EngineUnavailableError):
+            open_rank(place(devices), 0, Counters())
+    assert opened(place(devices)).num_slots > 0
+
+
+def test_other_options_for_the_same_directories_are_refused(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    other = Fingerprint({"model": "huge"})
+    with pytest.raises(FingerprintMismatchError, match="model: 'tiny' != 'huge'"):
+        open_rank(place(devices, fingerprint=other), 0, Counters())
+    with pytest.raises(StoreError, match="made on 2 device"):
+        open_rank(place(devices[:1]), 0, Counters())
+    with pytest.raises(FormatError, match="device"):
+        open_rank(place(devices[::-1], state_dir=str(devices[0])), 0, Counters())
+    assert opened(place(devices)).num_slots > 0
+
+
+def test_without_its_manifest_a_store_is_refused_untouched(
+    tmp_devices: Callable[[int], list[Path]],
+) -> None:
+    devices = tmp_devices(2)
+    close(open_rank(place(devices), 0, Counters()))
+    (devices[0] / NAME).unlink()
+    before = (devices[1] / "rank0.data").read_bytes()
+    with pytest.raises(FormatError, match=r"belongs to another store .* delete it"):
+        open_rank(place(devices), 0, Counters())
+    assert (devices[1] / "rank0.data").read_bytes() == before
+    for device in devices:
+        (device / "rank0.data").unlink(missing_ok=True)
+    close(open_rank(place(devices), 0, Counters()))
+
+
+def test_a_flipped_byte_in_the_manifest_is_refused_or_harmless(
+    tmp_devices: Callable[[int], list[Path]],
+) -> None:
+    devices = tmp_devices(2)
+    close(open_rank(place(devices), 0, Counters()))
+    path = devices[0] / NAME
+    data = path.read_bytes()
+    identity = json.loads(data)["store"]
+    refusals: list[str] = []
+    for position in range(0, len(data), 7):
+        spoiled = bytearray(data)
+        spoiled[position] ^= 1 << position % 7
+        path.write_bytes(spoiled)
+        try:
+            close(open_rank(place(devices), 0, Counters()))
+        except StoreError as error:
+            refusals.append(str(error))
+        else:
+            assert json.loads(path.read_bytes())["store"] == identity
+    assert all(str(devices[0].parent) in text for text in refusals)
+    assert len(refusals) > 10
+    path.write_bytes(data)
+    close(open_rank(place(devices), 0, Counters()))
+
+
+def test_no_room_for_a_block_is_said(tmp_devices: Callable[[int], list[Path]]) -> None:
+    devices = tmp_devices(1)
+    tiny = place(devices, tp_size=16)
+    with pytest.raises(ConfigError, match=r"no room for a block of .* 16 rank\(s\)"):
+        open_rank(tiny, 0, Counters())
+    assert not list(devices[0].glob("*.data"))
+
+
+def test_directories_that_nobody_named(
+    tmp_devices: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root,) = tmp_devices(1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+    where = place([], devices=[])
+    where.prepare()
+    assert where.state.is_dir()
+    assert root in where.state.parents
+    replica = place([root / "ssd"], replica=3)
+    replica.prepare()
+    assert (root / "ssd" / "dp3").is_dir()
+    assert replica.state == root / "ssd" / "dp3"
+
+
+def test_what_is_not_mounted_is_not_made(tmp_devices: Callable[[int], list[Path]]) -> None:
+    (root,) = tmp_devices(1)
+    absent = root / "mnt" / "ssd"
+    with pytest.raises(ConfigError, match=f"state_dir {absent}: neither it nor its parent"):
+        open_rank(place([absent]), 0, Counters())
+    with pytest.raises(DeviceError, match=r"ssd\) does not exist, nor does .*/mnt: mount"):
+        open_rank(place([root, absent]), 0, Counters())
+    assert not absent.parent.exists()
+    (root / "file").write_text("")
+    with pytest.raises(StoreError, match=f"cannot make the directory {root / 'file'}"):
+        open_rank(place([root / "file"]), 0, Counters())
+
+
+def test_ranks_do_not_share_bytes(tmp_devices: Callable[[int], list[Path]], opened: Opened) -> None:
+    devices = tmp_devices(2)
+    ranks = [opened(place(devices, tp_size=2), r) for r in range(2)]
+    for rank, store in enumerate(ranks):
+        size = PAGED.slot_bytes
+        store.arena.view(0, size)[:] = 0x40 + rank
+        buffer = np.zeros(1, dtype=np.uint64)
+        assert store.files.submit(Op.WRITE, array([5]), 0, size, buffer).wait().all()
+    for rank, store in enumerate(ranks):
+        store.arena.view(0, PAGED.slot_bytes)[:] = 0
+        buffer = np.zeros(1, dtype=np.uint64)
+        assert store.files.submit(Op.READ, array([5]), 0, size, buffer).wait().all()
+        assert (store.arena.view(0, PAGED.slot_bytes) == 0x40 + rank).all()
+    assert os.fstat(ranks[0].devices[0].fd).st_ino != os.fstat(ranks[1].devices[0].fd).st_ino

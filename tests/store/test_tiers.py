@@ -1,0 +1,221 @@
+"""DRAM and SSD together: hold, write, load and stream over random shapes; sizes; the end."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import OPAQUE, PAGED, PATIENCE_S, MakeStore, array, content
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.sizes import parse_size
+from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.tiers import MIN_FRAMES, ArenaPlan
+
+SHORT_S = 0.3
+
+
+# ---- sizes ----
+
+shapes = st.builds(
+    SlotGeometry,
+    st.just("paged"),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 40_000),
+)
+
+
+@given(geometry=shapes, staging=st.integers(0, 1 << 24), frames=st.integers(0, 40))
+def test_the_plan_uses_what_it_was_given(geometry: SlotGeometry, staging: int, frames: int) -> None:
+    least = ArenaPlan(geometry, 1 << 50, staging).frame_offset + MIN_FRAMES * geometry.slot_bytes
+    given_bytes = least + (frames - MIN_FRAMES) * geometry.slot_bytes
+    if frames < MIN_FRAMES:
+        with pytest.raises(ConfigError, match=r"at least .* per worker") as caught:
+            ArenaPlan(geometry, given_bytes, staging)
+        advice = str(caught.value).split("at least ")[1].split(" per worker")[0]
+        assert parse_size(advice) == least
+        return
+    plan = ArenaPlan(geometry, given_bytes, staging)
+    assert plan.frames == frames
+    assert plan.nbytes == given_bytes
+    assert plan.nbytes % 4096 == plan.frame_offset % 4096 == 0
+    assert plan.staging_bytes <= max(staging, 4 * geometry.layer_bytes)
+    assert plan.staging_bytes == plan.staging_pieces * geometry.layer_bytes
+
+
+def test_opaque_slots_need_no_staging() -> None:
+    plan = ArenaPlan(OPAQUE, 10 * OPAQUE.slot_bytes, 1 << 30)
+    assert (plan.frame_offset, plan.frames) == (0, 10)
+
+
+# ---- hold ----
+
+
+def test_hold_gives_what_there_is(make_store: MakeStore) -> None:
+    rig = make_store(frames=8)
+    assert len(rig.store.hold(array([]), wait=True)) == 0
+    assert len(rig.store.hold(array(range(6)), wait=True)) == 6
+    assert len(rig.store.hold(array(range(6, 12)), wait=True)) == 2
+    assert len(rig.store.hold(array(range(8, 12)), wait=False)) == 0
+    assert rig.total("write_stalls") == 0
+
+
+def test_hold_waits_for_writes_only_when_it_has_to(make_store: MakeStore) -> None:
+    rig = make_store(frames=8)
+    names = {slot: slot for slot in range(30)}
+    rig.write(names)  # more than the frames, in parts
+    before = rig.total("write_stalls")
+    rig.faults({"kind": "latency", "op": "write", "seconds": 0.05})
+    rig.hold({slot: slot for slot in range(8)})
+    rig.commit({slot: slot for slot in range(8)}, epoch=2)
+    assert len(rig.store.hold(array([9]), wait=True)) == 1
+    assert rig.total("write_stalls") == before + 1
+    assert rig.total("write_stall_seconds") > 0
+
+
+def test_hold_gives_up_at_the_deadline(make_store: MakeStore) -> None:
+    rig = make_store(frames=8, deadline_s=SHORT_S)
+    rig.store.hold(array(range(8)), wait=True)
+    begin = time.monotonic()
+    assert len(rig.store.hold(array([9]), wait=True)) == 0
+    assert SHORT_S <= time.monotonic() - begin < PATIENCE_S
+
+
+def test_held_slots_lose_what_dram_had_of_them(make_store: MakeStore) -> None:
+    rig = make_store()
+    rig.write({0: 1})
+    rig.store.extend_context("r", 0, array([0]))
+    rig.load({0: 1}, [])
+    rig.assert_rows(rig.walk([0]), [1])
+    rig.hold({0: 2})
+    rig.assert_rows(rig.walk([0]), [2])
+    rig.store.frames.forget(array([0]))
+    rig.assert_rows(rig.walk([0]), None)  # the old checksums went with the old content
+
+
+# ---- contexts ----
+
+
+def test_contexts_grow_and_start_anew(make_store: MakeStore) -> None:
+    store = make_store().store
+    assert store.context("r", 0) is not None
+    assert store.context("r", 1) is None
+    store.extend_context("r", 0, array([4, 5]))
+    store.extend_context("r", 2, array([6]))
+    context = store.context("r", 3)
+    assert context is not None
+    assert context.tolist() == [4, 5, 6]
+    short = store.context("r", 2)
+    assert short is not None
+    assert short.tolist() == [4, 5]
+    assert store.context("r", 4) is None
+    for start in (2, 4):
+        with pytest.raises(ValueError, match=f"request r from {start} on cannot follow 3"):
+            store.extend_context("r", start, array([7]))
+    assert store.frames.referenced(array([4, 5, 6, 7])).tolist() == [True, True, True, False]
+    store.extend_context("r", 0, array([9]))
+    assert store.frames.referenced(array([4, 9])).tolist() == [False, True]
+    store.drop_context("r")
+    store.drop_context("r")
+    assert not store.frames.referenced(array([9])).any()
+
+
+def test_checksums_are_kept_as_long_as_a_context_needs_them(make_store: MakeStore) -> None:
+    rig = make_store()
+    rig.store.extend_context("a", 0, array([0, 1]))
+    rig.hold({0: 10, 1: 11})
+    rig.commit({0: 10, 1: 11})
+    assert rig.store.drain(PATIENCE_S)
+    rig.store.extend_context("b", 0, array([1]))
+    rig.store.frames.forget(array([0, 1]))
+    rig.store.drop_context("a")
+    rig.assert_rows(rig.walk([1], [0]), [11], None)
+    rig.store.drop_context("b")
+    rig.assert_rows(rig.walk([1]), None)
+
+
+# ---- all of it ----
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    geometry=st.one_of(
+        shapes,
+        st.builds(
+            SlotGeometry,
+            st.just("opaque"),
+            st.integers(1, 6),
+            st.just(1),
+            st.just(1),
+            st.integers(1, 200_000),
+        ),
+    ),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 0.7]), min_size=1, max_size=4),
+    frames=st.integers(8, 12),
+    depth=st.integers(1, 8),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_round_trip_over_random_shapes(
+    make_store: MakeStore,
+    geometry: SlotGeometry,
+    weights: list[float],
+    frames: int,
+    depth: int,
+    seed: int,
+) -> None:
+    rig = make_store(geometry, slots=20, frames=frames, weights=weights, queue_depth=depth)
+    random = np.random.default_rng(seed)
+    names = {int(slot): int(slot) + 1000 for slot in random.permutation(20)[:14]}
+    rig.write(names)
+    chosen = {slot: names[slot] for slot in random.permutation(list(names)).tolist()}
+    if geometry.kind == "paged":
+        rig.store.extend_context("r", 0, array(list(chosen)))
+    to_hbm = len(chosen) if geometry.kind == "opaque" else int(random.integers(len(chosen)))
+    outcome = rig.load(chosen, range(1, to_hbm + 1))
+    assert outcome.complete
+    expected = list(chosen.values())[len(chosen) - to_hbm :]
+    assert sorted(rig.hbm) == list(range(1, to_hbm + 1))
+    for block, name in enumerate(expected, 1):
+        np.testing.assert_array_equal(rig.hbm[block], content(geometry, name))
+    if geometry.kind == "paged":
+        rig.assert_rows(rig.walk(list(chosen)), list(chosen.values()))
+        rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+# ---- the end ----
+
+
+def test_closing_writes_what_is_committed(make_store: MakeStore) -> None:
+    rig = make_store()
+    rig.faults({"kind": "latency", "op": "write", "seconds": 0.05})
+    rig.hold({slot: slot for slot in range(12)})
+    rig.commit({slot: slot for slot in range(12)})
+    rig.store.close()
+    durable, failed = rig.store.take_write_results()
+    assert (len(durable), failed) == (12, [])
+    assert rig.store.frames.count(FrameState.WRITING) == 0
+
+
+def test_closing_ends_although_a_device_hangs(
+    make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_store(PAGED, deadline_s=SHORT_S)
+    rig.write({0: 1})
+    rig.faults({"kind": "stall"})
+    rig.hold({1: 2})
+    rig.commit({1: 2})
+    rig.start_load({0: 1}, [5])
+    begin = time.monotonic()
+    rig.store.close()
+    assert time.monotonic() - begin < 8 * SHORT_S
+    assert "its memory stays allocated" in caplog.text
+    assert rig.store.arena.view(0, 4096).shape == (4096,)  # not unmapped
+    durable, failed = rig.store.take_write_results()
+    assert (durable, failed) == ([], [(1, 1)])

@@ -1,0 +1,455 @@
+"""Options: what is taken, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vllm_ssdkv import config, host
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config_io import FaultConfig, IoConfig, ThrottleConfig
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.host import available_memory, default_capacity
+from vllm_ssdkv.options import Option, walk
+from vllm_ssdkv.sizes import GIB, MIB, approximate_size, format_size, parse_size
+from vllm_ssdkv.store.engine.faults import FaultKind, FaultRule
+from vllm_ssdkv.store.engine.open import EngineKind, EngineOptions
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
+
+OPTIONS = list(walk(SSDKVConfig))
+
+
+def build(options: dict[str, object]) -> SSDKVConfig:
+    return SSDKVConfig.from_extra_config(options)
+
+
+def refused(options: dict[str, object]) -> list[str]:
+    """The lines of the error, one per problem."""
+    with pytest.raises(ConfigError) as caught:
+        build(options)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "kv_connector_extra_config:"
+    return [line.strip() for line in lines]
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (4096, 4096),
+        ("64GiB", 64 << 30),
+        ("1.5TiB", 3 << 39),
+        ("512MiB", 512 << 20),
+        ("10GB", 10**10),
+        ("0.1 GB", 10**8),
+        (" 7 kib ", 7168),
+        ("12B", 12),
+    ],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("64", "unit is missing"),
+        ("64 Gigs", "unknown unit 'Gigs'"),
+        ("GiB", "not a number"),
+        ("-1GiB", "not a number"),
+        ("1e3GiB", "not a number"),
+        ("", "not a number"),
+        (-1, "between 0 and"),
+        ("9999999TiB", "between 0 and"),
+        (True, "neither an integer nor a text"),
+        (1.5, "neither an integer nor a text"),
+        (None, "neither an integer nor a text"),
+        ([], "neither an integer nor a text"),
+    ],
+)
+def test_what_is_no_size_is_refused(value: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_size(value)
+
+
+@given(st.integers(0, 1 << 50))
+def test_formatted_sizes_are_read_back(nbytes: int) -> None:
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+def test_sizes_read_well() -> None:
+    assert [format_size(n) for n in (64 * GIB, 3 << 39, 16 * MIB, 1000)] == [
+        "64GiB",
+        "1.5TiB",
+        "16MiB",
+        "1000B",
+    ]
+    assert approximate_size(10**9) == "953.7 MiB"
+
+
+# --- what is taken
+
+
+def test_nothing_given_is_a_valid_config() -> None:
+    made = build({})
+    assert (made.mode, made.devices, made.io.engine) == ("reuse", (), "auto")
+    assert made.io.staging == 64 * MIB
+
+
+def test_everything_given(tmp_path: Path) -> None:
+    made = build(
+        {
+            "mode": "page",
+            "devices": [str(tmp_path / "a"), {"path": "/b:1GiB", "capacity": "1TiB", "weight": 2}],
+            "state_dir": str(tmp_path),
+            "dram_gib": "512MiB",
+            "hbm_window_tokens": 64,
+            "page_tokens": 32,
+            "selector": "exact",
+            "io": {
+                "engine": "threads",
+                "queue_depth": 4,
+                "deadline": 3,
+                "staging": 4 * MIB,
+                "direct": "off",
+                "faults": [{"kind": "eio", "device": 1}],
+                "fault_file": str(tmp_path / "faults.json"),
+                "throttle": [{"device": 0}],
+            },
+        }
+    )
+    assert made.devices[0].path == str(tmp_path / "a")
+    assert made.devices[1].path == "/b:1GiB", "a colon is part of a path"
+    assert made.devices[1].capacity == 1 << 40
+    assert made.device_weights() == (1.0, 2.0)
+    assert made.dram_gib == 0.5
+    assert made.io.deadline == 3.0
+    assert made.io.faults[0].kind == "eio"
+
+
+def test_python_paths_are_taken(tmp_path: Path) -> None:
+    assert build({"devices": [tmp_path]}).devices[0].path == str(tmp_path)
+
+
+def test_home_is_expanded_and_paths_are_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert build({"devices": ["~/kv/../kv2//"]}).devices[0].path == "/somewhere/kv2"
+
+
+def test_a_config_never_changes() -> None:
+    made = build({"devices": ["/a"]})
+    with pytest.raises(ValidationError, match="frozen"):
+        made.mode = "page"
+    with pytest.raises(ValidationError, match="frozen"):
+        made.io.queue_depth = 3
+
+
+@given(st.permutations(["mode", "devices", "io"]))
+def test_equal_options_make_equal_configs(order: list[str]) -> None:
+    options: dict[str, object] = {"mode": "page", "devices": ["/a"], "io": {"queue_depth": 2}}
+    assert build({name: options[name] for name in order}) == build(options)
+
+
+def test_engine_gets_the_same_settings() -> None:
+    fault = {"kind": "stall", "device": 0, "op": "read", "after": 3, "count": 2, "seconds": 1.5}
+    throttle = {"bandwidth": "150MB", "iops": 1000, "latency": 0.001, "dilation": 4}
+    made = build(
+        {
+            "io": {
+                "engine": "noop",
+                "queue_depth": 3,
+                "faults": [fault],
+                "fault_file": "/f",
+                "throttle": [throttle],
+            }
+        }
+    )
+    assert made.io.engine_options() == EngineOptions(
+        engine="noop",
+        queue_depth=3,
+        faults=(FaultRule(kind="stall", device=0, op="read", after=3, count=2, seconds=1.5),),
+        fault_file="/f",
+        throttle=(ThrottleRule(bandwidth=150e6, iops=1000, latency_s=0.001, dilation=4),),
+    )
+    assert build({}).io.engine_options() == EngineOptions()
+
+
+def test_options_and_engine_know_the_same_names() -> None:
+    """A field or choice that is added to the engine is missing here until it is an option."""
+    assert set(FaultConfig.model_fields) == {field.name for field in fields(FaultRule)}
+    assert len(ThrottleConfig.model_fields) == len(fields(ThrottleRule))
+    assert get_args(FaultConfig.model_fields["kind"].annotation) == get_args(FaultKind)
+    assert get_args(IoConfig.model_fields["engine"].annotation) == get_args(EngineKind)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"mode": "pages"}, 'mode: got "pages"; allowed: "reuse" or "page"'),
+        ({"mode": None}, 'mode: got null; allowed: "reuse" or "page"'),
+        ({"devices": "/a"}, 'devices: got "/a"; allowed: a list of'),
+        ({"devices": [5]}, "devices[0]: got 5; allowed: an object with path, capacity, weight"),
+        ({"devices": ["/a", "b"]}, 'devices[1].path: got "b"; not absolute'),
+        ({"devices": ["/a", ""]}, 'devices[1].path: got ""; not absolute'),
+        ({"devices": [f"/{n}" for n in range(65)]}, "devices: got ["),
+        ({"devices": [{"capacity": "1GiB"}]}, "devices[0].path: missing; give an absolute path"),
+        (
+            {"devices": [{"path": "/a", "capacity": "15MiB"}]},
+            'devices[0].capacity: got "15MiB"; allowed: a number of bytes',
+        ),
+        ({"devices": [{"path": "/a", "capacity": "1 GiBB"}]}, "devices[0].capacity: got"),
+        (
+            {"devices": [{"path": "/a", "weight": 0}]},
+            "devices[0].weight: got 0; allowed: a number, above 0 and at most 64",
+        ),
+        ({"devices": [{"path": "/a", "weight": -1}]}, "devices[0].weight: got -1"),
+        ({"devices": [{"path": "/a", "weight": float("inf")}]}, "devices[0].weight: got Inf"),
+        ({"dram_gib": 0}, "dram_gib: got 0; allowed: a number of GiB or a size"),
+        ({"dram_gib": "4 gigs"}, 'dram_gib: got "4 gigs"; unknown unit'),
+        ({"dram_gib": float("nan")}, "dram_gib: got NaN"),
+        ({"hbm_window_tokens": 8}, "hbm_window_tokens: got 8; allowed: an integer, at least 16"),
+        ({"hbm_window_tokens": 64.5}, "hbm_window_tokens: got 64.5"),
+        ({"page_tokens": 48}, "page_tokens: got 48; not a power of two"),
+        ({"page_tokens": 8}, "page_tokens: got 8; not a power of two"),
+        ({"selector": "sparq"}, 'selector: got "sparq"; allowed: "exact"; sparse selectors come'),
+        ({"io": 5}, "io: got 5; allowed: an object with engine"),
+        ({"io": {"engine": "uring"}}, 'io.engine: got "uring"; allowed: "auto" or "threads"'),
+        ({"io": {"queue_depth": 0}}, "io.queue_depth: got 0; allowed: an integer, from 1 to 256"),
+        ({"io": {"queue_depth": "4"}}, 'io.queue_depth: got "4"; allowed: an integer'),
+        ({"io": {"queue_depth": True}}, "io.queue_depth: got true; allowed: an integer"),
+        ({"io": {"deadline": 0.05}}, "io.deadline: got 0.05; allowed: a number, from 0.1 to 600"),
+        ({"io": {"staging": "3MiB"}}, 'io.staging: got "3MiB"; allowed: a number of bytes'),
+        ({"io": {"staging": None}}, "io.staging: got null; neither an integer nor a text"),
+        ({"io": {"direct": True}}, 'io.direct: got true; allowed: "auto" or "on" or "off"'),
+        ({"io": {"faults": [{}]}}, 'io.faults[0].kind: missing; give "eio"'),
+        ({"io": {"faults": [{"kind": "x"}]}}, 'io.faults[0].kind: got "x"; allowed: "eio"'),
+        ({"io": {"faults": [{"kind": "latency"}]}}, 'io.faults[0]: got {"kind": "latency"}; fault'),
+        (
+            {"io": {"throttle": [{"bandwidth": "fast"}]}},
+            'io.throttle[0].bandwidth: got "fast"; not a number',
+        ),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(options: dict[str, object], line: str) -> None:
+    lines = refused(options)
+    assert len(lines) == 1
+    assert lines[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"devcies": []}, "devcies: unknown option; did you mean devices?"),
+        ({"Mode": "page"}, "Mode: unknown option; did you mean mode?"),
+        ({"io": {"queue_dept": 1}}, "io.queue_dept: unknown option; did you mean io.queue_depth?"),
+        ({"queue_depth": 1}, "queue_depth: unknown option; did you mean io.queue_depth?"),
+        (
+            {"devices": [{"path": "/a", "capcity": 1}]},
+            "devices[0].capcity: unknown option; did you mean devices[0].capacity?",
+        ),
+        (
+            {"devices": [{"path": "/a", "qqq": 1}]},
+            "devices[0].qqq: unknown option; known here: path, capacity, weight",
+        ),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(options: dict[str, object], line: str) -> None:
+    assert refused(options) == [line]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    lines = refused({"mode": 3, "oi": {}, "io": {"queue_depth": 0, "deadline": "x"}})
+    assert [line.partition(":")[0] for line in lines] == [
+        "mode",
+        "io.queue_depth",
+        "io.deadline",
+        "oi",
+    ]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*SSDKVConfig.model_fields, "x"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["path", "weight", "faults", "kind"]), inner)
+            ),
+            max_leaves=6,
+        ),
+        max_size=4,
+    )
+)
+def test_whatever_is_given_there_is_a_config_or_a_config_error(options: dict[str, object]) -> None:
+    try:
+        made = build(options)
+    except ConfigError as error:
+        for line in str(error).splitlines()[1:]:
+            assert line.partition(":")[0].strip(), "every line names its option"
+    else:
+        assert set(options) <= set(SSDKVConfig.model_fields)
+        assert made == build(json.loads(json.dumps(options)))
+
+
+def test_a_value_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a value of type object"):
+        build({"mode": object()})
+
+
+def test_long_values_are_cut() -> None:
+    (line,) = refused({"mode": "x" * 10_000})
+    assert len(line) < 250
+
+
+# --- contradictions
+
+
+def test_one_device_twice(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    lines = refused({"devices": [str(tmp_path), "/b", str(tmp_path / "link"), "/b/"]})
+    assert [line.partition(":")[0] for line in lines] == ["devices[2].path", "devices[3].path"]
+    assert "devices[0].path; give each device once" in lines[0]
+
+
+def test_raw_devices_alone_need_a_state_dir(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config, "is_block_device", lambda path: path.startswith("/dev/"))
+    assert refused({"devices": ["/dev/nvme9n1"]})[0].startswith("state_dir: missing")
+    made = build({"devices": ["/dev/nvme9n1"], "state_dir": str(tmp_path)})
+    assert made.state_path("m") == tmp_path
+    mixed = build({"devices": ["/dev/nvme9n1", "/b"]})
+    assert mixed.state_path("m") == Path("/b"), "the first device that is a directory"
+
+
+def test_window_is_whole_pages() -> None:
+    assert refused({"hbm_window_tokens": 80, "page_tokens": 32}) == [
+        "hbm_window_tokens: 80 is not a multiple of page_tokens (32)"
+    ]
+
+
+def test_staging_fits_in_dram() -> None:
+    (line,) = refused({"dram_gib": "32MiB"})
+    assert line.startswith("io.staging: 64MiB is more than dram_gib")
+    assert build({"dram_gib": "64MiB"}).dram_bytes(1) == 64 * MIB
+
+
+@pytest.mark.parametrize("name", ["faults", "throttle"])
+def test_rules_name_devices_that_exist(name: str) -> None:
+    rule = {"device": 1} | ({"kind": "eio"} if name == "faults" else {})
+    assert refused({"io": {name: [rule]}}) == [
+        f"io.{name}[0].device: 1 is not a position in devices (1 entries)"
+    ]
+    build({"devices": ["/a", "/b"], "io": {name: [rule]}})
+
+
+# --- what is found out later
+
+
+def test_default_device_is_one_directory_per_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = build({})
+    assert made.device_paths("abc") == (str(tmp_path / "ssdkv" / "abc"),)
+    assert made.state_path("abc") == tmp_path / "ssdkv" / "abc"
+    assert list(tmp_path.iterdir()) == [], "looking creates nothing"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert made.device_paths("abc") == (str(tmp_path / ".cache" / "ssdkv" / "abc"),)
+
+
+def test_default_capacity_is_a_quarter_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host, "free_bytes", lambda path: 100 * GIB)
+    assert default_capacity(tmp_path / "not" / "yet") == 25 * GIB
+    (tmp_path / "rank0.data").write_bytes(b"x" * (1 << 20))
+    own = (tmp_path / "rank0.data").stat().st_blocks * 512
+    assert default_capacity(tmp_path) == (100 * GIB + own) // 4, "our own files count as free"
+    monkeypatch.setattr(host, "free_bytes", lambda path: 1000 * GIB)
+    assert default_capacity(tmp_path) == 64 * GIB
+
+
+def test_capacities_are_as_given_or_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host, "free_bytes", lambda path: 100 * GIB)
+    made = build({"devices": [{"path": "/a", "capacity": "32MiB"}, str(tmp_path)]})
+    assert made.device_capacities("m") == (32 * MIB, 25 * GIB)
+    monkeypatch.setattr(host, "free_bytes", lambda path: 60 * MIB)
+    with pytest.raises(ConfigError, match=r"15\.0 MiB, less than 16MiB"):
+        made.device_capacities("m")
+
+
+def test_free_space_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
+    assert host.free_bytes(tmp_path / "a" / "b") > 0
+    assert host.existing_parent(tmp_path / "a" / "b") == tmp_path
+
+
+def test_default_dram_is_a_tenth_and_at_least_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build({})
+    monkeypatch.setattr(config, "available_memory", lambda: 20 * GIB)
+    assert made.dram_bytes(2) == GIB
+    monkeypatch.setattr(config, "available_memory", lambda: 1000 * GIB)
+    assert made.dram_bytes(1) == 4 * GIB
+    monkeypatch.setattr(config, "available_memory", lambda: 1 << 20)
+    assert made.dram_bytes(1) == 64 * MIB
+
+
+def test_given_dram_is_shared_by_the_workers() -> None:
+    made = build({"dram_gib": 1})
+    assert made.dram_bytes(4) == 256 * MIB
+    with pytest.raises(ConfigError, match=r"1 GiB over 32 workers is 32.0 MiB each"):
+        made.dram_bytes(32)
+
+
+def test_a_container_limit_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = available_memory()
+    assert unlimited > 0
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    assert available_memory() == 2000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 2000
+
+
+# --- the option tree
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.path)
+def test_every_option_says_what_it_is_and_why(option: Option) -> None:
+    assert option.description.rstrip(")").endswith(".")
+    assert option.reason.endswith(".")
+    assert option.allowed
+
+
+def test_defaults_are_what_the_table_says() -> None:
+    """Giving every documented default explicitly is the same as giving nothing."""
+    given: dict[str, object] = {}
+    for option in OPTIONS:
+        if "[]" in option.path or option.default is None:
+            continue
+        target = given
+        *groups, name = option.path.split(".")
+        for group in groups:
+            inner = target.setdefault(group, {})
+            assert isinstance(inner, dict)
+            target = inner
+        target[name] = json.loads(option.default)
+    assert build(given) == build({})
+    assert set(given) == set(SSDKVConfig.model_fields)

@@ -1,0 +1,215 @@
+"""The metric declarations and the accumulator."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from vllm_ssdkv import metrics
+from vllm_ssdkv.metrics import (
+    BY_NAME,
+    METRICS,
+    Counters,
+    Metric,
+    combine_gauges,
+    metric_key,
+    parse_key,
+)
+
+
+def some_labels(metric: Metric, free: str = "/mnt/nvme0") -> dict[str, str]:
+    return {label.name: label.values[0] if label.values else free for label in metric.labels}
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_every_metric_is_declared_well(metric: Metric) -> None:
+    assert sum(other.name == metric.name for other in METRICS) == 1
+    assert metric.help.endswith(".")
+    assert metric.unit
+    for label in metric.labels:
+        assert bool(label.values) != bool(label.bounded_by), "bounded in exactly one way"
+        # vLLM's own labels on every metric of a connector.
+        assert label.name not in {"model_name", "engine"}
+    assert metric.kind != "counter" or metric.combine == "sum"
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_exposed_name_is_what_prometheus_shows(metric: Metric) -> None:
+    registry = CollectorRegistry()
+    kind = Counter if metric.kind == "counter" else Gauge
+    made = kind(metric.full_name, metric.help, metric.label_names, registry=registry)
+    if metric.labels:
+        made.labels(**some_labels(metric))
+    lines = generate_latest(registry).decode().splitlines()
+    samples = [line for line in lines if not line.startswith("#") and "_created" not in line]
+    assert [line.partition("{")[0].partition(" ")[0] for line in samples] == [metric.exposed_name]
+
+
+@given(st.text(max_size=40))
+def test_key_round_trips_any_label_value(value: str) -> None:
+    key = metric_key("bytes_read", {"device": value})
+    metric, values = parse_key(key)
+    assert (metric.name, values) == ("bytes_read", (value,))
+
+
+def test_key_of_several_labels_is_in_declaration_order() -> None:
+    key = metric_key("io_errors", {"kind": "eio", "device": "/a,b=c|d"})
+    metric, values = parse_key(key)
+    assert metric.label_names == ("device", "kind")
+    assert values == ("/a,b=c|d", "eio")
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("nonsense", {}),
+        ("slots_stored", {"device": "/a"}),
+        ("bytes_read", {}),
+        ("bytes_read", {"devices": "/a"}),
+        ("hit_tokens", {"tier": "tape"}),
+    ],
+)
+def test_undeclared_counts_are_refused(name: str, labels: dict[str, str]) -> None:
+    counters = Counters()
+    with pytest.raises(ValueError, match=name):
+        counters.add(name, 1, **labels)
+    assert counters.snapshot_delta() == {}
+
+
+def test_counter_and_gauge_are_not_mixed_up() -> None:
+    counters = Counters()
+    with pytest.raises(ValueError, match="gauge slots_ready"):
+        counters.add("slots_ready", 1)
+    with pytest.raises(ValueError, match="counter"):
+        counters.set("slots_stored", 1)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="cannot add"):
+            counters.add("slots_stored", wrong)
+
+
+@given(st.lists(st.one_of(st.integers(0, 1000), st.none()), max_size=50))
+def test_deltas_add_up_to_the_total(steps: list[int | None]) -> None:
+    """None is a snapshot between the increments; no increment is lost or told twice."""
+    counters = Counters()
+    told = 0.0
+    for step in steps:
+        if step is None:
+            told += counters.snapshot_delta().get("slots_stored", 0)
+        else:
+            counters.add("slots_stored", step)
+    told += counters.snapshot_delta().get("slots_stored", 0)
+    assert told == counters.total("slots_stored") == sum(step for step in steps if step)
+    assert counters.snapshot_delta() == {}
+
+
+def test_gauges_are_repeated_and_replaced() -> None:
+    counters = Counters()
+    counters.set("slots_ready", 5)
+    assert counters.snapshot_delta() == {"slots_ready": 5}
+    assert counters.snapshot_delta() == {"slots_ready": 5}
+    counters.set("slots_ready", 3)
+    assert counters.snapshot_delta() == {"slots_ready": 3}
+
+
+def test_increments_of_many_threads_are_all_counted() -> None:
+    counters = Counters()
+    told: list[float] = []
+    stop = threading.Event()
+
+    def count() -> None:
+        for _ in range(2000):
+            counters.add("bytes_read", 3, device="/a")
+
+    def drain() -> None:
+        while not stop.is_set():
+            told.append(sum(counters.snapshot_delta().values()))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    drainer = threading.Thread(target=drain)
+    drainer.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    stop.set()
+    drainer.join(60)
+    told.append(sum(counters.snapshot_delta().values()))
+    assert sum(told) == 4 * 2000 * 3 == counters.total("bytes_read", device="/a")
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_gauges_of_ranks_combine_as_declared(values: list[int]) -> None:
+    ranks = [
+        {
+            "dram_frames_used": float(value),
+            metric_key("device_state", {"device": "/a"}): float(value),
+            metric_key("info", {"mode": "page", "io_engine": "e", "selector": "s"}): 1.0,
+        }
+        for value in values
+    ]
+    combined = combine_gauges(ranks)
+    assert combined["dram_frames_used"] == sum(values)
+    assert combined["device_state|device=/a"] == min(values)
+    assert combined["info|mode=page,io_engine=e,selector=s"] == 1
+
+
+# --- what the package counts, read from its source
+
+
+def package_trees() -> list[ast.Module]:
+    package = Path(metrics.__file__).parent
+    links = {package / name for name in ("triton_kernels", "profiling", "fpga_offload")}
+    paths = [path for path in package.rglob("*.py") if links.isdisjoint(path.parents)]
+    return [ast.parse(path.read_text()) for path in paths if path.name != "metrics.py"]
+
+
+def counting_calls(tree: ast.Module) -> list[ast.Call]:
+    """Calls of ``add`` and ``set`` of something called counters."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"add", "set"}
+        and ast.unparse(node.func.value).rpartition(".")[2].lstrip("_") == "counters"
+        and node.args
+    ]
+
+
+def test_all_that_is_counted_is_declared() -> None:
+    """A wrong name or label would raise only when that line runs, perhaps on a failing disk."""
+    calls = [call for tree in package_trees() for call in counting_calls(tree)]
+    assert calls
+    for call in calls:
+        name = call.args[0]
+        if not isinstance(name, ast.Constant):
+            continue
+        metric = BY_NAME[str(name.value)]
+        assert isinstance(call.func, ast.Attribute)
+        assert (call.func.attr == "add") == (metric.kind == "counter"), metric.name
+        assert {keyword.arg for keyword in call.keywords} == set(metric.label_names), metric.name
+        for label in metric.labels:
+            (value,) = [keyword.value for keyword in call.keywords if keyword.arg == label.name]
+            if label.values and isinstance(value, ast.Constant):
+                assert value.value in label.values, f"{metric.name}: {label.name}"
+
+
+def test_all_that_is_declared_is_counted() -> None:
+    """A metric that nothing moves would tell users that all is well."""
+    names: set[object] = set()
+    starts: tuple[str, ...] = ()
+    for tree in package_trees():
+        names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        for call in counting_calls(tree):
+            if isinstance(call.args[0], ast.JoinedStr):
+                first = call.args[0].values[0]
+                assert isinstance(first, ast.Constant)
+                starts += (str(first.value),)
+    silent = [m.name for m in METRICS if m.name not in names and not m.name.startswith(starts)]
+    assert silent == []

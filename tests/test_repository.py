@@ -1,0 +1,87 @@
+"""Rules for every file that git tracks, or would track: the tree as a new clone shows it."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+VENDORED = "third_party/"
+SOURCE_SUFFIXES = {".py", ".cpp", ".hpp", ".cu", ".sh"}
+PACKAGES = ("vllm_ssdkv/", "triton_kernels/", "profiling/", "fpga_offload/")
+MAX_LINES = 600
+
+# Paths that exist on one machine only, and places that packages come from. The brackets keep this
+# file from containing what it looks for.
+FORBIDDEN = {
+    "machine path": re.compile(r"/(?:home|work|root|farm)/\w|/tmp/[w]\b"),
+    "package index": re.compile(
+        r"pypi[.]org|python[h]osted|download[.]pytorch|index[-]url|find[-]links"
+    ),
+}
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def own_texts() -> dict[str, str]:
+    """Text of every tracked file that we wrote, by its path."""
+    if not (ROOT / ".git").exists():
+        # An unpacked source archive: nothing tells its files from those that were built in it.
+        pytest.skip("not a git checkout")
+    texts: dict[str, str] = {}
+    for name in tracked():
+        if name.startswith(VENDORED):
+            continue
+        content = (ROOT / name).read_bytes()
+        if b"\0" not in content:
+            texts[name] = content.decode()
+    assert "pyproject.toml" in texts
+    return texts
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_names_one_machine(own_texts: dict[str, str], what: str) -> None:
+    found = {
+        f"{name}: {match.group()}"
+        for name, text in own_texts.items()
+        for match in FORBIDDEN[what].finditer(text)
+    }
+    assert found == set()
+
+
+def test_no_source_is_too_long(own_texts: dict[str, str]) -> None:
+    found = {
+        name: lines
+        for name, text in own_texts.items()
+        if Path(name).suffix in SOURCE_SUFFIXES and (lines := text.count("\n")) > MAX_LINES
+    }
+    assert found == {}
+
+
+def test_every_module_says_what_it_is(own_texts: dict[str, str]) -> None:
+    modules = [name for name in own_texts if name.endswith(".py") and name.startswith(PACKAGES)]
+    assert modules
+    assert [name for name in modules if not ast.get_docstring(ast.parse(own_texts[name]))] == []
+
+
+def test_the_lock_pins_public_versions(own_texts: dict[str, str]) -> None:
+    pin = re.compile(r"[a-z0-9-]+==[0-9][0-9a-z.]*(; python_version [<>=]+ \"[0-9.]+\")?")
+    lines = own_texts["requirements/cpu.lock"].splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert pins
+    assert [line for line in pins if not pin.fullmatch(line)] == []
+    # These builds do not match a CPU torch; text models do not need them.
+    assert not {"torchvision", "torchaudio", "torchcodec"} & {line.split("==")[0] for line in pins}

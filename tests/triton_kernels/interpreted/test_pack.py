@@ -1,0 +1,116 @@
+"""Page copies between cache and slots, byte by byte."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.attention.kernels import TritonKernels
+from vllm_ssdkv.triton_kernels.pack import copy_pages
+
+CPU = torch.device("cpu")
+FILL = 0xA5
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 3, 4, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0, 4, 24, 4096]),
+    st.integers(0, 2**31),
+)
+def test_pack_and_unpack(
+    blocks: int,
+    layers: int,
+    heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    padding: int,
+    seed: int,
+) -> None:
+    layout = BlockLayout.unpadded(8, 4, heads, head_size, dtype)
+    slot_layout = layout.with_page_stride(layout.page_stride_bytes + padding)
+    random = np.random.default_rng(seed)
+    held = layout.block_bytes // dtype.itemsize
+    caches = [
+        torch.from_numpy(random.integers(0, 256, (6, layout.block_bytes), np.uint8)).view(dtype)
+        for _ in range(layers)
+    ]
+    assert caches[0].shape == (6, held)
+    ids = random.permutation(6)[:blocks]
+    layer_bytes = slot_layout.block_bytes + 8
+    slot_bytes = layers * layer_bytes + 16
+    slots = np.full((blocks + 1, slot_bytes), FILL, np.uint8)
+    order = random.permutation(blocks + 1)[:blocks]
+    address = (slots.ctypes.data + order * slot_bytes).astype(np.uint64)
+
+    kernels = TritonKernels(CPU)
+    sizes = {"layout": layout, "slot_layout": slot_layout}
+    kernels.pack(caches, ids, address, layer_bytes, **sizes)
+
+    expected = np.full_like(slots, FILL)
+    for index, slot in zip(ids, order, strict=True):
+        for layer, cache in enumerate(caches):
+            pages = cache[index].view(torch.uint8).numpy().reshape(heads * 2, -1)
+            padded = np.pad(pages, ((0, 0), (0, padding))).ravel()
+            begin = layer * layer_bytes
+            expected[slot, begin : begin + padded.size] = padded
+    np.testing.assert_array_equal(slots, expected)
+
+    back = [torch.zeros_like(cache) for cache in caches]
+    kernels.unpack(back, ids, address, layer_bytes, **sizes)
+    for old, new in zip(caches, back, strict=True):
+        for index in range(6):
+            want = old[index] if index in ids else torch.zeros_like(old[index])
+            assert torch.equal(new[index].view(torch.uint8), want.view(torch.uint8))
+
+
+def test_unpacking_leaves_a_cache_with_padded_pages_alone() -> None:
+    """Without ``zero_padding`` the target's padding keeps its bytes."""
+    source = np.arange(64, dtype=np.uint8)
+    target = np.full(100, FILL, np.uint8)
+    copy_pages(
+        np.array([source.ctypes.data], np.uint64),
+        np.array([target.ctypes.data], np.uint64),
+        pages=2,
+        payload_bytes=30,
+        source_stride_bytes=32,
+        target_stride_bytes=48,
+        zero_padding=False,
+        device=CPU,
+    )
+    expected = np.full(100, FILL, np.uint8)
+    expected[:30], expected[48:78] = source[:30], source[32:62]
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": np.zeros(3, np.uint64)}, "must be"),
+        ({"payload_bytes": 0}, "must fit"),
+        ({"payload_bytes": 64}, "must fit"),
+        ({"payload_bytes": 31}, "must be even"),
+        ({"source": np.array([16, 17], np.uint64)}, "must be even"),
+        ({"pages": 0}, "pages per block"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, object], message: str) -> None:
+    """None of these addresses may be followed: they lead nowhere."""
+    arguments = {
+        "source": np.array([16, 32], np.uint64),
+        "target": np.array([64, 80], np.uint64),
+        "pages": 1,
+        "payload_bytes": 32,
+        "source_stride_bytes": 32,
+        "target_stride_bytes": 32,
+        "zero_padding": True,
+        "device": CPU,
+    } | change
+    with pytest.raises(ValueError, match=message):
+        copy_pages(**arguments)

@@ -1,0 +1,206 @@
+"""Every kernel, with the arguments its wrapper launches it with, compiles to machine code.
+
+No GPU is needed for that: Triton brings its assembler. What the interpreter accepts and the
+compiler does not, and tiles that no device has shared memory for, show up here.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, Rows
+from vllm_ssdkv.triton_kernels import attend, finish, merge, pack, store_kv
+
+CPU = torch.device("cpu")
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages")
+SHARED = {80: 99 * 1024, 90: 227 * 1024}
+"""Shared memory of a program, in bytes: 99 KiB is what compute capability 8.6 and 8.9 have."""
+
+
+@dataclass
+class Recorder:
+    """Stands for a kernel and keeps what it is launched with."""
+
+    kernel: triton.JITFunction
+    launches: list[tuple[tuple[object, ...], dict[str, object]]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(side >= 1 for side in grid)
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+    def compile(self, capability: int) -> triton.compiler.CompiledKernel:
+        """The only launch, compiled as Triton specialises it at run time."""
+        ((args, kwargs),) = self.launches
+        names = list(inspect.signature(self.kernel.fn).parameters)
+        options = {name: value for name, value in kwargs.items() if name in OPTIONS}
+        constants = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+        assert names == [*names[: len(args)], *constants]
+        signature = dict.fromkeys(names, "constexpr")
+        attributes: dict[tuple[int, ...], list[list[object]]] = {}
+        for index, (name, value) in enumerate(zip(names, args, strict=False)):
+            aligned = isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            elif value == 1:
+                constants[name] = 1
+            else:
+                assert isinstance(value, int)
+                signature[name] = "i32"
+                aligned = value % 16 == 0
+            if aligned:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(
+            self.kernel,
+            signature,
+            {(names.index(name),): value for name, value in constants.items()},
+            attributes,
+        )
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.fixture
+def record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[ModuleType, str], Recorder]:
+    """Replace a module's kernel by a recorder, and let its wrapper take CPU tensors."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def replace(module: ModuleType, name: str) -> Recorder:
+        recorder = Recorder(getattr(module, name))
+        monkeypatch.setattr(module, name, recorder)
+        monkeypatch.setattr(module, "on_device_of", lambda tensor: nullcontext())
+        return recorder
+
+    return replace
+
+
+def check(recorder: Recorder, capability: int) -> str:
+    """PTX of a kernel that fits the device."""
+    compiled = recorder.compile(capability)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED[capability]
+    return str(compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "group", "queries", "splits", "absolute"),
+    [
+        (torch.bfloat16, 128, 4, 1, 8, False),
+        (torch.float16, 128, 8, 1, 1, True),
+        (torch.bfloat16, 128, 8, 512, 1, False),
+        (torch.float16, 256, 2, 512, 1, False),
+        (torch.float32, 256, 4, 512, 1, False),
+        (torch.bfloat16, 80, 5, 512, 1, False),
+    ],
+)
+def test_attend(
+    record: Callable[[ModuleType, str], Recorder],
+    capability: int,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    queries: int,
+    splits: int,
+    absolute: bool,
+) -> None:
+    recorder = record(attend, "_attend_kernel")
+    merged = record(merge, "_merge_kernel")
+    layout = BlockLayout.unpadded(64, 16, 4, head_size, dtype)
+    cache = torch.zeros(1, dtype=dtype)
+    blocks = torch.zeros(2, dtype=torch.int64)
+    query = torch.zeros(queries, 4 * group, head_size, dtype=dtype)
+    attend.attend(
+        query,
+        PartialState.empty(*query.shape, CPU),
+        Rows.build([0], [queries], [0], [0], [2]).to(CPU),
+        cache=None if absolute else cache,
+        block_offset=blocks,
+        block_position=blocks,
+        layout=layout,
+        scale=0.1,
+        splits=splits,
+    )
+    ptx = check(recorder, capability)
+    assert len(merged.launches) == (splits > 1)
+    # Keys and values come in 16-byte accesses: the alignment that the wrapper promises arrived.
+    assert "v4" in ptx or "cp.async.cg" in ptx
+    if dtype != torch.float32:
+        assert "mma" in ptx
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("finished", [False, True])
+def test_merge(
+    record: Callable[[ModuleType, str], Recorder], capability: int, finished: bool
+) -> None:
+    recorder = record(merge, "_merge_kernel")
+    sums = torch.zeros(40, 2, 4)
+    outs = torch.zeros(40, 2, 4, 128, dtype=torch.bfloat16 if finished else torch.float32)
+    merge.merge(PartialState.empty(2, 4, 128, CPU), sums, None if finished else sums, outs)
+    check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_finish(
+    record: Callable[[ModuleType, str], Recorder], capability: int, dtype: torch.dtype
+) -> None:
+    recorder = record(finish, "_finish_kernel")
+    out = torch.zeros(2, 4, 128, dtype=dtype)
+    lse = torch.zeros(2, 4) if dtype == torch.float32 else None
+    finish.finish(PartialState.empty(2, 4, 128, CPU), out, lse)
+    check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("heads", [1, 8])
+def test_store_kv(
+    record: Callable[[ModuleType, str], Recorder], capability: int, heads: int
+) -> None:
+    recorder = record(store_kv, "_store_kernel")
+    layout = BlockLayout.unpadded(64, 16, heads, 128, torch.bfloat16)
+    new = torch.zeros(3, heads, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(2, layout.block_bytes // 2, dtype=torch.bfloat16)
+    store_kv.store_kv(new, new, cache, torch.zeros(3, dtype=torch.int64), layout)
+    check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("align", [2, 4, 8, 16])
+def test_copy_pages(
+    record: Callable[[ModuleType, str], Recorder], capability: int, align: int
+) -> None:
+    recorder = record(pack, "_copy_kernel")
+    pack.copy_pages(
+        np.array([align, 3 * align], np.uint64),
+        np.array([5 * align, 7 * align], np.uint64),
+        pages=4,
+        payload_bytes=8192,
+        source_stride_bytes=8192,
+        target_stride_bytes=12288,
+        zero_padding=True,
+        device=CPU,
+    )
+    ptx = check(recorder, capability)
+    # Two 8-byte words in one access, which is all that 16-byte alignment is for.
+    assert ("ld.global.v2.b64" in ptx) == (align == 16)

@@ -1,0 +1,111 @@
+"""Merging of partial attentions by log-sum-exp, in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from vllm_ssdkv.attention.blocks import DTYPES, PartialState
+from vllm_ssdkv.triton_kernels.launch import jit, on_device_of, padded, require
+
+
+@jit
+def _merge_kernel(
+    m_ptr: torch.Tensor,
+    l_ptr: torch.Tensor,
+    acc_ptr: torch.Tensor,
+    part_m_ptr: torch.Tensor,
+    part_l_ptr: torch.Tensor,
+    part_acc_ptr: torch.Tensor,
+    queries: int,
+    parts: int,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    NORMALISED: tl.constexpr,
+) -> None:
+    query = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK_D)
+    in_head = channel < HEAD_SIZE
+    acc_at = acc_ptr + query * HEAD_SIZE + channel
+    m = tl.load(m_ptr + query)
+    l = tl.load(l_ptr + query)  # noqa: E741
+    acc = tl.load(acc_at, mask=in_head, other=0.0)
+    for start in range(0, parts, BLOCK_P):
+        part = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
+        at = part * queries + query
+        part_m = tl.load(part_m_ptr + at, mask=part < parts, other=float("-inf"))
+        # A part that saw no key may hold anything in its sums.
+        seen = part_m > float("-inf")
+        top = tl.maximum(m, tl.max(part_m, 0))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp(part_m - shift)
+        decay = tl.exp(m - shift)
+        if NORMALISED:
+            l = l * decay + tl.sum(weight, 0)  # noqa: E741
+        else:
+            part_l = tl.load(part_l_ptr + at, mask=seen, other=0.0)
+            l = l * decay + tl.sum(weight * part_l, 0)  # noqa: E741
+        part_acc = tl.load(
+            part_acc_ptr + at[:, None] * HEAD_SIZE + channel[None, :],
+            mask=seen[:, None] & in_head[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        acc = acc * decay + tl.sum(part_acc * weight[:, None], 0)
+        m = top
+    tl.store(m_ptr + query, m)
+    tl.store(l_ptr + query, l)
+    tl.store(acc_at, acc, mask=in_head)
+
+
+def merge(
+    state: PartialState,
+    part_m: torch.Tensor,
+    part_l: torch.Tensor | None,
+    part_acc: torch.Tensor,
+) -> None:
+    """Fold n partial attentions over disjoint keys into ``state``, in place.
+
+    ``part_m [n, T, Hq]``, ``part_l [n, T, Hq]`` float32 and ``part_acc [n, T, Hq, D]`` are n
+    states as ``attend`` leaves them. With ``part_l = None`` they are finished results instead:
+    ``part_m`` their log-sum-exps and ``part_acc`` their outputs (float32, float16 or bfloat16). A
+    part with ``part_m = -inf`` counts for nothing, whatever its other values. All contiguous, on
+    one device. Queued on the current stream; raises ``ValueError`` on wrong shapes or dtypes.
+    """
+    state.check(state.acc)
+    tokens, heads, head_size = state.acc.shape
+    parts = part_m.shape[0] if part_m.dim() else 0
+    allowed = (torch.float32,) if part_l is not None else DTYPES
+    for name, part, shape, dtypes in (
+        ("part_m", part_m, (parts, tokens, heads), (torch.float32,)),
+        ("part_l", part_l, (parts, tokens, heads), (torch.float32,)),
+        ("part_acc", part_acc, (parts, tokens, heads, head_size), allowed),
+    ):
+        require(
+            part is None
+            or (
+                tuple(part.shape) == shape
+                and part.dtype in dtypes
+                and part.is_contiguous()
+                and part.device == state.m.device
+            ),
+            f"{name} must be contiguous {shape} of {dtypes} on {state.m.device}",
+        )
+    if not (parts and tokens and heads):
+        return
+    with on_device_of(state.m):
+        _merge_kernel[(tokens * heads,)](
+            state.m,
+            state.l,
+            state.acc,
+            part_m,
+            part_m if part_l is None else part_l,
+            part_acc,
+            tokens * heads,
+            parts,
+            HEAD_SIZE=head_size,
+            BLOCK_D=padded(head_size),
+            BLOCK_P=min(16, padded(parts)),
+            NORMALISED=part_l is None,
+            num_warps=2,
+        )

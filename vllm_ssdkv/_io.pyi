@@ -1,0 +1,79 @@
+"""Types of the native module ``_io`` (sources in csrc/io). Every call releases the GIL."""
+
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+def checksum(addresses: NDArray[np.uint64], nbytes: int, threads: int = 0) -> NDArray[np.uint64]:
+    """xxh3-64 (seed 0) of ``nbytes`` at each absolute address; shapes [n] -> [n].
+
+    ``threads`` is an upper limit (0: at most 4); below 4 MiB in total one thread is used. The
+    caller guarantees that the memory exists. Raises ValueError for a zero address, TypeError for
+    another dtype or a strided array.
+    """
+
+def verify(
+    addresses: NDArray[np.uint64],
+    expected: NDArray[np.uint64],
+    nbytes: int,
+    threads: int = 0,
+) -> NDArray[np.int64]:
+    """Ascending positions whose :func:`checksum` is not the expected one; empty if all match."""
+
+@overload
+def copy(
+    src: NDArray[np.uint64], dst: NDArray[np.uint64], nbytes: int, threads: int = 0
+) -> None: ...
+@overload
+def copy(
+    src: NDArray[np.uint64],
+    dst: NDArray[np.uint64],
+    nbytes: NDArray[np.uint64],
+    threads: int = 0,
+) -> None:
+    """memcpy from each source to each destination address; shapes [n]; see :func:`checksum`.
+
+    No destination may overlap a source or another destination.
+    """
+
+class Batch:
+    """Native :class:`vllm_ssdkv.store.engine.protocol.Batch`."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def results(self) -> NDArray[np.int32]: ...
+
+class ThreadsEngine:
+    """Native part of :class:`vllm_ssdkv.store.engine.threads.ThreadsEngine`.
+
+    Duplicates the descriptors, so a hung call keeps the file and its lock, never a reused number.
+    The arena must stay mapped until ``close`` returned True.
+    """
+
+    def __init__(
+        self, fds: list[int], arena_address: int, arena_bytes: int, queue_depth: int
+    ) -> None: ...
+    def submit(
+        self,
+        op: int,
+        device: NDArray[np.uint16],
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint32],
+        buffer: NDArray[np.uint64],
+    ) -> Batch: ...
+    def statistics(self) -> dict[str, int]: ...
+    def close(self, timeout_s: float) -> bool: ...
+
+def check_requests(
+    device: NDArray[np.uint16],
+    offset: NDArray[np.uint64],
+    length: NDArray[np.uint32],
+    buffer: NDArray[np.uint64],
+    devices: int,
+    arena_bytes: int,
+) -> None:
+    """Raise the ValueError with which every engine refuses these requests, or return."""
+
+def preallocate(fd: int, nbytes: int) -> int:
+    """fallocate(2) of the first ``nbytes``, without glibc's emulation; 0 or an errno."""

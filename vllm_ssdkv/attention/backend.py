@@ -1,0 +1,317 @@
+"""vLLM's attention backend of page mode: thin, it turns vLLM's arguments into ours.
+
+On the CPU vLLM always resolves ``CPU_ATTN``; our class takes that name and behaves like vLLM's own
+unless this engine asks for page mode. On CUDA it is ``--attention-backend CUSTOM``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    MLAAttentionSpec,
+)
+
+from vllm_ssdkv.attention import active
+from vllm_ssdkv.attention.exact import RowBatch, attend_exact
+from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.step import block_layout
+from vllm_ssdkv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONNECTOR_NAME = "SSDKVConnector"
+
+_last_known: list[SSDKVConfig | None] = [None]
+
+
+def page_config(vllm_config: VllmConfig | None = None) -> SSDKVConfig | None:
+    """This engine's options if it is in page mode, else None.
+
+    vLLM asks backends for their classes both inside and outside the scope of a configuration;
+    outside, the one last seen in this process holds.
+    """
+    vllm_config = vllm_config or get_current_vllm_config_or_none()
+    if vllm_config is not None:
+        transfer = vllm_config.kv_transfer_config
+        config = None
+        if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
+            config = SSDKVConfig.from_extra_config(transfer.kv_connector_extra_config)
+        _last_known[0] = config if config is not None and config.mode == "page" else None
+    return _last_known[0]
+
+
+@dataclass
+class PagedMetadata(AttentionMetadata):
+    """One step's batch as vLLM describes it; ``rows`` is made by the first layer that needs it."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_actual_tokens: int
+    rows: RowBatch | None = None
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Keeps what :class:`PagedAttentionImpl` needs of vLLM's metadata."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PagedMetadata:
+        """Metadata of one step."""
+        common = common_attn_metadata
+        return PagedMetadata(
+            common.query_start_loc_cpu,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            common.num_actual_tokens,
+        )
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class PagedAttentionImpl(AttentionImpl):
+    """Attention over a window in HBM and a context in the store, one object per layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,  # noqa: ANN401 - features of other backends; refused below
+    ):
+        """Raises UnsupportedError for a feature of the layer that page mode does not compute."""
+        refused = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "logits soft-capping": logits_soft_cap,
+            "KV shared between layers": kv_sharing_target_layer_name,
+            "attention sinks": sinks,
+            **unknown,
+        }
+        found = [name for name, value in refused.items() if value]
+        if attn_type != AttentionType.DECODER:
+            found.append(f"{attn_type} attention")
+        if kv_cache_dtype != "auto":
+            found.append(f"--kv-cache-dtype {kv_cache_dtype}")
+        if found:
+            raise UnsupportedError(
+                f'page mode does not compute {", ".join(found)}; use mode "reuse"'
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new K and V [T, Hkv, D] into HBM, in page layout."""
+        worker = active.worker()
+        if worker is None:  # vLLM's profiling run
+            return
+        layout = block_layout(worker.layout, worker.config.page_tokens)
+        select_kernels(kv_cache.device).store_kv(
+            key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, layout
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer; ``query`` and ``output`` are [T, Hq * D] or [T, Hq, D]."""
+        worker = active.worker()
+        if attn_metadata is None or worker is None or worker.step is None:
+            return output.zero_()  # warm-up: there is no request
+        step, tokens = worker.step, attn_metadata.num_actual_tokens
+        layout = block_layout(worker.layout, worker.config.page_tokens)
+        if attn_metadata.rows is None:
+            attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
+        attend_exact(
+            select_kernels(kv_cache.device),
+            query[:tokens].view(tokens, self.num_heads, self.head_size),
+            kv_cache.view(kv_cache.shape[0], -1),
+            output[:tokens].view(tokens, self.num_heads, self.head_size),
+            attn_metadata.rows,
+            step.pieces(layer.layer_name),
+            layout,
+            worker.layout.geometry.page_bytes,
+            self.scale,
+        )
+        return output
+
+    @staticmethod
+    def _rows(metadata: PagedMetadata, block_tokens: int) -> RowBatch:
+        worker = active.worker()
+        if worker is None or worker.step is None:
+            raise RuntimeError("there is no step to attend for")
+        step = worker.step
+        query_start = metadata.query_start.numpy().astype(np.int64)
+        # Batch rows carry no request ids: the block that a row's first token is written to does.
+        blocks = metadata.slot_mapping.cpu().numpy()[query_start[:-1]] // block_tokens
+        rows = np.array([step.row_of(int(b)) for b in blocks], dtype=np.int64)
+        starts = np.array([step.hbm_start(int(r)) for r in rows], dtype=np.int64)
+        return RowBatch.build(
+            query_start,
+            metadata.seq_lens.cpu().numpy().astype(np.int64)[: len(rows)],
+            metadata.block_table.cpu().numpy().astype(np.int64),
+            starts,
+            rows,
+            block_tokens,
+        )
+
+
+def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
+    """The layer's KV cache spec, with only a window in HBM."""
+    if isinstance(spec, MLAAttentionSpec) or not isinstance(spec, FullAttentionSpec):
+        raise UnsupportedError(
+            f'page mode cannot serve a layer with {type(spec).__name__}; use mode "reuse"'
+        )
+    return TieredAttentionSpec.from_full(spec, config.hbm_window_tokens)
+
+
+class SSDKVBackend(AttentionBackend):
+    """Page mode on CUDA, registered as ``CUSTOM``."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """Name in vLLM's registry."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ANN401 - vLLM's own signature
+        """Blocks are whole pages."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A block of a layer must be one stretch of memory."""
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """See vLLM."""
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """See vLLM."""
+        return PagedMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Tiered in page mode.
+
+        Raises:
+            UnsupportedError: this backend was chosen without page mode.
+        """
+        config = page_config()
+        if config is None:
+            raise UnsupportedError(
+                "--attention-backend CUSTOM is the page mode of SSDKVConnector: set "
+                'kv_connector_extra_config.mode to "page", or leave the backend to vLLM'
+            )
+        return _tiered(spec, config)
+
+
+class SSDKVCPUBackend(CPUAttentionBackend):
+    """vLLM's CPU backend, and page mode when this engine asks for it."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ANN401 - vLLM's own signature
+        """Blocks are whole pages in page mode."""
+        if page_config() is None:
+            stock: list[int | MultipleOf] = CPUAttentionBackend.get_supported_kernel_block_sizes(
+                kv_cache_spec
+            )
+            return stock
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Any multiple of 8 in page mode."""
+        if page_config() is None:
+            stock: list[int] = super().get_supported_head_sizes()
+            return stock
+        return list(range(8, 257, 8))
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """See vLLM."""
+        return CPUAttentionBackend.get_impl_cls() if page_config() is None else PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """See vLLM."""
+        return (
+            CPUAttentionBackend.get_builder_cls() if page_config() is None else PagedMetadataBuilder
+        )
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Tiered in page mode, vLLM's own otherwise."""
+        config = page_config()
+        if config is None:
+            return super().customize_spec(spec)
+        return _tiered(spec, config)

@@ -1,0 +1,283 @@
+"""The values that page-mode attention passes around: block layout, block lists, rows and partials.
+
+A *block* holds the keys and values of ``block_tokens`` consecutive tokens of one layer as
+``[kv_heads][groups]`` pages; a page is ``K[page_tokens][head_size]`` followed by
+``V[page_tokens][head_size]`` and starts every ``page_stride_bytes`` bytes. vLLM's cache holds
+blocks with the pages back to back, a slot of the store pads each page to 4 KiB: same layout,
+two strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+IntArray: TypeAlias = NDArray[np.signedinteger] | NDArray[np.unsignedinteger] | torch.Tensor
+"""One-dimensional integers, on the host (numpy, CPU tensor) or on the kernels' device."""
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Element types that every provider of kernels accepts for queries, keys, values and outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where an element of a block of one layer lies. Immutable, any thread.
+
+    Raises ``ValueError`` when the sizes contradict each other.
+    """
+
+    block_tokens: int
+    page_tokens: int
+    kv_heads: int
+    head_size: int
+    page_stride_bytes: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Check the sizes once, so that no kernel has to."""
+        if min(self.block_tokens, self.page_tokens, self.kv_heads, self.head_size) < 1:
+            raise ValueError(f"every size of a block layout must be at least 1: {self}")
+        if self.block_tokens % self.page_tokens:
+            raise ValueError(
+                f"block_tokens {self.block_tokens} is not a multiple of page_tokens "
+                f"{self.page_tokens}"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"KV dtype {self.dtype} is none of {DTYPES}")
+        if (
+            self.page_stride_bytes < self.page_payload_bytes
+            or self.page_stride_bytes % self.dtype.itemsize
+        ):
+            raise ValueError(
+                f"page_stride_bytes {self.page_stride_bytes} must be a multiple of the element "
+                f"size {self.dtype.itemsize} and at least the payload {self.page_payload_bytes}"
+            )
+
+    @classmethod
+    def unpadded(
+        cls,
+        block_tokens: int,
+        page_tokens: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+    ) -> BlockLayout:
+        """Layout of vLLM's paged cache: pages back to back."""
+        stride = 2 * page_tokens * head_size * dtype.itemsize
+        return cls(block_tokens, page_tokens, kv_heads, head_size, stride, dtype)
+
+    def with_page_stride(self, page_stride_bytes: int) -> BlockLayout:
+        """Same pages at another stride, e.g. the padded pages of a slot."""
+        return BlockLayout(
+            self.block_tokens,
+            self.page_tokens,
+            self.kv_heads,
+            self.head_size,
+            page_stride_bytes,
+            self.dtype,
+        )
+
+    @property
+    def groups(self) -> int:
+        """Pages per KV head."""
+        return self.block_tokens // self.page_tokens
+
+    @property
+    def page_payload_bytes(self) -> int:
+        """Used bytes of a page: K then V."""
+        return 2 * self.page_tokens * self.head_size * self.dtype.itemsize
+
+    @property
+    def page_stride(self) -> int:
+        """Elements from one page to the next."""
+        return self.page_stride_bytes // self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes from the first page's start to the last page's end, its padding included."""
+        return self.kv_heads * self.groups * self.page_stride_bytes
+
+    def check_cache(self, cache: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless ``cache [num_blocks, ...]`` holds blocks of this layout."""
+        block_stride(cache)
+        held = cache[0].numel() * cache.itemsize if cache.shape[0] else self.block_bytes
+        if cache.dtype != self.dtype or held < self.block_bytes:
+            raise ValueError(
+                f"a cache of {cache.dtype} with {held} bytes per block cannot hold {self} "
+                f"({self.block_bytes} bytes)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """B blocks of one layer that rows attend over. Holds references, copies nothing.
+
+    ``tensor`` is the memory that the blocks lie in (any shape; addressed as a flat array of KV
+    elements from ``data_ptr()``), and ``base`` int64 ``[B]`` the element offset of each block's
+    first page in it. If ``tensor`` is ``None``, ``base`` holds absolute addresses (bytes, uint64),
+    which lets one list mix blocks of vLLM's cache and of the DRAM arena (on a GPU: of pinned host
+    memory); the caller keeps that memory alive. ``position`` int64 ``[B]`` is the position in the
+    request of each block's token 0.
+    """
+
+    tensor: torch.Tensor | None
+    base: IntArray
+    position: IntArray
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` unless both arrays are one-dimensional and of one length."""
+        if len(self.base.shape) != 1 or tuple(self.base.shape) != tuple(self.position.shape):
+            raise ValueError(
+                f"base {tuple(self.base.shape)} and position {tuple(self.position.shape)} must "
+                "both be [B]"
+            )
+
+    @classmethod
+    def of_cache(cls, cache: torch.Tensor, block_ids: IntArray, position: IntArray) -> BlockSource:
+        """Blocks ``block_ids`` of a layer's cache ``[num_blocks, ...]``, on any device."""
+        block_stride(cache)
+        ids = block_ids if isinstance(block_ids, torch.Tensor) else np.asarray(block_ids, np.int64)
+        return cls(cache, ids * cache.stride(0), position)
+
+    def to(self, device: torch.device) -> BlockSource:
+        """The same blocks, in the same memory, with ``base`` and ``position`` on ``device``."""
+        return BlockSource(
+            self.tensor,
+            on_device(self.base, torch.int64, device),
+            on_device(self.position, torch.int64, device),
+        )
+
+
+def block_stride(cache: torch.Tensor) -> int:
+    """Elements between blocks of ``cache [num_blocks, ...]``; ``ValueError`` if one has holes."""
+    if cache.dim() < 2 or (cache.shape[0] and not cache[0].is_contiguous()):
+        raise ValueError(
+            f"a cache must be [num_blocks, ...] with contiguous blocks, got {tuple(cache.shape)} "
+            f"with strides {cache.stride()}"
+        )
+    return cache.stride(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """R ragged query rows, each with its range of blocks in a :class:`BlockSource`.
+
+    Row r has the queries ``query_begin[r] .. + query_count[r]`` (int32) at the positions
+    ``first_position[r] + i`` (int64) and attends over the blocks ``block_begin[r] ..
+    block_end[r]`` (int32, end exclusive). No query may belong to two rows of one call.
+    ``max_queries`` and ``max_blocks`` bound the counts over all rows; they size a launch, so that
+    no device value has to be read back.
+    """
+
+    query_begin: IntArray
+    query_count: IntArray
+    first_position: IntArray
+    block_begin: IntArray
+    block_end: IntArray
+    max_queries: int
+    max_blocks: int
+
+    @classmethod
+    def build(
+        cls,
+        query_begin: Sequence[int] | IntArray,
+        query_count: Sequence[int] | IntArray,
+        first_position: Sequence[int] | IntArray,
+        block_begin: Sequence[int] | IntArray,
+        block_end: Sequence[int] | IntArray,
+    ) -> Rows:
+        """Rows from host integers, checked; raises ``ValueError`` if the lengths differ."""
+        begin = np.ascontiguousarray(query_begin, np.int32)
+        count = np.ascontiguousarray(query_count, np.int32)
+        first = np.ascontiguousarray(first_position, np.int64)
+        low = np.ascontiguousarray(block_begin, np.int32)
+        high = np.ascontiguousarray(block_end, np.int32)
+        if begin.ndim != 1 or any(a.shape != begin.shape for a in (count, first, low, high)):
+            raise ValueError("every array of the rows must be one-dimensional and of one length")
+        if begin.size and (
+            min(int(begin.min()), int(count.min()), int(low.min()), int((high - low).min())) < 0
+        ):
+            raise ValueError("a row's begin, query count or number of blocks is negative")
+        queries = int(count.max()) if count.size else 0
+        blocks = int((high - low).max()) if count.size else 0
+        return cls(begin, count, first, low, high, queries, blocks)
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows as tensors on ``device``: once per step, then used by every layer."""
+        return Rows(
+            on_device(self.query_begin, torch.int32, device),
+            on_device(self.query_count, torch.int32, device),
+            on_device(self.first_position, torch.int64, device),
+            on_device(self.block_begin, torch.int32, device),
+            on_device(self.block_end, torch.int32, device),
+            self.max_queries,
+            self.max_blocks,
+        )
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return int(self.query_begin.shape[0])
+
+
+def on_device(values: IntArray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``values`` as a contiguous tensor of ``dtype`` on ``device``; no copy if it is one."""
+    if isinstance(values, torch.Tensor):
+        return values.to(device=device, dtype=dtype).contiguous()
+    return torch.as_tensor(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+
+
+def on_host(values: IntArray, dtype: type[_Number]) -> NDArray[_Number]:
+    """``values`` as a contiguous numpy array; waits for the device if they lie on one."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    return np.ascontiguousarray(values, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialState:
+    """State of an online softmax (Milakov and Gimelshein 2018), updated in place by ``attend``.
+
+    ``m`` float32 ``[T, Hq]`` is the running maximum of the scaled scores, ``l`` float32 ``[T, Hq]``
+    the sum of ``exp(score - m)`` and ``acc`` float32 ``[T, Hq, D]`` the values weighted by it.
+    A query that has seen no key has ``m = -inf, l = 0, acc = 0``. States over disjoint keys may be
+    computed in any order, or apart and merged.
+    """
+
+    m: torch.Tensor
+    l: torch.Tensor  # noqa: E741  (the papers' name)
+    acc: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, tokens: int, query_heads: int, head_size: int, device: torch.device
+    ) -> PartialState:
+        """State of T queries that have seen no key."""
+        m = torch.full((tokens, query_heads), -torch.inf, dtype=torch.float32, device=device)
+        acc = torch.zeros((tokens, query_heads, head_size), dtype=torch.float32, device=device)
+        return cls(m, torch.zeros_like(m), acc)
+
+    def check(self, query: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless this is a contiguous state of ``query [T, Hq, D]``."""
+        shape = tuple(query.shape)
+        for name, part, want in (
+            ("m", self.m, shape[:2]),
+            ("l", self.l, shape[:2]),
+            ("acc", self.acc, shape),
+        ):
+            if (
+                tuple(part.shape) != want
+                or part.dtype != torch.float32
+                or not part.is_contiguous()
+                or part.device != query.device
+            ):
+                raise ValueError(
+                    f"{name} must be contiguous float32 {want} on {query.device}, got "
+                    f"{part.dtype} {tuple(part.shape)} on {part.device}"
+                )

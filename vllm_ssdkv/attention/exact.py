@@ -1,0 +1,132 @@
+"""Exact attention of a step's rows over their window in HBM and their streamed context.
+
+One path serves prefill chunks and decode tokens: both are rows of queries at known positions.
+Partials are folded into one online-softmax state in fp32, so the result does not depend on which
+tier a block came from (log-sum-exp merge; Milakov and Gimelshein 2018, FlashAttention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.attention.kernels import AttentionKernels
+from vllm_ssdkv.store.stream import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """The rows of a step in batch order, with their windows. Built once, used by every layer.
+
+    Attributes:
+        tokens: Query tokens of the step.
+        query_begin, query_count: Query tokens of each row, int32 [R].
+        first_position: Position of each row's first query token, int64 [R].
+        window: Rows over the window's blocks.
+        window_ids: HBM block ids of all windows, row after row, int64 [B].
+        window_position: Position of each such block's first token, int64 [B].
+        stream_row: Row's number in the step's context stream, int64 [R].
+    """
+
+    tokens: int
+    query_begin: NDArray[np.int32]
+    query_count: NDArray[np.int32]
+    first_position: NDArray[np.int64]
+    window: Rows
+    window_ids: NDArray[np.int64]
+    window_position: NDArray[np.int64]
+    stream_row: NDArray[np.int64]
+
+    @classmethod
+    def build(
+        cls,
+        query_start: NDArray[np.int64],
+        seq_lens: NDArray[np.int64],
+        block_table: NDArray[np.int64],
+        hbm_start: NDArray[np.int64],
+        stream_row: NDArray[np.int64],
+        block_tokens: int,
+    ) -> RowBatch:
+        """Windows reach from block ``hbm_start[r]`` to the block of the row's last token.
+
+        Args:
+            query_start: Start of each row's queries, and the end of the last, [R + 1].
+            seq_lens: Tokens of each row, queries included, [R].
+            block_table: HBM block ids by row and block index, [R, >= blocks]; entries before
+                ``hbm_start`` are stale and not looked at.
+            hbm_start: First block index of each row that is in HBM, [R].
+            stream_row: See the class.
+            block_tokens: Tokens per block.
+        """
+        counts = np.diff(query_start)
+        ends = -(-seq_lens // block_tokens)
+        sizes = ends - hbm_start
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        row = np.repeat(np.arange(len(sizes)), sizes)
+        index = np.arange(offsets[-1]) - offsets[row] + hbm_start[row]
+        first = seq_lens - counts
+        return cls(
+            int(query_start[-1]),
+            query_start[:-1].astype(np.int32),
+            counts.astype(np.int32),
+            first,
+            Rows.build(query_start[:-1], counts, first, offsets[:-1], offsets[1:]),
+            block_table[row, index],
+            index * block_tokens,
+            stream_row,
+        )
+
+
+def attend_exact(
+    kernels: AttentionKernels,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    batch: RowBatch,
+    context: Iterable[Piece],
+    layout: BlockLayout,
+    page_bytes: int,
+    scale: float,
+) -> None:
+    """Attention of one layer for all rows of a step; blocks until the context has arrived.
+
+    Args:
+        kernels: Of the device that ``cache`` lies on.
+        query: [T, Hq, D].
+        cache: The layer's blocks in HBM, [num_blocks, ...].
+        out: [T, Hq, D], written.
+        batch: The step's rows.
+        context: The layer's context blocks, rows numbered by the stream.
+        layout: Of a block in HBM.
+        page_bytes: Stride of the context's pages.
+        scale: Of the logits.
+    """
+    state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device)
+    source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
+    kernels.attend(query, state, batch.window, source, layout=layout, scale=scale)
+    padded = layout.with_page_stride(page_bytes)
+    for piece in context:
+        rows = Rows.build(
+            batch.query_begin,
+            batch.query_count,
+            batch.first_position,
+            piece.row_begin[batch.stream_row],
+            piece.row_end[batch.stream_row],
+        )
+        kernels.attend(
+            query,
+            state,
+            rows,
+            BlockSource(None, piece.base, piece.index * layout.block_tokens),
+            layout=padded,
+            scale=scale,
+        )
+        if query.is_cuda:
+            # The next piece reuses this one's memory, and kernels only queue their work there.
+            torch.cuda.current_stream(query.device).synchronize()
+    kernels.finish(state, out)

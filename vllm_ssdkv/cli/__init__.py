@@ -1,0 +1,1 @@
+"""The command ``ssdkv``: one file per command, and the checks and pages they need."""

@@ -1,0 +1,130 @@
+"""``ssdkv config``: check options, and show what is in force, without starting anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.sizes import format_size
+
+app = typer.Typer(no_args_is_help=True, help="Check options, or show what is in force.")
+
+EXTRA: Final = "kv_connector_extra_config"
+_MODEL_KEY: Final = "MODEL"
+"""Stands for the model's fingerprint, which is known only with a model."""
+
+
+def read_options(text: str) -> dict[str, object]:
+    """The options in a JSON text: the object itself, or a whole ``--kv-transfer-config``.
+
+    Raises:
+        ConfigError: not JSON, or not an object.
+    """
+    try:
+        value: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"not JSON: {error.msg} at {where}") from None
+    if isinstance(value, dict) and EXTRA in value:
+        value = value[EXTRA]
+    if not isinstance(value, dict):
+        raise ConfigError("not a JSON object")
+    return {str(name): inner for name, inner in value.items()}
+
+
+def _load(file: str) -> dict[str, object]:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return read_options(text)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _stop(error: ConfigError) -> typer.Exit:
+    typer.echo(str(error), err=True)
+    return typer.Exit(1)
+
+
+def _rows(
+    model: BaseModel, given: Mapping[str, object], prefix: str = ""
+) -> list[tuple[str, str, str]]:
+    """Option, value in force as JSON, and where the value comes from."""
+    rows: list[tuple[str, str, str]] = []
+    dumped = model.model_dump(mode="json")
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        inner = given.get(name)
+        if isinstance(value, BaseModel):
+            rows += _rows(value, inner if isinstance(inner, Mapping) else {}, f"{prefix}{name}.")
+        else:
+            source = "given" if name in given else "default"
+            rows.append((f"{prefix}{name}", json.dumps(dumped[name]), source))
+    return rows
+
+
+def _on_this_machine(config: SSDKVConfig) -> list[tuple[str, str]]:
+    paths = config.device_paths(_MODEL_KEY)
+    capacities = config.device_capacities(_MODEL_KEY)
+    weights = config.device_weights()
+    rows = [
+        (f"device {path}", f"{format_size(capacity // 2**20 * 2**20)}, weight {weight:g}")
+        for path, capacity, weight in zip(paths, capacities, weights, strict=True)
+    ]
+    rows.append(("state directory", str(config.state_path(_MODEL_KEY))))
+    rows.append(("DRAM of a single worker", format_size(config.dram_bytes(1) // 2**20 * 2**20)))
+    return rows
+
+
+_File = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help=f"JSON file with the options or with {EXTRA}; - is standard input."
+    ),
+]
+
+
+@app.command()
+def check(file: _File) -> None:
+    """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong."""
+    try:
+        SSDKVConfig.from_extra_config(_load(file))
+    except ConfigError as error:
+        raise _stop(error) from None
+    typer.echo("ok")
+
+
+@app.command()
+def show(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="As for check; without it, the defaults."),
+    ] = None,
+) -> None:
+    """Print every option with the value in force, and what it comes to on this machine."""
+    try:
+        given = {} if file is None else _load(file)
+        config = SSDKVConfig.from_extra_config(given)
+        here = _on_this_machine(config)
+    except ConfigError as error:
+        raise _stop(error) from None
+    console = Console()
+    options = Table("Option", "Value", "From", box=None, pad_edge=False)
+    for row in _rows(config, given):
+        options.add_row(*(Text(cell, overflow="fold") for cell in row))
+    console.print(options)
+    console.print()
+    machine = Table("On this machine", "", box=None, pad_edge=False)
+    for name, value in here:
+        machine.add_row(Text(name, overflow="fold"), Text(value))
+    console.print(machine)

@@ -1,0 +1,51 @@
+"""``ssdkv docs``: write the generated pages, or check that they are up to date."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_ssdkv.cli.pages import pages
+
+app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
+
+_Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder of the pages, docs/ of the repository.")
+]
+
+
+def stale(directory: Path) -> dict[str, str]:
+    """The pages that differ from what would be written, each with a unified diff."""
+    found: dict[str, str] = {}
+    for name, text in pages().items():
+        path = directory / name
+        present = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if present != text:
+            lines = difflib.unified_diff(
+                present.splitlines(), text.splitlines(), str(path), "generated", lineterm="", n=1
+            )
+            found[name] = "\n".join(lines)
+    return found
+
+
+@app.command()
+def write(directory: _Directory) -> None:
+    """Write options.md and metrics.md into DIR."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in stale(directory):
+        (directory / name).write_text(pages()[name], encoding="utf-8")
+        typer.echo(f"wrote {directory / name}")
+
+
+@app.command()
+def check(directory: _Directory) -> None:
+    """Fail, with a diff, when a page in DIR is not what `docs write` would write."""
+    found = stale(directory)
+    for diff in found.values():
+        typer.echo(diff)
+    if found:
+        typer.echo(f"run: ssdkv docs write {directory}", err=True)
+        raise typer.Exit(1)

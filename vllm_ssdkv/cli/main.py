@@ -1,0 +1,29 @@
+"""The command ``ssdkv`` and its subcommands."""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_ssdkv import __version__
+from vllm_ssdkv.cli import config, docs
+from vllm_ssdkv.cli.demo import demo, demo_model
+from vllm_ssdkv.cli.doctor import doctor
+
+app = typer.Typer(
+    name="ssdkv",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="KV cache of vLLM on SSDs: see it work, check a machine, check options.",
+)
+app.command()(demo)
+app.command()(demo_model)
+app.command()(doctor)
+app.add_typer(config.app, name="config")
+app.add_typer(docs.app, name="docs")
+
+
+@app.command()
+def version() -> None:
+    """Print the version of vllm-ssdkv."""
+    typer.echo(__version__)

@@ -1,0 +1,317 @@
+"""Every option of the product, typed, frozen and validated; the only place that reads options.
+
+The options are the JSON object ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``.
+Each field states what it means and why its default is what it is: ``docs/options.md`` is generated
+from here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from vllm_ssdkv.config_io import IoConfig
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.host import (
+    DEFAULT_DRAM_LIMIT,
+    available_memory,
+    default_capacity,
+    default_root,
+    is_block_device,
+)
+from vllm_ssdkv.option_errors import problems
+from vllm_ssdkv.options import PATH_TEXT, Allowed, OptionModel, PathText, Reason
+from vllm_ssdkv.sizes import (
+    GIB,
+    MIB,
+    SIZE_TEXT,
+    approximate_size,
+    format_size,
+    parse_size,
+    size_or_none,
+)
+
+MIN_CAPACITY: Final = 16 * MIB
+MAX_DEVICES: Final = 64
+
+
+# In the annotations below Field(...) comes before a validator: pydantic then applies its bounds to
+# the number inside `int | None` instead of to what the validator returned, which may be None.
+
+
+def _gib_or_none(value: object) -> object:
+    """A text becomes GiB; anything else is left to the type check."""
+    return parse_size(value) / GIB if isinstance(value, str) else value
+
+
+def _page_tokens(value: int) -> int:
+    if value < 16 or value & (value - 1):
+        raise ValueError("not a power of two that 16 divides")
+    return value
+
+
+class DeviceConfig(OptionModel):
+    """One SSD: a directory on it, or a raw block device."""
+
+    path: Annotated[
+        PathText,
+        Allowed(PATH_TEXT),
+        Field(
+            description="Directory (created if missing) or raw block device. A plain text in "
+            "the list of devices is this path."
+        ),
+        Reason("Only the user knows where the SSDs are mounted."),
+    ]
+    capacity: Annotated[
+        int | None,
+        Field(ge=MIN_CAPACITY, description="Bytes this device may hold, all ranks together."),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: a quarter of the free space, at most 64GiB, so that a first try fills no "
+            "disk; all of a raw block device. An existing store keeps the size it has."
+        ),
+    ] = None
+    weight: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=64,
+            description="Share of the data relative to the other devices. Give a "
+            "device that is twice as fast twice the weight.",
+        ),
+        Reason("Equal devices need no weights."),
+    ] = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class SSDKVConfig(OptionModel):
+    """All options. Build it with :meth:`from_extra_config`; instances never change."""
+
+    mode: Annotated[
+        Literal["reuse", "page"],
+        Field(
+            description="`reuse` keeps copies of computed KV blocks so that a prefix is never "
+            "computed twice. `page` also serves contexts larger than the KV memory of the GPU, "
+            "with this package's attention backend."
+        ),
+        Reason("reuse works with every model and backend and never changes a result."),
+    ] = "reuse"
+    devices: Annotated[
+        tuple[DeviceConfig, ...],
+        Allowed(f"a list of up to {MAX_DEVICES} paths, or of objects with path, capacity, weight"),
+        Field(
+            strict=False,
+            max_length=MAX_DEVICES,
+            description="The SSDs that hold the store, striped over all of them.",
+        ),
+        Reason(
+            "Empty: one directory per model below $XDG_CACHE_HOME/ssdkv (~/.cache/ssdkv), so "
+            "that a first try needs no option."
+        ),
+    ] = ()
+    state_dir: Annotated[
+        PathText | None,
+        Allowed(PATH_TEXT),
+        Field(description="Directory of store.json and the journal."),
+        Reason(
+            "null: the first device that is a directory. Must be given when every device is a "
+            "raw block device."
+        ),
+    ] = None
+    dram_gib: Annotated[
+        float | None,
+        Allowed('a number of GiB or a size such as "4GiB"'),
+        Field(
+            gt=0,
+            le=65536,
+            description="Memory of the DRAM tier of this engine, shared equally "
+            "by its workers. Includes io.staging.",
+        ),
+        BeforeValidator(_gib_or_none),
+        Reason(
+            "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
+            "nothing else on the machine."
+        ),
+    ] = None
+    hbm_window_tokens: Annotated[
+        int,
+        Field(
+            ge=16,
+            description="Newest tokens of a request that stay in HBM (page mode). A "
+            "multiple of page_tokens.",
+        ),
+        Reason(
+            "Recent tokens are read at every step; 1024 is past what a chunk of prefill and "
+            "most local attention reaches, and small next to any context worth paging."
+        ),
+    ] = 1024
+    page_tokens: Annotated[
+        int,
+        Allowed("16 or 16 times a power of two"),
+        Field(le=4096, description="Tokens of one KV head and layer that are read together."),
+        AfterValidator(_page_tokens),
+        Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
+    ] = 16
+    selector: Annotated[
+        Literal["exact"],
+        Allowed('"exact"; sparse selectors come in a later version'),
+        Field(description="Which part of the context a query attends to. `exact` is all of it."),
+        Reason("Lossless."),
+    ] = "exact"
+    io: Annotated[
+        IoConfig,
+        Field(description="How bytes move between the devices and memory."),
+    ] = IoConfig()
+
+    @classmethod
+    def from_extra_config(cls, options: Mapping[str, object]) -> SSDKVConfig:
+        """Check ``kv_connector_extra_config`` and freeze it.
+
+        The values are taken as JSON whatever way they came (command line, file, Python), so the
+        same text means the same everywhere.
+
+        Raises:
+            ConfigError: one line per problem, each with the option's path, the value given and
+                what is allowed; for an unknown name the nearest valid one.
+        """
+        try:
+            text = json.dumps(dict(options), default=_json_value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"kv_connector_extra_config is not JSON: {error}") from error
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as failure:
+            lines = problems(cls, json.loads(text), failure)
+            raise ConfigError(
+                "kv_connector_extra_config:\n" + "\n".join(f"  {line}" for line in lines)
+            ) from None
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> SSDKVConfig:
+        lines: list[str] = []
+        seen: dict[str, int] = {}
+        for position, device in enumerate(self.devices):
+            real = os.path.realpath(device.path)
+            if real in seen:
+                lines.append(
+                    f"devices[{position}].path: {json.dumps(device.path)} is the same place as "
+                    f"devices[{seen[real]}].path; give each device once"
+                )
+            seen.setdefault(real, position)
+        if (
+            self.devices
+            and self.state_dir is None
+            and all(is_block_device(device.path) for device in self.devices)
+        ):
+            lines.append(
+                "state_dir: missing; every device is a raw block device, so give a directory "
+                "for store.json and the journal"
+            )
+        if self.hbm_window_tokens % self.page_tokens:
+            lines.append(
+                f"hbm_window_tokens: {self.hbm_window_tokens} is not a multiple of "
+                f"page_tokens ({self.page_tokens})"
+            )
+        if self.dram_gib is not None and self.io.staging > self.dram_gib * GIB:
+            lines.append(
+                f"io.staging: {format_size(self.io.staging)} is more than dram_gib "
+                f"({self.dram_gib:g} GiB), of which it is a part"
+            )
+        targets = {
+            "faults": [rule.device for rule in self.io.faults],
+            "throttle": [rule.device for rule in self.io.throttle],
+        }
+        count = max(1, len(self.devices))
+        for name, positions in targets.items():
+            lines.extend(
+                f"io.{name}[{i}].device: {position} is not a position in devices ({count} entries)"
+                for i, position in enumerate(positions)
+                if position is not None and position >= count
+            )
+        if lines:
+            raise ValueError("\n".join(lines))
+        return self
+
+    def dram_bytes(self, workers: int) -> int:
+        """Bytes of the DRAM tier of each of the engine's ``workers``, staging included.
+
+        Reads the available memory when ``dram_gib`` was not given: call it once, at start.
+
+        Raises:
+            ConfigError: the share of a worker cannot hold ``io.staging``.
+        """
+        if self.dram_gib is None:
+            total = min(DEFAULT_DRAM_LIMIT, available_memory() // 10)
+            return max(self.io.staging, total // workers)
+        share = int(self.dram_gib * GIB) // workers
+        if share < self.io.staging:
+            raise ConfigError(
+                f"dram_gib: {self.dram_gib:g} GiB over {workers} workers is "
+                f"{approximate_size(share)} each, less than io.staging "
+                f"({format_size(self.io.staging)})"
+            )
+        return share
+
+    def device_paths(self, model_key: str) -> tuple[str, ...]:
+        """The devices, or the default directory of the model with fingerprint ``model_key``."""
+        if self.devices:
+            return tuple(device.path for device in self.devices)
+        return (str(default_root() / model_key),)
+
+    def device_weights(self) -> tuple[float, ...]:
+        """One weight per entry of :meth:`device_paths`."""
+        return tuple(device.weight for device in self.devices) or (1.0,)
+
+    def device_capacities(self, model_key: str) -> tuple[int, ...]:
+        """Bytes per entry of :meth:`device_paths`, all ranks together.
+
+        Reads the free space where no capacity was given.
+
+        Raises:
+            ConfigError: a device cannot be examined, or has less room than a store needs.
+        """
+        given = tuple(device.capacity for device in self.devices) or (None,)
+        found: list[int] = []
+        for path, capacity in zip(self.device_paths(model_key), given, strict=True):
+            if capacity is None:
+                found.append(_examined_capacity(path))
+            else:
+                found.append(capacity)
+        return tuple(found)
+
+    def state_path(self, model_key: str) -> Path:
+        """Directory of store.json and the journal."""
+        if self.state_dir is not None:
+            return Path(self.state_dir)
+        paths = self.device_paths(model_key)
+        return Path(next((path for path in paths if not is_block_device(path)), paths[0]))
+
+
+def _examined_capacity(path: str) -> int:
+    try:
+        capacity = default_capacity(Path(path))
+    except OSError as error:
+        raise ConfigError(f"device {path}: cannot be examined: {error}") from error
+    if capacity < MIN_CAPACITY:
+        raise ConfigError(
+            f"device {path}: a quarter of the free space is {approximate_size(capacity)}, less "
+            f"than {format_size(MIN_CAPACITY)}; free some space or give its capacity"
+        )
+    return capacity
+
+
+def _json_value(value: object) -> object:
+    """Paths are the one Python type that callers of ``LLM(...)`` hand over besides JSON's own."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a value of type {type(value).__name__}")

@@ -1,0 +1,212 @@
+"""The ``io`` group of options: the engine, its limits, and the twins that fail or slow down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from vllm_ssdkv.options import PATH_TEXT, Allowed, OptionModel, PathText, Reason
+from vllm_ssdkv.sizes import MIB, SIZE_TEXT, parse_size, size_or_none
+from vllm_ssdkv.store.engine.faults import FaultRule
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.store.engine.open import EngineOptions
+
+MIN_STAGING: Final = 4 * MIB
+
+
+class FaultConfig(OptionModel):
+    """One injected fault of the faulty twin engine, a ``FaultRule``."""
+
+    kind: Annotated[
+        Literal["eio", "enospc", "short", "stall", "corrupt", "latency", "dead"],
+        Field(
+            description="`eio` and `enospc` fail the request with that error, `short` moves half "
+            "of it, `corrupt` flips bits of what was read, `latency` delays the request, `stall` "
+            "stops the device, `dead` fails everything on it."
+        ),
+        Reason("There is no harmless choice to default to."),
+    ]
+    device: Annotated[
+        int | None,
+        Field(ge=0, description="Position of the device in `devices`; null is every device."),
+        Reason("Every device, like a fault of the controller."),
+    ] = None
+    op: Annotated[
+        Literal["read", "write"] | None,
+        Field(description="Direction of the requests that are hit; null is both."),
+        Reason("A broken device breaks both."),
+    ] = None
+    after: Annotated[
+        int,
+        Field(ge=0, description="Matching requests that pass before the rule begins."),
+        Reason("The rule begins at once."),
+    ] = 0
+    count: Annotated[
+        int | None,
+        Field(ge=1, description="Requests the rule hits before it is used up; null is no end."),
+        Reason("A fault stays until it is taken away."),
+    ] = None
+    probability: Annotated[
+        float,
+        Field(gt=0, le=1, description="Chance that a matching request is hit."),
+        Reason("Certain faults make tests repeatable."),
+    ] = 1.0
+    seconds: Annotated[
+        float,
+        Field(
+            ge=0, le=86400, description="Duration of `latency` and `stall`; 0 is no end (stall)."
+        ),
+        Reason("The other kinds take no time."),
+    ] = 0.0
+    seed: Annotated[
+        int,
+        Field(ge=0, description="Seed of the random numbers behind `probability` and `corrupt`."),
+        Reason("The same faults in every run."),
+    ] = 0
+
+    @model_validator(mode="after")
+    def _has_a_meaning(self) -> FaultConfig:
+        self.rule()
+        return self
+
+    def rule(self) -> FaultRule:
+        """The same as the engine's own dataclass.
+
+        Raises:
+            ConfigError: the fields contradict each other.
+        """
+        return FaultRule(**dict(self))
+
+
+class ThrottleConfig(OptionModel):
+    """Model of a slow device for the throttled twin engine, a ``ThrottleRule``."""
+
+    device: Annotated[
+        int | None,
+        Field(ge=0, description="Position of the device in `devices`; null is every device."),
+        Reason("Equal devices are the common case."),
+    ] = None
+    bandwidth: Annotated[
+        int | None,
+        Field(
+            ge=1, description="Bytes per second, of reads and writes together; null is no limit."
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason("Only what is named is modelled."),
+    ] = None
+    iops: Annotated[
+        float | None,
+        Field(gt=0, description="Requests per second; null is no limit."),
+        Reason("Only what is named is modelled."),
+    ] = None
+    latency: Annotated[
+        float,
+        Field(ge=0, le=60, description="Seconds that every request takes longer."),
+        Reason("Only what is named is modelled."),
+    ] = 0.0
+    dilation: Annotated[
+        float,
+        Field(gt=0, description="Factor by which the device is slower than the other fields say."),
+        Reason("The numbers mean what they say."),
+    ] = 1.0
+
+    def rule(self) -> ThrottleRule:
+        """The same as the engine's own dataclass."""
+        return ThrottleRule(
+            device=self.device,
+            bandwidth=None if self.bandwidth is None else float(self.bandwidth),
+            iops=self.iops,
+            latency_s=self.latency,
+            dilation=self.dilation,
+        )
+
+
+class IoConfig(OptionModel):
+    """How bytes move between the devices and memory."""
+
+    engine: Annotated[
+        Literal["auto", "threads", "noop"],
+        Field(
+            description="I/O engine. `threads` is the native thread pool; `noop` completes every "
+            "request without touching a device (for benchmarks of everything else)."
+        ),
+        Reason(
+            "auto takes the fastest engine that runs here; the choice is logged and exported "
+            "in vllm:ssdkv_info."
+        ),
+    ] = "auto"
+    queue_depth: Annotated[
+        int,
+        Field(ge=1, le=256, description="Requests in flight per device."),
+        Reason(
+            "16 requests of 512 KiB are 8 MiB in flight, ten times the bandwidth times latency "
+            "of a PCIe 4 NVMe drive (7 GB/s at 0.1 ms); more only wait longer."
+        ),
+    ] = 16
+    deadline: Annotated[
+        float,
+        Field(
+            ge=0.1,
+            le=600,
+            description="Seconds until a request that has not completed counts as failed.",
+        ),
+        Reason(
+            "A healthy drive answers in milliseconds, one that resets itself in seconds; "
+            "longer than 10 s is a fault that users should see."
+        ),
+    ] = 10.0
+    staging: Annotated[
+        int,
+        Field(
+            ge=MIN_STAGING,
+            description="Bytes per worker for data on its way between HBM and "
+            "the devices. When it is full, stores are skipped (reuse) or wait (page).",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(parse_size),
+        Reason("Holds the writes of several devices at full queue depth."),
+    ] = 64 * MIB
+    direct: Annotated[
+        Literal["auto", "on", "off"],
+        Field(description="O_DIRECT. `on` makes a file system that refuses it an error."),
+        Reason(
+            "auto bypasses the page cache, which would hold every byte a second time, and falls "
+            "back, with a warning, where the file system cannot."
+        ),
+    ] = "auto"
+    faults: Annotated[
+        tuple[FaultConfig, ...],
+        Field(strict=False, description="Faults to inject, for tests of failure handling."),
+        Reason("None outside tests."),
+    ] = ()
+    fault_file: Annotated[
+        PathText | None,
+        Allowed(PATH_TEXT),
+        Field(description="JSON file with a list of such faults, read again whenever it changes."),
+        Reason("None outside tests."),
+    ] = None
+    throttle: Annotated[
+        tuple[ThrottleConfig, ...],
+        Field(strict=False, description="Models of slow devices, for repeatable benchmarks."),
+        Reason("None outside benchmarks."),
+    ] = ()
+
+    def engine_options(self) -> EngineOptions:
+        """The same settings as the engine's own dataclass.
+
+        Raises:
+            ImportError: the native I/O module is missing; options can be checked without it.
+        """
+        from vllm_ssdkv.store.engine.open import EngineOptions
+
+        return EngineOptions(
+            engine=self.engine,
+            queue_depth=self.queue_depth,
+            faults=tuple(fault.rule() for fault in self.faults),
+            fault_file=self.fault_file,
+            throttle=tuple(throttle.rule() for throttle in self.throttle),
+        )

@@ -1,0 +1,1 @@
+"""What vLLM talks to: the connector's two halves and what passes between them."""

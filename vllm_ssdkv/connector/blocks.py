@@ -1,0 +1,143 @@
+"""Copies whole blocks between vLLM's KV cache and frames, all layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.attention.kernels import AttentionKernels
+from vllm_ssdkv.errors import UnsupportedError
+from vllm_ssdkv.store.cache import FrameCache
+from vllm_ssdkv.store.layout import SlotGeometry
+
+
+class BlockPort(Protocol):
+    """Way between HBM and frames. Calls return when the bytes are there."""
+
+    def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Copy HBM blocks [n] into frames [n]."""
+
+    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        """Copy frames [n] into HBM blocks [n]."""
+
+
+class PagedPort:
+    """Page mode: blocks in our own layout, packed into padded pages by the device's kernels."""
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        caches: Sequence[torch.Tensor],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+        frames: FrameCache,
+    ):
+        self._kernels = kernels
+        self._caches = list(caches)
+        self._layout = layout
+        self._slot_layout = layout.with_page_stride(geometry.page_bytes)
+        self._geometry = geometry
+        self._frames = frames
+
+    def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """See :class:`BlockPort`."""
+        self._kernels.pack(
+            self._caches,
+            block_ids,
+            self._pages(frames),
+            self._geometry.layer_bytes,
+            layout=self._layout,
+            slot_layout=self._slot_layout,
+        )
+        self._finish()
+
+    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        """See :class:`BlockPort`."""
+        self._kernels.unpack(
+            self._caches,
+            block_ids,
+            self._pages(frames),
+            self._geometry.layer_bytes,
+            layout=self._layout,
+            slot_layout=self._slot_layout,
+        )
+        self._finish()
+
+    def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
+        return self._frames.address(frames) + np.uint64(self._geometry.header_bytes)
+
+    def _finish(self) -> None:
+        if self._kernels.device.type == "cuda":
+            torch.cuda.current_stream(self._kernels.device).synchronize()
+
+
+class OpaquePort:
+    """Reuse mode: a block's bytes as they lie, one page per layer, whatever the backend made."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameCache):
+        """Raises UnsupportedError when a block is not one stretch of memory."""
+        self._caches = list(caches)
+        self._geometry = geometry
+        self._frames = frames
+        for cache in self._caches:
+            if not cache[0].is_contiguous():
+                raise UnsupportedError(
+                    f"a block of the KV cache is not contiguous (strides {cache.stride()}); choose "
+                    "another --attention-backend"
+                )
+            held = cache[0].numel() * cache.itemsize
+            if held > geometry.payload_bytes:
+                raise UnsupportedError(
+                    f"a block of a layer has {held} bytes, its KV cache spec says "
+                    f"{geometry.payload_bytes}; this attention backend cannot be stored"
+                )
+        self._base = np.array([c.data_ptr() for c in self._caches], dtype=np.uint64)
+        self._step = np.array([c.stride(0) * c.itemsize for c in self._caches], dtype=np.uint64)
+        self._size = np.array([c[0].numel() * c.itemsize for c in self._caches], dtype=np.uint64)
+
+    def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """See :class:`BlockPort`."""
+        if self._caches[0].device.type == "cpu":
+            _io.copy(self._blocks(block_ids), self._pages(frames), self._sizes(len(frames)))
+            return
+        index = torch.from_numpy(block_ids).to(self._caches[0].device)
+        for layer, cache in enumerate(self._caches):
+            rows = cache.index_select(0, index).contiguous().view(torch.uint8)
+            host = rows.cpu().numpy().reshape(len(frames), -1)
+            for row, frame in zip(host, frames.tolist(), strict=True):
+                self._page(frame, layer)[:] = row
+
+    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        """See :class:`BlockPort`."""
+        if self._caches[0].device.type == "cpu":
+            _io.copy(self._pages(frames), self._blocks(block_ids), self._sizes(len(frames)))
+            return
+        index = torch.from_numpy(block_ids).to(self._caches[0].device)
+        for layer, cache in enumerate(self._caches):
+            host = np.stack([self._page(frame, layer) for frame in frames.tolist()])
+            rows = torch.from_numpy(host).to(cache.device).view(cache.dtype)
+            cache.index_copy_(0, index, rows.view(len(frames), *cache.shape[1:]))
+        torch.cuda.current_stream(self._caches[0].device).synchronize()
+
+    def _page(self, frame: int, layer: int) -> NDArray[np.uint8]:
+        first = self._geometry.layer_offset(layer)
+        return self._frames.view(frame)[first : first + int(self._size[layer])]
+
+    def _blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        ids = block_ids.astype(np.uint64)
+        return (self._base[:, None] + self._step[:, None] * ids[None, :]).ravel()
+
+    def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
+        layers = np.array(
+            [self._geometry.layer_offset(i) for i in range(len(self._caches))], dtype=np.uint64
+        )
+        return (layers[:, None] + self._frames.address(frames)[None, :]).ravel()
+
+    def _sizes(self, count: int) -> NDArray[np.uint64]:
+        return np.repeat(self._size, count)

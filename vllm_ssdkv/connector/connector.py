@@ -1,0 +1,239 @@
+"""SSDKVConnector: what vLLM talks to. Thin: one object per role, everything is delegated."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from vllm_ssdkv.attention import active
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector import startup
+from vllm_ssdkv.connector.messages import SSDKVMetadata, SSDKVWorkerMetadata
+from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.stats import Payload, SSDKVPromMetrics, SSDKVStats
+from vllm_ssdkv.connector.worker import SSDKVWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV on DRAM and SSDs. Options: ``kv_connector_extra_config``, see ``docs/options.md``."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
+        """Open the store for this role.
+
+        Raises:
+            SSDKVError: a bad option, an unsupported model or setting, an unusable directory; the
+                text names the way out.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        startup.show_log()
+        self.config = SSDKVConfig.from_extra_config(
+            vllm_config.kv_transfer_config.kv_connector_extra_config
+        )
+        self._scheduler: SSDKVScheduler | None = None
+        self._worker: SSDKVWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = startup.open_scheduler(self.config, vllm_config, kv_cache_config)
+        else:
+            self._worker = startup.open_worker(self.config, vllm_config, kv_cache_config)
+            active.set_worker(self._worker if self.config.mode == "page" else None)
+
+    @property
+    def scheduler(self) -> SSDKVScheduler:
+        """The scheduler's half; only in the scheduler's process."""
+        if self._scheduler is None:
+            raise RuntimeError("this is the worker's connector")
+        return self._scheduler
+
+    @property
+    def worker(self) -> SSDKVWorker:
+        """The worker's half; only in a worker's process."""
+        if self._worker is None:
+            raise RuntimeError("this is the scheduler's connector")
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Output of a preempted request's steps in flight is dropped (page mode).
+
+        A request is preempted because its context could not be read: what it sampled meanwhile
+        is worthless.
+        """
+        return self.config.mode == "page"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Page mode reads its context between layers, which no full CUDA graph can hold."""
+        return bool(SSDKVConfig.from_extra_config(extra_config).mode == "page")
+
+    # ---- scheduler ----
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM's block manager exists now."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind_hbm(kv_cache_manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens the store holds beyond those in HBM; loading is asynchronous."""
+        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """HBM blocks are allocated; plan the load."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The plan of the step just scheduled."""
+        return self.scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Results of a step."""
+        meta = connector_output.kv_connector_worker_meta
+        reports = meta.reports if isinstance(meta, SSDKVWorkerMetadata) else []
+        self.scheduler.reported(reports, connector_output.finished_recving or ())
+        self.scheduler.load_failed(connector_output.failed_recving or ())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; its blocks were copied already, so vLLM may free them."""
+        self.scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`."""
+        self.scheduler.finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep stepping while workers owe reports, so that what they wrote gets journalled."""
+        return self._scheduler is not None and self._scheduler.unfinished()
+
+    def reset_cache(self) -> bool | None:
+        """The weights change: what is stored belongs to the old ones."""
+        return None if self._scheduler is None else self._scheduler.forget_all()
+
+    # ---- worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """HBM is allocated."""
+        self.worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; in page mode its reads begin now, before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.begin(self._plan())
+
+    def _plan(self) -> SSDKVMetadata:
+        plan = self._get_connector_metadata()
+        if not isinstance(plan, SSDKVMetadata):
+            raise TypeError(f"vLLM handed {type(plan).__name__} to SSDKVConnector")
+        return plan
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+        """Nothing: loads are asynchronous and start in :meth:`wait_for_save`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: what a layer needs is awaited by the attention backend."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own signature
+    ) -> None:
+        """Nothing: blocks are saved whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over: completed blocks are copied to DRAM, I/O is started."""
+        self.worker.end(self._plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended."""
+        self.worker.collect()
+        finished, failed = self.worker.take_loads()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of requests whose context could not be read in this step."""
+        return self.worker.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler must hear of."""
+        report = self.worker.take_report()
+        return None if report is None else SSDKVWorkerMetadata([(self.worker.rank, report)])
+
+    # ---- both ----
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counters and gauges since the last call."""
+        half = self._scheduler or self._worker
+        if half is None:
+            return None
+        half.update_gauges()
+        source = "scheduler" if self._worker is None else f"rank{self._worker.rank}"
+        return SSDKVStats.from_snapshot(half.counters.snapshot_delta(), source)
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Stats from their serialised form."""
+        return SSDKVStats() if data is None else SSDKVStats(data=cast("Payload", data))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Our metrics on vLLM's own ``/metrics``."""
+        return SSDKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """End of the engine: what is committed is written, the journal is made durable."""
+        if self._worker is not None:
+            active.set_worker(None)
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None

@@ -1,0 +1,153 @@
+"""What crosses the process boundary between scheduler and workers, once per step each way.
+
+Everything is plain dataclasses and numpy arrays: vLLM pickles them into shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+SlotArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy blocks that this step completes from HBM into DRAM frames. Arrays of one length."""
+
+    slots: SlotArray
+    epochs: NDArray[np.int64]
+    block_ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, int, int]]) -> Save:
+        """From (slot, epoch, block id) triples."""
+        table = np.array(items, dtype=np.int64).reshape(-1, 3)
+        return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+
+    def part(self, which: NDArray[np.bool_]) -> Save:
+        """Those that ``which``, [n], selects."""
+        return Save(self.slots[which], self.epochs[which], self.block_ids[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write held slots to the devices: their block hashes are known now."""
+
+    slots: SlotArray
+    epochs: NDArray[np.int64]
+    keys: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, int, bytes]]) -> Commit:
+        """From (slot, epoch, key) triples."""
+        slots = np.array([item[0] for item in items], dtype=np.int64)
+        epochs = np.array([item[1] for item in items], dtype=np.int64)
+        return cls(slots, epochs, tuple(item[2] for item in items))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring a request's hit from the store before it may be scheduled.
+
+    ``slots`` are verified against ``keys`` and ``epochs``; the last ``len(block_ids)`` of them are
+    copied into those HBM blocks (reuse mode: all; page mode: the window). A block id of 0, vLLM's
+    null block, means that vLLM keeps no block there.
+    """
+
+    request_id: str
+    slots: SlotArray
+    epochs: NDArray[np.int64]
+    keys: tuple[bytes, ...]
+    block_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Page mode: one scheduled request of this step.
+
+    ``write_block`` is the HBM block of its first query token, unique per request: attention
+    metadata carries no request ids. ``fence_block`` is a live HBM block before it, reported as
+    invalid when the context cannot be read. Tokens before ``hbm_start`` (a block index) are read
+    from the store.
+    """
+
+    request_id: str
+    write_block: int
+    fence_block: int
+    first_position: int
+    hbm_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextDelta:
+    """Page mode: slots of a request's blocks from block index ``start`` on.
+
+    ``start`` 0 begins a new context (after admission or preemption).
+    """
+
+    request_id: str
+    start: int
+    slots: SlotArray
+
+
+@dataclass
+class SSDKVMetadata(KVConnectorMetadata):
+    """Scheduler to worker, every step."""
+
+    step: int
+    save: Save = field(default_factory=lambda: Save.of(()))
+    commit: Commit = field(default_factory=lambda: Commit.of(()))
+    loads: list[Load] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    contexts: list[ContextDelta] = field(default_factory=list)
+    forget: list[str] = field(default_factory=list)
+    """Requests whose contexts the worker drops, before the deltas above are applied."""
+    discard: list[int] = field(default_factory=list)
+    """Slots whose frames are worthless: dropped, or never to be committed."""
+
+
+@dataclass
+class RankReport:
+    """One worker to the scheduler. Slot lists hold (slot, epoch) pairs."""
+
+    durable: list[tuple[int, int]] = field(default_factory=list)
+    failed_writes: list[tuple[int, int]] = field(default_factory=list)
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    """Saves that found no frame (reuse mode)."""
+    bad: list[tuple[int, int]] = field(default_factory=list)
+    """Slots whose bytes are wrong or cannot be read."""
+    poisoned: list[str] = field(default_factory=list)
+    """Requests whose context could not be read this step; they must be computed again."""
+    lost_devices: list[int] = field(default_factory=list)
+
+    def empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not (
+            self.durable
+            or self.failed_writes
+            or self.skipped
+            or self.bad
+            or self.poisoned
+            or self.lost_devices
+        )
+
+
+@dataclass
+class SSDKVWorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker to scheduler: the reports of all ranks that had something to say."""
+
+    reports: list[tuple[int, RankReport]] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SSDKVWorkerMetadata:
+        """Join the reports of several ranks of one step."""
+        if not isinstance(other, SSDKVWorkerMetadata):
+            raise TypeError(f"cannot join {type(other).__name__} with SSDKVWorkerMetadata")
+        return SSDKVWorkerMetadata(self.reports + other.reports)

@@ -1,0 +1,172 @@
+"""What the connector must know of the model: which KV a slot holds, and what makes it the same KV.
+
+Both roles build these from the same vLLM configuration, so scheduler and workers agree on slot
+sizes and fingerprint without talking to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import UnsupportedError
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SlotGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_SAMPLE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV of one rank: one KV cache group, its layers in order of execution."""
+
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    geometry: SlotGeometry
+    tp_size: int
+
+
+def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
+    """The one spec of the model's KV cache group.
+
+    Raises:
+        UnsupportedError: several groups, or layers without attention.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(g.kv_cache_spec).__name__ for g in groups})
+        raise UnsupportedError(
+            f"the model has {len(groups)} KV cache groups ({', '.join(kinds)}); SSDKVConnector "
+            "serves models with one. If it mixes full and sliding-window attention, start with "
+            "--disable-hybrid-kv-cache-manager; Mamba hybrids cannot be served"
+        )
+    spec = groups[0].kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if not isinstance(spec, AttentionSpec):
+        raise UnsupportedError(
+            f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV"
+        )
+    return spec
+
+
+def kv_layout(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> KVLayout:
+    """Layout of the KV and of the slots that hold it.
+
+    Raises:
+        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages.
+    """
+    spec = attention_spec(kv_cache_config)
+    names = tuple(kv_cache_config.kv_cache_groups[0].layer_names)
+    if config.mode == "page":
+        if spec.block_size % config.page_tokens:
+            raise UnsupportedError(
+                f"--block-size {spec.block_size} is not a multiple of page_tokens "
+                f"({config.page_tokens}); change one of them"
+            )
+        payload = 2 * config.page_tokens * spec.head_size * spec.dtype.itemsize
+        groups = spec.block_size // config.page_tokens
+        geometry = SlotGeometry("paged", len(names), spec.num_kv_heads, groups, payload)
+    else:
+        geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
+    return KVLayout(
+        names,
+        spec.block_size,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.dtype,
+        geometry,
+        vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+def fingerprint(
+    config: SSDKVConfig, vllm_config: VllmConfig, layout: KVLayout, kv_cache_config: KVCacheConfig
+) -> Fingerprint:
+    """Everything on which the bytes of a block depend, but for its tokens.
+
+    Tokens, adapters, salts and media are in the block hash.
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    identity = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
+    fields: dict[str, str | int] = {
+        "model": weights_identity(model.model, model.revision),
+        "hf_config": hashlib.blake2b(identity.encode(), digest_size=16).hexdigest(),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": str(layout.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "layers": len(layout.layer_names),
+        "kv_heads_per_rank": layout.kv_heads,
+        "head_size": layout.head_size,
+        "block_size": layout.block_tokens,
+        "slot": layout.geometry.kind,
+        "page_bytes": layout.geometry.payload_bytes,
+        "tp_size": layout.tp_size,
+        "block_hash": str(cache.prefix_caching_hash_algo),
+    }
+    if layout.geometry.kind == "opaque":
+        # Opaque bytes mean what this backend, on this device, made of them.
+        fields["cache_layout"] = str(kv_cache_config.kv_cache_layout)
+        fields["device"] = str(vllm_config.device_config.device_type)
+        fields["backend"] = str(vllm_config.attention_config.backend)
+        if fields["device"] == "cpu":
+            fields["cpu"] = torch.backends.cpu.get_cpu_capability()
+    return Fingerprint(fields)
+
+
+def weights_identity(model: str, revision: str | None) -> str:
+    """Names the weights: by content for a local directory, else by repository and revision.
+
+    Content is sampled (size, first and last 64 KiB of every weight file): a moved or copied model
+    is the same model, a fine-tuned one under the old name is not.
+    """
+    root = Path(model)
+    if not root.is_dir():
+        return f"{model}@{revision or 'main'}"
+    digest = hashlib.blake2b(digest_size=16)
+    files = sorted({f for pattern in _WEIGHTS for f in root.glob(pattern)})
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return f"weights:{digest.hexdigest()}" if files else f"{root.resolve()}@{revision or 'main'}"
+
+
+def adapter_identity(path: str) -> bytes:
+    """Names a LoRA adapter: by content for a local directory, else by its path; 32 bytes.
+
+    All of it is read: adapters are small, and two of one training run differ in a few bytes only.
+    """
+    root = Path(path)
+    digest = hashlib.blake2b(digest_size=32)
+    patterns = (*_WEIGHTS, "adapter_config.json")
+    files = sorted({f for pattern in patterns for f in root.glob(pattern)}) if root.is_dir() else []
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                digest.update(piece)
+    if not files:
+        digest.update(str(root).encode())
+    return digest.digest()

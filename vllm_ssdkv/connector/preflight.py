@@ -1,0 +1,71 @@
+"""Start-up checks: what cannot be served is refused here, with the reason and the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
+    """Refuse engine settings that do not work with the connector.
+
+    Raises:
+        UnsupportedError: every problem found, one per line, each with its way out.
+    """
+    parallel = vllm_config.parallel_config
+    problems = []
+    if vllm_config.speculative_config is not None:
+        problems.append(
+            "speculative decoding writes KV of tokens that may be rejected: start without "
+            "--speculative-config"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        problems.append("--pipeline-parallel-size must be 1; use --tensor-parallel-size")
+    if parallel.decode_context_parallel_size > 1:
+        problems.append("--decode-context-parallel-size must be 1")
+    if parallel.prefill_context_parallel_size > 1:
+        problems.append("--prefill-context-parallel-size must be 1")
+    if config.mode == "page":
+        problems += _page_mode(config, vllm_config)
+    if problems:
+        raise UnsupportedError(
+            f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    reuse = 'use mode "reuse", which works with any attention'
+    problems = []
+    if model.use_mla:
+        problems.append(f"the model uses MLA, which page mode does not serve: {reuse}")
+    if model.is_hybrid or model.is_attention_free:
+        problems.append("the model has Mamba or linear-attention layers: use a pure transformer")
+    if cache.cache_dtype != "auto":
+        problems.append(
+            f"--kv-cache-dtype {cache.cache_dtype} is not served in page mode: leave it out, or "
+            f"{reuse}"
+        )
+    if model.dtype not in SUPPORTED_DTYPES:
+        problems.append(f"--dtype {model.dtype} is none of float32, float16, bfloat16")
+    if cache.block_size % config.page_tokens:
+        problems.append(
+            f"--block-size {cache.block_size} is not a multiple of page_tokens "
+            f"({config.page_tokens}): change one of them"
+        )
+    if config.hbm_window_tokens < cache.block_size:
+        problems.append(
+            f"hbm_window_tokens ({config.hbm_window_tokens}) is smaller than a block "
+            f"({cache.block_size} tokens): raise it, or lower --block-size"
+        )
+    return problems

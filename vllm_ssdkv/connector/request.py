@@ -1,0 +1,50 @@
+"""What the scheduler remembers of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One admitted request. Block indices count from the request's first token.
+
+    Attributes:
+        request: vLLM's request; its ``block_hashes`` grow as tokens become known.
+        block_ids: HBM block of each block index; 0, the null block, behind the window.
+        published: Blocks looked at for storing so far (reuse mode).
+        slots: Page mode: slot of each completed block, pinned for the request.
+        private: Page mode: block index to slot, for blocks whose hash is not known yet.
+        reserved: Page mode: slots set aside for blocks still to come.
+        born: Step for which it was admitted; a preemption told later than that ended its
+            previous life.
+        running: Scheduled since it was admitted, and not preempted.
+    """
+
+    request: Request
+    block_ids: list[int] = field(default_factory=list)
+    published: int = 0
+    slots: list[int] = field(default_factory=list)
+    private: dict[int, int] = field(default_factory=dict)
+    reserved: int = 0
+    born: int = 0
+    running: bool = False
+    _live_from: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's id of the request."""
+        return str(self.request.request_id)
+
+    def first_live_block(self) -> int:
+        """Index of the first block that was ever in HBM in this life of the request.
+
+        After a hit the blocks before the window are null from the start.
+        """
+        while self._live_from < len(self.block_ids) and self.block_ids[self._live_from] == 0:
+            self._live_from += 1
+        return self._live_from

@@ -1,0 +1,565 @@
+"""The scheduler's half: which blocks exist in the store, who needs them, what this step does.
+
+Runs in the engine core's process on its one thread; nothing here touches a device or blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.cache_spec import TieredManager
+from vllm_ssdkv.connector.messages import (
+    Commit,
+    ContextDelta,
+    Load,
+    RankReport,
+    Row,
+    Save,
+    SSDKVMetadata,
+)
+from vllm_ssdkv.connector.model import adapter_identity
+from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.errors import StoreFailedError, StoreFullError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.index import SlotIndex, SlotState
+from vllm_ssdkv.store.layout import StripeMap
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_RECOMPUTATIONS = 8
+"""A request whose context was lost this often, and that got no further between, is not helped by
+one more try."""
+
+
+class SSDKVScheduler:
+    """Decides existence: lookup, admission, slot ownership, and the plan of each step."""
+
+    def __init__(
+        self,
+        config: SSDKVConfig,
+        index: SlotIndex,
+        stripes: StripeMap,
+        device_paths: Sequence[str],
+        block_tokens: int,
+        max_model_len: int,
+        ranks: int,
+        counters: Counters,
+    ):
+        self._config = config
+        self._paged = config.mode == "page"
+        self._index = index
+        self._stripes = stripes
+        self._device_paths = tuple(device_paths)
+        self._block = block_tokens
+        self._max_tokens = max_model_len
+        self._ranks = ranks
+        self.counters = counters
+        # Requests that hold HBM blocks.
+        self._requests: dict[str, RequestState] = {}
+        self._step = 0
+        self._hbm: KVCacheManager | None = None
+        self._manager: TieredManager | None = None
+        self._adapters: dict[str, bytes] = {}
+        self._lost: set[int] = set()
+        # How often a request's context was lost in a row, and how far it had got by then.
+        self._recomputations: dict[str, tuple[int, int]] = {}
+        # What the next plan carries.
+        self._loads: list[Load] = []
+        self._contexts: list[ContextDelta] = []
+        self._forget: list[str] = []
+        self._discard: list[int] = []
+        self._saves: list[tuple[int, int, int]] = []
+        self._commits: list[tuple[int, int, bytes]] = []
+        # Slots on their way to the devices: slot -> (epoch, ranks that still have to report).
+        self._writing: dict[int, tuple[int, int]] = {}
+        # Page mode: how many running requests' contexts hold a slot.
+        self._in_contexts: Counter[int] = Counter()
+        self._told: dict[str, int] = {}
+        self._held: dict[int, int] = {}
+        self._loading: dict[str, NDArray[np.int64]] = {}
+        self._forgetful = False
+        self._load_failed: set[str] = set()
+        self._skip_lookup: set[str] = set()
+
+    def bind_hbm(self, hbm: KVCacheManager) -> None:
+        """vLLM's block manager; in page mode a part of it can send requests back."""
+        self._hbm = hbm
+        for manager in hbm.coordinator.single_type_managers:
+            if isinstance(manager, TieredManager):
+                self._manager = manager
+
+    # ---- keys ----
+
+    def keys_of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
+        """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
+        hashes = request.block_hashes[start:stop]
+        adapter = request.lora_request
+        if adapter is None:
+            return [bytes(h[:32]).ljust(32, b"\0") for h in hashes]
+        # vLLM's block hash holds an adapter's name and path; other weights there are other KV.
+        identity = self._adapter_identity(adapter.lora_path)
+        return [hashlib.blake2b(identity + bytes(h), digest_size=32).digest() for h in hashes]
+
+    def _adapter_identity(self, path: str) -> bytes:
+        known = self._adapters.get(path)
+        if known is None:
+            known = self._adapters[path] = adapter_identity(path)
+        return known
+
+    # ---- admission ----
+
+    def matched_tokens(self, request: Request, computed: int) -> int | None:
+        """Tokens beyond ``computed`` that the store holds; None: ask again, no slot is free now.
+
+        Raises:
+            StoreFailedError: page mode, and the request can never be served any more.
+        """
+        earlier = self._requests.pop(request.request_id, None)
+        if earlier is not None:
+            # Preempted, or its load failed: what it holds must not keep it from coming back.
+            self._release(earlier)
+        if self._must_wait(request) or (self._paged and not self._can_admit(request)):
+            return None
+        if request.request_id in self._skip_lookup or request.skip_reading_prefix_cache:
+            return 0
+        if request.request_id in self._load_failed:
+            # One more try. If it fails too, or vLLM has no room for it, the prompt is computed.
+            self._load_failed.discard(request.request_id)
+            self._skip_lookup.add(request.request_id)
+        first = computed // self._block
+        # The last token is computed again in any case: its logits are needed.
+        last = (request.num_tokens - 1) // self._block
+        slots = self._index.lookup(self.keys_of(request, last)[first:])
+        return len(slots) * self._block
+
+    def _must_wait(self, request: Request) -> bool:
+        """Keeps order after a load failed, which vLLM's scheduler does not expect.
+
+        It keeps the blocks reserved that the failed load was admitted with, and admits no other
+        load beside them: nobody overtakes the request. And it keeps the request in line before
+        those that hold HBM blocks, and looks at none of them while the first does not fit: then
+        the request lets them pass.
+        """
+        failed = self._load_failed | self._skip_lookup
+        if self._hbm is None or not failed:
+            return False
+        if request.request_id not in failed:
+            return True
+        (manager,) = self._hbm.coordinator.single_type_managers
+        needed = -(-request.num_tokens // self._block)
+        if manager.max_admission_blocks_per_request is not None:
+            needed = min(needed, manager.max_admission_blocks_per_request)
+        return bool(self._requests) and needed > self._hbm.block_pool.get_num_free_blocks()
+
+    def _blocks_needed(self, request: Request) -> int:
+        tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_tokens)
+        return int(tokens) // self._block + 1
+
+    def _can_admit(self, request: Request) -> bool:
+        if self._recomputations.get(request.request_id, (0, 0))[0] > MAX_RECOMPUTATIONS:
+            raise StoreFailedError(
+                f"the context of request {request.request_id} was lost "
+                f"{MAX_RECOMPUTATIONS} times in a row; devices out of use: {self._lost_paths()}"
+            )
+        needed = self._blocks_needed(request)
+        if self._index.available() >= needed:
+            return True
+        in_use = any(state.reserved or state.slots for state in self._requests.values())
+        # Slots that are being written or loaded are free again soon.
+        if not (in_use or self._writing or self._loading):
+            raise StoreFailedError(
+                f"request {request.request_id} needs {needed} slots, {self._index.available()} "
+                f"can be had; devices out of use: {self._lost_paths()}. Replace them and restart, "
+                "or raise their capacity"
+            )
+        return False
+
+    def _lost_paths(self) -> str:
+        return ", ".join(self._device_paths[d] for d in sorted(self._lost)) or "none"
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM has allocated HBM blocks; ``external`` tokens are to come from the store."""
+        request_id = request.request_id
+        state = self._requests.get(request_id)
+        if state is not None:
+            return  # second call, after an asynchronous load
+        state = RequestState(request, born=self._step + 1)
+        self._requests[request_id] = state
+        if self._paged:
+            state.reserved = self._blocks_needed(request)
+            self._index.reserve(state.reserved)
+        if external:
+            self._plan_load(state, blocks, external)
+
+    def _plan_load(self, state: RequestState, blocks: KVCacheBlocks, external: int) -> None:
+        (block_ids,) = blocks.get_block_ids()
+        end = len(block_ids)
+        count = external // self._block
+        keys = self.keys_of(state.request, end)
+        slots = self._index.lookup(keys[end - count : end])
+        if len(slots) != count:
+            raise RuntimeError("the index changed between lookup and allocation")
+        self._index.touch(slots)
+        self._index.pin(slots)
+        targets = np.array(block_ids[end - count : end], dtype=np.int64)
+        if self._paged:
+            self._index.pin(slots)
+            state.slots = slots.tolist()
+            self._in_contexts.update(state.slots)
+            self._index.unreserve(count)
+            state.reserved -= count
+            self._contexts.append(ContextDelta(state.request_id, 0, slots))
+            live = np.flatnonzero(targets)
+            targets = targets[live[0] :] if len(live) else targets[:0]
+        self._loading[state.request_id] = slots
+        epochs = self._index.epochs(slots)
+        self._loads.append(
+            Load(state.request_id, slots, epochs, tuple(keys[end - count : end]), targets)
+        )
+
+    # ---- the plan of a step ----
+
+    def plan(self, output: SchedulerOutput) -> SSDKVMetadata:
+        """The message to the workers for the step that vLLM has just scheduled."""
+        self._step += 1
+        for request_id in output.preempted_req_ids or ():
+            state = self._requests.get(request_id)
+            if state is not None and state.born < self._step:
+                del self._requests[request_id]
+                self._release(state)
+        plan = SSDKVMetadata(self._step)
+        for new in output.scheduled_new_reqs:
+            state = self._requests[new.req_id]
+            state.block_ids = list(new.block_ids[0])
+            self._schedule(plan, state, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            state = self._requests[request_id]
+            new_ids = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = list(new_ids[0]) if new_ids else []
+            elif new_ids:
+                state.block_ids.extend(new_ids[0])
+            self._schedule(plan, state, cached.num_computed_tokens[i], output)
+        self._commit_known()
+        plan.save = Save.of(self._saves)
+        plan.commit = Commit.of(self._commits)
+        self._saves, self._commits = [], []
+        plan.loads, self._loads = self._loads, []
+        plan.contexts, self._contexts = self._contexts, []
+        plan.forget, self._forget = self._forget, []
+        plan.discard, self._discard = self._discard, []
+        return plan
+
+    def _schedule(
+        self, plan: SSDKVMetadata, state: RequestState, computed: int, output: SchedulerOutput
+    ) -> None:
+        state.running = True
+        self._skip_lookup.discard(state.request_id)
+        after = computed + output.num_scheduled_tokens[state.request_id]
+        if self._paged:
+            plan.rows.append(self._row(state, computed))
+            self._save_paged(state, computed // self._block, after // self._block)
+        else:
+            self._save_known(state, after // self._block)
+
+    def _row(self, state: RequestState, computed: int) -> Row:
+        start = max(0, computed - self._config.hbm_window_tokens + 1) // self._block
+        start = max(start, state.first_live_block())
+        fence = state.block_ids[(computed - 1) // self._block] if computed else 0
+        return Row(
+            state.request_id, state.block_ids[computed // self._block], fence, computed, start
+        )
+
+    def _save_paged(self, state: RequestState, begin: int, end: int) -> None:
+        """Every completed block gets a slot: it will be read from there when the window leaves."""
+        if begin > len(state.slots):
+            return  # no slot was left for an earlier block: the request is being sent back
+        begin = len(state.slots)
+        if begin >= end:
+            return
+        keys = self.keys_of(state.request, end, begin)
+        new: list[int] = []
+        for block in range(begin, end):
+            found = self._index.lookup(keys[block - begin : block - begin + 1])
+            # A session that goes on with more input needs more than it was admitted with.
+            reserved = state.reserved > 0
+            if len(found) and int(found[0]) in self._in_contexts:
+                # Another running request has this block. One that nobody runs with is no help:
+                # the workers do not know its checksums.
+                self._index.pin(found)
+                self._index.unreserve(int(reserved))
+                new.append(int(found[0]))
+            else:
+                try:
+                    slot = int(self._index.allocate(1, reserved=reserved)[0])
+                except StoreFullError:  # as when a lost device took reserved slots with it
+                    self._send_back(state.request_id)
+                    break
+                self._index.pin(np.array([slot], dtype=np.int64))
+                self._held[slot] = self._index.epoch(slot)
+                self._saves.append((slot, self._held[slot], state.block_ids[block]))
+                state.private[block] = slot
+                new.append(slot)
+            state.reserved -= reserved
+        self._contexts.append(ContextDelta(state.request_id, begin, np.array(new, dtype=np.int64)))
+        self._in_contexts.update(new)
+        state.slots.extend(new)
+
+    def _save_known(self, state: RequestState, end: int) -> None:
+        """Reuse mode: blocks that are computed, whose tokens are known and that are not stored."""
+        first = state.published
+        if first >= end:
+            return
+        for block, key in enumerate(self.keys_of(state.request, end, first), first):
+            state.published = block + 1
+            if state.block_ids[block] == 0 or len(self._index.lookup([key])):
+                continue
+            try:
+                slot = int(self._index.allocate(1)[0])
+            except StoreFullError:
+                self.counters.add("stores_skipped", 1)
+                continue
+            self._held[slot] = self._index.epoch(slot)
+            self._saves.append((slot, self._held[slot], state.block_ids[block]))
+            self._publish(slot, key)
+
+    def _commit_known(self) -> None:
+        """Page mode: blocks whose hash is known now are written out and may be found."""
+        for state in self._requests.values():
+            if state.private:
+                self._commit_state(state)
+
+    def _commit_state(self, state: RequestState) -> None:
+        known = len(state.request.block_hashes)
+        ready = [block for block in state.private if block < known]
+        if not ready:
+            return
+        first = min(ready)
+        keys = self.keys_of(state.request, max(ready) + 1, first)
+        for block in ready:
+            self._publish(state.private.pop(block), keys[block - first])
+
+    def _publish(self, slot: int, key: bytes) -> None:
+        epoch = self._held.pop(slot)
+        if self._paged:
+            self._replace(key)
+        if not self._index.publish(slot, key) and not self._paged:
+            # Another slot has this key: nobody will look for this one.
+            self._retire(slot)
+            return
+        # In page mode the request itself needs it: what is not written would fill the DRAM.
+        self._writing[slot] = (epoch, self._ranks)
+        self._commits.append((slot, epoch, key))
+
+    def _replace(self, key: bytes) -> None:
+        """A block was computed although it is stored: its copy, or one before it, was unreadable.
+
+        Unless somebody runs with the copy, the new block takes its place.
+        """
+        stored = self._index.lookup([key]).tolist()
+        if stored and stored[0] not in self._in_contexts:
+            self._index.drop(stored[0])
+            if self._index.state(stored[0]) is SlotState.FREE:
+                self._discard.append(stored[0])
+
+    # ---- results ----
+
+    def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
+        """Take in what the workers say, and which requests' loads have ended."""
+        for _, report in reports:
+            for device in report.lost_devices:
+                self._lose_device(device)
+            for slot, epoch in report.durable:
+                self._one_rank_done(slot, epoch)
+            for slot, epoch in report.failed_writes:
+                self._write_failed(slot, epoch)
+            for slot, epoch in report.skipped:
+                self._write_failed(slot, epoch)
+                self._send_back_users(slot, epoch)
+            for slot, epoch in report.bad:
+                if epoch in (-1, self._index.epoch(slot)):
+                    self._drop(slot, "read_error")
+            for request_id in report.poisoned:
+                self._disown_steps(request_id)
+                self._send_back(request_id)
+        for request_id in received:
+            slots = self._loading.pop(request_id, None)
+            if slots is not None:
+                self._unpin(slots.tolist())
+
+    def load_failed(self, request_ids: Iterable[str]) -> None:
+        """Loads that failed: vLLM asks again."""
+        for request_id in request_ids:
+            if request_id in self._requests:  # else it was given up meanwhile
+                self.counters.add("recomputed_requests", 1, cause="hit")
+                self._load_failed.add(request_id)
+
+    def _one_rank_done(self, slot: int, epoch: int) -> None:
+        entry = self._writing.get(slot)
+        if entry is None or entry[0] != epoch:
+            return
+        if entry[1] > 1:
+            self._writing[slot] = (epoch, entry[1] - 1)
+            return
+        del self._writing[slot]
+        if not self._forgetful:
+            self._index.durable(slot)
+        self._unpin([slot])
+
+    def _write_failed(self, slot: int, epoch: int) -> None:
+        if self._index.epoch(slot) != epoch:
+            return
+        self._drop(slot, "write_error")
+        if self._writing.pop(slot, None) is not None or self._held.pop(slot, None) is not None:
+            self._retire(slot)
+        for state in self._requests.values():
+            for block in [b for b, private in state.private.items() if private == slot]:
+                del state.private[block]  # it will never be committed
+
+    def _send_back_users(self, slot: int, epoch: int) -> None:
+        """A slot was never filled: the contexts that it belongs to have a hole."""
+        if slot in self._in_contexts and self._index.epoch(slot) == epoch:
+            for state in self._requests.values():
+                if slot in state.slots:
+                    self._send_back(state.request_id)
+
+    def _drop(self, slot: int, cause: str) -> None:
+        self._index.drop(slot)
+        self.counters.add("slots_dropped", 1, cause=cause)
+
+    def _retire(self, slot: int) -> None:
+        """The writer's interest in a slot ends; nothing of it will be found."""
+        self._unpin([slot])
+
+    def _unpin(self, slots: Sequence[int]) -> None:
+        self._index.unpin(np.array(slots, dtype=np.int64))
+        # What became free without having been evicted holds nothing that anybody will read.
+        gone = (SlotState.FREE, SlotState.LOST)
+        self._discard.extend(slot for slot in slots if self._index.state(slot) in gone)
+
+    def _lose_device(self, device: int) -> None:
+        if device in self._lost:
+            return
+        self._lost.add(device)
+        everything = np.arange(self._index.num_slots, dtype=np.int64)
+        dropped = self._index.quarantine(everything[self._stripes.touches(device, everything)])
+        self.counters.add("slots_dropped", dropped, cause="device_lost")
+        logger.error(
+            "ssdkv: %d stored blocks on %s are out of reach", dropped, self._device_paths[device]
+        )
+
+    def _disown_steps(self, request_id: str) -> None:
+        """Have vLLM drop what a request samples in steps that are under way.
+
+        They attend to what could not be read, as the step did that told of it. vLLM recognises
+        that one by an invalid block, but not the next, which it has scheduled already on a GPU.
+        This is the mark that it sets itself when it preempts a request.
+        """
+        state = self._requests.get(request_id)
+        if state is not None and state.running:
+            state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
+            state.request.drop_stale_output = True
+
+    def _send_back(self, request_id: str) -> None:
+        """Have vLLM preempt a request, so that it starts again from what the store still has."""
+        state = self._requests.get(request_id)
+        if self._manager is None or state is None or not state.running:
+            return
+        if request_id not in self._manager.send_back:
+            tries, furthest = self._recomputations.get(request_id, (0, 0))
+            reached = state.request.num_tokens + len(state.slots)
+            self._recomputations[request_id] = (
+                (1, reached) if reached > furthest else (tries + 1, furthest)
+            )
+            self.counters.add("recomputed_requests", 1, cause="context")
+        self._manager.send_back.add(request_id)
+
+    # ---- the end of a request ----
+
+    def finished(self, request: Request) -> None:
+        """The request has ended, well or badly; its blocks will be freed."""
+        self._skip_lookup.discard(request.request_id)
+        self._load_failed.discard(request.request_id)
+        self._recomputations.pop(request.request_id, None)
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self._release(state)
+            if not self._paged:
+                # Slots were unpinned one by one; as a chain, tails are evicted before heads.
+                self._index.touch(self._index.lookup(self.keys_of(request)))
+
+    def _release(self, state: RequestState) -> None:
+        state.running = False
+        if not self._paged:
+            return
+        self._forget.append(state.request_id)
+        self._contexts = [c for c in self._contexts if c.request_id != state.request_id]
+        for slot in state.private.values():
+            self._held.pop(slot, None)
+            self._index.drop(slot)
+            self._retire(slot)
+        state.private.clear()
+        self._unpin(state.slots)
+        for slot in state.slots:
+            self._in_contexts[slot] -= 1
+            if not self._in_contexts[slot]:
+                del self._in_contexts[slot]
+        state.slots = []
+        if state.reserved:
+            self._index.unreserve(state.reserved)
+            state.reserved = 0
+
+    # ---- state of the whole ----
+
+    def forget_all(self) -> bool:
+        """Never find again what is stored now: the model's weights have changed in memory.
+
+        What is stored from now on is found until this engine ends: after a restart, the weights
+        are those on disk again. Requests that run keep what they hold; vLLM preempts them before
+        it asks for this. False when a load of old blocks is under way.
+        """
+        self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        if not self._forgetful:
+            logger.warning(
+                "ssdkv: the cache was reset; blocks stored from now on will not survive a restart"
+            )
+        self._forgetful = True
+        return not self._loading
+
+    def unfinished(self) -> bool:
+        """Whether the workers owe reports: vLLM keeps stepping until they are in."""
+        return bool(self._writing or self._discard or self._forget)
+
+    def update_gauges(self) -> None:
+        """Refresh the gauges that this process owns."""
+        gauges = self._index.gauges()
+        for name in ("ready", "free", "pinned"):
+            self.counters.set(f"slots_{name}", float(gauges[name]))
+        self.counters.set("journal_bytes", float(gauges["journal_bytes"]))
+        counts = self._index.counters
+        for metric, count in (
+            ("slots_evicted", "evictions"),
+            ("slots_stored", "published"),
+            ("recovered_slots", "recovered"),
+            ("journal_corrupt_records", "journal_corrupt_records"),
+        ):
+            self.counters.add(metric, counts.get(count, 0) - self._told.get(metric, 0))
+            self._told[metric] = counts.get(count, 0)
+
+    def close(self) -> None:
+        """Make the journal durable."""
+        self._index.close()

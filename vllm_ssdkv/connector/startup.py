@@ -1,0 +1,160 @@
+"""Start-up of both roles: check, open the store, say in one summary what is in force."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv_layout
+from vllm_ssdkv.connector.preflight import check_engine
+from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.worker import SSDKVWorker
+from vllm_ssdkv.errors import ConfigError, UnsupportedError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    layout: KVLayout
+    fingerprint: Fingerprint
+    place: StorePlace
+
+
+def _identify(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> _Identity:
+    check_engine(config, vllm_config)
+    layout = kv_layout(config, vllm_config, kv_cache_config)
+    identity = fingerprint(config, vllm_config, layout, kv_cache_config)
+    parallel = vllm_config.parallel_config
+    replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
+    return _Identity(
+        layout, identity, StorePlace(config, layout.geometry, identity, layout.tp_size, replica)
+    )
+
+
+def show_log() -> None:
+    """Send this package's log the way of vLLM's own, at its level. Idempotent.
+
+    Most of the package does not know vLLM and logs to ``vllm_ssdkv``, which nobody configures.
+    """
+    ours, theirs = logging.getLogger("vllm_ssdkv"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
+
+
+def open_worker(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> SSDKVWorker:
+    """This rank's half.
+
+    Raises:
+        SSDKVError: see the modules that check; the text names the way out.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    found = _identify(config, vllm_config, kv_cache_config)
+    _check_backend(config, vllm_config, kv_cache_config)
+    rank = int(get_tensor_model_parallel_rank())
+    counters = Counters()
+    opened = open_rank(found.place, rank, counters)
+    counters.set(
+        "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
+    )
+    if rank == 0:
+        logger.info("%s", _summary(config, found, opened.describe()))
+    return SSDKVWorker(config, found.layout, opened)
+
+
+def open_scheduler(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> SSDKVScheduler:
+    """The scheduler's half.
+
+    Raises:
+        ConfigError: page mode, and the store cannot hold one request of the maximum length.
+        SSDKVError: see the modules that check.
+    """
+    found = _identify(config, vllm_config, kv_cache_config)
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != RECOMPUTE:
+        # vLLM reads the policy after this constructor. Its default ends requests whose load
+        # failed; a cache must never do that: what cannot be read is computed again.
+        transfer.kv_load_failure_policy = RECOMPUTE
+    index, stripes = open_index(found.place)
+    scheduler = SSDKVScheduler(
+        config,
+        index,
+        stripes,
+        found.place.paths,
+        found.layout.block_tokens,
+        vllm_config.model_config.max_model_len,
+        found.layout.tp_size,
+        Counters(),
+    )
+    longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
+    if config.mode == "page" and index.num_slots < longest:
+        scheduler.close()
+        needed = found.place.capacity_for(longest)
+        raise ConfigError(
+            f"the store has {index.num_slots} slots of {found.layout.block_tokens} tokens, a "
+            f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
+            f"raise the capacity of the devices to {format_size(needed)} in all, or lower "
+            "--max-model-len"
+        )
+    return scheduler
+
+
+def _check_backend(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    """Page mode needs our attention backend in force; vLLM only logs when a plugin fails.
+
+    Raises:
+        UnsupportedError: it is not; says which flag is missing.
+    """
+    if config.mode != "page":
+        return
+    if isinstance(attention_spec(kv_cache_config), TieredAttentionSpec):
+        return
+    if torch.cuda.is_available():
+        raise UnsupportedError(
+            f"page mode needs the attention backend {SSDKVBackend.__name__}: start with "
+            "--attention-backend CUSTOM"
+        )
+    raise UnsupportedError(
+        f"page mode needs the attention backend {SSDKVCPUBackend.__name__}, which is not in "
+        "force: the plugin did not load. Leave VLLM_PLUGINS unset or include ssdkv in it, and run "
+        "`ssdkv doctor`"
+    )
+
+
+def _summary(config: SSDKVConfig, found: _Identity, store: list[str]) -> str:
+    layout = found.layout
+    window = f", window {config.hbm_window_tokens} tokens in HBM" if config.mode == "page" else ""
+    lines = [
+        f"mode {config.mode}, selector {config.selector}{window}, blocks of "
+        f"{layout.block_tokens} tokens in {format_size(layout.geometry.slot_bytes)} per rank, "
+        f"{layout.tp_size} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
+        *store,
+    ]
+    return "SSDKV\n" + "\n".join(f"  {line}" for line in lines)

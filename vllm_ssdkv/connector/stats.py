@@ -1,0 +1,155 @@
+"""Our numbers on vLLM's way: from each process to the scheduler to ``/metrics`` and the log.
+
+Follows ``vllm.distributed.kv_transfer.kv_connector.v1.metrics`` of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from vllm_ssdkv.metrics import METRICS, Metric, combine_gauges, parse_key
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Payload(TypedDict):
+    """What travels: plain and serialisable. Keys are those of ``metrics.metric_key``.
+
+    Gauges are kept by source, the process that set them.
+    """
+
+    counters: dict[str, float]
+    gauges: dict[str, dict[str, float]]
+
+
+@dataclass
+class SSDKVStats(KVConnectorStats):
+    """What one or more processes counted during an interval.
+
+    vLLM aggregates both over the ranks of a step and over the steps of a log interval. Naming the
+    source of every gauge makes one rule right for both: a source's newer gauges replace its older
+    ones, and sources are combined only when they are read.
+    """
+
+    data: Payload = field(default_factory=lambda: Payload(counters={}, gauges={}))
+
+    @classmethod
+    def from_snapshot(cls, snapshot: Mapping[str, float], source: str) -> SSDKVStats:
+        """Stats of one process.
+
+        Args:
+            snapshot: From :meth:`vllm_ssdkv.metrics.Counters.snapshot_delta`.
+            source: Names the process within its engine: ``scheduler``, ``rank0``, ...
+        """
+        stats = cls()
+        for key, value in snapshot.items():
+            if parse_key(key)[0].kind == "counter":
+                stats.data["counters"][key] = value
+            else:
+                stats.data["gauges"].setdefault(source, {})[key] = value
+        return stats
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = Payload(counters={}, gauges={})
+
+    def aggregate(self, other: KVConnectorStats) -> SSDKVStats:
+        """Take in another rank's stats, or those of a later interval. Changes and returns self.
+
+        Raises:
+            TypeError: ``other`` belongs to another connector.
+        """
+        if not isinstance(other, SSDKVStats):
+            raise TypeError(f"cannot aggregate {type(other).__name__} into SSDKVStats")
+        counters = dict(self.data["counters"])
+        for key, value in other.data["counters"].items():
+            counters[key] = counters.get(key, 0) + value
+        gauges = dict(self.data["gauges"])
+        for source, newer in other.data["gauges"].items():
+            gauges[source] = {**gauges.get(source, {}), **newer}
+        # New dicts: vLLM's log accumulates into the payload that the Prometheus side also holds.
+        self.data = Payload(counters=counters, gauges=gauges)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Counters that gained and all gauges but info, for vLLM's periodic log line."""
+        gauges = combine_gauges(list(self.data["gauges"].values()))
+        shown = {key: value for key, value in gauges.items() if parse_key(key)[0].kind == "gauge"}
+        return {**self.data["counters"], **shown}
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not self.data["counters"] and not self.data["gauges"]
+
+
+class SSDKVPromMetrics(KVConnectorPromMetrics):
+    """Creates the Prometheus objects and feeds them. Lives in the API server process(es).
+
+    The classes come from ``metric_types`` (Prometheus's own or Ray's). In Prometheus's
+    multiprocess mode gauges report the most recent value, like vLLM's own.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, Counter] = {
+            metric.name: self._counter_cls(
+                name=metric.full_name,
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.label_names],
+            )
+            for metric in METRICS
+            if metric.kind == "counter"
+        }
+        self._gauges: dict[str, Gauge] = {
+            metric.name: self._gauge_cls(
+                name=metric.full_name,
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.label_names],
+                multiprocess_mode="mostrecent",
+            )
+            for metric in METRICS
+            if metric.kind != "counter"
+        }
+        self._engine_values = per_engine_labelvalues
+        self._last: dict[int, dict[str, dict[str, float]]] = {}
+        for engine_idx, metric in itertools.product(per_engine_labelvalues, METRICS):
+            if metric.kind == "counter":
+                self._expose_zero(metric, engine_idx)
+
+    def _expose_zero(self, metric: Metric, engine_idx: int) -> None:
+        """Show counters with known label values as 0 from the start, so that rates work."""
+        if any(not label.values for label in metric.labels):
+            return
+        for label_values in itertools.product(*(label.values for label in metric.labels)):
+            self._counters[metric.name].labels(*self._engine_values[engine_idx], *label_values)
+
+    def observe(self, transfer_stats_data: Payload, engine_idx: int = 0) -> None:
+        """Record one payload, the ``data`` of :class:`SSDKVStats`.
+
+        Gauges of a source that is missing from this payload keep their last value.
+        """
+        engine_values = self._engine_values[engine_idx]
+        for key, value in transfer_stats_data["counters"].items():
+            metric, label_values = parse_key(key)
+            self._counters[metric.name].labels(*engine_values, *label_values).inc(value)
+        known = self._last.setdefault(engine_idx, {})
+        known.update(transfer_stats_data["gauges"])
+        for key, value in combine_gauges(list(known.values())).items():
+            metric, label_values = parse_key(key)
+            self._gauges[metric.name].labels(*engine_values, *label_values).set(value)

@@ -1,0 +1,178 @@
+#include "attention/attend.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "attention/pool.hpp"
+
+namespace ssdkv::attention {
+namespace {
+
+// Query rows (queries x heads of a group) per task: enough to pay for converting and transposing
+// each key tile, few enough that queries and accumulators stay in the second-level cache.
+constexpr std::int64_t kTileRows = 192;
+// Tasks per thread that a call is cut into when it is large: evens out rows of different lengths.
+constexpr std::int64_t kTasksPerThread = 4;
+// A split over blocks costs a partial state; below this many keys it does not pay.
+constexpr std::int64_t kMinSplitKeys = 512;
+// Reading a key costs about as much as this many query rows cost in arithmetic.
+constexpr std::int64_t kReadRows = 4;
+// Work ((query rows + kReadRows) x keys x head size) below which waking another thread costs more
+// than it brings.
+constexpr std::int64_t kMinThreadWork = 1 << 19;
+
+// A query tile of one row and KV head, before it is split over blocks.
+struct Tile {
+  Task task;
+  std::int64_t rows;
+  std::int64_t keys;  // that its last query sees
+
+  std::int64_t work() const { return (rows + kReadRows) * keys; }
+  std::int64_t blocks() const { return task.block_end - task.block_begin; }
+};
+
+struct Fold {
+  Task task;
+  const float* partials;
+  std::int64_t count;
+};
+
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<Fold> folds;
+  std::unique_ptr<float[]> partials;
+  std::int64_t most_rows = 0;
+  std::int64_t threads = 1;
+};
+
+// Keys in the row's blocks that a query at `position` sees.
+std::int64_t visible_keys(const Problem& p, std::int64_t row, std::int64_t position) {
+  std::int64_t keys = 0;
+  for (std::int64_t b = p.row_block_begin[row]; b < p.row_block_end[row]; ++b) {
+    keys += std::clamp<std::int64_t>(position + 1 - p.block_position[b], 0, p.layout.block_tokens);
+  }
+  return keys;
+}
+
+std::vector<Tile> cut_queries(const Problem& p, std::int64_t rows) {
+  const std::int64_t group = p.query_heads / p.layout.kv_heads;
+  const std::int64_t step = std::max<std::int64_t>(1, kTileRows / group);
+  std::vector<Tile> tiles;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    // Late queries see the most keys: they go first, so that the last tasks to end are short ones.
+    const std::int64_t count = p.row_query_count[row];
+    for (std::int64_t begin = (count - 1) / step * step; count > 0 && begin >= 0; begin -= step) {
+      const std::int64_t queries = std::min(step, count - begin);
+      const std::int64_t keys =
+          visible_keys(p, row, p.row_first_position[row] + begin + queries - 1);
+      if (keys == 0) continue;
+      for (std::int64_t head = 0; head < p.layout.kv_heads; ++head) {
+        const Task task{static_cast<std::int32_t>(row),
+                        static_cast<std::int32_t>(head),
+                        static_cast<std::int32_t>(begin),
+                        static_cast<std::int32_t>(queries),
+                        p.row_block_begin[row],
+                        p.row_block_end[row],
+                        nullptr};
+        tiles.push_back({task, queries * group, keys});
+      }
+    }
+  }
+  return tiles;
+}
+
+// Splits long tiles over their blocks until there is work for every thread. The cut depends on
+// shapes and on the number of threads only, and partial states are folded in block order: the same
+// call gives the same bits every time.
+Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
+  const std::vector<Tile> tiles = cut_queries(p, rows);
+  Plan plan;
+  std::int64_t work = 0;
+  for (const Tile& tile : tiles) {
+    work += tile.work();
+    plan.most_rows = std::max(plan.most_rows, tile.rows);
+  }
+  plan.threads = std::clamp<std::int64_t>(work * p.layout.head_size / kMinThreadWork, 1, threads);
+  const std::int64_t share = std::max<std::int64_t>(1, work / (plan.threads * kTasksPerThread));
+
+  std::vector<std::int64_t> splits(tiles.size(), 1);
+  std::size_t partial_floats = 0;
+  for (std::size_t i = 0; i < tiles.size() && plan.threads > 1; ++i) {
+    const Tile& tile = tiles[i];
+    const std::int64_t wanted = (tile.work() + share - 1) / share;
+    splits[i] =
+        std::max<std::int64_t>(1, std::min({wanted, tile.blocks(), tile.keys / kMinSplitKeys}));
+    partial_floats +=
+        static_cast<std::size_t>((splits[i] - 1) * tile.rows * (p.layout.head_size + 2));
+  }
+
+  plan.partials = std::make_unique_for_overwrite<float[]>(partial_floats);
+  float* partial = plan.partials.get();
+  for (std::size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& tile = tiles[i];
+    const std::int64_t blocks = tile.blocks();
+    if (splits[i] > 1) plan.folds.push_back({tile.task, partial, splits[i] - 1});
+    for (std::int64_t s = 0; s < splits[i]; ++s) {
+      Task task = tile.task;
+      task.block_begin = tile.task.block_begin + static_cast<std::int32_t>(blocks * s / splits[i]);
+      task.block_end =
+          tile.task.block_begin + static_cast<std::int32_t>(blocks * (s + 1) / splits[i]);
+      if (s > 0) {
+        task.partial = partial;
+        partial += tile.rows * (p.layout.head_size + 2);
+      }
+      plan.tasks.push_back(task);
+    }
+  }
+  return plan;
+}
+
+}  // namespace
+
+void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
+            std::int64_t threads) {
+  struct Context {
+    const Kernels& kernels;
+    const Problem& problem;
+    const Plan plan;
+  } context{kernels, problem, make_plan(problem, rows, threads)};
+  const Plan& plan = context.plan;
+  run_tasks(
+      static_cast<std::int64_t>(plan.tasks.size()), plan.threads,
+      kernels.scratch_bytes(plan.most_rows, problem.layout.head_size),
+      [](void* opaque, std::int64_t i, std::byte* scratch) {
+        const auto& c = *static_cast<Context*>(opaque);
+        c.kernels.attend(c.problem, c.plan.tasks[static_cast<std::size_t>(i)], scratch);
+      },
+      &context);
+  run_tasks(
+      static_cast<std::int64_t>(plan.folds.size()), plan.threads, 0,
+      [](void* opaque, std::int64_t i, std::byte*) {
+        const auto& c = *static_cast<Context*>(opaque);
+        const Fold& fold = c.plan.folds[static_cast<std::size_t>(i)];
+        c.kernels.fold(c.problem, fold.task, fold.partials, fold.count);
+      },
+      &context);
+}
+
+void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
+            std::int64_t threads) {
+  struct Context {
+    const Kernels& kernels;
+    const Output& output;
+    std::int64_t tokens;
+    std::int64_t step;
+  } context{
+      kernels, output, tokens,
+      std::max<std::int64_t>(1, kMinThreadWork / 4 / (output.query_heads * output.head_size))};
+  run_tasks((tokens + context.step - 1) / context.step, threads, 0,
+            [](void* opaque, std::int64_t i, std::byte*) {
+              const auto& c = *static_cast<Context*>(opaque);
+              c.kernels.finish(c.output, i * c.step, std::min(c.tokens, (i + 1) * c.step));
+            },
+            &context);
+}
+
+}  // namespace ssdkv::attention

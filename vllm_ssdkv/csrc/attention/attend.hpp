@@ -1,0 +1,18 @@
+// The calls behind the Python functions: they cut a call into tasks and run them on the pool.
+// Arguments are checked by the bindings, not here. Every call blocks until done, may be made from
+// any thread, and needs no GIL.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/problem.hpp"
+
+namespace ssdkv::attention {
+
+void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
+            std::int64_t threads);
+
+void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
+            std::int64_t threads);
+
+}  // namespace ssdkv::attention

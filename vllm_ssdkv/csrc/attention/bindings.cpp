@@ -1,0 +1,248 @@
+// Python face of the CPU attention kernels. Arguments are checked here, before any address is
+// followed; what cannot be checked is that raw addresses point at memory of the stated shape.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "attention/attend.hpp"
+#include "attention/isa.hpp"
+#include "attention/transfer.hpp"
+
+namespace nb = nanobind;
+
+namespace ssdkv::attention {
+namespace {
+
+template <typename T, typename Shape>
+using Array = nb::ndarray<T, Shape, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Vector = Array<const T, nb::ndim<1>>;
+using Matrix = Array<float, nb::ndim<2>>;
+using ConstMatrix = Array<const float, nb::ndim<2>>;
+using Cube = Array<float, nb::ndim<3>>;
+using ConstCube = Array<const float, nb::ndim<3>>;
+
+void require(bool condition, const char* text) {
+  if (!condition) throw std::invalid_argument(text);
+}
+
+DType to_dtype(int code) {
+  require(code >= 0 && code <= 2, "dtype must be FLOAT32 (0), BFLOAT16 (1) or FLOAT16 (2)");
+  return static_cast<DType>(code);
+}
+
+std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+std::int64_t extent(std::size_t n) { return static_cast<std::int64_t>(n); }
+
+PageLayout to_layout(std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t page_stride,
+                     std::int64_t kv_heads, std::int64_t head_size, int dtype) {
+  require(page_tokens > 0 && block_tokens > 0 && block_tokens % page_tokens == 0,
+          "block_tokens must be a positive multiple of page_tokens");
+  require(kv_heads > 0, "kv_heads must be positive");
+  require(head_size > 0 && head_size % 8 == 0 && head_size <= kMaxHeadSize,
+          "head_size must be a multiple of 8, at most 256");
+  const PageLayout layout{block_tokens, page_tokens, page_stride,
+                          kv_heads,     head_size,   to_dtype(dtype)};
+  require(page_stride >= 2 * page_tokens * head_size * item_bytes(layout.dtype),
+          "page_stride is smaller than K and V of one page");
+  return layout;
+}
+
+template <typename State, typename Accumulator>
+void check_state(const State& m, const State& l, const Accumulator& acc) {
+  require(m.shape(0) == l.shape(0) && m.shape(1) == l.shape(1) && m.shape(0) == acc.shape(0) &&
+              m.shape(1) == acc.shape(1),
+          "m and l must be [tokens, q_heads] and acc [tokens, q_heads, head_size]");
+}
+
+void py_attend(std::uint64_t q_address, int q_dtype, std::int64_t q_stride_bytes, double scale,
+               Matrix m, Matrix l, Cube acc, Vector<std::int32_t> row_query_begin,
+               Vector<std::int32_t> row_query_count, Vector<std::int64_t> row_first_position,
+               Vector<std::int32_t> row_block_begin, Vector<std::int32_t> row_block_end,
+               Vector<std::uint64_t> block_base, Vector<std::int64_t> block_position,
+               std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t page_stride,
+               std::int64_t kv_heads, std::int64_t q_heads, std::int64_t head_size, int kv_dtype,
+               std::int64_t threads) {
+  Problem p{};
+  p.layout = to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, kv_dtype);
+  check_state(m, l, acc);
+  const std::int64_t tokens = extent(m.shape(0));
+  const std::int64_t rows = extent(row_query_begin.shape(0));
+  const std::int64_t blocks = extent(block_base.shape(0));
+  require(q_heads > 0 && q_heads % kv_heads == 0,
+          "q_heads must be a positive multiple of kv_heads");
+  require(extent(m.shape(1)) == q_heads && extent(acc.shape(2)) == head_size,
+          "m, l and acc do not match q_heads and head_size");
+  require(std::isfinite(scale), "scale must be finite");
+  require(threads > 0, "threads must be positive");
+  require(extent(row_query_count.shape(0)) == rows && extent(row_first_position.shape(0)) == rows &&
+              extent(row_block_begin.shape(0)) == rows && extent(row_block_end.shape(0)) == rows,
+          "the row_* arrays differ in length");
+  require(extent(block_position.shape(0)) == blocks,
+          "block_base and block_position differ in length");
+  for (std::size_t r = 0; r < row_query_begin.shape(0); ++r) {
+    const std::int64_t begin = row_query_begin.data()[r];
+    const std::int64_t count = row_query_count.data()[r];
+    const std::int64_t first = row_block_begin.data()[r];
+    const std::int64_t last = row_block_end.data()[r];
+    require(begin >= 0 && count >= 0 && begin + count <= tokens,
+            "a row's queries lie outside m, l and acc");
+    require(first >= 0 && first <= last && last <= blocks, "a row's blocks lie outside block_base");
+  }
+  p.query_heads = q_heads;
+  p.query = reinterpret_cast<const std::byte*>(q_address);
+  p.query_dtype = to_dtype(q_dtype);
+  p.query_stride = q_stride_bytes;
+  require(q_stride_bytes >= q_heads * head_size * item_bytes(p.query_dtype),
+          "q_stride_bytes is smaller than the heads of one token");
+  p.scale = static_cast<float>(scale);
+  p.maximum = m.data();
+  p.denominator = l.data();
+  p.accumulator = acc.data();
+  p.row_query_begin = row_query_begin.data();
+  p.row_query_count = row_query_count.data();
+  p.row_first_position = row_first_position.data();
+  p.row_block_begin = row_block_begin.data();
+  p.row_block_end = row_block_end.data();
+  p.block_base = block_base.data();
+  p.block_position = block_position.data();
+  const nb::gil_scoped_release release;
+  attend(active_kernels(), p, rows, threads);
+}
+
+void py_finish(ConstMatrix m, ConstMatrix l, ConstCube acc, std::uint64_t out_address,
+               int out_dtype, std::int64_t out_stride_bytes, std::optional<Matrix> lse,
+               std::int64_t threads) {
+  check_state(m, l, acc);
+  require(threads > 0, "threads must be positive");
+  Output o{};
+  o.maximum = m.data();
+  o.denominator = l.data();
+  o.accumulator = acc.data();
+  o.query_heads = extent(m.shape(1));
+  o.head_size = extent(acc.shape(2));
+  o.out = reinterpret_cast<std::byte*>(out_address);
+  o.dtype = to_dtype(out_dtype);
+  o.out_stride = out_stride_bytes;
+  require(out_stride_bytes >= o.query_heads * o.head_size * item_bytes(o.dtype),
+          "out_stride_bytes is smaller than the heads of one token");
+  if (lse) {
+    require(lse->shape(0) == m.shape(0) && lse->shape(1) == m.shape(1),
+            "lse must be [tokens, q_heads]");
+    o.lse = lse->data();
+  }
+  const std::int64_t tokens = extent(m.shape(0));
+  if (o.query_heads * o.head_size == 0) return;
+  const nb::gil_scoped_release release;
+  finish(active_kernels(), o, tokens, threads);
+}
+
+void py_store_kv(std::uint64_t key_address, std::uint64_t value_address, int dtype,
+                 std::int64_t key_stride_bytes, std::int64_t value_stride_bytes,
+                 Vector<std::int64_t> slot_mapping, std::uint64_t cache_address,
+                 std::int64_t block_stride_bytes, std::int64_t page_stride,
+                 std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
+                 std::int64_t head_size, std::int64_t threads) {
+  Scatter s{};
+  s.layout = to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype);
+  require(threads > 0, "threads must be positive");
+  const std::int64_t token = kv_heads * head_size * item_bytes(s.layout.dtype);
+  require(key_stride_bytes >= token && value_stride_bytes >= token,
+          "a token stride is smaller than the heads of one token");
+  require(block_stride_bytes >= kv_heads * (block_tokens / page_tokens) * page_stride,
+          "block_stride_bytes is smaller than the pages of one block");
+  s.key = reinterpret_cast<const std::byte*>(key_address);
+  s.value = reinterpret_cast<const std::byte*>(value_address);
+  s.key_stride = key_stride_bytes;
+  s.value_stride = value_stride_bytes;
+  s.slots = slot_mapping.data();
+  s.cache = reinterpret_cast<std::byte*>(cache_address);
+  s.block_stride = block_stride_bytes;
+  const std::int64_t tokens = extent(slot_mapping.shape(0));
+  const nb::gil_scoped_release release;
+  scatter_tokens(s, tokens, threads);
+}
+
+void py_copy(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& destination,
+             std::int64_t pages, std::int64_t payload_bytes, std::int64_t source_stride,
+             std::int64_t destination_stride, bool clear_padding, std::int64_t threads) {
+  require(source.shape(0) == destination.shape(0), "source and destination differ in length");
+  require(pages >= 0 && payload_bytes >= 0 && threads > 0,
+          "pages, payload_bytes or threads out of range");
+  require(source_stride >= payload_bytes && destination_stride >= payload_bytes,
+          "a page stride is smaller than payload_bytes");
+  const PageCopy copy{source.data(), destination.data(), pages,        payload_bytes,
+                      source_stride, destination_stride, clear_padding};
+  const std::int64_t items = extent(source.shape(0));
+  const nb::gil_scoped_release release;
+  copy_pages(copy, items, threads);
+}
+
+void py_pack(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& destination,
+             std::int64_t pages, std::int64_t payload_bytes, std::int64_t source_stride,
+             std::int64_t destination_stride, std::int64_t threads) {
+  py_copy(source, destination, pages, payload_bytes, source_stride, destination_stride, true,
+          threads);
+}
+
+void py_unpack(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& destination,
+               std::int64_t pages, std::int64_t payload_bytes, std::int64_t source_stride,
+               std::int64_t destination_stride, std::int64_t threads) {
+  py_copy(source, destination, pages, payload_bytes, source_stride, destination_stride, false,
+          threads);
+}
+
+}  // namespace
+}  // namespace ssdkv::attention
+
+NB_MODULE(_kernels, module) {
+  using namespace ssdkv::attention;  // NOLINT: binding code only
+  module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
+  module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
+  module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  module.def(
+      "isa", [] { return std::string(active_kernels().name); },
+      "Instruction set of the kernels in force.");
+  module.def("isas", &available_isas, "Instruction sets this machine can run, best first.");
+  module.def(
+      "set_isa", [](const std::string& name) { select_isa(name); }, nb::arg("name"),
+      "Use the kernels of another instruction set, for the whole process. Raises ValueError.");
+  module.def("attend", &py_attend, nb::arg("q_address"), nb::arg("q_dtype"),
+             nb::arg("q_stride_bytes"), nb::arg("scale"), nb::arg("m").noconvert(),
+             nb::arg("l").noconvert(), nb::arg("acc").noconvert(),
+             nb::arg("row_query_begin").noconvert(), nb::arg("row_query_count").noconvert(),
+             nb::arg("row_first_position").noconvert(), nb::arg("row_block_begin").noconvert(),
+             nb::arg("row_block_end").noconvert(), nb::arg("block_base").noconvert(),
+             nb::arg("block_position").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
+             nb::arg("page_stride"), nb::arg("kv_heads"), nb::arg("q_heads"), nb::arg("head_size"),
+             nb::arg("kv_dtype"), nb::arg("threads"),
+             "Attend ragged rows of queries to blocks of KV; updates the running softmax (m, l, "
+             "acc) in place.");
+  module.def("finish", &py_finish, nb::arg("m").noconvert(), nb::arg("l").noconvert(),
+             nb::arg("acc").noconvert(), nb::arg("out_address"), nb::arg("out_dtype"),
+             nb::arg("out_stride_bytes"), nb::arg("lse").noconvert().none(), nb::arg("threads"),
+             "out = acc / l (zero where l is 0); lse = m + log(l).");
+  module.def("store_kv", &py_store_kv, nb::arg("key_address"), nb::arg("value_address"),
+             nb::arg("dtype"), nb::arg("key_stride_bytes"), nb::arg("value_stride_bytes"),
+             nb::arg("slot_mapping").noconvert(), nb::arg("cache_address"),
+             nb::arg("block_stride_bytes"), nb::arg("page_stride"), nb::arg("block_tokens"),
+             nb::arg("page_tokens"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("threads"),
+             "Scatter new K and V into blocks; negative slots are skipped.");
+  module.def("pack_blocks", &py_pack, nb::arg("source").noconvert(),
+             nb::arg("destination").noconvert(), nb::arg("pages"), nb::arg("payload_bytes"),
+             nb::arg("source_stride"), nb::arg("destination_stride"), nb::arg("threads"),
+             "Copy items of `pages` pages; zeroes the padding of the destination.");
+  module.def("unpack_blocks", &py_unpack, nb::arg("source").noconvert(),
+             nb::arg("destination").noconvert(), nb::arg("pages"), nb::arg("payload_bytes"),
+             nb::arg("source_stride"), nb::arg("destination_stride"), nb::arg("threads"),
+             "Copy items of `pages` pages; leaves the padding of the destination alone.");
+}

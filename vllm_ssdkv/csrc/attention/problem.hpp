@@ -1,0 +1,95 @@
+// Plain descriptions of one attention call. No code lives here: the file is included by translation
+// units that are compiled for different instruction sets, and anything emitted twice would be
+// merged by the linker.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ssdkv::attention {
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+inline constexpr std::int64_t kMaxHeadSize = 256;
+
+// One layer's part of a block: [kv_heads][groups] pages, `page_stride` bytes apart. A page is K
+// [page_tokens][head_size] followed at once by V of the same shape.
+struct PageLayout {
+  std::int64_t block_tokens;
+  std::int64_t page_tokens;
+  std::int64_t page_stride;
+  std::int64_t kv_heads;
+  std::int64_t head_size;
+  DType dtype;
+};
+
+// Ragged rows of queries over lists of blocks, and the running softmax state they update in place.
+struct Problem {
+  PageLayout layout;
+  std::int64_t query_heads;
+
+  const std::byte* query;  // [tokens][query_heads][head_size], tokens `query_stride` bytes apart
+  DType query_dtype;
+  std::int64_t query_stride;
+  float scale;
+
+  float* maximum;      // [tokens][query_heads]
+  float* denominator;  // [tokens][query_heads]
+  float* accumulator;  // [tokens][query_heads][head_size]
+
+  const std::int32_t* row_query_begin;
+  const std::int32_t* row_query_count;
+  const std::int64_t* row_first_position;
+  const std::int32_t* row_block_begin;
+  const std::int32_t* row_block_end;
+  const std::uint64_t* block_base;
+  const std::int64_t* block_position;
+};
+
+// A unit of work: some queries of one row, the query heads of one KV head, a range of the row's
+// blocks. `partial` is null where the task updates the state itself, else [rows] maxima, [rows]
+// denominators, then [rows][head_size] accumulators, rows = query_count * group size in (query,
+// head) order.
+struct Task {
+  std::int32_t row;
+  std::int32_t head;
+  std::int32_t query_begin;  // within the row
+  std::int32_t query_count;
+  std::int32_t block_begin;
+  std::int32_t block_end;
+  float* partial;
+};
+
+// Where finished outputs go.
+struct Output {
+  const float* maximum;
+  const float* denominator;
+  const float* accumulator;
+  std::int64_t query_heads;
+  std::int64_t head_size;
+  std::byte* out;  // [tokens][query_heads][head_size], tokens `out_stride` bytes apart
+  DType dtype;
+  std::int64_t out_stride;
+  float* lse;  // [tokens][query_heads] or null
+};
+
+// The entry points of one instruction set.
+struct Kernels {
+  const char* name;
+  // Bytes of scratch (64-byte aligned) that `attend` needs for a task of `rows` = queries * group
+  // size.
+  std::size_t (*scratch_bytes)(std::int64_t rows, std::int64_t head_size);
+  void (*attend)(const Problem&, const Task&, std::byte* scratch);
+  // Folds `count` partial states, which lie one after the other, into the state of `task` in that
+  // order.
+  void (*fold)(const Problem&, const Task&, const float* partials, std::int64_t count);
+  void (*finish)(const Output&, std::int64_t token_begin, std::int64_t token_end);
+};
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace ssdkv::attention

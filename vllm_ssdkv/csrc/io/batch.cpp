@@ -1,0 +1,46 @@
+#include "io/batch.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace ssdkv {
+
+Clock::time_point deadline_after(double seconds) {
+  constexpr double kTenYears = 10.0 * 365 * 86400;
+  const double bounded = seconds > 0 ? std::min(seconds, kTenYears) : 0.0;
+  return Clock::now() +
+         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+}
+
+Batch::Batch(Op op, std::vector<Request> requests)
+    : op_(op),
+      requests_(std::move(requests)),
+      results_(std::make_unique<std::atomic<int32_t>[]>(requests_.size())),
+      left_(requests_.size()) {
+  for (size_t i = 0; i < requests_.size(); ++i) {
+    results_[i].store(kPending, std::memory_order_relaxed);
+  }
+}
+
+void Batch::complete(size_t index, int32_t result) noexcept {
+  results_[index].store(result, std::memory_order_release);
+  if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    // Under the mutex, or a waiter between its test and its sleep would miss it.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ended_.notify_all();
+  }
+}
+
+bool Batch::wait_until(Clock::time_point deadline) {
+  if (done()) return true;
+  std::unique_lock<std::mutex> lock(mutex_);
+  return ended_.wait_until(lock, deadline, [this] { return done(); });
+}
+
+std::vector<int32_t> Batch::results() const {
+  std::vector<int32_t> copy(requests_.size());
+  for (size_t i = 0; i < copy.size(); ++i) copy[i] = results_[i].load(std::memory_order_acquire);
+  return copy;
+}
+
+}  // namespace ssdkv

@@ -1,0 +1,50 @@
+// What a caller holds while its requests are on their way. Every engine of this module uses it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "io/request.hpp"
+
+namespace ssdkv {
+
+using Clock = std::chrono::steady_clock;
+
+// The point `seconds` from now; negative and NaN mean now, long times are cut to 10 years.
+Clock::time_point deadline_after(double seconds);
+
+class Batch {
+ public:
+  static constexpr int32_t kPending = std::numeric_limits<int32_t>::min();
+
+  Batch(Op op, std::vector<Request> requests);
+
+  Op op() const { return op_; }
+  size_t size() const { return requests_.size(); }
+  const Request& request(size_t index) const { return requests_[index]; }
+
+  // Called exactly once per request, by whichever thread ended it. The bytes of a read are visible
+  // to every thread that has seen done() or wait() return true afterwards.
+  void complete(size_t index, int32_t result) noexcept;
+
+  bool done() const noexcept { return left_.load(std::memory_order_acquire) == 0; }
+  bool wait_until(Clock::time_point deadline);
+  std::vector<int32_t> results() const;
+
+ private:
+  const Op op_;
+  const std::vector<Request> requests_;
+  const std::unique_ptr<std::atomic<int32_t>[]> results_;
+  std::atomic<size_t> left_;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+};
+
+}  // namespace ssdkv

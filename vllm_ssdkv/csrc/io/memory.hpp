@@ -1,0 +1,29 @@
+// Checksums and copies of many pieces of memory, given by absolute address.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ssdkv {
+
+// `threads` below is an upper limit: 0 means "choose". Less than 4 MiB in total is always done on
+// the calling thread, because starting threads would cost more than it saves.
+
+// xxh3-64 (seed 0) of nbytes at each of n addresses.
+void checksum(const uint64_t* addresses, size_t n, size_t nbytes, unsigned threads, uint64_t* out);
+
+// Ascending positions i where the checksum at addresses[i] is not expected[i].
+std::vector<int64_t> verify(const uint64_t* addresses, const uint64_t* expected, size_t n,
+                            size_t nbytes, unsigned threads);
+
+struct Piece {
+  uint64_t src;
+  uint64_t dst;
+  uint64_t nbytes;
+};
+
+// memcpy of every piece; pieces must not overlap one another's destinations.
+void copy(const std::vector<Piece>& pieces, unsigned threads);
+
+}  // namespace ssdkv

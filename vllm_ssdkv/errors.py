@@ -1,0 +1,51 @@
+"""Every error this package raises on purpose. All derive from :class:`SSDKVError`."""
+
+from __future__ import annotations
+
+
+class SSDKVError(Exception):
+    """Base of all errors of this package; its text says what is wrong and the way out."""
+
+
+class ConfigError(SSDKVError, ValueError):
+    """An option is unknown, of the wrong type, or contradicts another option or the model."""
+
+
+class UnsupportedError(SSDKVError):
+    """This model or engine setting cannot be served in the chosen mode."""
+
+
+class StoreError(SSDKVError):
+    """Base of everything that can go wrong with the store on disk."""
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the store's directory."""
+
+
+class FingerprintMismatchError(StoreError):
+    """The directory holds KV of another model, dtype, layout or parallel size."""
+
+
+class FormatError(StoreError):
+    """Bytes on disk are not a header, superblock or journal that this version reads."""
+
+
+class StoreFullError(StoreError):
+    """No slot is free and none may be evicted."""
+
+
+class StoreFailedError(StoreError):
+    """No device is left that could serve the request; the text names the devices."""
+
+
+class DeviceError(StoreError):
+    """A device cannot be opened, sized or locked; the text names its path."""
+
+
+class EngineUnavailableError(StoreError):
+    """The named I/O engine cannot run here; the text says why."""
+
+
+class DeadlineError(StoreError):
+    """An I/O did not end before its deadline; the text names the devices it waited for."""

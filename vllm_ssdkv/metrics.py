@@ -1,0 +1,253 @@
+"""Every metric of the product, declared once, and the accumulator that the code counts in.
+
+Nothing here knows vLLM or Prometheus: ``connector/stats.py`` carries the numbers to vLLM's
+``/metrics``, and ``docs/metrics.md`` is generated from :data:`METRICS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Final, Literal
+from urllib.parse import quote, unquote
+
+PREFIX: Final = "vllm:ssdkv_"
+"""vLLM unregisters metrics by the prefix ``vllm:``; connectors add their own name to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One label of a metric. Its values are bounded: listed here, or by the options.
+
+    Attributes:
+        values: All values, or empty when ``bounded_by`` says what bounds them.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+    bounded_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: Short name; the code counts under it.
+        unit: What the number counts, for the table.
+        combine: How the values of several ranks become one. Counters always add up.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "info"]
+    unit: str
+    help: str
+    labels: tuple[Label, ...] = ()
+    combine: Literal["sum", "max", "min"] = "sum"
+
+    @property
+    def full_name(self) -> str:
+        """Name that Prometheus is given (it appends ``_total`` to counters)."""
+        return PREFIX + self.name
+
+    @property
+    def exposed_name(self) -> str:
+        """Name that a scrape of ``/metrics`` shows."""
+        return self.full_name + ("_total" if self.kind == "counter" else "")
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the labels in declaration order."""
+        return tuple(label.name for label in self.labels)
+
+
+_DEVICE: Final = Label("device", bounded_by="paths in the option devices")
+_TIER: Final = Label("tier", ("dram", "ssd"))
+_IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
+_DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost"))
+_RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
+
+
+def _counter(name: str, unit: str, help: str, *labels: Label) -> Metric:
+    return Metric(name, "counter", unit, help, labels)
+
+
+def _gauge(
+    name: str, unit: str, help: str, *labels: Label, combine: Literal["sum", "max", "min"] = "sum"
+) -> Metric:
+    return Metric(name, "gauge", unit, help, labels, combine)
+
+
+METRICS: Final[tuple[Metric, ...]] = (
+    _counter("slots_stored", "slots", "Slots written and published."),
+    _counter("slots_evicted", "slots", "Slots given up to make room for newer ones."),
+    _counter(
+        "slots_dropped", "slots", "Slots whose data cannot be trusted or was lost.", _DROP_CAUSE
+    ),
+    _counter("recovered_slots", "slots", "Slots found again in the journal at start."),
+    _counter("hit_tokens", "tokens", "Prompt tokens served from the store.", _TIER),
+    _counter("load_failures", "requests", "Requests for which a load did not bring all its data."),
+    _counter(
+        "recomputed_requests",
+        "requests",
+        "Requests computed again because their hit or their context could not be read.",
+        _RECOMPUTE_CAUSE,
+    ),
+    _counter(
+        "stores_skipped", "blocks", "Blocks not stored because the write buffer was full (reuse)."
+    ),
+    _counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
+    _counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
+    _counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
+    _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
+    _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
+    _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
+    _counter("checksum_failures", "pages", "Pages whose data does not match their checksum."),
+    _counter(
+        "header_mismatches", "slots", "Slots whose header names another block, model or version."
+    ),
+    _counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
+    _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
+    _gauge("slots_ready", "slots", "Slots that can be found."),
+    _gauge("slots_free", "slots", "Slots that hold nothing."),
+    _gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    _gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
+    _gauge(
+        "dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."
+    ),
+    _gauge("journal_bytes", "bytes", "Size of the journal."),
+    _gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
+    _gauge(
+        "device_state",
+        "0 or 1",
+        "1 while the device is in service, 0 once any rank has taken it out.",
+        _DEVICE,
+        combine="min",
+    ),
+    Metric(
+        "info",
+        "info",
+        "1",
+        "Always 1; the labels say what is in force.",
+        (
+            Label("mode", ("reuse", "page")),
+            Label("io_engine", bounded_by="the I/O engine in force"),
+            Label("selector", bounded_by="the option selector"),
+        ),
+        "max",
+    ),
+)
+
+BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
+
+
+def metric_key(name: str, labels: dict[str, str]) -> str:
+    """``name|label=value,...`` in declaration order; values are percent-encoded.
+
+    Raises:
+        ValueError: the metric, a label or a label's value is not declared.
+    """
+    metric = BY_NAME.get(name)
+    if metric is None:
+        raise ValueError(f"no metric {name!r} is declared")
+    if len(labels) != len(metric.labels):
+        raise ValueError(f"metric {name} has the labels {metric.label_names}, got {tuple(labels)}")
+    parts: list[str] = []
+    for label in metric.labels:
+        value = labels.get(label.name)
+        if value is None or (label.values and value not in label.values):
+            raise ValueError(f"metric {name}: label {label.name} cannot be {value!r}")
+        parts.append(f"{label.name}={quote(value, safe='/')}")
+    return f"{name}|{','.join(parts)}" if parts else name
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_key(key: str) -> tuple[Metric, tuple[str, ...]]:
+    """The metric and its label values, from a key of :func:`metric_key`.
+
+    Raises:
+        KeyError: the metric is not declared.
+    """
+    name, _, labels = key.partition("|")
+    values = tuple(unquote(part.partition("=")[2]) for part in labels.split(",")) if labels else ()
+    return BY_NAME[name], values
+
+
+def combine_gauges(snapshots: list[dict[str, float]]) -> dict[str, float]:
+    """Gauges of several ranks as one set, each combined as its metric declares."""
+    combined: dict[str, float] = {}
+    for snapshot in snapshots:
+        for key, value in snapshot.items():
+            if key not in combined:
+                combined[key] = value
+                continue
+            how = parse_key(key)[0].combine
+            if how == "sum":
+                combined[key] += value
+            else:
+                combined[key] = (max if how == "max" else min)(combined[key], value)
+    return combined
+
+
+class Counters:
+    """Accumulator of one process. Any thread may call any method; none blocks on I/O.
+
+    Holds one number per declared metric and label value, so its size is bounded.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Increase a counter.
+
+        Raises:
+            ValueError: not a declared counter, its labels do not fit, or ``value`` is negative.
+        """
+        key = metric_key(name, labels)
+        if BY_NAME[name].kind != "counter" or not value >= 0:
+            raise ValueError(f"cannot add {value} to the {BY_NAME[name].kind} {name}")
+        with self._lock:
+            self._totals[key] = self._totals.get(key, 0) + value
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge, or an info metric (to 1).
+
+        Raises:
+            ValueError: not a declared gauge, or its labels do not fit.
+        """
+        key = metric_key(name, labels)
+        if BY_NAME[name].kind == "counter":
+            raise ValueError(f"{name} is a counter; use add")
+        with self._lock:
+            self._gauges[key] = value
+
+    def total(self, name: str, **labels: str) -> float:
+        """A counter since the start of the process.
+
+        Raises:
+            ValueError: not a declared metric, or its labels do not fit.
+        """
+        key = metric_key(name, labels)
+        with self._lock:
+            return self._totals.get(key, 0)
+
+    def snapshot_delta(self) -> dict[str, float]:
+        """What counters gained since the last call (those that gained), and every gauge.
+
+        Gauges are repeated each time: with several API servers each of them sees only some of
+        the snapshots.
+        """
+        with self._lock:
+            delta = {
+                key: total - self._reported.get(key, 0)
+                for key, total in self._totals.items()
+                if total != self._reported.get(key, 0)
+            }
+            self._reported = dict(self._totals)
+            return {**delta, **self._gauges}

@@ -1,0 +1,138 @@
+"""A data file's superblock: claimed at start, so that no other store's bytes are taken for ours."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import uuid
+
+from vllm_ssdkv.errors import DeviceError, FormatError
+from vllm_ssdkv.store.device import OpenDevice
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
+
+logger = logging.getLogger(__name__)
+
+
+def read_superblock(device: OpenDevice) -> Superblock | None:
+    """The valid superblock with the highest epoch, or None for a new file. Blocks on I/O.
+
+    Raises:
+        FormatError: there is data, but no valid superblock.
+        DeviceError: the device cannot be read.
+    """
+    copies = [_read(device, offset) for offset in COPY_OFFSETS]
+    found = newest(copies, str(device.path))
+    if found is not None:
+        for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
+            _warn_of_damage(device, offset, copy)
+    return found
+
+
+def _warn_of_damage(device: OpenDevice, offset: int, copy: bytes) -> None:
+    try:
+        Superblock.decode(copy)
+    except FormatError as error:
+        logger.warning(
+            "%s: the superblock at %d is damaged (%s) and is written anew from the other copy",
+            device.path,
+            offset,
+            error,
+        )
+
+
+def write_superblock(device: OpenDevice, block: Superblock) -> None:
+    """Write the copy that the block's epoch selects. Blocks on I/O.
+
+    Raises:
+        DeviceError: the device cannot be written.
+    """
+    with mmap.mmap(-1, BLOCK_BYTES) as page:  # page-aligned, as O_DIRECT wants
+        page[:] = block.encode()
+        try:
+            written = os.pwrite(device.fd, page, block.copy_offset)
+            os.fdatasync(device.fd)
+        except OSError as error:
+            raise DeviceError(f"{device.path}: superblock: {error.strerror}") from error
+    if written != BLOCK_BYTES:
+        raise DeviceError(f"{device.path}: superblock: only {written} bytes were written")
+
+
+def _read(device: OpenDevice, offset: int) -> bytes:
+    with mmap.mmap(-1, BLOCK_BYTES) as page:
+        try:
+            count = os.preadv(device.fd, [page], offset)
+        except OSError as error:
+            raise DeviceError(f"{device.path}: superblock: {error.strerror}") from error
+        return bytes(page[:count])
+
+
+def claim(
+    device: OpenDevice,
+    *,
+    store: uuid.UUID,
+    known: str,
+    index: int,
+    rank: int,
+    stripes: StripeMap,
+    geometry: SlotGeometry,
+    fingerprint: Fingerprint,
+) -> str:
+    """Check that the file is this store's, or make it so if it is new. Blocks on I/O.
+
+    Both copies of the superblock are brought up to date, so one that was damaged is mended.
+
+    Args:
+        known: UUID that the manifest has for this file, empty for none.
+
+    Returns:
+        The UUID of the file; other than ``known`` when the file is new.
+
+    Raises:
+        FingerprintMismatchError, FormatError: it belongs to something else.
+        DeviceError: it cannot be read or written.
+    """
+    found = read_superblock(device)
+    mine = uuid.UUID(known) if known and found is not None else uuid.uuid4()
+    if found is not None and not known:
+        mine = found.device  # we were killed before the manifest was saved
+    expected = Superblock(
+        store=store,
+        device=mine,
+        rank=rank,
+        device_index=index,
+        devices=stripes.devices,
+        lanes=stripes.lanes,
+        unit_bytes=stripes.unit_bytes,
+        epoch=1 if found is None else found.epoch + 1,
+        geometry=geometry,
+        fingerprint=fingerprint,
+    )
+    if found is not None:
+        found.require(expected, str(device.path))
+    elif known:
+        logger.error(
+            "ssdkv: the data file %s is missing or empty: it is made anew, what was stored on it "
+            "is computed again",
+            device.path,
+        )
+    write_superblock(device, expected)
+    write_superblock(device, _next(expected))
+    return str(mine)
+
+
+def _next(block: Superblock) -> Superblock:
+    return Superblock(
+        store=block.store,
+        device=block.device,
+        rank=block.rank,
+        device_index=block.device_index,
+        devices=block.devices,
+        lanes=block.lanes,
+        unit_bytes=block.unit_bytes,
+        epoch=block.epoch + 1,
+        geometry=block.geometry,
+        fingerprint=block.fingerprint,
+    )

@@ -1,0 +1,74 @@
+"""Small files that survive a power loss: whole writes, synced directories, atomic replacement."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write all bytes at an offset. Blocks.
+
+    Raises:
+        OSError: the kernel refused a part; any prefix of the data may have been written.
+    """
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        if written == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = view[written:]
+        offset += written
+
+
+def sync_directory(path: Path) -> None:
+    """Make names created in, renamed into or removed from a directory durable. Blocks.
+
+    Raises:
+        OSError: as ``open`` and ``fsync``.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def create_temporary(path: Path) -> tuple[int, Path]:
+    """A new empty file, mode 0600, next to ``path``, to be renamed over it.
+
+    One name per target: what a crash left behind is removed first.
+
+    Returns:
+        Its descriptor, open for reading and writing, and its path.
+
+    Raises:
+        OSError: as ``unlink`` and ``open``.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(temporary, flags, 0o600), temporary
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a file with this content, mode 0600, in the place of ``path``. Blocks.
+
+    At any instant, a crash included, the path names the old content or the new one, whole.
+
+    Raises:
+        OSError: nothing was replaced, unless only the directory could not be synced.
+    """
+    fd, temporary = create_temporary(path)
+    try:
+        try:
+            write_all(fd, data, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)

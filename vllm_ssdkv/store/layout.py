@@ -1,0 +1,308 @@
+"""Where the bytes of a slot lie: geometry of one slot, and striping of slots over devices.
+
+Pure arithmetic: no I/O, no state after construction, safe from any thread. All sizes and offsets
+are bytes. What this file computes is the on-disk format (``docs/format.md``): changing a formula
+here needs a new format version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.lanes import lanes_for
+
+U16: TypeAlias = NDArray[np.uint16]
+U32: TypeAlias = NDArray[np.uint32]
+U64: TypeAlias = NDArray[np.uint64]
+I64: TypeAlias = NDArray[np.int64]
+
+PAGE_ALIGN = 4096
+"""Every offset and length handed to an engine is a multiple of this (O_DIRECT on any drive)."""
+
+STRIPE_UNIT = 512 * 1024
+"""Upper bound of a stripe unit."""
+
+MERGE_BYTES = 4 * 1024 * 1024
+"""Upper bound of one request made of adjacent units, so that one failure costs little."""
+
+SUPERBLOCK_BYTES = 1024 * 1024
+"""Bytes before the first slot of every data file; the superblock copies lie inside."""
+
+HEADER_FIXED_BYTES = 128
+"""Slot header before the page checksums."""
+
+HEADER_TAIL_BYTES = 8
+"""The header's own checksum, its last bytes."""
+
+MAX_SLOT_BYTES = 2**31 - PAGE_ALIGN
+"""A slot's length, and so that of every request, fits the engines' signed 32-bit results."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGeometry:
+    """Shape of one slot on one rank: header, then pages ordered layer, head, group.
+
+    Attributes:
+        kind: ``opaque``: one page holds one layer's block as vLLM laid it out. ``paged``: one page
+            holds K, then V, of ``page_tokens`` tokens of one KV head and layer.
+        layers: Attention layers whose KV a slot holds.
+        heads: KV heads of this rank; 1 for ``opaque``.
+        groups: Pages per head and layer, that is block size over page tokens; 1 for ``opaque``.
+        payload_bytes: Bytes used in each page. The rest up to :attr:`page_bytes` is padding,
+            neither checksummed nor looked at.
+
+    Raises:
+        ValueError: a number is not positive, ``opaque`` has heads or groups, or the slot would
+            exceed :data:`MAX_SLOT_BYTES`.
+    """
+
+    kind: Literal["opaque", "paged"]
+    layers: int
+    heads: int
+    groups: int
+    payload_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("opaque", "paged"):
+            raise ValueError(f"slot kind is {self.kind!r}, not 'opaque' or 'paged'")
+        for name in ("layers", "heads", "groups", "payload_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"slot geometry: {name} is {getattr(self, name)}, must be > 0")
+        if self.kind == "opaque" and (self.heads, self.groups) != (1, 1):
+            raise ValueError("slot geometry: an opaque slot has heads = groups = 1")
+        if self.slot_bytes > MAX_SLOT_BYTES:
+            raise ValueError(f"slot of {self.slot_bytes} bytes exceeds {MAX_SLOT_BYTES}")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes from one page to the next: the payload padded to 4096."""
+        return round_up(self.payload_bytes, PAGE_ALIGN)
+
+    @property
+    def pages_per_layer(self) -> int:
+        """Pages of one layer."""
+        return self.heads * self.groups
+
+    @property
+    def pages(self) -> int:
+        """Pages of one slot."""
+        return self.layers * self.pages_per_layer
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's pages; they are contiguous in the slot."""
+        return self.pages_per_layer * self.page_bytes
+
+    @property
+    def quantum(self) -> int:
+        """Header and stripe units are multiples of this.
+
+        A page size for small pages, so that no page straddles two units and reading one page is
+        one request; 4096 for opaque slots (read whole) and for pages larger than a unit.
+        """
+        if self.kind == "paged" and self.page_bytes <= STRIPE_UNIT:
+            return self.page_bytes
+        return PAGE_ALIGN
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the header: fixed part, one checksum per page, own checksum, padded."""
+        used = HEADER_FIXED_BYTES + 8 * self.pages + HEADER_TAIL_BYTES
+        return round_up(used, self.quantum)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of header and pages."""
+        return self.header_bytes + self.pages * self.page_bytes
+
+    def layer_offset(self, layer: int) -> int:
+        """Offset of a layer's first page inside the slot."""
+        return self.header_bytes + layer * self.layer_bytes
+
+    def page_offset(self, page: int) -> int:
+        """Offset of a page inside the slot; ``page = (layer * heads + head) * groups + group``."""
+        return self.header_bytes + page * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Requests that cover one piece of each of some slots; all arrays have shape [m].
+
+    Attributes:
+        device: Index of the device, uint16.
+        offset: Byte offset on that device, uint64.
+        length: Bytes, uint32.
+        slot_index: Which of the given slots the request belongs to, int64.
+        buffer: Byte offset in a buffer that holds the pieces back to back, uint64.
+    """
+
+    device: U16
+    offset: U64
+    length: U32
+    slot_index: I64
+    buffer: U64
+
+
+class StripeMap:
+    """Maps (slot, byte) to (device, byte). Immutable; safe from any thread.
+
+    A slot is cut into units; unit u of slot s lies on lane ``(s + u) mod n_lanes``, so that the
+    same piece of many slots spreads over all devices. ``n_lanes`` consecutive slots form a row.
+    A row takes the same number of bytes on every lane, rows follow each other without gaps, and
+    inside a row a device holds its units ordered by slot, then unit: one slot's share of a device
+    is one contiguous range.
+
+    Attributes:
+        geometry: The slot's shape.
+        lanes: Device of each lane.
+        devices: Number of devices.
+        units_per_slot: Units a slot is cut into.
+        unit_bytes: Bytes of a unit, a multiple of 4096 and at most :data:`STRIPE_UNIT`, except
+            that every unit of a slot has the same size, so that the last may be partly unused
+            (less than one quantum per unit).
+
+    Raises:
+        ValueError: as :func:`lanes_for`, or more than 65535 devices.
+    """
+
+    def __init__(self, geometry: SlotGeometry, weights: Sequence[float]) -> None:
+        self.geometry = geometry
+        self.lanes = lanes_for(weights)
+        self.devices = len(weights)
+        if self.devices > 0xFFFF:
+            raise ValueError(f"{self.devices} devices; at most 65535")
+        quantum = geometry.quantum
+        largest = STRIPE_UNIT // quantum * quantum
+        self.units_per_slot = -(-geometry.slot_bytes // largest)
+        self.unit_bytes = round_up(-(-geometry.slot_bytes // self.units_per_slot), quantum)
+
+        n, units = len(self.lanes), self.units_per_slot
+        lanes = np.asarray(self.lanes, dtype=np.int64)
+        phase = np.arange(n, dtype=np.int64)[:, None]
+        unit = np.arange(units, dtype=np.int64)[None, :]
+        # [phase, unit]: the device, and the unit's place among the units of its device in the row.
+        self._device: I64 = lanes[(phase + unit) % n]
+        self._place: I64 = np.empty((n, units), dtype=np.int64)
+        # [phase + 1, device]: units of the row's first `phase` slots on the device.
+        self._before: I64 = np.zeros((n + 1, self.devices), dtype=np.int64)
+        for device in range(self.devices):
+            here = self._device == device
+            self._place[here] = np.arange(int(here.sum()), dtype=np.int64)
+            self._before[1:, device] = np.cumsum(here.sum(axis=1))
+        self._row_units: I64 = self._before[n].copy()
+        self._touches: NDArray[np.bool_] = np.diff(self._before, axis=0) > 0
+        self._merge_units = max(1, MERGE_BYTES // self.unit_bytes)
+
+    def extents(self, slots: I64, offset: int | I64, length: int) -> Extents:
+        """Requests that cover bytes ``[offset, offset + length)`` of each slot.
+
+        Pieces are split at unit borders; neighbours that are contiguous on one device are merged
+        up to :data:`MERGE_BYTES`. Ordered by slot index, then position. No Python loop per slot.
+
+        Args:
+            slots: Slot numbers, int64, shape [n]; repeats are allowed.
+            offset: Byte offset inside the slot, one for all or one per slot (int64, shape [n]).
+            length: Bytes of each piece.
+
+        Raises:
+            ValueError: the range leaves the slot, a slot is negative, or shapes differ.
+        """
+        slots = np.asarray(slots, dtype=np.int64)
+        starts = np.broadcast_to(np.asarray(offset, dtype=np.int64), slots.shape)
+        if slots.ndim != 1 or length <= 0:
+            raise ValueError(f"extents of slots {slots.shape} and length {length}")
+        if slots.size and int(slots.min()) < 0:
+            raise ValueError(f"slot {int(slots.min())} is negative")
+        if slots.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self._slot_end(length):
+            raise ValueError(
+                f"bytes [{int(starts.min())}, {int(starts.max()) + length}) leave the slot of "
+                f"{self.geometry.slot_bytes} bytes"
+            )
+        n, unit_bytes = len(self.lanes), self.unit_bytes
+        first = starts // unit_bytes
+        counts = (starts + (length - 1)) // unit_bytes - first + 1
+        index = np.repeat(np.arange(slots.size, dtype=np.int64), counts)
+        step = np.arange(index.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+        unit = first[index] + step
+        begin = np.maximum(starts[index], unit * unit_bytes)
+        end = np.minimum(starts[index] + length, (unit + 1) * unit_bytes)
+        row, phase = slots[index] // n, slots[index] % n
+        device = self._device[phase, unit]
+        place = row * self._row_units[device] + self._place[phase, unit]
+        disk = SUPERBLOCK_BYTES + place * unit_bytes + (begin - unit * unit_bytes)
+
+        # A slot's consecutive units on one device have consecutive places: they are contiguous.
+        fresh = np.ones(index.size, dtype=np.bool_)
+        fresh[1:] = (
+            (index[1:] != index[:-1])
+            | (device[1:] != device[:-1])
+            | (unit[1:] % self._merge_units == 0)
+        )
+        head = np.flatnonzero(fresh)
+        tail = np.append(head[1:], index.size)[: head.size] - 1
+        return Extents(
+            device=device[head].astype(np.uint16),
+            offset=disk[head].astype(np.uint64),
+            length=(end[tail] - begin[head]).astype(np.uint32),
+            slot_index=index[head],
+            buffer=(index[head] * length + begin[head] - starts[index[head]]).astype(np.uint64),
+        )
+
+    def _slot_end(self, length: int) -> int:
+        return self.geometry.slot_bytes - length
+
+    def touches(self, device: int, slots: I64) -> NDArray[np.bool_]:
+        """Per slot (int64, shape [n]) whether any byte of it lies on the device; bool, [n].
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        self._check_device(device)
+        column: NDArray[np.bool_] = self._touches[:, device]
+        return column[np.asarray(slots, dtype=np.int64) % len(self.lanes)]
+
+    def device_bytes(self, device: int, num_slots: int) -> int:
+        """Exact file size that slots ``[0, num_slots)`` need, superblock area included.
+
+        Raises:
+            ValueError: there is no such device, or ``num_slots`` is negative.
+        """
+        self._check_device(device)
+        if num_slots < 0:
+            raise ValueError(f"num_slots is {num_slots}")
+        rows, rest = divmod(num_slots, len(self.lanes))
+        units = rows * int(self._row_units[device]) + int(self._before[rest, device])
+        return SUPERBLOCK_BYTES + units * self.unit_bytes
+
+    def max_slots(self, capacities: Sequence[int]) -> int:
+        """Largest ``num_slots`` for which every device's file fits its capacity (bytes each).
+
+        Raises:
+            ValueError: not one capacity per device.
+        """
+        if len(capacities) != self.devices:
+            raise ValueError(f"{len(capacities)} capacities for {self.devices} devices")
+        units = [(c - SUPERBLOCK_BYTES) // self.unit_bytes for c in capacities]
+        if min(units) < 0:
+            return 0
+        row_units: list[int] = self._row_units.tolist()
+        rows = min(have // per_row for have, per_row in zip(units, row_units, strict=True))
+        left = np.asarray(
+            [have - rows * per_row for have, per_row in zip(units, row_units, strict=True)]
+        )
+        fits = np.all(self._before <= left, axis=1)
+        return rows * len(self.lanes) + int(np.flatnonzero(fits)[-1])
+
+    def _check_device(self, device: int) -> None:
+        if not 0 <= device < self.devices:
+            raise ValueError(f"device {device} of {self.devices}")

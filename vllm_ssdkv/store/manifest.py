@@ -1,0 +1,197 @@
+"""``store.json``: identity and size of a store, shared by the scheduler and all workers.
+
+A small JSON file, written whole and renamed into place, mode 0600. What it says is checked when it
+is read: types, names and ranges (``docs/format.md``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from pathlib import Path
+
+import msgspec
+
+from vllm_ssdkv.errors import FingerprintMismatchError, FormatError, StoreError
+from vllm_ssdkv.store.durable import replace_file
+from vllm_ssdkv.store.file_lock import lock_file
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SlotGeometry
+
+NAME = "store.json"
+VERSION = 1
+
+
+class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One device: where it was last seen, its size, and the data file of each rank."""
+
+    path: str
+    capacity: int
+    weight: float
+    files: list[str]
+    """UUID of each rank's data file; empty until the rank has made it."""
+    fresh: list[int] = []
+    """Ranks whose data file was made anew since the scheduler last opened the store."""
+
+
+class _Versioned(msgspec.Struct):
+    """The part of ``store.json`` that every version has."""
+
+    version: int
+
+
+class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
+
+    version: int = VERSION
+    store: str
+    fingerprint: dict[str, str | int]
+    kind: str
+    slot_bytes: int
+    tp_size: int
+    devices: list[ManifestDevice]
+    opened: int = 0
+    """How often a scheduler has opened the store."""
+
+    @classmethod
+    def create(
+        cls,
+        fingerprint: Fingerprint,
+        geometry: SlotGeometry,
+        tp_size: int,
+        paths: Sequence[str],
+        capacities: Sequence[int],
+        weights: Sequence[float],
+    ) -> Manifest:
+        """A new store's manifest."""
+        return cls(
+            store=str(uuid.uuid4()),
+            fingerprint=dict(fingerprint.fields),
+            kind=geometry.kind,
+            slot_bytes=geometry.slot_bytes,
+            tp_size=tp_size,
+            devices=[
+                ManifestDevice(path=path, capacity=capacity, weight=weight, files=[""] * tp_size)
+                for path, capacity, weight in zip(paths, capacities, weights, strict=True)
+            ],
+        )
+
+    @classmethod
+    def load(cls, state: Path) -> Manifest | None:
+        """The manifest in a state directory; None when there is none. Blocks on I/O.
+
+        Raises:
+            FormatError: it is damaged, or of another version; says how to go on.
+            StoreError: the file cannot be read.
+        """
+        path = state / NAME
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
+        try:
+            version = msgspec.json.decode(data, type=_Versioned).version
+            if version != VERSION:
+                raise FormatError(
+                    f"{path} has format version {version}, this release reads {VERSION}: use "
+                    "another directory, or delete this one's content"
+                )
+            found = msgspec.json.decode(data, type=cls)
+            found._check_values()
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise FormatError(f"{path} is damaged ({error}): delete it") from error
+        return found
+
+    def _check_values(self) -> None:
+        """Raise ValueError, naming the field, for what no release writes."""
+        uuid.UUID(self.store)
+        positive = {"slot_bytes": self.slot_bytes, "tp_size": self.tp_size}
+        for i, device in enumerate(self.devices):
+            where = f"devices[{i}]"
+            positive |= {f"{where}.capacity": device.capacity}
+            if not (isfinite(device.weight) and device.weight > 0):
+                raise ValueError(f"{where}.weight is {device.weight}")
+            if len(device.files) != self.tp_size:
+                raise ValueError(f"{where}.files has {len(device.files)} entries")
+            for file in device.files:
+                if file:
+                    uuid.UUID(file)
+            if not set(device.fresh) <= set(range(self.tp_size)):
+                raise ValueError(f"{where}.fresh is {device.fresh}")
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}")
+        if self.kind not in ("opaque", "paged"):
+            raise ValueError(f"kind is {self.kind!r}")
+        if not self.devices:
+            raise ValueError("devices is empty")
+        if self.opened < 0:
+            raise ValueError(f"opened is {self.opened}")
+
+    def save(self, state: Path) -> None:
+        """Replace the file, atomically and durably. Blocks.
+
+        Raises:
+            StoreError: the directory cannot be written.
+        """
+        data = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        try:
+            replace_file(state / NAME, data)
+        except OSError as error:
+            raise StoreError(f"{state / NAME}: {error.strerror}") from error
+
+    def check(
+        self, fingerprint: Fingerprint, paths: Sequence[str], weights: Sequence[float]
+    ) -> None:
+        """Refuse options that do not fit the store.
+
+        Raises:
+            FingerprintMismatchError: it holds KV of something else.
+            StoreError: the list of devices has changed.
+        """
+        stored = Fingerprint(self.fingerprint)
+        differences = stored.differences(fingerprint)
+        if differences:
+            raise FingerprintMismatchError(
+                f"the store on {', '.join(d.path for d in self.devices)} holds KV of another model "
+                f"or layout (stored != configured): {'; '.join(differences)}. Name other "
+                "directories in devices, or delete the content of these"
+            )
+        if len(paths) != len(self.devices) or [d.weight for d in self.devices] != list(weights):
+            raise StoreError(
+                f"the store was made on {len(self.devices)} device(s) "
+                f"({', '.join(f'{d.path} weight {d.weight:g}' for d in self.devices)}), the "
+                f"options name {len(paths)} ({', '.join(paths)}): restore the list and the "
+                "weights, or delete the store's content"
+            )
+
+
+@contextlib.contextmanager
+def locked(state: Path, timeout_s: float = 30.0) -> Iterator[None]:
+    """Exclude other processes while the manifest is read and changed. Blocks, briefly.
+
+    The lock is on the directory: workers of one engine change the manifest one after the other.
+
+    Args:
+        state: The state directory.
+        timeout_s: How long to wait for them.
+
+    Raises:
+        StoreLockedError: another process held it for all that time.
+        StoreError: the directory cannot be opened or locked.
+    """
+    try:
+        fd = os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"state directory {state}: {error.strerror}") from error
+    try:
+        lock_file(fd, state, "state directory", time.monotonic() + timeout_s)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,66 @@
+"""Staging: equal pieces of the arena that reads pass through on their way to somebody."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.engine.protocol import U64
+from vllm_ssdkv.store.files import SlotBatch
+
+_LOOK_S = 0.1
+"""How often a wait looks at all reads again."""
+
+
+class Staging:
+    """Pieces by arena offset. One thread uses it; only :meth:`wait` blocks.
+
+    A piece whose read missed its deadline is out of use until that read ends. Those of the same
+    read that came from other devices are not: one hung device costs its share of the pieces.
+    """
+
+    def __init__(self, offset: int, piece_bytes: int, pieces: int):
+        """``offset`` of the first piece in the arena, and ``piece_bytes``: 4 KiB multiples."""
+        self._free = [offset + i * piece_bytes for i in range(pieces)]
+        self._pieces = pieces
+        self._lent: list[tuple[list[int], SlotBatch]] = []
+
+    def usable(self) -> int:
+        """Pieces that no overdue read holds: free ones, those taken, and those free soon."""
+        self._collect()
+        return self._pieces - sum(len(pieces) for pieces, batch in self._lent if batch.over(0.0))
+
+    def wait(self, count: int) -> bool:
+        """Whether ``count`` pieces are free, after waiting for reads that are not overdue."""
+        while True:
+            self._collect()
+            if count <= len(self._free):
+                return True
+            in_time = [batch for _, batch in self._lent if not batch.over(0.0)]
+            if not in_time:
+                return False
+            in_time[0].over(_LOOK_S)
+
+    def take(self, count: int) -> U64 | None:
+        """Arena offsets of ``count`` free pieces, or None when there are fewer."""
+        if count > len(self._free):
+            self._collect()
+        if count > len(self._free):
+            return None
+        taken, self._free = self._free[:count], self._free[count:]
+        return np.array(taken, dtype=np.uint64)
+
+    def give(self, pieces: U64) -> None:
+        """Return pieces that nobody touches."""
+        self._free.extend(pieces.tolist())
+
+    def lend(self, pieces: U64, held: NDArray[np.bool_], batch: SlotBatch) -> None:
+        """Return pieces, of which ``batch`` may still touch those that are ``held``."""
+        self.give(pieces[~held])
+        if held.any():
+            self._lent.append((pieces[held].tolist(), batch))
+
+    def _collect(self) -> None:
+        for entry in [e for e in self._lent if e[1].ended()]:
+            self._lent.remove(entry)
+            self._free.extend(entry[0])

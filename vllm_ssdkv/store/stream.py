@@ -1,0 +1,270 @@
+"""One step's walk over contexts that do not fit in HBM: layer by layer, in chunks, read ahead.
+
+Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
+one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
+layer borders, so layer i's reads overlap layer i - 1's compute.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.cache import NO_FRAME, FrameCache
+from vllm_ssdkv.store.checksum import checksum_pages
+from vllm_ssdkv.store.checksum_table import ChecksumTable
+from vllm_ssdkv.store.engine.protocol import U64, Op
+from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+CHUNKS = 4
+"""Chunks that share the staging buffer: one is attended to while the others are being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Context blocks of one layer that are in memory now, grouped by row.
+
+    Row r owns ``base[row_begin[r]:row_end[r]]``: absolute addresses of the blocks' pages of this
+    layer. ``index`` is each block's index in its request.
+    """
+
+    base: NDArray[np.uint64]
+    index: NDArray[np.int64]
+    row_begin: NDArray[np.int32]
+    row_end: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    slots: NDArray[np.int64]
+    index: NDArray[np.int64]
+    row: NDArray[np.int32]
+
+    def part(self, which: NDArray[np.int64]) -> _Chunk:
+        return _Chunk(self.slots[which], self.index[which], self.row[which])
+
+
+@dataclass(slots=True)
+class _Read:
+    """One chunk of one layer; ``pieces`` are its blocks' places in the arena."""
+
+    chunk: _Chunk
+    layer: int
+    pieces: U64
+    batch: SlotBatch | None
+    """None where nothing needs to be read: every row is poisoned."""
+    retry: tuple[NDArray[np.int64], SlotBatch] | None = None
+    """Positions in the chunk that were read again, and that read."""
+
+
+def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    edges = np.searchsorted(row, np.arange(rows + 1)).astype(np.int32)
+    return edges[:-1].copy(), edges[1:].copy()
+
+
+class ContextStream:
+    """Streams the contexts of one step's rows. Used by the thread that runs the forward pass.
+
+    After a failure the row is *poisoned*: its output must be thrown away. Other rows go on.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        frames: FrameCache,
+        checksums: ChecksumTable,
+        staging: Staging,
+        contexts: Sequence[NDArray[np.int64]],
+    ):
+        """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
+        ``staging`` has pieces of ``layer_bytes``."""
+        self._files = files
+        self._frames = frames
+        self._checksums = checksums
+        self._staging = staging
+        self._rows = len(contexts)
+        self.poisoned: set[int] = set()
+        self.bad: list[int] = []
+        """Slots with wrong or unreadable bytes."""
+        lengths = [len(c) for c in contexts]
+        slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
+        index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
+        self._borrowed = frames.borrow(slots)
+        here = self._borrowed != NO_FRAME
+        self._resident_base = frames.address(self._borrowed[here])
+        self._resident_index = index[here]
+        self._resident_rows = _by_row(row[here], self._rows)
+        self.blocks_in_dram = int(here.sum())
+        self.blocks_on_ssd = len(slots) - self.blocks_in_dram
+        away = np.flatnonzero(~here)
+        per_chunk = max(1, staging.usable() // CHUNKS)
+        everything = _Chunk(slots, index, row)
+        self._chunks = [
+            everything.part(away[i : i + per_chunk]) for i in range(0, len(away), per_chunk)
+        ]
+        self._next = 0
+        self._reads: collections.deque[_Read] = collections.deque()
+        self._read_ahead()
+
+    def pieces(self, layer: int) -> Iterator[Piece]:
+        """All context blocks of a layer (0-based, asked for in ascending order), piece by piece.
+
+        A piece's memory is valid until the next one is asked for. Blocks on I/O; a read that does
+        not end costs one deadline, because afterwards its device is out of use.
+        """
+        if len(self._resident_base):
+            offset = np.uint64(self._files.geometry.layer_offset(layer))
+            begin, end = self._resident_rows
+            yield Piece(self._resident_base + offset, self._resident_index, begin, end)
+        for _ in self._chunks:
+            if not self._reads:
+                self._skip_chunk()
+                continue
+            read = self._reads.popleft()
+            if read.layer != layer:
+                raise RuntimeError(f"layer {layer} was asked for, layer {read.layer} comes next")
+            piece = self._arrive(read)
+            if piece is not None:
+                yield piece
+            self._give_back(read)
+            self._read_ahead()
+
+    def close(self) -> None:
+        """End the step: its memory goes back, that of reads in flight when they end."""
+        for read in self._reads:
+            self._give_back(read)
+        self._reads.clear()
+        self._frames.give_back(self._borrowed)
+        self._borrowed = self._borrowed[:0]
+
+    # ---- reading ----
+
+    def _read_ahead(self) -> None:
+        total = len(self._chunks) * self._files.geometry.layers
+        while self._next < total:
+            layer, number = divmod(self._next, len(self._chunks))
+            chunk = self._chunks[number]
+            if self._hopeless(chunk):
+                self._reads.append(_Read(chunk, layer, np.zeros(0, dtype=np.uint64), None))
+                self._next += 1
+                continue
+            if not self._reads:  # what the last step left in flight ends soon
+                self._staging.wait(len(chunk.slots))
+            pieces = self._staging.take(len(chunk.slots))
+            if pieces is None:
+                return
+            size = self._files.geometry.layer_bytes
+            offset = self._files.geometry.layer_offset(layer)
+            batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
+            self._reads.append(_Read(chunk, layer, pieces, batch))
+            self._next += 1
+
+    def _hopeless(self, chunk: _Chunk) -> bool:
+        return self.poisoned.issuperset(np.unique(chunk.row).tolist())
+
+    def _skip_chunk(self) -> None:
+        """Nothing is being read, because reads that do not end hold the staging buffer."""
+        chunk = self._chunks[self._next % len(self._chunks)]
+        if not self._hopeless(chunk):
+            logger.error("ssdkv: reads that do not end hold the staging buffer")
+        self._poison(chunk, np.ones(len(chunk.slots), dtype=np.bool_))
+        self._next += 1
+        self._read_ahead()
+
+    def _arrive(self, read: _Read) -> Piece | None:
+        chunk = read.chunk
+        if read.batch is None or self._hopeless(chunk):
+            return None
+        good = read.batch.wait()
+        base = np.uint64(self._frames.arena.address) + read.pieces
+        self._verify(read, read.batch, np.arange(len(good)), good, final=False)
+        held = read.batch.held()
+        again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
+        if len(again):
+            self._read_again(read, again, good)
+        self._poison(chunk, ~good)
+        begin, end = _by_row(chunk.row, self._rows)
+        for row in self.poisoned:
+            end[row] = begin[row]
+        return Piece(base, chunk.index, begin, end)
+
+    def _read_again(
+        self,
+        read: _Read,
+        which: NDArray[np.int64],
+        good: NDArray[np.bool_],
+    ) -> None:
+        """Once more, only what failed: a neighbour's bad sector may have failed it."""
+        size = self._files.geometry.layer_bytes
+        offset = self._files.geometry.layer_offset(read.layer)
+        slots = read.chunk.slots[which]
+        batch = self._files.submit(Op.READ, slots, offset, size, read.pieces[which])
+        read.retry = (which, batch)
+        good[which] = batch.wait()
+        self._verify(read, batch, which, good, final=True)
+        blamed = slots[~good[which] & ~batch.held() & ~batch.out_of_reach()].tolist()
+        if blamed:
+            self.bad.extend(blamed)
+            logger.error(
+                "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are "
+                "dropped: %s",
+                len(blamed),
+                blamed[:8],
+            )
+
+    def _verify(
+        self,
+        read: _Read,
+        batch: SlotBatch,
+        asked: NDArray[np.int64],
+        good: NDArray[np.bool_],
+        *,
+        final: bool,
+    ) -> None:
+        """Compare the pages of blocks that arrived with their checksums; clears ``good``, [chunk].
+
+        ``asked`` are the blocks of the chunk that ``batch`` read, in its order.
+        """
+        position = np.flatnonzero(good[asked])  # in the batch
+        which = asked[position]  # in the chunk
+        geometry = self._files.geometry
+        pages = geometry.pages_per_layer
+        expected, known = self._checksums.get(read.chunk.slots[which], read.layer * pages, pages)
+        offsets = np.arange(pages, dtype=np.uint64) * np.uint64(geometry.page_bytes)
+        base = np.uint64(self._frames.arena.address) + read.pieces[which]
+        addresses = (base[:, None] + offsets[None, :]).ravel()
+        found = checksum_pages(addresses, geometry.payload_bytes).reshape(expected.shape)
+        same = found == expected
+        good[which] = same.all(axis=1) & known
+        right = np.zeros(len(asked), dtype=np.bool_)
+        right[position] = good[which]
+        row, page = np.nonzero(~same & known[:, None])
+        if not final:  # it is read again before anything is accused
+            row, page = row[:0], page[:0]
+        self._files.counters.add("checksum_failures", len(row))
+        batch.verified(right, position[row], page * geometry.page_bytes)
+
+    def _give_back(self, read: _Read) -> None:
+        if read.batch is None:
+            return
+        held = read.batch.held()
+        if read.retry is not None:
+            which, batch = read.retry
+            again = np.zeros(len(held), dtype=np.bool_)
+            again[which] = batch.held()
+            self._staging.lend(read.pieces[again], again[again], batch)
+            self._staging.lend(read.pieces[~again], held[~again], read.batch)
+            return
+        self._staging.lend(read.pieces, held, read.batch)
+
+    def _poison(self, chunk: _Chunk, which: NDArray[np.bool_]) -> None:
+        self.poisoned.update(np.unique(chunk.row[which]).tolist())

@@ -1,0 +1,220 @@
+"""The superblock: whose data file this is, and what the slots in it look like.
+
+One block of 4096 bytes, stored twice (:data:`COPY_OFFSETS`). An update goes to the copy that the
+epoch's parity selects, so that a torn write leaves the other copy valid. Bytes: ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+from uuid import UUID
+
+from vllm_ssdkv.errors import FingerprintMismatchError, FormatError
+from vllm_ssdkv.store.checksum import checksum_bytes
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
+
+MAGIC = b"SSDKVSUP"
+VERSION = 1
+BLOCK_BYTES = 4096
+COPY_OFFSETS = (0, SUPERBLOCK_BYTES // 2)
+_KINDS: tuple[Literal["opaque"], Literal["paged"]] = ("opaque", "paged")
+
+# magic, version, block_bytes, store, device, rank, device_index, devices, lane count, epoch,
+# kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, reserved
+_FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sI24x")
+_TAIL = struct.Struct("<Q")
+_BODY = BLOCK_BYTES - _TAIL.size
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """Contents of a superblock.
+
+    Attributes:
+        store: The store's identity, equal on all its devices and in the manifest.
+        device: This data file's identity.
+        rank: Tensor-parallel rank whose data the file holds.
+        device_index: Position of the device in the stripe.
+        devices: Number of devices in the stripe.
+        lanes: Device of each lane (:attr:`StripeMap.lanes`).
+        unit_bytes: Stripe unit (:attr:`StripeMap.unit_bytes`).
+        epoch: Grows with every write of the superblock.
+        geometry: Shape of the slots.
+        fingerprint: What the KV inside belongs to.
+    """
+
+    store: UUID
+    device: UUID
+    rank: int
+    device_index: int
+    devices: int
+    lanes: tuple[int, ...]
+    unit_bytes: int
+    epoch: int
+    geometry: SlotGeometry
+    fingerprint: Fingerprint
+
+    @property
+    def copy_offset(self) -> int:
+        """Where in the data file this epoch's block is written."""
+        return COPY_OFFSETS[self.epoch % len(COPY_OFFSETS)]
+
+    def encode(self) -> bytes:
+        """The block, 4096 bytes.
+
+        Raises:
+            ValueError: lanes and fingerprint do not fit, or a number does not fit its field.
+        """
+        text = self.fingerprint.canonical
+        shape = self.geometry
+        block = bytearray(BLOCK_BYTES)
+        try:
+            _FIXED.pack_into(
+                block,
+                0,
+                MAGIC,
+                VERSION,
+                BLOCK_BYTES,
+                self.store.bytes,
+                self.device.bytes,
+                self.rank,
+                self.device_index,
+                self.devices,
+                len(self.lanes),
+                self.epoch,
+                _KINDS.index(shape.kind),
+                shape.layers,
+                shape.heads,
+                shape.groups,
+                shape.payload_bytes,
+                self.unit_bytes,
+                self.fingerprint.digest,
+                len(text),
+            )
+            lanes = struct.pack(f"<{len(self.lanes)}H", *self.lanes)
+        except struct.error as exc:
+            raise ValueError(f"superblock: {exc}") from exc
+        variable = lanes + text
+        if _FIXED.size + len(variable) > _BODY:
+            raise ValueError(
+                f"superblock: {len(self.lanes)} lanes and a fingerprint of {len(text)} bytes "
+                f"do not fit {BLOCK_BYTES} bytes"
+            )
+        block[_FIXED.size : _FIXED.size + len(variable)] = variable
+        _TAIL.pack_into(block, _BODY, checksum_bytes(memoryview(block)[:_BODY]))
+        return bytes(block)
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Superblock:
+        """Read one copy.
+
+        Raises:
+            FormatError: the text names the field that is wrong.
+        """
+        block = bytes(data)
+        if len(block) != BLOCK_BYTES:
+            raise FormatError(f"superblock: length is {len(block)}, expected {BLOCK_BYTES}")
+        (
+            *head,
+            store,
+            device,
+            rank,
+            device_index,
+            devices,
+            lane_count,
+            epoch,
+            kind,
+            layers,
+            heads,
+            groups,
+            payload_bytes,
+            unit_bytes,
+            digest,
+            text_bytes,
+        ) = _FIXED.unpack_from(block)
+        names = ("magic", "version", "block_bytes", "checksum")
+        head.append(_TAIL.unpack_from(block, _BODY)[0])
+        expected = (MAGIC, VERSION, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
+        for name, found, wanted in zip(names, head, expected, strict=True):
+            if found != wanted:
+                raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
+        text_start = _FIXED.size + 2 * lane_count
+        if text_start + text_bytes > _BODY:
+            raise FormatError(f"superblock: lane count {lane_count} or text {text_bytes} too large")
+        lanes = struct.unpack_from(f"<{lane_count}H", block, _FIXED.size)
+        fingerprint = Fingerprint.from_json(block[text_start : text_start + text_bytes])
+        if fingerprint.digest != digest:
+            raise FormatError("superblock: fingerprint digest is not that of its fields")
+        if kind >= len(_KINDS):
+            raise FormatError(f"superblock: kind is {kind}")
+        try:
+            geometry = SlotGeometry(_KINDS[kind], layers, heads, groups, payload_bytes)
+        except ValueError as exc:
+            raise FormatError(f"superblock: {exc}") from exc
+        return cls(
+            store=UUID(bytes=store),
+            device=UUID(bytes=device),
+            rank=rank,
+            device_index=device_index,
+            devices=devices,
+            lanes=lanes,
+            unit_bytes=unit_bytes,
+            epoch=epoch,
+            geometry=geometry,
+            fingerprint=fingerprint,
+        )
+
+    def require(self, expected: Superblock, path: str) -> None:
+        """Check a superblock found at ``path`` against the one expected; the epoch may differ.
+
+        Raises:
+            FingerprintMismatchError: it holds KV of something else; lists the differences.
+            FormatError: another field differs; the text names it.
+        """
+        differences = self.fingerprint.differences(expected.fingerprint)
+        if differences:
+            raise FingerprintMismatchError(
+                f"{path} holds KV of another model or layout (stored != configured): "
+                f"{'; '.join(differences)}. Use another directory, or delete this file."
+            )
+        for field in fields(self):
+            found, wanted = getattr(self, field.name), getattr(expected, field.name)
+            if field.name != "epoch" and found != wanted:
+                raise FormatError(
+                    f"{path}: superblock: {field.name} is {found}, expected {wanted}. The data "
+                    "file belongs to another store or device list; restore the list or delete it."
+                )
+
+
+def newest(copies: Sequence[bytes], path: str) -> Superblock | None:
+    """The valid copy with the highest epoch; None when every copy is all zeros (a new file).
+
+    Args:
+        copies: The blocks read at :data:`COPY_OFFSETS`; shorter ones (end of file) are allowed.
+        path: Names the file in errors.
+
+    Raises:
+        FormatError: no copy is valid, but there is data: it must not be overwritten unasked.
+    """
+    found: Superblock | None = None
+    errors: list[str] = []
+    for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
+        if not copy.strip(b"\0"):
+            continue
+        try:
+            block = Superblock.decode(copy)
+        except FormatError as exc:
+            errors.append(f"at {offset}: {exc}")
+            continue
+        if found is None or block.epoch > found.epoch:
+            found = block
+    if found is None and errors:
+        raise FormatError(
+            f"{path} is not empty and holds no superblock ({'; '.join(errors)}). If its content "
+            "is not needed, delete the file (or zero the first 1 MiB of a raw device)."
+        )
+    return found

@@ -1,0 +1,197 @@
+"""DRAM and SSD of one rank as one interface: hold, commit, load, stream.
+
+The worker process owns residency: which slots are in DRAM is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cache import FrameCache, FrameState
+from vllm_ssdkv.store.checksum_table import ChecksumTable
+from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
+from vllm_ssdkv.store.staging import Staging
+from vllm_ssdkv.store.stream import CHUNKS, ContextStream
+from vllm_ssdkv.store.writer import Pending, SlotWriter
+
+logger = logging.getLogger(__name__)
+
+MIN_FRAMES = 8
+
+
+class ArenaPlan:
+    """How the DRAM of one rank is divided: staging buffer, headers, frames.
+
+    Raises ConfigError when the DRAM given is too small for the slot size.
+    """
+
+    def __init__(self, geometry: SlotGeometry, dram_bytes: int, staging_bytes: int):
+        # Opaque slots are never streamed: reuse mode spends nothing on it.
+        paged = geometry.kind == "paged"
+        self.staging_pieces = max(CHUNKS, staging_bytes // geometry.layer_bytes) if paged else 0
+        self.header_pieces = HEADERS if paged else 0
+        self.staging_bytes = self.staging_pieces * geometry.layer_bytes
+        self.frame_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
+        self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
+        if self.frames < MIN_FRAMES:
+            needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
+            raise ConfigError(
+                f"dram_gib gives each worker {format_size(dram_bytes)}, which holds "
+                f"{max(0, self.frames)} blocks of {format_size(geometry.slot_bytes)}; give at "
+                f"least {format_size(needed)} per worker (dram_gib), or lower io.staging"
+            )
+        self.nbytes = self.frame_offset + self.frames * geometry.slot_bytes
+
+
+class TieredStore:
+    """The store of one rank.
+
+    ``load``, ``take_load_outcomes``, ``hold``, ``stream`` and the context methods belong to the
+    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``drain`` and
+    ``close`` block, with a deadline.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        arena: Arena,
+        plan: ArenaPlan,
+        num_slots: int,
+        block_tokens: int,
+        copy_in: CopyIn,
+    ):
+        geometry = files.geometry
+        self.files = files
+        self.arena = arena
+        self.frames = FrameCache(
+            arena, plan.frame_offset, geometry.slot_bytes, plan.frames, num_slots
+        )
+        self._checksums = ChecksumTable(num_slots, geometry.pages)
+        self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
+        headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
+        self._writer = SlotWriter(files, self.frames, self._checksums)
+        self._loader = SlotLoader(
+            files, self.frames, self._checksums, headers, copy_in, block_tokens
+        )
+        self._contexts: dict[str, NDArray[np.int64]] = {}
+
+    # ---- write path ----
+
+    def hold(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
+        """Frames for the first of these slots, [k], k <= n, for the caller to fill.
+
+        They are ``HELD`` until written or discarded. Fewer than asked for is normal: commit those,
+        which lets the writer free frames, and ask again for the rest.
+
+        Args:
+            slots: Distinct slots whose content changes, [n]; what DRAM has of them is forgotten.
+            wait: Where there is no frame at all, wait for writes to free one, up to the I/O
+                deadline (page mode: the data is needed). None after that means there is none.
+        """
+        self._checksums.forget(slots)
+        self.frames.forget(slots)
+        held = self.frames.take(slots, FrameState.HELD)
+        if len(held) or len(slots) == 0 or not wait:
+            return held
+        started = time.monotonic()
+        held = self.frames.wait_for_frames(slots, FrameState.HELD, started + self.files.deadline_s)
+        self.files.counters.add("write_stalls", 1)
+        self.files.counters.add("write_stall_seconds", time.monotonic() - started)
+        return held
+
+    def commit(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
+    ) -> None:
+        """Write held slots to the devices in the background."""
+        self._writer.commit(
+            Pending(slot, epoch, key)
+            for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
+        )
+
+    def discard(self, slots: NDArray[np.int64]) -> None:
+        """Forget what is held for these slots; queued writes are dropped."""
+        self._checksums.forget(slots)
+        self._writer.discard(slots)
+
+    def take_write_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(slot, epoch) pairs written and failed since the last call."""
+        return self._writer.take_results()
+
+    # ---- load path ----
+
+    def load(self, job: LoadJob) -> None:
+        """Bring a hit in, in the background."""
+        self._loader.load(job)
+
+    def take_load_outcomes(self) -> list[LoadOutcome]:
+        """Loads that ended since the last call."""
+        return self._loader.take_outcomes()
+
+    def busy(self) -> bool:
+        """Whether writes or loads are under way."""
+        return self._writer.pending() > 0 or self._loader.active() > 0
+
+    # ---- contexts (page mode) ----
+
+    def extend_context(self, request_id: str, start: int, slots: NDArray[np.int64]) -> None:
+        """Slots of a request's blocks ``start``, ``start + 1``, ...; ``start`` 0 begins anew.
+
+        Raises:
+            ValueError: ``start`` is not where the known blocks end.
+        """
+        if start == 0:
+            self.drop_context(request_id)
+        known = self._contexts.get(request_id, np.zeros(0, dtype=np.int64))
+        if start != len(known):
+            raise ValueError(
+                f"blocks of request {request_id} from {start} on cannot follow {len(known)}"
+            )
+        self._contexts[request_id] = np.concatenate([known, slots])
+        self.frames.retain(slots)
+
+    def drop_context(self, request_id: str) -> None:
+        """The request does not run any more."""
+        slots = self._contexts.pop(request_id, None)
+        if slots is not None:
+            self._checksums.forget(self.frames.release_references(slots))
+
+    def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
+        """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
+        slots = self._contexts.get(request_id, np.zeros(0, dtype=np.int64))
+        return slots[:blocks] if len(slots) >= blocks else None
+
+    def context_from(self, request_id: str, block: int) -> NDArray[np.int64]:
+        """Slots of a request's blocks from ``block`` on, as far as they are known."""
+        return self._contexts.get(request_id, np.zeros(0, dtype=np.int64))[block:]
+
+    def stream(self, contexts: Sequence[NDArray[np.int64]]) -> ContextStream:
+        """Walk over the contexts of one step's rows; starts reading at once."""
+        return ContextStream(self.files, self.frames, self._checksums, self._staging, contexts)
+
+    # ---- end ----
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every committed slot is written or failed."""
+        return self._writer.drain(timeout_s)
+
+    def close(self) -> None:
+        """Write what is committed and stop. Memory that an I/O may still touch is leaked, not
+        freed."""
+        timeout = self.files.deadline_s
+        ended = self._writer.close(timeout)
+        ended = self._loader.close(timeout) and ended
+        ended = self.files.engine.close(timeout) and ended
+        if ended:
+            self.arena.close()
+        else:
+            logger.error("ssdkv: I/O is still in flight at shutdown; its memory stays allocated")

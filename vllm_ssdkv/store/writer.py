@@ -1,0 +1,282 @@
+"""The write path: held frames become slots on the devices, in a thread of its own."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.checksum import checksum_pages
+from vllm_ssdkv.store.checksum_table import ChecksumTable
+from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.header import SlotHeader
+from vllm_ssdkv.store.layout import SlotGeometry
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Groups in flight: one is being written while the next one's checksums are computed."""
+
+_PAUSE_S = 0.005
+"""How often the thread looks for new items while it waits for a write."""
+
+_LOOK_S = 0.1
+"""How often the thread looks whether an overdue write has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """One slot to be written."""
+
+    slot: int
+    epoch: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    items: Sequence[Pending]
+    frames: NDArray[np.int32]
+    batch: SlotBatch
+
+    def part(self, which: NDArray[np.bool_], batch: SlotBatch) -> _Group:
+        items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
+        return _Group(items, self.frames[which], batch)
+
+
+def frame_checksums(
+    frames: FrameCache, which: NDArray[np.int32], geometry: SlotGeometry
+) -> NDArray[np.uint64]:
+    """Checksums of the pages that lie in frames [n]; [n, pages]. Releases the GIL."""
+    pages = np.arange(geometry.pages, dtype=np.uint64) * np.uint64(geometry.page_bytes)
+    first = frames.address(which) + np.uint64(geometry.header_bytes)
+    sums = checksum_pages((first[:, None] + pages[None, :]).ravel(), geometry.payload_bytes)
+    return sums.reshape(len(which), geometry.pages)
+
+
+class SlotWriter:
+    """Writes frames to their slots. Methods are thread-safe.
+
+    Every committed slot is reported once, as written or as failed, unless it is discarded while it
+    is queued; at the latest after about two deadlines. A write that fails is tried once more,
+    alone: the block layer merges requests, so one bad sector fails its neighbours too. The frame of
+    a failed write is the only copy: it is ``HELD`` until discarded. A write that misses its
+    deadline has failed; its frame is ``WRITING`` until the I/O ends.
+    """
+
+    def __init__(self, files: SlotFiles, frames: FrameCache, checksums: ChecksumTable):
+        self._files = files
+        self._frames = frames
+        self._checksums = checksums
+        self._wake = threading.Condition()
+        """Guards everything below; notified of every change."""
+        self._queue: collections.deque[Pending] = collections.deque()
+        self._under_way = 0
+        """Items taken from the queue and not reported yet."""
+        self._groups: list[_Group] = []
+        self._overdue: list[_Group] = []
+        self._busy: set[int] = set()
+        """Slots that an I/O may still write to."""
+        self._durable: list[tuple[int, int]] = []
+        self._failed: list[tuple[int, int]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ssdkv-writer", daemon=True)
+        self._thread.start()
+
+    def commit(self, items: Iterable[Pending]) -> None:
+        """Queue slots whose frames are ``HELD``. Never blocks."""
+        with self._wake:
+            self._queue.extend(items)
+            self._wake.notify_all()
+
+    def discard(self, slots: NDArray[np.int64]) -> None:
+        """These slots will not be needed: drop queued writes and their frames."""
+        gone = set(slots.tolist())
+        with self._wake:
+            self._queue = collections.deque(p for p in self._queue if p.slot not in gone)
+            self._wake.notify_all()
+        self._frames.forget(slots)
+
+    def pending(self) -> int:
+        """Slots queued or in flight, whose outcome is not known yet."""
+        with self._wake:
+            return len(self._queue) + self._under_way
+
+    def take_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(slot, epoch) pairs written, and pairs that failed, since the last call."""
+        with self._wake:
+            durable, failed = self._durable, self._failed
+            self._durable, self._failed = [], []
+            return durable, failed
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the outcome of everything is known; False when the time ran out."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not (self._queue or self._under_way), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, then end the thread; False when something never ended."""
+        done = self.drain(timeout_s)
+        with self._wake:
+            self._stopping = True
+            self._queue.clear()
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        return done and not self._thread.is_alive() and not self._overdue
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._queue or self._groups or self._stopping):
+                    self._wake.wait(_LOOK_S if self._overdue else None)
+                    self._collect_overdue()
+                self._collect_overdue()
+                if not (self._queue or self._groups):
+                    return
+                items = self._next_items() if len(self._groups) < IN_FLIGHT else []
+            if items:
+                self._start(items)
+            else:
+                self._finish_one()
+
+    def _next_items(self) -> list[Pending]:
+        """Items to write now. Lock held.
+
+        A slot with an older write in flight waits: two writes to one place may land in any order.
+        One whose older write is overdue fails: its device is out of use.
+        """
+        overdue = {item.slot for group in self._overdue for item in group.items}
+        items: list[Pending] = []
+        kept: list[Pending] = []
+        while self._queue and len(items) < self._files.group:
+            item = self._queue.popleft()
+            if item.slot in overdue:
+                self._failed.append((item.slot, item.epoch))
+            elif item.slot in self._busy:
+                kept.append(item)
+            else:
+                items.append(item)
+                self._busy.add(item.slot)
+        self._queue.extendleft(reversed(kept))
+        self._under_way += len(items)
+        self._wake.notify_all()
+        return items
+
+    def _start(self, items: list[Pending]) -> None:
+        slots = np.array([p.slot for p in items], dtype=np.int64)
+        frames = self._frames.start_writing(slots)
+        here = frames != NO_FRAME
+        if not here.all():  # discarded between queueing and now
+            self._report_failed([p for p, ok in zip(items, here.tolist(), strict=True) if not ok])
+            items = [p for p, ok in zip(items, here.tolist(), strict=True) if ok]
+            frames = frames[here]
+        if not items:
+            return
+        try:
+            self._write_headers(items, frames)
+            batch = self._submit(items, frames)
+        except Exception:  # whatever it is, the scheduler must not wait for these slots for ever
+            logger.exception("ssdkv: %d slot(s) cannot be written", len(items))
+            self._frames.settle(frames, FrameState.HELD)
+            self._report_failed(items)
+            return
+        with self._wake:
+            self._groups.append(_Group(items, frames, batch))
+
+    def _submit(self, items: Sequence[Pending], frames: NDArray[np.int32]) -> SlotBatch:
+        return self._files.submit(
+            Op.WRITE,
+            np.array([p.slot for p in items], dtype=np.int64),
+            0,
+            self._files.geometry.slot_bytes,
+            self._frames.buffer_offset(frames),
+        )
+
+    def _write_headers(self, items: Sequence[Pending], frames: NDArray[np.int32]) -> None:
+        geometry = self._files.geometry
+        sums = frame_checksums(self._frames, frames, geometry)
+        streamed = self._frames.referenced(np.array([p.slot for p in items], dtype=np.int64))
+        for item, frame, row, kept in zip(
+            items, frames.tolist(), sums, streamed.tolist(), strict=True
+        ):
+            if kept:
+                self._checksums.put(item.slot, row)
+            header = SlotHeader(item.key, item.slot, item.epoch, self._files.rank, row)
+            header.encode_into(
+                self._frames.view(frame)[: geometry.header_bytes],
+                geometry,
+                self._files.fingerprint,
+            )
+
+    def _finish_one(self) -> None:
+        """Finish a group, whichever is first, or return soon: there may be more to start."""
+        for group in self._groups:
+            if group.batch.over(0.0):
+                self._finish(group)
+                return
+        if self._groups:
+            self._groups[0].batch.over(_PAUSE_S)
+
+    def _finish(self, group: _Group) -> None:
+        good = group.batch.wait()
+        held = group.batch.held()
+        overdue = [group.part(held, group.batch)] if held.any() else []
+        end = time.monotonic() + self._files.deadline_s
+        for i in np.flatnonzero(~good & ~held & ~group.batch.out_of_reach()).tolist():
+            if self._stopping or time.monotonic() >= end:
+                break
+            alone = np.zeros(len(group.items), dtype=np.bool_)
+            alone[i] = True
+            again = self._submit([group.items[i]], group.frames[alone])
+            good[i] = again.wait()[0]
+            if not again.ended():
+                held[i] = True
+                overdue.append(group.part(alone, again))
+        self._frames.settle(group.frames[good], FrameState.CLEAN)
+        self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
+        if not good.all():
+            logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
+        with self._wake:
+            self._groups.remove(group)
+            self._overdue += overdue
+            self._report(group.items, good, held)
+
+    def _report(
+        self,
+        items: Sequence[Pending],
+        good: NDArray[np.bool_],
+        held: NDArray[np.bool_],
+    ) -> None:
+        """Tell which of the items were written. Lock held.
+
+        Slots of which an I/O is ``held`` up stay busy.
+        """
+        for item, written, late in zip(items, good.tolist(), held.tolist(), strict=True):
+            (self._durable if written else self._failed).append((item.slot, item.epoch))
+            if not late:
+                self._busy.discard(item.slot)
+        self._under_way -= len(items)
+        self._wake.notify_all()
+
+    def _report_failed(self, items: Sequence[Pending]) -> None:
+        none = np.zeros(len(items), dtype=np.bool_)
+        with self._wake:
+            self._report(items, none, none)
+
+    def _collect_overdue(self) -> None:
+        """Take back the frames of overdue writes that have ended. Lock held."""
+        for group in [g for g in self._overdue if g.batch.ended()]:
+            self._overdue.remove(group)
+            # It was reported as failed, so the frame stays the only copy until discarded.
+            self._frames.settle(group.frames, FrameState.HELD)
+            self._busy.difference_update(item.slot for item in group.items)
