@@ -50,7 +50,7 @@ def content(number: int) -> NDArray[np.uint8]:
 
 
 def say(kind: str, what: object) -> None:
-    # One system call: a kill must not leave half a line.
+    # One system call: what is said is not held back in a buffer that a kill would lose.
     os.write(sys.stdout.fileno(), f"{kind} {what}\n".encode())
 
 

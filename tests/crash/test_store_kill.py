@@ -111,6 +111,8 @@ class Ledger:
     def _parse(self, lines: list[str]) -> Life:
         life = Life()
         for line in lines:
+            if not line.endswith("\n"):
+                break  # the kill cut it off
             kind, _, rest = line.partition(" ")
             match kind:
                 case "V":

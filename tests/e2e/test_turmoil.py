@@ -31,9 +31,14 @@ PROMPTS = [*family(20), *family(21), *prompts((20, 64, 1500), seed=22)]
 
 
 def loading(engine: Engine) -> bool:
-    """Whether a load fills HBM blocks; vLLM cannot reset meanwhile. The request may have ended."""
-    settled = {"WAITING", "RUNNING", "PREEMPTED"}
-    return any(r.status.name not in settled for r in engine.scheduler.requests.values())
+    """Whether requests that do not run hold HBM blocks; vLLM cannot reset meanwhile.
+
+    A load may be filling them, also for a request that was aborted, or may have filled them and the
+    request waits for its turn.
+    """
+    (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    holders = {name for name, blocks in manager.req_to_blocks.items() if blocks}
+    return not holders <= {request.request_id for request in engine.scheduler.running}
 
 
 @pytest.mark.parametrize("mode", ["page", "reuse"])
