@@ -18,7 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).resolve().parent.parent / "vllm_ssdkv" / "demo_model"
+import vllm_ssdkv
+
+MODEL = Path(vllm_ssdkv.__file__).parent / "demo_model"
 LENGTHS = (2048, 8192, 16384, 32768)
 DECODE = ((1, 2048), (1, 8192), (8, 2048))
 """Batch and context of each decode measurement."""

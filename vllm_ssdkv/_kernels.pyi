@@ -2,10 +2,9 @@
 
 Raw addresses are those of torch or numpy memory that the caller keeps alive. Arrays are
 C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent conversion).
-Every function blocks until done, releases the GIL and may be called from any thread; calls that
-overlap share one thread pool, in which the second one runs on its caller's thread alone. Dtypes
-are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32. ``threads`` counts the
-caller.
+Every function blocks until done, releases the GIL and may be called from any thread. It runs on the
+OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller. Dtypes are
+``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
 
 Blocks hold ``[kv_heads][groups]`` pages, ``page_stride`` bytes apart; a page is K
 ``[page_tokens][head_size]`` followed by V of the same shape; ``block_tokens = groups *
@@ -25,6 +24,9 @@ FLOAT16: int
 
 def isa() -> str:
     """Name of the instruction set in force: "avx512", "avx2" or "portable"."""
+
+def team_available() -> bool:
+    """Whether calls run on the host's OpenMP team; else on the caller's thread alone."""
 
 def isas() -> list[str]:
     """Names this machine can run, best first."""

@@ -526,7 +526,7 @@ def test_concurrent_calls() -> None:
         case.check()
 
 
-def test_the_pool_survives_fork() -> None:
+def test_a_forked_child_attends_alone() -> None:
     case, busy = big_case(), big_case()
     case.attend(threads=3)
     want = case.acc.copy()
@@ -536,7 +536,7 @@ def test_the_pool_survives_fork() -> None:
         while not stop.is_set():
             busy.attend(threads=3)
 
-    thread = threading.Thread(target=work)  # forks then happen while the pool is in use
+    thread = threading.Thread(target=work)  # forks then happen while a team is at work
     thread.start()
     try:
         for _ in range(5):
@@ -550,7 +550,7 @@ def test_the_pool_survives_fork() -> None:
 
 
 def attends_in_child(case: Paged, want: NDArray[np.float32]) -> int:
-    """Exit status of a forked child that attends: 0 if right, and with helpers of its own."""
+    """Exit status of a forked child that attends: 0 if right."""
     child = os.fork()
     if child == 0:
         # Nothing of pytest may run in the child, nor torch: its OpenMP pool does not survive.
@@ -559,8 +559,6 @@ def attends_in_child(case: Paged, want: NDArray[np.float32]) -> int:
             case.reset()
             case.attend(threads=3)
             status = 0 if np.array_equal(case.acc, want) else 2
-            if len(os.listdir("/proc/self/task")) < 3:
-                status = 3
         finally:
             os._exit(status)
     deadline = time.monotonic() + 60
@@ -573,25 +571,12 @@ def attends_in_child(case: Paged, want: NDArray[np.float32]) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-def test_helpers_leave_the_callers_cpu() -> None:
-    """The host pins its main thread; threads inherit that unless they undo it."""
-    allowed = os.sched_getaffinity(0)
-    case = Paged(layout_of(), 2, [Row(700, 40)] * 12)
+def test_calls_run_on_the_team_of_torch() -> None:
+    assert _kernels.team_available()
+    torch.set_num_threads(3)
+    torch.ones(1 << 20).add_(1)  # starts the team
     before = set(os.listdir("/proc/self/task"))
-
-    def pinned() -> None:
-        os.sched_setaffinity(0, {min(allowed)})
-        case.attend(threads=9)  # more than any other test: new helpers start here
-
-    thread = threading.Thread(target=pinned)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    before.add(str(thread.native_id))  # Python has joined it, the kernel may still list it
-    fresh = [int(name) for name in set(os.listdir("/proc/self/task")) - before]
-    assert fresh
-    # A call does not wait for helpers that wake too late to help, so they may still be starting.
-    deadline = time.monotonic() + 60
-    while not all(os.sched_getaffinity(helper) >= allowed for helper in fresh):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    case = Paged(layout_of(), 2, [Row(700, 40)] * 12)
+    case.attend(threads=3)
+    case.check()
+    assert set(os.listdir("/proc/self/task")) <= before

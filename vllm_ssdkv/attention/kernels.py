@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,6 +29,8 @@ from vllm_ssdkv.attention.blocks import (
     on_host,
 )
 from vllm_ssdkv.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionKernels(Protocol):
@@ -175,6 +178,11 @@ class CpuKernels:
             raise UnsupportedError(
                 f"the native attention kernels do not load ({error}); reinstall the package"
             ) from error
+        if self.threads > 1 and not self._native.team_available():
+            logger.warning(
+                "ssdkv: torch has no OpenMP runtime here; attention runs on one thread of %d",
+                self.threads,
+            )
         self._codes = {
             torch.float32: self._native.FLOAT32,
             torch.float16: self._native.FLOAT16,

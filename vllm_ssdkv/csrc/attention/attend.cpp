@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention/pool.hpp"
+#include "attention/team.hpp"
 
 namespace ssdkv::attention {
 namespace {

@@ -1,6 +1,6 @@
-// The calls behind the Python functions: they cut a call into tasks and run them on the pool.
-// Arguments are checked by the bindings, not here. Every call blocks until done, may be made from
-// any thread, and needs no GIL.
+// The calls behind the Python functions: they cut a call into tasks and run them on a team of
+// threads. Arguments are checked by the bindings, not here. Every call blocks until done, may be
+// made from any thread, and needs no GIL.
 #pragma once
 
 #include <cstdint>

@@ -14,6 +14,7 @@
 
 #include "attention/attend.hpp"
 #include "attention/isa.hpp"
+#include "attention/team.hpp"
 #include "attention/transfer.hpp"
 
 namespace nb = nanobind;
@@ -216,6 +217,8 @@ NB_MODULE(_kernels, module) {
   module.def(
       "set_isa", [](const std::string& name) { select_isa(name); }, nb::arg("name"),
       "Use the kernels of another instruction set, for the whole process. Raises ValueError.");
+  module.def("team_available", &team_available,
+             "Whether calls run on the host's OpenMP team; else on the caller's thread alone.");
   module.def("attend", &py_attend, nb::arg("q_address"), nb::arg("q_dtype"),
              nb::arg("q_stride_bytes"), nb::arg("scale"), nb::arg("m").noconvert(),
              nb::arg("l").noconvert(), nb::arg("acc").noconvert(),

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention/pool.hpp"
+#include "attention/team.hpp"
 
 namespace ssdkv::attention {
 namespace {
