@@ -402,7 +402,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def run(examples: int, steps: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         StoreMachine,
         settings=settings(
             max_examples=examples,
