@@ -128,6 +128,18 @@ class SSDKVConfig(OptionModel):
             "raw block device."
         ),
     ] = None
+    recover: Annotated[
+        Literal["quiet", "strict", "none"],
+        Field(
+            description="What a start does with a damaged journal or manifest. `quiet` goes on "
+            "with what is whole, counts the rest and logs it. `strict` does not start, and names "
+            "the file. `none` starts empty, whatever is stored."
+        ),
+        Reason(
+            "What is lost is computed again, and what is damaged is never served; nobody should "
+            "have to repair a cache before it works."
+        ),
+    ] = "quiet"
     dram_gib: Annotated[
         float | None,
         Allowed('a number of GiB or a size such as "4GiB"'),

@@ -227,7 +227,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.state.update(dict.fromkeys(self.durable_set, "ready"))
         self.pins = dict.fromkeys(range(SLOTS), 0)
         self.key_of = {slot: k for slot, (_, k) in self.durable_set.items()}
-        order = list(self.index._lru)
+        order = self.index.order().tolist()
         if clean:  # pinned ones come last, by number
             kept = [s for s in self.lru if s in self.durable_set]
             assert order == kept + sorted(set(self.durable_set) - set(kept))
@@ -249,7 +249,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert found(self.index, number) == slots
         for slot, state in self.state.items():
             assert self.index.state(slot).name == state.upper()
-        assert sorted(self.index._lru) == sorted(
+        assert sorted(self.index.order()) == sorted(
             s for s, state in self.state.items() if state == "ready" and self.pins[s] == 0
         )
         assert self.index.available() == self.available()
@@ -272,7 +272,10 @@ class IndexMachine(RuleBasedStateMachine):
         copy = self.path.with_name("copy")
         copy.write_bytes(self.path.read_bytes())
         after = open_index(copy, SLOTS)
-        assert {s: (after.epoch(s), k) for k, s in after._slot_of.items()} == self.durable_set
+        assert after.gauges()["ready"] == len(self.durable_set)
+        for slot, (epoch, k) in self.durable_set.items():
+            assert after.lookup([k]).tolist() == [slot]
+            assert after.epoch(slot) == epoch
         kill(after)
 
 

@@ -14,12 +14,11 @@ from uuid import UUID
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.store import journal_file
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, Kind
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, Kind, encode_records
 
 STORE = UUID(int=5)
 DIGEST = bytes(range(16))
@@ -61,12 +60,23 @@ class Owner:
             found.slots.tolist(), found.epochs.tolist(), found.keys, strict=True
         ):
             self.live[slot] = (epoch, k)
-        journal.attach(self.snapshot, stale=False)
+        journal.attach(self, stale=False)
 
-    def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64], list[bytes]]:
-        slots = np.array(list(self.live), dtype=np.int64)
-        epochs = np.array([e for e, _ in self.live.values()], dtype=np.int64)
-        return slots, epochs, [k for _, k in self.live.values()]
+    @property
+    def journalled(self) -> int:
+        return len(self.live)
+
+    def begin_walk(self) -> None:
+        self.left = list(self.live)
+
+    def walk(self, first_sequence: int) -> tuple[bytes, bool]:
+        """Two at a time, so that a rewrite has several steps."""
+        now, self.left = self.left[:2], self.left[2:]
+        now = [slot for slot in now if slot in self.live]
+        slots = np.array(now, dtype=np.int64)
+        epochs = np.array([self.live[s][0] for s in now], dtype=np.int64)
+        keys = [self.live[s][1] for s in now]
+        return encode_records(Kind.PUT, slots, epochs, keys, first_sequence), bool(self.left)
 
     def put(self, slot: int, epoch: int, k: bytes) -> bool:
         self.live[slot] = (epoch, k)
@@ -171,7 +181,7 @@ def test_a_torn_header_is_not_a_journal(path: Path) -> None:
     for length in (1, 64, HEADER_BYTES - 1):
         path.write_bytes(data[:length])
         with pytest.raises(FormatError, match=f"header has {length} bytes"):
-            open_journal(path)
+            open_journal(path, recover="strict")
 
 
 @pytest.mark.parametrize(
@@ -184,10 +194,10 @@ def test_a_foreign_journal_is_refused_or_set_aside(
     owner.put(1, 1, key(1))
     owner.journal.close()
     data = path.read_bytes()
-    with pytest.raises(FormatError, match=f"{path}: journal: {field}"):
-        open_journal(path, **other)
+    with pytest.raises(FormatError, match=f"{path}: journal: {field}.*ssdkv fsck.*recover"):
+        open_journal(path, recover="strict", **other)
     assert path.read_bytes() == data
-    fresh = open_journal(path, on_mismatch="reset", **other)
+    fresh = open_journal(path, **other)
     assert fresh.recovered.keys == []
     assert fresh.counters["resets"] == 1
     assert path.with_name("journal.rejected").read_bytes() == data
@@ -422,14 +432,19 @@ from pathlib import Path
 from uuid import UUID
 from vllm_ssdkv.store import journal_file
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.records import Kind
+from vllm_ssdkv.store.records import Kind, encode_records
 journal = Journal(Path(sys.argv[1]), store=UUID(int=5), fingerprint=bytes(range(16)),
                   num_slots={SLOTS}, sync_interval_s=None, retry_interval_s=0.0)
 live = {{}}
-def snapshot():
-    slots = np.array(list(live), dtype=np.int64)
-    return slots, slots + 1, [live[s] for s in live]
-journal.attach(snapshot, stale=False)
+class Owner:
+    journalled = 5
+    def begin_walk(self):
+        pass
+    def walk(self, first_sequence):
+        slots = np.array(list(live), dtype=np.int64)
+        keys = list(live.values())
+        return encode_records(Kind.PUT, slots, slots + 1, keys, first_sequence), False
+journal.attach(Owner(), stale=False)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({HEADER_BYTES + 2 * RECORD_BYTES + 10}, hard))
 done = []

@@ -294,15 +294,15 @@ class SSDKVScheduler:
         keys = self.keys_of(state.request, end, begin)
         new: list[int] = []
         for block in range(begin, end):
-            found = self._index.lookup(keys[block - begin : block - begin + 1])
+            found = self._index.find(keys[block - begin])
             # A session that goes on with more input needs more than it was admitted with.
             reserved = state.reserved > 0
-            if len(found) and int(found[0]) in self._in_contexts:
+            if found is not None and found in self._in_contexts:
                 # Another running request has this block. One that nobody runs with is no help:
                 # the workers do not know its checksums.
-                self._index.pin(found)
+                self._index.pin(np.array([found], dtype=np.int64))
                 self._index.unreserve(int(reserved))
-                new.append(int(found[0]))
+                new.append(found)
             else:
                 try:
                     slot = int(self._index.allocate(1, reserved=reserved)[0])
@@ -326,7 +326,7 @@ class SSDKVScheduler:
             return
         for block, key in enumerate(self.keys_of(state.request, end, first), first):
             state.published = block + 1
-            if state.block_ids[block] == 0 or len(self._index.lookup([key])):
+            if state.block_ids[block] == 0 or self._index.find(key) is not None:
                 continue
             try:
                 slot = int(self._index.allocate(1)[0])
@@ -370,21 +370,23 @@ class SSDKVScheduler:
 
         Unless somebody runs with the copy, the new block takes its place.
         """
-        stored = self._index.lookup([key]).tolist()
-        if stored and stored[0] not in self._in_contexts:
-            self._index.drop(stored[0])
-            if self._index.state(stored[0]) is SlotState.FREE:
-                self._discard.append(stored[0])
+        stored = self._index.find(key)
+        if stored is not None and stored not in self._in_contexts:
+            self._index.drop(stored)
+            if self._index.state(stored) is SlotState.FREE:
+                self._discard.append(stored)
 
     # ---- results ----
 
     def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and which requests' loads have ended."""
+        written: list[int] = []
         for _, report in reports:
             for device in report.lost_devices:
                 self._lose_device(device)
             for slot, epoch in report.durable:
-                self._one_rank_done(slot, epoch)
+                if self._last_rank_done(slot, epoch):
+                    written.append(slot)
             for slot, epoch in report.failed_writes:
                 self._write_failed(slot, epoch)
             for slot, epoch in report.skipped:
@@ -396,6 +398,7 @@ class SSDKVScheduler:
             for request_id in report.poisoned:
                 self._disown_steps(request_id)
                 self._send_back(request_id)
+        self._all_ranks_done(written)
         for request_id in received:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
@@ -408,17 +411,23 @@ class SSDKVScheduler:
                 self.counters.add("recomputed_requests", 1, cause="hit")
                 self._load_failed.add(request_id)
 
-    def _one_rank_done(self, slot: int, epoch: int) -> None:
+    def _last_rank_done(self, slot: int, epoch: int) -> bool:
+        """A rank has written a slot; whether none is missing now."""
         entry = self._writing.get(slot)
         if entry is None or entry[0] != epoch:
-            return
+            return False
         if entry[1] > 1:
             self._writing[slot] = (epoch, entry[1] - 1)
-            return
+            return False
         del self._writing[slot]
-        if not self._forgetful:
-            self._index.durable(slot)
-        self._unpin([slot])
+        return True
+
+    def _all_ranks_done(self, slots: Sequence[int]) -> None:
+        """All ranks have written these slots: one write into the journal for all of them."""
+        if slots and not self._forgetful:
+            self._index.durable(np.array(slots, dtype=np.int64))
+        for slot in slots:  # not as a chain: these are of any requests
+            self._unpin([slot])
 
     def _write_failed(self, slot: int, epoch: int) -> None:
         if self._index.epoch(slot) != epoch:

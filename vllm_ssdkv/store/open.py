@@ -27,10 +27,10 @@ from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.journal import SLACK_RECORDS, Journal
+from vllm_ssdkv.store.journal import Journal, journal_bytes
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.manifest import Manifest, locked
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.tiers import ArenaPlan
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,6 @@ JOURNAL = "journal"
 
 STATE_SLACK = 128 * 1024
 """Room for store.json, directories and the file system's own rounding."""
-
-
-def _journal_bytes(slots: int) -> int:
-    return HEADER_BYTES + RECORD_BYTES * (3 * slots + 2 * SLACK_RECORDS)
 
 
 class StorePlace:
@@ -108,7 +104,7 @@ class StorePlace:
         home = self._state_device()
         if home is not None:
             # The journal and, while it is rewritten, its successor share the device's capacity.
-            journal = 2 * _journal_bytes(slots) + STATE_SLACK
+            journal = 2 * journal_bytes(slots) + STATE_SLACK
             per_rank[home] = (capacities[home] - journal) // self.tp_size
             slots = self.stripes.max_slots([max(0, c) for c in per_rank]) if slots else 0
         if slots < 1:
@@ -122,7 +118,7 @@ class StorePlace:
     def capacity_for(self, slots: int) -> int:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
         data = sum(self.stripes.device_bytes(d, slots) for d in range(self.stripes.devices))
-        return data * self.tp_size + 2 * _journal_bytes(slots) + STATE_SLACK
+        return data * self.tp_size + 2 * journal_bytes(slots) + STATE_SLACK
 
     def manifest(self) -> Manifest:
         """The store's manifest, made if there is none. Blocks on I/O.
@@ -308,7 +304,8 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
         store=UUID(manifest.store),
         fingerprint=place.fingerprint.digest,
         num_slots=num_slots,
-        on_mismatch="reset",
+        recover=place.config.recover,
+        progress=ProgressLog("ssdkv: recovering the index"),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
     index = SlotIndex(num_slots, journal, open_number=manifest.opened + 1)
