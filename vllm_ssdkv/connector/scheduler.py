@@ -294,7 +294,8 @@ class SSDKVScheduler:
         keys = self.keys_of(state.request, end, begin)
         new: list[int] = []
         for block in range(begin, end):
-            found = self._index.find(keys[block - begin])
+            known = block - begin < len(keys)  # else its tokens are still being sampled
+            found = self._index.find(keys[block - begin]) if known else None
             # A session that goes on with more input needs more than it was admitted with.
             reserved = state.reserved > 0
             if found is not None and found in self._in_contexts:
