@@ -380,7 +380,7 @@ def test_a_smaller_store_forgets_what_lies_beyond(path: Path) -> None:
 
 def test_memory_is_the_same_whatever_slots_hold() -> None:
     index = SlotIndex(20_000, None)
-    per_slot = index._table.nbytes / index.num_slots
+    per_slot = index.nbytes / index.num_slots
     assert per_slot == pytest.approx(76, abs=0.1)
     tracemalloc.start()
     store(index, *range(index.num_slots))
@@ -388,7 +388,7 @@ def test_memory_is_the_same_whatever_slots_hold() -> None:
     tracemalloc.stop()
     assert index.gauges()["ready"] == index.num_slots
     assert left < index.num_slots  # not even a byte of Python objects per slot
-    assert index._table.nbytes / index.num_slots == per_slot
+    assert index.nbytes / index.num_slots == per_slot
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv._index import SlotTable
 from vllm_ssdkv.errors import StoreFullError
-from vllm_ssdkv.store.journal import Journal
+from vllm_ssdkv.store.journal import Journal, LiveRecords
 from vllm_ssdkv.store.records import Kind
 
 EPOCH_COUNTER_BITS = 40
@@ -298,6 +298,16 @@ class SlotIndex:
         self._table.defer(mask)
 
     # ---- numbers and ends ----
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, all slots together."""
+        return self._table.nbytes
+
+    @property
+    def live_records(self) -> LiveRecords:
+        """What a rewrite of the journal walks over."""
+        return self._table
 
     @property
     def counters(self) -> dict[str, int]:

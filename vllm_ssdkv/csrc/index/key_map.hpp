@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
+#include "index/pages.hpp"
 #include "index/record.hpp"
 
 namespace ssdkv {
@@ -26,7 +26,7 @@ class KeyMap {
   void erase(uint32_t number);
 
   size_t size() const { return size_; }
-  size_t nbytes() const { return places_.size() * sizeof(Entry); }
+  size_t nbytes() const { return places_.nbytes(); }
 
  private:
   struct Entry {
@@ -44,7 +44,7 @@ class KeyMap {
   const std::byte* const keys_;
   const size_t stride_;
   const uint64_t seed_;  // keys come from prompts: nobody shall be able to make them collide
-  std::vector<Entry> places_;
+  Pages<Entry> places_;
   size_t size_ = 0;
 };
 

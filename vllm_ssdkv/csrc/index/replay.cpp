@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -12,12 +11,16 @@
 
 namespace ssdkv {
 
-Replay::Replay(uint64_t num_slots) : num_slots_(num_slots) {
+namespace {
+
+uint64_t checked(uint64_t num_slots) {
   if (num_slots > kMaxSlots) throw std::invalid_argument("a journal of too many slots");
-  // calloc, whose pages do not exist before a record names their slots.
-  slots_.reset(static_cast<Newest*>(std::calloc(std::max<size_t>(num_slots, 1), sizeof(Newest))));
-  if (slots_ == nullptr) throw std::bad_alloc();
+  return num_slots;
 }
+
+}  // namespace
+
+Replay::Replay(uint64_t num_slots) : num_slots_(checked(num_slots)), slots_(num_slots) {}
 
 void Replay::feed(const std::byte* data, size_t nbytes) {
   if (ended_) throw std::invalid_argument("the journal has ended");
@@ -63,7 +66,7 @@ const std::vector<uint32_t>& Replay::live() {
     if (slots_[slot].stamp % 2 != 0) order.emplace_back(slots_[slot].stamp, slot);
   }
   std::sort(order.begin(), order.end(), std::greater<>());
-  KeyMap seen(reinterpret_cast<const std::byte*>(slots_.get()), sizeof(Newest), order.size());
+  KeyMap seen(reinterpret_cast<const std::byte*>(slots_.data()), sizeof(Newest), order.size());
   live_.reserve(order.size());
   for (const auto& [stamp, slot] : order) {
     if (seen.find(slots_[slot].key)) continue;

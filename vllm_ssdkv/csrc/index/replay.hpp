@@ -3,10 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
+#include "index/pages.hpp"
 #include "index/record.hpp"
 
 namespace ssdkv {
@@ -42,14 +41,10 @@ class Replay {
   uint64_t newest_sequence() const { return newest_sequence_; }
 
  private:
-  struct Free {
-    void operator()(Newest* p) const { std::free(p); }
-  };
-
   void take(const Record& record);
 
   const uint64_t num_slots_;
-  std::unique_ptr<Newest[], Free> slots_;
+  Pages<Newest> slots_;
   std::vector<uint32_t> live_;
   bool ended_ = false;
   Record partial_{};  // the beginning of a record whose end is in the next piece

@@ -43,7 +43,7 @@ SlotTable::SlotTable(uint64_t num_slots)
   free_ = num_slots_;
 }
 
-size_t SlotTable::nbytes() const { return slots_.size() * sizeof(Slot) + map_.nbytes(); }
+size_t SlotTable::nbytes() const { return slots_.nbytes() + map_.nbytes(); }
 
 size_t SlotTable::recover(Replay& replay) {
   const std::lock_guard<std::mutex> lock(mutex_);

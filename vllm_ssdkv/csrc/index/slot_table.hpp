@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "index/key_map.hpp"
+#include "index/pages.hpp"
 #include "index/record.hpp"
 #include "index/replay.hpp"
 
@@ -135,7 +136,7 @@ class SlotTable {
   const uint32_t free_list_;
   const uint32_t later_list_;
   const uint32_t used_list_;
-  std::vector<Slot> slots_;
+  Pages<Slot> slots_;
   KeyMap map_;
   uint64_t last_epoch_ = 0;
   size_t free_ = 0, deferred_ = 0, evictable_ = 0, journalled_ = 0, writing_ = 0, pinned_ = 0,
