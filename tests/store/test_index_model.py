@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.store.test_index import found, key, kill, open_index, slots_of
 from vllm_ssdkv.errors import StoreFullError
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 
 SLOTS = 6
 numbers = st.integers(0, 7)
@@ -38,6 +39,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins: dict[int, int] = dict.fromkeys(range(SLOTS), 0)
         self.key_of: dict[int, bytes] = {}
         self.durable_set: dict[int, tuple[int, bytes]] = {}
+        self.ever_durable: set[tuple[int, int, bytes]] = set()
         self.lru: list[int] = []
         self.dead: set[int] = set()
         self.reserved = 0
@@ -149,6 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in slots:
             if self.state[slot] == "ready":
                 self.durable_set[slot] = (self.index.epoch(slot), self.key_of[slot])
+                self.ever_durable.add((slot, *self.durable_set[slot]))
 
     @rule(slots=any_slots)
     def pin(self, slots: list[int]) -> None:
@@ -237,6 +240,25 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.counters["recovered"] == len(self.durable_set)
         for slot, (epoch, _) in self.durable_set.items():
             assert self.index.epoch(slot) == epoch
+
+    @rule(data=st.data())
+    def a_crash_cuts_the_journal(self, data: st.DataObject) -> None:
+        """Whatever is left of the file: no block is found that was not stored there."""
+        whole = self.path.read_bytes()
+        length = data.draw(st.integers(HEADER_BYTES, len(whole)))
+        copy = self.path.with_name("cut")
+        copy.write_bytes(whole[:length])
+        after = open_index(copy, SLOTS)
+        assert after.counters["journal_corrupt_records"] == (
+            (length - HEADER_BYTES) % RECORD_BYTES > 0
+        )
+        stored = 0
+        for number in range(8):
+            for slot in found(after, number):
+                assert (slot, after.epoch(slot), key(number)) in self.ever_durable
+                stored += 1
+        assert after.gauges()["ready"] == stored
+        kill(after)
 
     # What must hold after each.
 

@@ -82,6 +82,12 @@ class Owner:
         self.live[slot] = (epoch, k)
         return self.journal.append(Kind.PUT, np.array([slot]), np.array([epoch]), [k])
 
+    def put_all(self) -> bool:
+        """Everything that is live, in one append."""
+        slots = np.array(list(self.live), dtype=np.int64)
+        epochs = np.array([e for e, _ in self.live.values()], dtype=np.int64)
+        return self.journal.append(Kind.PUT, slots, epochs, [k for _, k in self.live.values()])
+
     def delete(self, slot: int) -> bool:
         epoch, _ = self.live.pop(slot)
         return self.journal.append(Kind.DEL, np.array([slot]), np.array([epoch]))

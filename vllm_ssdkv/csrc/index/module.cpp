@@ -130,12 +130,12 @@ nb::tuple durable(SlotTable& self, const Slots& slots) {
                         keys);
 }
 
-nb::tuple walk(SlotTable& self, uint64_t first_sequence) {
+nb::tuple walk(SlotTable& self, uint64_t first_sequence, size_t budget) {
   std::vector<Record> records;
   bool more = false;
   {
     const nb::gil_scoped_release unlocked;
-    more = self.walk(first_sequence, records);
+    more = self.walk(first_sequence, budget, records);
   }
   return nb::make_tuple(to_bytes(records), more);
 }
@@ -170,7 +170,7 @@ void bind_table(nb::module_& m) {
             for (size_t i = 0; i < epochs.size(); ++i) epochs[i] = self.epoch(slots.data()[i]);
             return to_numpy(std::move(epochs));
           },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "state",
           [](const SlotTable& self, int64_t slot) { return static_cast<int>(self.state(slot)); },
@@ -180,22 +180,22 @@ void bind_table(nb::module_& m) {
       .def(
           "touch",
           [](SlotTable& self, const Slots& slots) { self.touch(slots.data(), slots.shape(0)); },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "pin",
           [](SlotTable& self, const Slots& slots) { self.pin(slots.data(), slots.shape(0)); },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "unpin",
           [](SlotTable& self, const Slots& slots) { self.unpin(slots.data(), slots.shape(0)); },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "publish",
           [](SlotTable& self, int64_t slot, const nb::bytes& key) {
             return self.publish(slot, to_key(key));
           },
           "slot"_a, "key"_a)
-      .def("durable", &durable, "slots"_a.noconvert())
+      .def("durable", &durable, "slots"_a)
       .def(
           "drop",
           [](SlotTable& self, const Slots& slots) {
@@ -203,7 +203,7 @@ void bind_table(nb::module_& m) {
             self.drop(slots.data(), slots.shape(0), gone);
             return to_tuple(std::move(gone));
           },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "quarantine",
           [](SlotTable& self, const Slots& slots) {
@@ -212,11 +212,11 @@ void bind_table(nb::module_& m) {
             return nb::make_tuple(dropped, to_numpy(std::move(gone.slots)),
                                   to_numpy(std::move(gone.epochs)));
           },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "restore",
           [](SlotTable& self, const Slots& slots) { self.restore(slots.data(), slots.shape(0)); },
-          "slots"_a.noconvert())
+          "slots"_a)
       .def(
           "defer",
           [](SlotTable& self, const ArrayIn<bool>& mask) {
@@ -229,7 +229,7 @@ void bind_table(nb::module_& m) {
           "mask"_a.noconvert())
       .def("set_last_epoch", &SlotTable::set_last_epoch, "epoch"_a)
       .def("begin_walk", &SlotTable::begin_walk, nb::call_guard<nb::gil_scoped_release>())
-      .def("walk", &walk, "first_sequence"_a)
+      .def("walk", &walk, "first_sequence"_a, "budget"_a = kWalkBudget)
       .def_prop_ro("obtainable", &SlotTable::obtainable)
       .def_prop_ro("free", &SlotTable::free)
       .def_prop_ro("deferred", &SlotTable::deferred)
@@ -248,8 +248,9 @@ void bind_table(nb::module_& m) {
 
 NB_MODULE(_index, m) {
   m.doc() = "Index of the slots, and records of the journal.";
-  m.def("encode_records", &ssdkv::encode_records, "kind"_a, "slots"_a.noconvert(),
-        "epochs"_a.noconvert(), "keys"_a.none(), "first_sequence"_a);
+  nb::set_leak_warnings(false);  // an index may live as long as its process
+  m.def("encode_records", &ssdkv::encode_records, "kind"_a, "slots"_a,
+        "epochs"_a, "keys"_a.none(), "first_sequence"_a);
   ssdkv::bind_replay(m);
   ssdkv::bind_table(m);
 }

@@ -8,11 +8,6 @@
 namespace ssdkv {
 namespace {
 
-// What one walk() may do while everybody waits: a look at a slot in the list costs a cache miss, a
-// look at the next number next to nothing. Both are some tenths of a millisecond.
-constexpr size_t kWalkBudget = 16384;
-constexpr size_t kListCost = 16;
-
 uint64_t checked(uint64_t num_slots) {
   if (num_slots < 1 || num_slots > kMaxSlots) {
     throw std::invalid_argument("num_slots is " + std::to_string(num_slots) + ", not in [1, " +
@@ -362,9 +357,9 @@ void SlotTable::begin_walk() {
   walk_number_ = 0;
 }
 
-bool SlotTable::walk(uint64_t first_sequence, std::vector<Record>& out) {
+bool SlotTable::walk(uint64_t first_sequence, size_t budget, std::vector<Record>& out) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  size_t budget = kWalkBudget;
+  budget = std::max(budget, kListCost);
   return walk_order(budget, first_sequence, out) || walk_numbers(budget, first_sequence, out);
 }
 

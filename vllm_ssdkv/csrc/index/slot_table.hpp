@@ -20,6 +20,11 @@ constexpr uint64_t kMaxSlots = (uint64_t{1} << 31) - 2;
 
 enum class State : uint8_t { kFree = 0, kWriting = 1, kReady = 2, kPrivate = 3, kLost = 4 };
 
+// What one walk() may do while everybody waits: a look at a slot in the list costs a cache miss, a
+// look at the next number next to nothing. Both come to some tenths of a millisecond.
+constexpr size_t kWalkBudget = 16384;
+constexpr size_t kListCost = 16;
+
 // Slots whose journalled content is gone: the journal needs a DEL for each.
 struct Gone {
   std::vector<int64_t> slots;
@@ -95,7 +100,7 @@ class SlotTable {
   // Sealed PUT records of the next few, with sequence numbers from `first_sequence`; false when
   // that was all. Whatever changes between two calls may be in the walk or not: the owner's own
   // records about it have later sequence numbers than the walk's.
-  bool walk(uint64_t first_sequence, std::vector<Record>& out);
+  bool walk(uint64_t first_sequence, size_t budget, std::vector<Record>& out);
 
  private:
   struct alignas(64) Slot {
