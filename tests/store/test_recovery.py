@@ -172,7 +172,7 @@ def test_a_kill_at_every_call_of_a_rewrite(tmp_path: Path, monkeypatch: pytest.M
     for last in range(1000):
         path.unlink(missing_ok=True)
         owner = Owner(open_journal(path))
-        owner.churn(1, 12)  # one more record starts a rewrite
+        owner.churn(1, 13)  # one more record starts a rewrite
         before, left = dict(owner.live), last
 
         def call(*args: object, real: Callable[..., object], **named: object) -> object:
@@ -186,7 +186,7 @@ def test_a_kill_at_every_call_of_a_rewrite(tmp_path: Path, monkeypatch: pytest.M
             for name in ("open", "pwrite", "fsync", "fdatasync", "rename", "unlink", "close"):
                 patch.setattr(os, name, functools.partial(call, real=getattr(os, name)))
             try:
-                owner.churn(13, 1)
+                owner.churn(14, 1)
             except Killed:
                 pass
             else:
@@ -195,7 +195,7 @@ def test_a_kill_at_every_call_of_a_rewrite(tmp_path: Path, monkeypatch: pytest.M
         journal = open_journal(path, recover="strict")
         found = content(journal)
         journal._file.close()
-        deleted = {slot: kept for slot, kept in before.items() if slot != 13 % SLOTS}
+        deleted = {slot: kept for slot, kept in before.items() if slot != 14 % SLOTS}
         assert found in (before, deleted, owner.live)
         if calls_of_a_rewrite:
             assert owner.journal.counters["rewrites"] == 1
