@@ -66,6 +66,7 @@ _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
 _DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost"))
+_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
 
@@ -109,6 +110,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "header_mismatches", "slots", "Slots whose header names another block, model or version."
     ),
     _counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
+    _counter(
+        "journal_resets", "journals", "Journals that were set aside at start: the store is empty."
+    ),
+    _counter(
+        "journal_lost_records", "records", "Journal records that could not be written at first."
+    ),
+    _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
     _gauge("slots_ready", "slots", "Slots that can be found."),
     _gauge("slots_free", "slots", "Slots that hold nothing."),

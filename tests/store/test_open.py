@@ -32,6 +32,7 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.manifest import NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL, OpenStore, StorePlace, open_index, open_rank
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 
 MODEL = Fingerprint({"model": "tiny"})
 CAPACITY = 16 << 20
@@ -332,6 +333,39 @@ def test_a_flipped_byte_in_the_manifest_is_refused_or_harmless(
     assert len(refusals) > 10
     path.write_bytes(data)
     close(open_rank(place(devices), 0, Counters()))
+
+
+def test_what_a_start_does_with_a_damaged_journal(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(2)
+    opened(place(devices))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 7)
+    index.close()
+    path = devices[0] / JOURNAL
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + RECORD_BYTES + 9] ^= 1
+    path.write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(FormatError, match=f'journal {path}: 1 of its 7 .*fsck.*"quiet"'):
+            open_index(place(devices, recover="strict"))
+    assert path.read_bytes() == data
+    with caplog.at_level("INFO"):
+        index, _ = open_index(place(devices))
+    assert len(found(index, keys)) == 6
+    assert index.counters["journal_corrupt_records"] == 1
+    assert sum("6 stored blocks recovered" in m and "1 damaged" in m for m in caplog.messages) == 1
+    index.close()
+    index, _ = open_index(place(devices, recover="strict"))
+    assert len(found(index, keys)) == 6
+    before = index.epoch(int(index.allocate(1)[0]))
+    index.close()
+    index, _ = open_index(place(devices, recover="none"))
+    assert index.gauges()["free"] == index.num_slots
+    assert index.counters["journal_resets"] == 1
+    assert index.epoch(int(index.allocate(1)[0])) > before
+    index.close()
 
 
 def test_no_room_for_a_block_is_said(tmp_devices: Callable[[int], list[Path]]) -> None:

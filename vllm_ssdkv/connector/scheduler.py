@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,19 @@ logger = logging.getLogger(__name__)
 MAX_RECOMPUTATIONS = 8
 """A request whose context was lost this often, and that got no further between, is not helped by
 one more try."""
+
+COUNTED: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
+    ("slots_evicted", "evictions", {}),
+    ("slots_stored", "published", {}),
+    ("recovered_slots", "recovered", {}),
+    ("journal_corrupt_records", "journal_corrupt_records", {}),
+    ("journal_resets", "journal_resets", {}),
+    ("journal_lost_records", "journal_lost_records", {}),
+    ("journal_errors", "journal_append_errors", {"call": "append"}),
+    ("journal_errors", "journal_sync_errors", {"call": "sync"}),
+    ("journal_errors", "journal_rewrite_errors", {"call": "rewrite"}),
+)
+"""Metric, the index's count of it, and labels."""
 
 
 class SSDKVScheduler:
@@ -561,14 +574,10 @@ class SSDKVScheduler:
             self.counters.set(f"slots_{name}", float(gauges[name]))
         self.counters.set("journal_bytes", float(gauges["journal_bytes"]))
         counts = self._index.counters
-        for metric, count in (
-            ("slots_evicted", "evictions"),
-            ("slots_stored", "published"),
-            ("recovered_slots", "recovered"),
-            ("journal_corrupt_records", "journal_corrupt_records"),
-        ):
-            self.counters.add(metric, counts.get(count, 0) - self._told.get(metric, 0))
-            self._told[metric] = counts.get(count, 0)
+        for metric, count, labels in COUNTED:
+            total = counts.get(count, 0)
+            self.counters.add(metric, total - self._told.get(count, 0), **labels)
+            self._told[count] = total
 
     def close(self) -> None:
         """Make the journal durable."""

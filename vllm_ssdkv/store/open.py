@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -294,11 +295,13 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
 
     Raises:
         StoreLockedError: another engine uses it.
+        FormatError: the option recover is ``strict``, and the journal is damaged.
         StoreError: the journal cannot be opened.
     """
     place.prepare()
     capacities, num_slots = place.sized(place.manifest())
     manifest = place.stored()
+    begin = time.monotonic()
     journal = Journal(
         place.state / JOURNAL,
         store=UUID(manifest.store),
@@ -321,8 +324,9 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
         manifest.save(place.state)
     counts = index.counters
     logger.info(
-        "ssdkv: %d stored blocks recovered, %d dropped, %d damaged journal records",
+        "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",
         counts["recovered"] - counts["dropped"],
+        time.monotonic() - begin,
         counts["dropped"] + counts["out_of_range"],
         counts["journal_corrupt_records"],
     )
