@@ -541,6 +541,25 @@ def test_records_appended_during_a_rewrite_are_in_it(
     assert owner.journal.close(DEADLINE_S)
 
 
+def test_closing_waits_for_a_slow_rewrite(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout is the time without progress: a large store takes longer than that."""
+    journal = open_journal(path, sync_interval_s=1000.0, num_slots=100)
+    owner = Owner(journal)
+    for slot in range(40):
+        owner.put(slot, slot + 1, key(slot))
+    real = os.pwrite
+
+    def slow(fd: int, data: bytes, offset: int) -> int:
+        time.sleep(0.05)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    begin = time.monotonic()
+    assert journal.close(0.5)
+    assert time.monotonic() - begin > 0.5
+    assert open_journal(path, num_slots=100).recovered.keys == [key(slot) for slot in range(40)]
+
+
 def test_a_rewrite_that_hangs_too_long_is_void_and_repeated(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

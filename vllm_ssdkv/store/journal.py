@@ -166,6 +166,8 @@ class Journal:
         """While a rewrite runs: records appended that are not in the new file yet."""
         self._tail_records = 0
         self._tail_overflow = False
+        self._steps = 0
+        """Of all rewrites so far: grows while the device answers."""
         self._degraded = False
         self._rewrite_due = False
         self._next_attempt = 0.0
@@ -350,9 +352,9 @@ class Journal:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Rewrite in the owner's order, sync, and release the file. Idempotent.
 
-        Blocks for ``timeout_s`` at most when there is a background thread. False when the device
-        did not answer in time, in which case the file stays open and locked, or when records are
-        missing in it.
+        Blocks until done; with a background thread, until nothing was written for ``timeout_s``.
+        False when the device did not answer in that time, in which case the file stays open and
+        locked, or when records are missing in it.
         """
         if self._closed:
             return True
@@ -365,7 +367,10 @@ class Journal:
         if self._thread is None:
             self._sync_now()
         else:
-            self._thread.join(timeout_s)
+            steps = -1
+            while self._thread.is_alive() and steps != self._steps:
+                steps = self._steps
+                self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.error("journal %s: the device did not answer in %g s", self.path, timeout_s)
                 return False
@@ -450,6 +455,7 @@ class Journal:
                 self._sync_now()
                 replacement.sync()
                 next_sync = time.monotonic() + SYNC_INTERVAL_S
+            self._steps += 1
         with self._lock:
             tail = self._take_tail()
         replacement.write(tail)

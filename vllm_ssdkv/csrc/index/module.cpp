@@ -249,8 +249,8 @@ void bind_table(nb::module_& m) {
 NB_MODULE(_index, m) {
   m.doc() = "Index of the slots, and records of the journal.";
   nb::set_leak_warnings(false);  // an index may live as long as its process
-  m.def("encode_records", &ssdkv::encode_records, "kind"_a, "slots"_a,
-        "epochs"_a, "keys"_a.none(), "first_sequence"_a);
+  m.def("encode_records", &ssdkv::encode_records, "kind"_a, "slots"_a, "epochs"_a, "keys"_a.none(),
+        "first_sequence"_a);
   ssdkv::bind_replay(m);
   ssdkv::bind_table(m);
 }
