@@ -25,6 +25,7 @@ ArrayOut<T> to_numpy(std::vector<T> values) {
   return ArrayOut<T>(owned->data(), {owned->size()}, owner);
 }
 
+void bind_cache(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
 
