@@ -263,35 +263,40 @@ void failures(const Kind& kind) {
 
 // Closing in the middle of it: every batch that was accepted ends, whole or cancelled.
 void close_under_load(const Kind& kind) {
-  constexpr size_t kPages = 64;
+  constexpr size_t kThreads = 3, kAhead = 6,
+                   kPages = 16;  // threads, batches of each, pages of those
   for (int round = 0; round < 8; ++round) {
-    Memory memory(kPages * kPage);
+    Memory memory(kThreads * kAhead * kPages * kPage);
     Devices devices(kPages * kPage);
     const auto engine = kind.make(devices.fds, memory.data(), memory.size(), 3);
-    in_threads(4, [&](unsigned thread) {
-      if (thread == 0) {
+    in_threads(kThreads + 1, [&](unsigned thread) {
+      if (thread == kThreads) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2 * round));
         check(engine->close(kPatience), "it ends");
         return;
       }
-      Requests reads;
-      for (size_t i = 0; i < kPages / 4; ++i)
-        reads.add(i % kDevices, i, 1, thread * kPages / 4 + i);
       std::vector<std::shared_ptr<Batch>> batches;
+      const auto end = [&batches](size_t which) {
+        check(batches[which]->wait_until(deadline_after(kPatience)), "an accepted batch ends");
+        for (const int32_t result : batches[which]->results()) {
+          check(result == kPage || result == -ECANCELED, "whole or cancelled");
+        }
+      };
+      size_t ended = 0;
       try {
-        for (;;) {
-          batches.push_back(engine->submit(Op::kRead, reads.arrays()));
-          if (batches.size() % 8 == 0) (void)batches.back()->wait_until(deadline_after(kPatience));
+        for (;; ++ended) {
+          while (batches.size() < ended + kAhead) {
+            const size_t first = (thread * kAhead + batches.size() % kAhead) * kPages;
+            Requests reads;
+            for (size_t i = 0; i < kPages; ++i) reads.add(i % kDevices, i, 1, first + i);
+            batches.push_back(engine->submit(Op::kRead, reads.arrays()));
+          }
+          end(ended);
         }
       } catch (const std::invalid_argument&) {
         // Closed: what the loop is for.
       }
-      for (const auto& batch : batches) {
-        check(batch->wait_until(deadline_after(kPatience)), "an accepted batch ends");
-        for (const int32_t result : batch->results()) {
-          check(result == kPage || result == -ECANCELED, "whole or cancelled");
-        }
-      }
+      for (; ended < batches.size(); ++ended) end(ended);
     });
   }
 }
