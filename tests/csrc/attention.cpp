@@ -227,7 +227,7 @@ void every_instruction_set() {
   attention::select_isa(attention::available_isas().front());
 }
 
-// Calls that share the pool, large enough to be split over blocks, while somebody looks at what
+// Calls at the same time, large enough to be split over blocks, while somebody looks at what
 // may run here.
 void many_callers() {
   in_threads(5, [](unsigned thread) {

@@ -66,7 +66,7 @@ using Tests = std::vector<Test>;
 Tests memory_tests();
 Tests cache_tests();
 Tests engine_tests();
-Tests pool_tests();
+Tests team_tests();
 Tests attention_tests();
 
 }  // namespace ssdkv::test
