@@ -42,8 +42,9 @@ bench: install ## the benchmarks that need no GPU
 	  $(bin)/python -P -m vllm_ssdkv.profiling.$$name || exit 1; \
 	done
 
-soak: install ## the tests of kills and faults, in many rounds (ROUNDS=100)
-	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) $(bin)/pytest tests/crash -m soak --timeout 14400
+soak: install ## kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800
+	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
+	  SSDKV_SOAK_MEMORY_S=$(or $(MEMORY_S),1800) $(bin)/pytest tests -m soak --timeout 14400
 
 # Ends at the first finding: each sanitizer stops the program with a status of its own. setarch,
 # where it is allowed: older libtsan gives up on the random addresses of newer kernels.

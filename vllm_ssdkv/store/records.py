@@ -110,6 +110,8 @@ def check_header(data: bytes, store: UUID, fingerprint: bytes) -> None:
     ):
         if found != expected:
             raise FormatError(f"journal: {field} is {found}, expected {expected}")
+    if data[:HEADER_BYTES] != encode_header(store, fingerprint):
+        raise FormatError("journal: bytes that are zero in this version are not")
 
 
 def encode_records(
@@ -162,9 +164,9 @@ def replay(data: bytes | bytearray | memoryview) -> Replay:
         records[:] = np.frombuffer(data, dtype=RECORD, count=whole)
     good = _checksums(records) == records["checksum"]
     good &= np.isin(records["kind"], [int(k) for k in Kind])
-    # Both are signed 64-bit in memory; nothing that we write exceeds it.
-    limit = np.uint64(2**63)
-    good &= (records["slot"] < limit) & (records["epoch"] < limit)
+    # Signed 64-bit in memory, and counted on from; nothing that we write exceeds it.
+    for field in ("slot", "epoch", "sequence"):
+        good &= records[field] < np.uint64(2**63)
     corrupt = whole - int(good.sum()) + int(len(data) % RECORD_BYTES > 0)
     records = records[good]
     records = records[np.argsort(records["sequence"], kind="stable")]
