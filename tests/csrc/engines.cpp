@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 
@@ -49,22 +50,6 @@ class Wrapped : public Engine {
 
  private:
   Native native_;
-};
-
-using Make = std::unique_ptr<Engine> (*)(const std::vector<int>& fds, std::byte* arena,
-                                         size_t arena_bytes, unsigned queue_depth);
-
-struct Kind {
-  const char* name;
-  Make make;
-};
-
-const Kind kEngines[] = {
-    {"threads",
-     [](const std::vector<int>& fds, std::byte* arena, size_t nbytes, unsigned depth) {
-       return std::unique_ptr<Engine>(new Wrapped<ThreadsEngine>(
-           fds, reinterpret_cast<uint64_t>(arena), uint64_t{nbytes}, depth));
-     }},
 };
 
 // Memory that begins at a page, and ends where the next byte is not mapped.
@@ -117,6 +102,47 @@ class Devices {
   Devices& operator=(const Devices&) = delete;
 
   std::vector<int> fds;
+};
+
+using Make = std::unique_ptr<Engine> (*)(const std::vector<int>& fds, std::byte* arena,
+                                         size_t arena_bytes, unsigned queue_depth);
+
+// A read of the first page of memory by the first device, that does not end before release().
+struct Hang {
+  int fd;  // of the device
+  std::function<void()> release;
+};
+
+struct Kind {
+  const char* name;
+  Make make;
+  Hang (*hang)(Memory& memory, const Devices& devices);
+};
+
+// The first touch of the memory hangs until release().
+Hang hung_memory(Memory& memory, const Devices& devices) {
+  const int maker = open("/dev/userfaultfd", O_RDWR | O_CLOEXEC);
+  if (maker < 0) skip("/dev/userfaultfd: " + std::string(std::strerror(errno)));
+  const int fd = ioctl(maker, USERFAULTFD_IOC_NEW, O_CLOEXEC | O_NONBLOCK);
+  close(maker);
+  uffdio_api api{};
+  api.api = UFFD_API;
+  uffdio_register range{};
+  range.range = {reinterpret_cast<uint64_t>(memory.data()), kPage};
+  range.mode = UFFDIO_REGISTER_MODE_MISSING;
+  if (fd < 0 || ioctl(fd, UFFDIO_API, &api) != 0 || ioctl(fd, UFFDIO_REGISTER, &range) != 0) {
+    skip("userfaultfd: " + std::string(std::strerror(errno)));
+  }
+  return {devices.fds[0], [fd] { close(fd); }};
+}
+
+const Kind kEngines[] = {
+    {"threads",
+     [](const std::vector<int>& fds, std::byte* arena, size_t nbytes, unsigned depth) {
+       return std::unique_ptr<Engine>(new Wrapped<ThreadsEngine>(
+           fds, reinterpret_cast<uint64_t>(arena), uint64_t{nbytes}, depth));
+     },
+     hung_memory},
 };
 
 struct Requests {
@@ -301,30 +327,12 @@ void close_under_load(const Kind& kind) {
   }
 }
 
-// A descriptor that makes the first touch of a range hang; closing it lets everybody go on.
-int guard(std::byte* memory, size_t nbytes) {
-  const int maker = open("/dev/userfaultfd", O_RDWR | O_CLOEXEC);
-  if (maker < 0) skip("/dev/userfaultfd: " + std::string(std::strerror(errno)));
-  const int fd = ioctl(maker, USERFAULTFD_IOC_NEW, O_CLOEXEC | O_NONBLOCK);
-  close(maker);
-  uffdio_api api{};
-  api.api = UFFD_API;
-  uffdio_register range{};
-  range.range = {reinterpret_cast<uint64_t>(memory), nbytes};
-  range.mode = UFFDIO_REGISTER_MODE_MISSING;
-  if (fd < 0 || ioctl(fd, UFFDIO_API, &api) != 0 || ioctl(fd, UFFDIO_REGISTER, &range) != 0) {
-    skip("userfaultfd: " + std::string(std::strerror(errno)));
-  }
-  return fd;
-}
-
 // A read that hangs in the kernel outlives its engine, and comes back to memory that still exists.
 void hung_device(const Kind& kind) {
   Memory memory(16 * kPage);
-  std::memset(memory.data() + 8 * kPage, 1, 8 * kPage);
   Devices devices(16 * kPage);
-  const int fd = guard(memory.data(), kPage);
-  auto engine = kind.make(devices.fds, memory.data(), memory.size(), 1);
+  const Hang hang = kind.hang(memory, devices);
+  auto engine = kind.make({hang.fd, devices.fds[1]}, memory.data(), memory.size(), 1);
   Requests hangs, waits, other;
   hangs.add(0, 0, 1, 0);
   waits.add(0, 0, 1, 8);
@@ -336,9 +344,10 @@ void hung_device(const Kind& kind) {
   const auto behind = engine->submit(Op::kRead, waits.arrays());
   check(!engine->close(0.1), "close notices");
   check(behind->wait_until(deadline_after(kPatience)), "what waited has ended");
+  check(behind->results() == std::vector<int32_t>{-ECANCELED}, "cancelled");
   check(hung->results() == std::vector<int32_t>{Batch::kPending}, "what hangs has not");
   engine.reset();
-  close(fd);
+  hang.release();
   check(hung->wait_until(deadline_after(kPatience)), "it comes back");
   check(hung->results() == std::vector<int32_t>{kPage}, "and was read");
 }
