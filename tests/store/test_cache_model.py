@@ -153,8 +153,8 @@ class Model:
                 self.reclaim(frame)
 
 
-slot_lists = st.lists(st.integers(0, SLOTS - 1), max_size=8)
-distinct_slots = st.lists(st.integers(0, SLOTS - 1), max_size=8, unique=True)
+slot_lists = st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=8)
+distinct_slots = st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=8, unique=True)
 
 
 def frame_array(frames: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -172,6 +172,7 @@ class LikeTheModel(RuleBasedStateMachine):
         self.in_flight: list[int] = []
         self.borrowed: list[int] = []
         self.contexts: list[list[int]] = []
+        self.cached(list(range(frames)))
 
     def teardown(self) -> None:
         self.arena.close()
@@ -187,6 +188,15 @@ class LikeTheModel(RuleBasedStateMachine):
         assert taken == self.model.take(slots, state, spare)
         if state is FrameState.LOADING:
             self.in_flight += taken
+
+    @rule(slots=distinct_slots)
+    def cached(self, slots: list[int]) -> None:
+        """A load that ends at once, so that there is always something to read and to evict."""
+        before = len(self.in_flight)
+        self.take(slots, FrameState.LOADING, False)
+        loaded, self.in_flight = self.in_flight[before:], self.in_flight[:before]
+        self.cache.settle(frame_array(loaded), FrameState.CLEAN)
+        self.model.settle(loaded, FrameState.CLEAN)
 
     @rule(slots=distinct_slots)
     def write(self, slots: list[int]) -> None:
@@ -228,6 +238,21 @@ class LikeTheModel(RuleBasedStateMachine):
         frames = self.some(data, self.borrowed)
         self.cache.give_back(frame_array([NO_FRAME, *frames]))
         self.model.give_back(frames)
+
+    @rule(slots=slot_lists)
+    def read(self, slots: list[int]) -> None:
+        """A reader that ends at once."""
+        frames = self.cache.borrow(array(slots))
+        assert frames.tolist() == self.model.borrow(slots)
+        self.cache.give_back(frames)
+        self.model.give_back([frame for frame in frames.tolist() if frame != NO_FRAME])
+
+    @rule(slots=slot_lists)
+    def pass_by(self, slots: list[int]) -> None:
+        """A context that ends at once."""
+        self.cache.retain(array(slots))
+        self.model.retain(slots)
+        assert self.cache.release_references(array(slots)).tolist() == self.model.release(slots)
 
     @rule(slots=slot_lists)
     def begin_context(self, slots: list[int]) -> None:
