@@ -74,6 +74,8 @@ def check_header(data: bytes, store: UUID, fingerprint: bytes) -> None:
     ):
         if found != expected:
             raise FormatError(f"journal: {field} is {found}, expected {expected}")
+    if data[:HEADER_BYTES] != encode_header(store, fingerprint):
+        raise FormatError("journal: bytes that are zero in this version are not")
 
 
 def encode_records(

@@ -7,6 +7,7 @@
 
 namespace ssdkv {
 
+void bind_cache(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
 
