@@ -31,6 +31,10 @@ LATE = FaultRule(kind="latency", seconds=0.001)
 
 MOVING = {
     "auto": EngineOptions(),
+    "uring": EngineOptions(engine="uring", queue_depth=3),
+    "uring, one at a time": EngineOptions(engine="uring", queue_depth=1),
+    "throttled(uring)": EngineOptions(engine="uring", throttle=(FAST,)),
+    "faulty(uring) that delays": EngineOptions(engine="uring", faults=(LATE,)),
     "threads": THREADS,
     "threads, one at a time": EngineOptions(engine="threads", queue_depth=1),
     "throttled(threads)": EngineOptions(engine="threads", throttle=(FAST,)),
@@ -342,7 +346,7 @@ def held(options: EngineOptions) -> EngineOptions:
     )
 
 
-@parametrised({name: ALL[name] for name in ("threads", "throttled(threads)", "noop")})
+@parametrised({name: ALL[name] for name in ("uring", "threads", "throttled(threads)", "noop")})
 def test_a_hung_device_delays_no_other(
     devices: Rig, submit: Submit, options: EngineOptions
 ) -> None:
@@ -365,9 +369,12 @@ WAITS: dict[str, Wait] = {
 }
 
 
+@parametrised({name: ALL[name] for name in ("uring", "threads")})
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
-def test_a_wait_ends_at_its_time(devices: Rig, submit: Submit, wait: Wait) -> None:
-    batch = submit(devices.open(held(THREADS)), Op.READ, (0, 0, PAGE, 0))
+def test_a_wait_ends_at_its_time(
+    devices: Rig, submit: Submit, options: EngineOptions, wait: Wait
+) -> None:
+    batch = submit(devices.open(held(options)), Op.READ, (0, 0, PAGE, 0))
     assert not wait(batch)
 
 

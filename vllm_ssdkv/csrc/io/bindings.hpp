@@ -27,5 +27,8 @@ ArrayOut<T> to_numpy(std::vector<T> values) {
 
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
+#if SSDKV_URING
+void bind_uring(nanobind::module_& m);
+#endif
 
 }  // namespace ssdkv

@@ -7,4 +7,8 @@ NB_MODULE(_io, m) {
   m.doc() = "Native I/O engines, checksums and copies of vllm_ssdkv.";
   ssdkv::bind_memory(m);
   ssdkv::bind_engines(m);
+#if SSDKV_URING
+  ssdkv::bind_uring(m);
+#endif
+  m.attr("has_uring") = bool{SSDKV_URING};
 }

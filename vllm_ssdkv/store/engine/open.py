@@ -16,10 +16,11 @@ from vllm_ssdkv.store.engine.noop import NoopEngine
 from vllm_ssdkv.store.engine.protocol import IoEngine
 from vllm_ssdkv.store.engine.threads import ThreadsEngine
 from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.engine.uring import UringEngine
 
 logger = logging.getLogger(__name__)
 
-EngineKind: TypeAlias = Literal["auto", "threads", "noop"]
+EngineKind: TypeAlias = Literal["auto", "uring", "threads", "noop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,13 @@ class EngineOptions:
 _Opener: TypeAlias = Callable[[EngineOptions, Sequence[int], Arena], IoEngine]
 
 _OPENERS: dict[str, _Opener] = {
+    "uring": lambda options, fds, arena: UringEngine(fds, arena, options.queue_depth),
     "threads": lambda options, fds, arena: ThreadsEngine(fds, arena, options.queue_depth),
     "noop": lambda _options, fds, arena: NoopEngine(len(fds), arena),
 }
 
 # What "auto" tries, fastest first. An engine that cannot run here raises EngineUnavailableError.
-_AUTO = ("threads",)
+_AUTO = ("uring", "threads")
 
 
 def open_engine(
