@@ -19,7 +19,8 @@ BASE = frozenset({"vllm_ssdkv", "numpy", "torch"})
 ABOVE = ("connector", "attention/backend.py", "plugin.py", "batch", "cli")
 # Folders and files below, with what they may import beside BASE.
 BELOW = {
-    "store": {"msgspec", "pydantic"},
+    # aiofiles and kvikio are optional: each is imported by the engine that stands on it, when opened.
+    "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
     "selection": set(),
     "clustering": set(),
     "offload": set(),

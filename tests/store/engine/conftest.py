@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.cli.check_host import io_uring_errno
+from vllm_ssdkv.cli.check_io_uring import io_uring_errno
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.engine.protocol import Batch, IoEngine, Op
@@ -55,6 +56,11 @@ def skip_if_absent(engine: str) -> None:
         pytest.skip(f"no io_uring on this machine: {os.strerror(error)}")
     if engine == "kvikio" and find_spec("kvikio") is None:
         pytest.skip("kvikio is not installed: pip install kvikio-cu12")
+    if engine == "kvikio":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            pytest.skip(f"kvikio needs the CUDA driver: {error}")
 
 
 Submit = Callable[..., Batch]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +49,35 @@ def test_auto_goes_on_to_threads_and_says_why(
         open_engine(EngineOptions(engine="uring"), devices.fds, devices.paths, devices.arena)
 
 
+@pytest.mark.parametrize(
+    ("engine", "cure"),
+    [("kvikio", "pip install kvikio-cu12"), ("aiofiles", "pip install aiofiles")],
+)
+def test_a_missing_package_is_named(
+    devices: Rig, monkeypatch: pytest.MonkeyPatch, engine: EngineKind, cure: str
+) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    monkeypatch.setitem(sys.modules, engine, None)
+    with pytest.raises(EngineUnavailableError, match=cure):
+        open_engine(EngineOptions(engine=engine), devices.fds, devices.paths, devices.arena)
+    assert set(os.listdir("/proc/self/task")) <= before
+
+
+def test_kvikio_without_a_driver_is_explained(
+    devices: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("libcuda.so.1: cannot open shared object file")
+
+    package = ModuleType("kvikio")
+    package.defaults = ModuleType("kvikio.defaults")  # type: ignore[attr-defined]
+    package.CuFile = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvikio", package)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", package.defaults)
+    with pytest.raises(EngineUnavailableError, match=r"libcuda\.so\.1.*NVIDIA's driver"):
+        open_engine(EngineOptions(engine="kvikio"), devices.fds, devices.paths, devices.arena)
+
+
 def test_twins_wrap_what_was_asked_for(devices: Rig) -> None:
     throttle, faults = (ThrottleRule(iops=1e6),), (FaultRule(kind="eio"),)
     names = {
@@ -80,7 +111,7 @@ def test_a_closed_descriptor_is_refused(devices: Rig) -> None:
         open_engine(EngineOptions(), [gone], ["device"], devices.arena)
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize("engine", ["uring", "threads", "kvikio", "aiofiles"])
 def test_numbers_out_of_range_are_refused(devices: Rig, engine: EngineKind) -> None:
     for depth in (0, 1025):
         with pytest.raises(ValueError, match="queue_depth"):

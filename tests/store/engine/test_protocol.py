@@ -37,6 +37,8 @@ MOVING = {
     "faulty(uring) that delays": EngineOptions(engine="uring", faults=(LATE,)),
     "threads": THREADS,
     "threads, one at a time": EngineOptions(engine="threads", queue_depth=1),
+    "kvikio": EngineOptions(engine="kvikio", queue_depth=3),
+    "aiofiles": EngineOptions(engine="aiofiles", queue_depth=3),
     "throttled(threads)": EngineOptions(engine="threads", throttle=(FAST,)),
     "faulty(threads) without a fault": EngineOptions(
         engine="threads", faults=(FaultRule(kind="eio", after=10**9),)
@@ -346,7 +348,9 @@ def held(options: EngineOptions) -> EngineOptions:
     )
 
 
-@parametrised({name: ALL[name] for name in ("uring", "threads", "throttled(threads)", "noop")})
+@parametrised(
+    {name: ALL[name] for name in ("uring", "threads", "aiofiles", "throttled(threads)", "noop")}
+)
 def test_a_hung_device_delays_no_other(
     devices: Rig, submit: Submit, options: EngineOptions
 ) -> None:
@@ -369,7 +373,7 @@ WAITS: dict[str, Wait] = {
 }
 
 
-@parametrised({name: ALL[name] for name in ("uring", "threads")})
+@parametrised({name: ALL[name] for name in ("uring", "threads", "aiofiles")})
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
 def test_a_wait_ends_at_its_time(
     devices: Rig, submit: Submit, options: EngineOptions, wait: Wait

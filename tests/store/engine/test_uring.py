@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 PATIENCE_S = 20.0
+CHUNK = 256 << 20
 HERE = Path(__file__).parent
 KALLSYMS = Path("/proc/kallsyms")
 
@@ -144,12 +145,12 @@ def test_a_request_that_the_kernel_cannot_start_is_tried_for_a_second(ending: st
 
 
 def test_requests_across_a_registered_chunk() -> None:
-    """The kernel registers at most 1 GiB in one piece; a request may lie in two."""
-    arena, device = Arena((1 << 30) + (2 << 20)), os.memfd_create("device")
+    """Memory is registered in pieces of 256 MiB; a request may lie in two of them."""
+    arena, device = Arena(CHUNK + (2 << 20)), os.memfd_create("device")
     content = np.random.default_rng(4).integers(0, 256, 16 * PAGE, dtype=np.uint8)
     os.write(device, content)
     engine = UringEngine([device], arena, 4)
-    for start in ((1 << 30) - 16 * PAGE, (1 << 30) - 5 * PAGE, 1 << 30):
+    for start in (CHUNK - 16 * PAGE, CHUNK - 5 * PAGE, CHUNK):
         place = np.array([start], np.uint64)
         one = np.zeros(1, np.uint64)
         length = np.full(1, 16 * PAGE, np.uint32)

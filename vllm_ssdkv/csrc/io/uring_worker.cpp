@@ -19,12 +19,14 @@ using std::chrono::nanoseconds;
 // How many requests of one device are started before the next device gets its turn.
 constexpr unsigned kTurn = 8;
 
-// With this many in flight, wait for an eighth of them at once, at most 16: fewer calls and fewer
-// wake-ups. What is submitted meanwhile may have to wait for the pause to end.
+// While every device is busy up to its limit, nothing new could be started anyway, so the thread
+// sleeps until an eighth of what is in flight has completed: fewer calls and fewer wake-ups. The
+// limit in time is for devices that answer only a part; a shorter one would cost a timer interrupt
+// per call.
 constexpr size_t kManyInFlight = 32;
 constexpr size_t kBatchShare = 8;
-constexpr size_t kBatchMax = 16;
-constexpr nanoseconds kBatchPause = std::chrono::microseconds{100};
+constexpr size_t kBatchMax = 32;
+constexpr nanoseconds kBatchPause = std::chrono::milliseconds{5};
 
 // As transfer() in file.cpp: a second of trying again, then the error counts.
 constexpr nanoseconds kBusyPatience = std::chrono::seconds{1};
@@ -172,6 +174,8 @@ bool UringWorker::take() {
       device.room = device.in_flight < queue_depth_;
     }
   }
+  full_ = std::none_of(devices_.begin(), devices_.end(),
+                       [](const Device& device) { return device.room; });
   asleep_.store(true, std::memory_order_relaxed);
   return true;
 }
@@ -227,7 +231,7 @@ void UringWorker::wait(UringRing& ring, bool all_issued) noexcept {
   const size_t in_flight = flights_.size() - free_.size() - later_.size();
   unsigned completions = 1;
   nanoseconds timeout{0};
-  if (in_flight >= kManyInFlight) {
+  if (full_ && in_flight >= kManyInFlight) {
     completions = static_cast<unsigned>(std::min(in_flight / kBatchShare, kBatchMax));
     timeout = kBatchPause;
   }

@@ -99,6 +99,7 @@ class UringWorker {
   Clock::time_point retry_at_;
   std::vector<Ended> ended_;
   bool wake_armed_ = false;
+  bool full_ = false;  // no device has room
 
   std::atomic<uint64_t> enters_{0};
   std::atomic<uint64_t> wakes_{0};

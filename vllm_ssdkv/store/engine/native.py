@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -11,14 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.store.engine.abandoned import GRACE_S, abandon
 from vllm_ssdkv.store.engine.protocol import U16, U32, U64, Batch, Op
-
-logger = logging.getLogger(__name__)
-
-# Memory that a request hung in a device may still write to. It is never given back.
-_abandoned: list[NDArray[np.uint8]] = []
-
-_GRACE_S = 1.0
 
 _Native: TypeAlias = "_io.ThreadsEngine | _io.UringEngine"
 
@@ -26,11 +19,7 @@ _Native: TypeAlias = "_io.ThreadsEngine | _io.UringEngine"
 def _release(native: _Native, memory: NDArray[np.uint8], timeout_s: float) -> bool:
     if native.close(timeout_s):
         return True
-    logger.error(
-        "I/O requests hang in a device; %d bytes of memory are lost to them until the process ends",
-        memory.size,
-    )
-    _abandoned.append(memory)
+    abandon(memory)
     return False
 
 
@@ -49,7 +38,7 @@ class NativeEngine:
     def __init__(self, native: _Native, memory: NDArray[np.uint8]) -> None:
         self._native = native
         # For engines that are dropped, or alive when the interpreter ends, without close().
-        self._finalizer = weakref.finalize(self, _release, native, memory, _GRACE_S)
+        self._finalizer = weakref.finalize(self, _release, native, memory, GRACE_S)
         self._memory: NDArray[np.uint8] | None = memory
 
     def submit(self, op: Op, device: U16, offset: U64, length: U32, buffer: U64) -> Batch:

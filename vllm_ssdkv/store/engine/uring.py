@@ -59,13 +59,14 @@ class UringEngine(NativeEngine):
                 + (f"; {cure}" if cure else "")
             ) from error
         super().__init__(native, memory)
-        self.name = "uring" if _log_setup(native, arena) else "uring(unregistered)"
+        self.setups = native.setups()
+        """What the kernel let each ring have."""
+        self.name = "uring" if _log_setups(self.setups, arena) else "uring(unregistered)"
         """``uring``, or ``uring(unregistered)`` where the kernel did not register the arena."""
 
 
-def _log_setup(native: _io.UringEngine, arena: Arena) -> bool:
+def _log_setups(setups: Sequence[_io.UringSetup], arena: Arena) -> bool:
     """Say what the kernel refused; whether it registered the arena with every ring."""
-    setups = native.setups()
     logger.info("io_uring: %d rings, task running %s", len(setups), setups[0].task_run)
     for what, code in {("files", setup.register_files_errno) for setup in setups}:
         if code:
