@@ -19,7 +19,7 @@ BASE = frozenset({"vllm_ssdkv", "numpy", "torch"})
 ABOVE = ("connector", "attention/backend.py", "plugin.py", "batch", "cli")
 # Folders and files below, with what they may import beside BASE.
 BELOW = {
-    # aiofiles and kvikio are optional: each is imported by the engine that stands on it, when opened.
+    # aiofiles and kvikio are optional; the engines that stand on them import them when opened.
     "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
     "selection": set(),
     "clustering": set(),

@@ -88,7 +88,8 @@ class UringEngine:
     """Native part of :class:`vllm_ssdkv.store.engine.uring.UringEngine`.
 
     As :class:`ThreadsEngine`, but raises OSError where there is no io_uring. Its statistics have
-    also ``in_flight_max.<device>`` and ``ring_<enters|wakes|retries|errors>.<ring>``.
+    also ``in_flight_max.<device>``, ``ring_<enters|wakes|retries|errors>.<ring>``, and
+    ``ring_<registered|refused>.<ring>``: parts of the arena that the kernel registered or not.
     """
 
     def __init__(

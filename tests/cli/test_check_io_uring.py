@@ -12,6 +12,7 @@ import pytest
 from vllm_ssdkv import _io
 from vllm_ssdkv.cli import check_io_uring
 from vllm_ssdkv.cli.findings import Level
+from vllm_ssdkv.host import lockable_memory
 from vllm_ssdkv.sizes import GIB, MIB
 
 
@@ -38,23 +39,25 @@ def test_a_build_without_it_is_a_warning_with_a_cure() -> None:
     assert "liburing-dev" in finding.cure
 
 
-def test_memlock() -> None:
-    unlimited = resource.RLIM_INFINITY
-    assert check_io_uring.memlock(unlimited, False, 4 * GIB).text == "unlimited"
-    assert check_io_uring.memlock(8 * GIB, False, 4 * GIB).level is Level.OK
-    assert check_io_uring.memlock(8 * MIB, True, 4 * GIB).level is Level.OK
-    finding = check_io_uring.memlock(8 * MIB, False, 4 * GIB)
+def test_locked_memory() -> None:
+    assert check_io_uring.memlock(None, 4 * GIB).level is Level.OK
+    assert check_io_uring.memlock(8 * GIB, 4 * GIB).text == "up to 8.0 GiB"
+    finding = check_io_uring.memlock(8 * MIB, 4 * GIB)
     assert finding.level is Level.WARN
     assert "8.0 MiB, less than buffers of 4.0 GiB" in finding.text
     assert "LimitMEMLOCK" in finding.cure
 
 
-def test_the_capability_to_lock_memory(tmp_path: Path) -> None:
+def test_the_limit_on_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [8 * MIB, 16 * MIB]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     status = tmp_path / "status"
-    for mask, expected in (("0000000000004000", True), ("ffffffffffffbfff", False)):
+    for mask, expected in (("0000000000004000", None), ("ffffffffffffbfff", 8 * MIB)):
         status.write_text(f"Name:\tx\nCapEff:\t{mask}\n")
-        assert check_io_uring.may_lock_anything(status) is expected
-    assert not check_io_uring.may_lock_anything(tmp_path / "none")
+        assert lockable_memory(status) == expected
+    assert lockable_memory(tmp_path / "none") == 8 * MIB
+    limits[0] = resource.RLIM_INFINITY
+    assert lockable_memory(status) is None
 
 
 def test_probes_leave_no_descriptor_and_thread_behind() -> None:
@@ -69,4 +72,4 @@ def test_probes_leave_no_descriptor_and_thread_behind() -> None:
     assert (found["io_uring engine"].level is Level.OK) == _io.has_uring
     if usable and _io.has_uring:
         assert "TASKRUN" in found["io_uring ring"].text or "default" in found["io_uring ring"].text
-        assert "RLIMIT_MEMLOCK" in found
+        assert "locked memory" in found

@@ -5,20 +5,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import resource
-from pathlib import Path
 from typing import Final
 
 from vllm_ssdkv.cli.findings import Finding, ok, warn
 from vllm_ssdkv.errors import EngineUnavailableError, StoreError
-from vllm_ssdkv.host import available_memory
+from vllm_ssdkv.host import DEFAULT_DRAM_LIMIT, available_memory, lockable_memory
 from vllm_ssdkv.sizes import MIB, approximate_size
 
 _SETUP: Final = 425
 """System call number; the same on every 64-bit architecture that Linux has."""
 _PARAMS_BYTES: Final = 120
-_CAP_IPC_LOCK: Final = 14
-_STATUS: Final = Path("/proc/self/status")
 _INSTEAD: Final = "the threads engine serves, with more CPU per request"
 
 
@@ -80,37 +76,26 @@ def ring() -> Finding:
     if setup.register_files_errno:
         text += f", files not registered ({os.strerror(setup.register_files_errno)})"
     if setup.register_buffers_errno:
-        text += f", buffers not registered ({os.strerror(setup.register_buffers_errno)})"
+        text += f", buffers cannot be registered ({os.strerror(setup.register_buffers_errno)})"
     return ok("io_uring ring", text)
 
 
-def may_lock_anything(status: Path = _STATUS) -> bool:
-    """Whether this process has CAP_IPC_LOCK, which is above RLIMIT_MEMLOCK."""
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return False
-    (effective,) = [line.split()[1] for line in lines if line.startswith("CapEff:")] or ["0"]
-    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
-
-
-def memlock(limit: int, above_it: bool, buffers: int) -> Finding:
+def memlock(lockable: int | None, buffers: int) -> Finding:
     """Whether the buffers of a default configuration can be registered with io_uring.
 
     Args:
-        limit: Bytes, or ``resource.RLIM_INFINITY``.
-        above_it: Whether the limit does not bind this process.
+        lockable: Bytes that the process may lock; None is no limit.
         buffers: Bytes that would be registered.
     """
-    text = "unlimited" if limit == resource.RLIM_INFINITY else approximate_size(limit)
-    if above_it:
-        return ok("RLIMIT_MEMLOCK", f"{text}; does not bind a process with CAP_IPC_LOCK")
-    if limit == resource.RLIM_INFINITY or limit >= buffers:
-        return ok("RLIMIT_MEMLOCK", text)
+    if lockable is None:
+        return ok("locked memory", "no limit")
+    if lockable >= buffers:
+        return ok("locked memory", f"up to {approximate_size(lockable)}")
     return warn(
-        "RLIMIT_MEMLOCK",
-        f"{text}, less than buffers of {approximate_size(buffers)}: io_uring takes them "
-        "unregistered, with more CPU per request",
+        "locked memory",
+        f"RLIMIT_MEMLOCK is {approximate_size(lockable)}, less than buffers of "
+        f"{approximate_size(buffers)}: io_uring takes the rest unregistered, with more CPU per "
+        "request",
         "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1",
     )
 
@@ -125,7 +110,6 @@ def io_uring() -> list[Finding]:
     found.append(build(_io.has_uring))
     if not found[0].cure and _io.has_uring:
         found.append(ring())
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         # The default of dram_gib, see docs/options.md.
-        found.append(memlock(soft, may_lock_anything(), available_memory() // 10))
+        found.append(memlock(lockable_memory(), min(available_memory() // 10, DEFAULT_DRAM_LIMIT)))
     return found

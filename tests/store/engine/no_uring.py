@@ -65,12 +65,16 @@ def main(how: str) -> None:
     arena, device = Arena(4 << 20), os.memfd_create("device")
     os.write(device, b"x" * PAGE)
     engine = open_engine(EngineOptions(), [device], ["device"], arena)
-    where = np.zeros(1, np.uint64)
-    batch = engine.submit(
-        Op.READ, np.zeros(1, np.uint16), where, np.full(1, PAGE, np.uint32), where
-    )
-    if not batch.wait(20.0) or bytes(arena.view(0, PAGE)) != b"x" * PAGE or not engine.close(20.0):
+    n = 2048  # twice as many bytes as the arena has
+    where = np.zeros(n, np.uint64)
+    length = np.full(n, PAGE, np.uint32)
+    batch = engine.submit(Op.READ, np.zeros(n, np.uint16), where, length, where)
+    if not batch.wait(20.0) or (batch.results() != PAGE).any():
         raise SystemExit("it does not read")
+    if bytes(arena.view(0, PAGE)) != b"x" * PAGE:
+        raise SystemExit("it reads other bytes")
+    print(engine.statistics().get("ring_refused.0", 0), "part refused")
+    engine.close(20.0)
     print(engine.name)
 
 

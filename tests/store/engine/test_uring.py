@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 PATIENCE_S = 20.0
-CHUNK = 256 << 20
+CHUNK = 64 << 20
+MIB = 1 << 20
 HERE = Path(__file__).parent
 KALLSYMS = Path("/proc/kallsyms")
 
@@ -144,24 +145,38 @@ def test_a_request_that_the_kernel_cannot_start_is_tried_for_a_second(ending: st
     assert done.stdout.split() == ["waits", ending]
 
 
-def test_requests_across_a_registered_chunk() -> None:
-    """Memory is registered in pieces of 256 MiB; a request may lie in two of them."""
+def test_memory_in_use_is_registered_in_parts() -> None:
+    """Part by part, when as much was moved; a request may lie in two parts."""
     arena, device = Arena(CHUNK + (2 << 20)), os.memfd_create("device")
-    content = np.random.default_rng(4).integers(0, 256, 16 * PAGE, dtype=np.uint8)
+    content = np.random.default_rng(4).integers(0, 256, MIB, dtype=np.uint8)
     os.write(device, content)
     engine = UringEngine([device], arena, 4)
-    for start in (CHUNK - 16 * PAGE, CHUNK - 5 * PAGE, CHUNK):
-        place = np.array([start], np.uint64)
-        one = np.zeros(1, np.uint64)
-        length = np.full(1, 16 * PAGE, np.uint32)
-        batch = engine.submit(Op.READ, one.astype(np.uint16), one, length, place)
+
+    def move(op: Op, offset: int, *places: int) -> None:
+        n = len(places)
+        batch = engine.submit(
+            op,
+            np.zeros(n, np.uint16),
+            np.full(n, offset, np.uint64),
+            np.full(n, MIB, np.uint32),
+            np.array(places, np.uint64),
+        )
         assert batch.wait(PATIENCE_S)
-        assert batch.results().tolist() == [16 * PAGE]
-        np.testing.assert_array_equal(arena.view(start, 16 * PAGE), content)
-        batch = engine.submit(Op.WRITE, one.astype(np.uint16), one + 16 * PAGE, length, place)
-        assert batch.wait(PATIENCE_S)
-        assert os.pread(device, 16 * PAGE, 16 * PAGE) == content.tobytes()
-        os.ftruncate(device, 16 * PAGE)
+        assert (batch.results() == MIB).all()
+
+    across = CHUNK - MIB // 2
+    expected = [0, 1, 2, 2]
+    loads = [[0] * 63, [0], [CHUNK + MIB] * 2, [across, across]]
+    for registered, places in zip(expected, loads, strict=True):
+        arena.view(0, MIB)[:] = 0
+        move(Op.READ, 0, *places)
+        assert engine.statistics()["ring_registered.0"] == registered
+        for place in {0, *places} if 0 in places else places:
+            np.testing.assert_array_equal(arena.view(place, MIB), content)
+        move(Op.WRITE, MIB, places[0])
+        assert os.pread(device, MIB, MIB) == content.tobytes()
+        os.ftruncate(device, MIB)
+    assert engine.statistics()["ring_refused.0"] == 0
     assert engine.close(PATIENCE_S)
     arena.close()
     os.close(device)
@@ -283,5 +298,6 @@ def test_memory_that_may_not_be_locked_is_used_as_it_is() -> None:
     done = script("no_uring.py", "memlock")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "uring(unregistered)"
-    assert done.stdout.count("not registered") == 1
+    assert done.stdout.count("not all memory will be registered") == 1
     assert "RLIMIT_MEMLOCK is 1048576 bytes, it needs 4194304" in done.stdout
+    assert "1 part refused" in done.stdout

@@ -23,7 +23,6 @@ void bind_uring(nb::module_& m) {
           [](UringEngine* self, const std::vector<int>& fds, uint64_t arena_address,
              uint64_t arena_bytes, unsigned queue_depth) {
             try {
-              const nb::gil_scoped_release unlocked;  // registering pins, and so makes, all memory
               new (self) UringEngine(fds, arena_address, arena_bytes, queue_depth);
             } catch (const std::system_error& error) {
               const nb::object arguments = nb::make_tuple(error.code().value(), error.what());

@@ -18,7 +18,7 @@ namespace ssdkv {
 
 class UringEngine {
  public:
-  // Starts the threads and registers arena and descriptors with their rings. The arena must outlive
+  // Starts the threads and registers the descriptors with their rings. The arena must outlive
   // every request: see close(). Throws std::invalid_argument, and std::system_error where there is
   // no io_uring (ENOSYS, EPERM).
   UringEngine(const std::vector<int>& fds, uint64_t arena_address, uint64_t arena_bytes,

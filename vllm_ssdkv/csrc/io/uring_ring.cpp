@@ -11,7 +11,7 @@ namespace ssdkv {
 namespace {
 
 // Of memory that is registered in one piece. The kernel takes up to 1 GiB, and 16384 pieces.
-constexpr uint64_t kChunk = uint64_t{256} << 20;
+constexpr uint64_t kChunk = uint64_t{64} << 20;
 
 struct TaskRun {
   unsigned flags;
@@ -50,21 +50,18 @@ void UringRing::set_up(unsigned depth) {
   }
 }
 
-void UringRing::register_memory() {
-  std::vector<iovec> chunks;
-  for (uint64_t from = 0; from < arena_.bytes; from += kChunk) {
-    chunks.push_back({arena_.base + from, std::min(kChunk, arena_.bytes - from)});
-  }
-  setup_.register_buffers_errno =
-      -io_uring_register_buffers(&ring_, chunks.data(), static_cast<unsigned>(chunks.size()));
-}
-
 UringRing::UringRing(const std::vector<int>& files, ArenaRange arena, unsigned depth, int wake_fd)
     : files_(files), arena_(arena), wake_fd_(wake_fd) {
   set_up(depth);
   setup_.register_files_errno =
       -io_uring_register_files(&ring_, files_.data(), static_cast<unsigned>(files_.size()));
-  register_memory();
+  for (uint64_t from = 0; from < arena_.bytes; from += kChunk) {
+    const uint64_t bytes = std::min(kChunk, arena_.bytes - from);
+    chunks_.push_back({{arena_.base + from, bytes}, bytes, false});
+  }
+  const std::vector<iovec> empty(chunks_.size());
+  setup_.register_buffers_errno =
+      -io_uring_register_buffers(&ring_, empty.data(), static_cast<unsigned>(empty.size()));
   // What cannot start without blocking goes to kernel threads. There must be one per request, or a
   // hung device would take them all and stop the others.
   std::array<unsigned, 2> workers{depth, depth};
@@ -79,17 +76,35 @@ UringRing::~UringRing() {
   io_uring_queue_exit(&ring_);
 }
 
+bool UringRing::use_registered(const Piece& piece) noexcept {
+  const uint64_t index = piece.buffer / kChunk;
+  if (index != (piece.buffer + piece.length - 1) / kChunk) return false;
+  Chunk& chunk = chunks_[index];
+  if (chunk.to_move > 0) {
+    chunk.to_move -= std::min<uint64_t>(chunk.to_move, piece.length);
+    if (chunk.to_move == 0) register_chunk(index);
+  }
+  return chunk.registered;
+}
+
+void UringRing::register_chunk(size_t index) noexcept {
+  if (setup_.register_buffers_errno != 0) return;
+  const __u64 tag = 0;
+  const int done = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index),
+                                                        &chunks_[index].memory, &tag, 1);
+  chunks_[index].registered = done == 1;
+  ++(done == 1 ? registered_ : refused_);
+}
+
 bool UringRing::prepare(const Piece& piece, uint64_t tag) noexcept {
+  const bool fixed_buffer = use_registered(piece);
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
   if (sqe == nullptr) return false;
   const bool fixed_file = setup_.register_files_errno == 0;
   const int file = fixed_file ? piece.file : files_[piece.file];
-  const uint64_t chunk = piece.buffer / kChunk;
-  const bool fixed_buffer =
-      setup_.register_buffers_errno == 0 && chunk == (piece.buffer + piece.length - 1) / kChunk;
   std::byte* const memory = arena_.base + piece.buffer;
   if (fixed_buffer) {
-    const auto index = static_cast<int>(chunk);
+    const auto index = static_cast<int>(piece.buffer / kChunk);
     if (piece.op == Op::kRead) {
       io_uring_prep_read_fixed(sqe, file, memory, piece.length, piece.offset, index);
     } else {

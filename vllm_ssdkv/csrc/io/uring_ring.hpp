@@ -30,9 +30,9 @@ class UringRing {
  public:
   // What the kernel let us have. Not having it costs CPU, nothing else.
   struct Setup {
-    const char* task_run = "";     // "DEFER_TASKRUN", "COOP_TASKRUN" or "default"
-    int register_files_errno = 0;  // 0: registered
-    int register_buffers_errno = 0;
+    const char* task_run = "";       // "DEFER_TASKRUN", "COOP_TASKRUN" or "default"
+    int register_files_errno = 0;    // 0: registered
+    int register_buffers_errno = 0;  // 0: memory can be registered
   };
 
   static constexpr uint64_t kWakeTag = uint64_t{1} << 62;
@@ -45,6 +45,9 @@ class UringRing {
   UringRing& operator=(const UringRing&) = delete;
 
   const Setup& setup() const { return setup_; }
+  // Parts of the arena that are registered, and those that the kernel refused to register.
+  uint64_t registered() const { return registered_; }
+  uint64_t refused() const { return refused_; }
 
   // Both need room in the submission queue, and say false when there is none.
   bool prepare(const Piece& piece, uint64_t tag) noexcept;
@@ -68,14 +71,26 @@ class UringRing {
   }
 
  private:
+  // A part of the arena. It is registered, which makes and pins all of its pages, after as many
+  // bytes as it has were moved without: by then its pages exist, and a large arena delays no start.
+  struct Chunk {
+    iovec memory{};
+    uint64_t to_move = 0;  // bytes, until it is tried
+    bool registered = false;
+  };
+
   void set_up(unsigned depth);
-  void register_memory();
+  bool use_registered(const Piece& piece) noexcept;
+  void register_chunk(size_t index) noexcept;
 
   io_uring ring_{};
   const std::vector<int> files_;
   const ArenaRange arena_;
   const int wake_fd_;
   Setup setup_;
+  std::vector<Chunk> chunks_;
+  uint64_t registered_ = 0;
+  uint64_t refused_ = 0;
 };
 
 }  // namespace ssdkv

@@ -142,6 +142,8 @@ void UringWorker::append_to(Statistics& all, size_t device, size_t ring) const {
   append(all, "ring_wakes", ring, wakes_);
   append(all, "ring_retries", ring, retries_);
   append(all, "ring_errors", ring, errors_);
+  append(all, "ring_registered", ring, registered_);
+  append(all, "ring_refused", ring, refused_);
 }
 
 void UringWorker::run(UringRing& ring) noexcept {
@@ -223,6 +225,8 @@ bool UringWorker::issue(UringRing& ring) noexcept {
     if (!ring.prepare(piece, slot)) break;
     if (flight.began == Clock::time_point{}) flight.began = now;
   }
+  registered_.store(ring.registered(), std::memory_order_relaxed);
+  refused_.store(ring.refused(), std::memory_order_relaxed);
   to_issue_.erase(to_issue_.begin(), to_issue_.begin() + static_cast<std::ptrdiff_t>(issued));
   return wake_armed_ && to_issue_.empty();
 }

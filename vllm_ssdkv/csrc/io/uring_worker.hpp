@@ -103,8 +103,10 @@ class UringWorker {
 
   std::atomic<uint64_t> enters_{0};
   std::atomic<uint64_t> wakes_{0};
-  std::atomic<uint64_t> retries_{0};  // pieces issued again: cut short, interrupted or refused
-  std::atomic<uint64_t> errors_{0};   // of the ring itself
+  std::atomic<uint64_t> retries_{0};     // pieces issued again: cut short, interrupted or refused
+  std::atomic<uint64_t> registered_{0};  // parts of the arena
+  std::atomic<uint64_t> refused_{0};     // parts of the arena that the kernel did not register
+  std::atomic<uint64_t> errors_{0};      // of the ring itself
 };
 
 }  // namespace ssdkv

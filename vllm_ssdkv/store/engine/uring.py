@@ -1,8 +1,9 @@
 """The fast engine: io_uring, one native thread with one ring for up to 8 devices.
 
 Each device has its own queue and limit, so a slow or hung one delays no other; reads overtake
-waiting writes, up to 32 in a row. The arena and the descriptors are registered with the kernel,
-which saves their set-up on every request; where it refuses, requests go without.
+waiting writes, up to 32 in a row. Descriptors, and parts of the arena once they are in use, are
+registered with the kernel, which saves their set-up on every request; where it refuses, requests
+go without, and the counter ``ring_refused`` moves.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
 from collections.abc import Sequence
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.errors import EngineUnavailableError
+from vllm_ssdkv.host import lockable_memory
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.native import NativeEngine
 
@@ -34,7 +35,7 @@ class UringEngine(NativeEngine):
 
     Args:
         fds: Open descriptors, one per device.
-        arena: Memory of all requests. Registering it makes and pins all of its pages.
+        arena: Memory of all requests. Its pages are pinned, 64 MiB at a time, as they are used.
         queue_depth: Requests in flight per device, 1 to 1024.
 
     Raises:
@@ -62,28 +63,24 @@ class UringEngine(NativeEngine):
         self.setups = native.setups()
         """What the kernel let each ring have."""
         self.name = "uring" if _log_setups(self.setups, arena) else "uring(unregistered)"
-        """``uring``, or ``uring(unregistered)`` where the kernel did not register the arena."""
+        """``uring``, or ``uring(unregistered)`` where not all of the arena can be registered."""
 
 
 def _log_setups(setups: Sequence[_io.UringSetup], arena: Arena) -> bool:
-    """Say what the kernel refused; whether it registered the arena with every ring."""
+    """Say what the kernel refuses; whether all of the arena can be registered with every ring."""
     logger.info("io_uring: %d rings, task running %s", len(setups), setups[0].task_run)
-    for what, code in {("files", setup.register_files_errno) for setup in setups}:
-        if code:
-            logger.warning("io_uring: %s not registered (%s)", what, os.strerror(code))
+    for code in {setup.register_files_errno for setup in setups} - {0}:
+        logger.warning("io_uring: files not registered (%s)", os.strerror(code))
     codes = {setup.register_buffers_errno for setup in setups} - {0}
     for code in codes:
-        logger.warning(
-            "io_uring: %d bytes of memory not registered (%s): each request costs more CPU%s",
-            arena.nbytes,
-            os.strerror(code),
-            _memlock_cure(len(setups) * arena.nbytes) if code == errno.ENOMEM else "",
-        )
-    return not codes
-
-
-def _memlock_cure(needed: int) -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"; RLIMIT_MEMLOCK is {limit} bytes, it needs {needed} (ulimit -l, LimitMEMLOCK=)"
+        logger.warning("io_uring: memory not registered (%s)", os.strerror(code))
+    needed, lockable = len(setups) * arena.nbytes, lockable_memory()
+    if lockable is None or needed <= lockable:
+        return not codes
+    logger.warning(
+        "io_uring: not all memory will be registered, so requests cost more CPU: RLIMIT_MEMLOCK is "
+        "%d bytes, it needs %d (ulimit -l, LimitMEMLOCK=)",
+        lockable,
+        needed,
+    )
+    return False
