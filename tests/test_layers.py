@@ -19,7 +19,8 @@ BASE = frozenset({"vllm_ssdkv", "numpy", "torch"})
 ABOVE = ("connector", "attention/backend.py", "plugin.py", "batch", "cli")
 # Folders and files below, with what they may import beside BASE.
 BELOW = {
-    "store": {"msgspec", "pydantic"},
+    # aiofiles and kvikio are optional; the engines that stand on them import them when opened.
+    "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
     "selection": set(),
     "clustering": set(),
     "offload": set(),

@@ -78,6 +78,12 @@ class Batch:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...
     def results(self) -> NDArray[np.int32]: ...
+    def notify(self, eventfd: int) -> None:
+        """Add 1 to ``eventfd`` when all is done, at once if it is, from the thread that ends it.
+
+        For event loops, which cannot block in ``wait``. The descriptor is duplicated. Raises
+        ValueError on a second call, RuntimeError if the descriptor is not open.
+        """
 
 class ThreadsEngine:
     """Native part of :class:`vllm_ssdkv.store.engine.threads.ThreadsEngine`.
@@ -97,6 +103,42 @@ class ThreadsEngine:
         length: NDArray[np.uint32],
         buffer: NDArray[np.uint64],
     ) -> Batch: ...
+    def statistics(self) -> dict[str, int]: ...
+    def close(self, timeout_s: float) -> bool: ...
+
+has_uring: bool
+"""Whether the build had liburing; without it ``UringEngine`` and ``UringSetup`` do not exist."""
+
+class UringSetup:
+    """What the kernel let one ring have; ``errno`` 0 is success."""
+
+    @property
+    def task_run(self) -> str: ...
+    @property
+    def register_files_errno(self) -> int: ...
+    @property
+    def register_buffers_errno(self) -> int: ...
+
+class UringEngine:
+    """Native part of :class:`vllm_ssdkv.store.engine.uring.UringEngine`.
+
+    As :class:`ThreadsEngine`, but raises OSError where there is no io_uring. Its statistics have
+    also ``in_flight_max.<device>``, ``ring_<enters|wakes|retries|errors>.<ring>``, and
+    ``ring_<registered|refused>.<ring>``: parts of the arena that the kernel registered or not.
+    """
+
+    def __init__(
+        self, fds: list[int], arena_address: int, arena_bytes: int, queue_depth: int
+    ) -> None: ...
+    def submit(
+        self,
+        op: int,
+        device: NDArray[np.uint16],
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint32],
+        buffer: NDArray[np.uint64],
+    ) -> Batch: ...
+    def setups(self) -> list[UringSetup]: ...
     def statistics(self) -> dict[str, int]: ...
     def close(self, timeout_s: float) -> bool: ...
 

@@ -129,14 +129,16 @@ class IoConfig(OptionModel):
     """How bytes move between the devices and memory."""
 
     engine: Annotated[
-        Literal["auto", "threads", "noop"],
+        Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"],
         Field(
-            description="I/O engine. `threads` is the native thread pool; `noop` completes every "
-            "request without touching a device (for benchmarks of everything else)."
+            description="I/O engine. `auto` is `uring` (io_uring) where the kernel has it, else "
+            "`threads` (the native thread pool). `kvikio` and `aiofiles` go through those "
+            "packages, to compare with; `noop` completes every request without touching a device "
+            "(for benchmarks of everything else)."
         ),
         Reason(
-            "auto takes the fastest engine that runs here; the choice is logged and exported "
-            "in vllm:ssdkv_info."
+            "auto takes the fastest engine that runs here; the choice, and why, is logged, and "
+            "exported in vllm:ssdkv_info."
         ),
     ] = "auto"
     queue_depth: Annotated[

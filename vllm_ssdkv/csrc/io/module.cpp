@@ -8,4 +8,8 @@ NB_MODULE(_io, m) {
   ssdkv::bind_cache(m);
   ssdkv::bind_memory(m);
   ssdkv::bind_engines(m);
+#if SSDKV_URING
+  ssdkv::bind_uring(m);
+#endif
+  m.attr("has_uring") = bool{SSDKV_URING};
 }
