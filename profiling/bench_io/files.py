@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,15 +122,19 @@ def _folder(directory: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _fill(file: BenchFile, arena: Arena) -> None:
-    data = arena.view(0, _CHUNK)
-    data[:] = np.random.default_rng(file.device).integers(0, 256, _CHUNK, np.uint8)
-    for offset in range(0, 2 * file.region_bytes, _CHUNK):
-        write_stamps(data, file.stamps(offset, _CHUNK))
-        written = os.pwritev(file.fd, [data.data], offset)
-        if written != _CHUNK:
-            raise BenchError(f"{file.path}: only {written} of {_CHUNK} bytes were written")
-    os.fsync(file.fd)
+def _fill(file: BenchFile) -> None:
+    arena = Arena(_CHUNK)
+    try:
+        data = arena.view(0, _CHUNK)
+        data[:] = np.random.default_rng(file.device).integers(0, 256, _CHUNK, np.uint8)
+        for offset in range(0, 2 * file.region_bytes, _CHUNK):
+            write_stamps(data, file.stamps(offset, _CHUNK))
+            written = os.pwritev(file.fd, [data.data], offset)
+            if written != _CHUNK:
+                raise BenchError(f"{file.path}: only {written} of {_CHUNK} bytes were written")
+        os.fsync(file.fd)
+    finally:
+        arena.close()
 
 
 @contextmanager
@@ -139,13 +144,7 @@ def _file(folder: Path, device: int, region_bytes: int) -> Iterator[BenchFile]:
     try:
         reserve_space(fd, path, str(path), 2 * region_bytes, created=True)
         direct = turn_on_direct(fd, str(path), "auto")
-        file = BenchFile(folder, path, fd, device, region_bytes, direct)
-        arena = Arena(_CHUNK)
-        try:
-            _fill(file, arena)
-        finally:
-            arena.close()
-        yield file
+        yield BenchFile(folder, path, fd, device, region_bytes, direct)
     finally:
         os.close(fd)
 
@@ -169,6 +168,8 @@ def bench_files(
                 stack.enter_context(_file(folders[device % len(folders)], device, region_bytes))
                 for device in range(devices)
             ]
+            with ThreadPoolExecutor(devices) as pool:
+                list(pool.map(_fill, files))
         except OSError as error:
             room = error.errno in {errno.ENOSPC, errno.EDQUOT}
             cure = f"; make room for {approximate_size(2 * region_bytes)} a device" if room else ""

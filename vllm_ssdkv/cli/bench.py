@@ -6,18 +6,18 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
 from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.profiling.bench_io.bench import Settings, failures, run_bench
-from vllm_ssdkv.profiling.bench_io.model import GEN4
-from vllm_ssdkv.profiling.bench_io.plot import plot, require_plot
-from vllm_ssdkv.profiling.bench_io.rivals import contender_names
 from vllm_ssdkv.sizes import KIB, MIB, format_size, parse_size
-from vllm_ssdkv.store.engine.protocol import Op
+
+# The bench needs the native module. It is imported by those who run it, so that `ssdkv doctor` can
+# say that the module is missing.
+if TYPE_CHECKING:
+    from vllm_ssdkv.store.engine.protocol import Op
 
 app = typer.Typer(no_args_is_help=True, help="Measure SSDs and I/O engines.")
 
@@ -56,6 +56,8 @@ def _depth(text: str) -> int:
 
 
 def _op(text: str) -> Op:
+    from vllm_ssdkv.store.engine.protocol import Op
+
     try:
         return {"read": Op.READ, "write": Op.WRITE}[text]
     except KeyError:
@@ -63,6 +65,8 @@ def _op(text: str) -> Op:
 
 
 def _contender(text: str) -> str:
+    from vllm_ssdkv.profiling.bench_io.rivals import contender_names
+
     if text not in contender_names():
         raise ValueError(f"{text!r} is not one of {', '.join(contender_names())}")
     return text
@@ -142,6 +146,11 @@ def io(
     Every SSD gets a file that is written once, used by everybody, and removed. Buffers are on huge
     pages for everybody. Exits with 1 when a contender fails.
     """
+    from vllm_ssdkv.profiling.bench_io.bench import Settings, failures, run_bench
+    from vllm_ssdkv.profiling.bench_io.model import GEN4
+    from vllm_ssdkv.profiling.bench_io.plot import plot, require_plot
+    from vllm_ssdkv.profiling.bench_io.rivals import contender_names
+
     directories = _directories(directory)
     default_sizes = (8 * KIB, MIB) if quick else SIZES
     sizes = default_sizes if size is None else _list("--size", size, _size)

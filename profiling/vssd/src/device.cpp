@@ -92,9 +92,14 @@ bool Device::command(const std::vector<std::string>& words) {
     if (what == "hang") return hung_ = true;
     if (what != "heal") return false;
     dead_ = full_ = hung_ = false;
-    stalled_until_ = 0;
     bad_.clear();
-    for (Due& due : held_) due_.push(std::move(due));
+    for (; !due_.empty(); due_.pop()) held_.push_back(due_.top());
+    const double at = now();  // what a hang or a stall holds back ends at once
+    stalled_until_ = free_at_ = at;
+    for (Due& due : held_) {
+      due.at = at;
+      due_.push(std::move(due));
+    }
     held_.clear();
     changed_.notify_one();
     return true;

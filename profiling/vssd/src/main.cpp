@@ -6,6 +6,7 @@
 #include <linux/falloc.h>
 #include <linux/fuse.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -373,10 +374,13 @@ void statfs(fuse_req_t request, fuse_ino_t ino) {
 void init(void*, fuse_conn_info* connection) {
   connection->max_background = connection->congestion_threshold = 4096;
   connection->max_write = kMaxRequest;
+  connection->max_read = kMaxRequest;
   connection->max_readahead = 0;
   connection->want |= FUSE_CAP_ASYNC_DIO & connection->capable;
   connection->want &=
       ~static_cast<unsigned>(FUSE_CAP_SPLICE_READ | FUSE_CAP_SPLICE_WRITE | FUSE_CAP_SPLICE_MOVE);
+  std::printf("up\n");
+  std::fflush(stdout);
 }
 
 fuse_lowlevel_ops operations() {
@@ -419,6 +423,9 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "vssd: a number is out of range\n");
     return 2;
   }
+  // A drive does not wait for the machine's processors. Without the right to it: as good as it
+  // gets.
+  setpriority(PRIO_PROCESS, 0, -15);
   for (int i = 0; i < count; i++) devices.push_back(std::make_unique<Device>(capacity, model));
   tree = std::make_unique<Tree>(devices, getuid(), getgid());
 
@@ -433,8 +440,6 @@ int main(int argc, char** argv) {
       fuse_session_mount(session, argv[1]) != 0) {
     return 1;
   }
-  std::printf("up\n");
-  std::fflush(stdout);
   fuse_loop_config config = {};
   config.max_idle_threads = 4;
   const int result = fuse_session_loop_mt(session, &config);
