@@ -23,6 +23,7 @@ _OPTIONAL = {
     "vllm fs": ("vllm_fs", "VllmFsContender"),
     "kvikio": ("kvikio_rival", "KvikioContender"),
     "aiofiles": ("aiofiles_rival", "AiofilesContender"),
+    "lmcache": ("lmcache_rival", "LmcacheContender"),
 }
 """Module here and class of those that need a package that may be missing."""
 
