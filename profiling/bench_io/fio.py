@@ -14,7 +14,7 @@ from typing import Any
 from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.files import BenchFile
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.sizes import MIB, approximate_size
 from vllm_ssdkv.store.engine.protocol import Op
 
 _ENGINES = ("io_uring", "libaio", "psync")
@@ -68,7 +68,9 @@ class FioContender:
         version = self._call(["--version"], {}, _GRACE_S).strip()
         offered = set(self._call(["--enghelp"], {}, _GRACE_S).split())
         self._engine = self._choose([engine for engine in _ENGINES if engine in offered])
-        memory = memory_options(Case(Op.READ, _HUGE_PAGE, 1, 1))[2]
+        memory = "malloc on transparent huge pages (buffers of 2 MiB and more)"
+        if reserved := reserved_huge_bytes(_MEMINFO.read_text()):
+            memory = f"shmhuge where {approximate_size(reserved)} suffice, else {memory}"
         self.detail = f"{version}, {self._engine}, {memory}, one thread per device"
 
     def _choose(self, offered: list[str]) -> str:

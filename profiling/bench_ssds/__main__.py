@@ -126,7 +126,7 @@ def possible_kinds(console: Console) -> list[Kind]:
 
 def run(
     kind: Annotated[
-        Kind | None, typer.Option(help="[default: fuse and loop as root, else twin]")
+        Kind | None, typer.Option(help="If not given: fuse and loop as root, else twin.")
     ] = None,
     devices: Annotated[int, typer.Option(min=2, max=64, help="How many.")] = 8,
     repeats: Annotated[

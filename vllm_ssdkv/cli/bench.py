@@ -107,18 +107,19 @@ def io(
         list[Path], typer.Argument(metavar="DIR...", help="A directory on each SSD.")
     ],
     size: Annotated[
-        str | None, typer.Option(help="I/O sizes, e.g. 4KiB,1MiB. [default: 4KiB to 4MiB]")
+        str | None, typer.Option(help="I/O sizes, e.g. 4KiB,1MiB; 4KiB to 4MiB if not given.")
     ] = None,
     depths: Annotated[
-        str | None, typer.Option(help="Requests in flight per SSD, e.g. 1,64. [default: 1,16,64]")
+        str | None,
+        typer.Option(help="Requests in flight per SSD, e.g. 1,64; 1,16,64 if not given."),
     ] = None,
     ops: Annotated[str, typer.Option(help="read, write or both.")] = "read,write",
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Runs; medians are shown.")] = 3,
     seconds: Annotated[
-        float | None, typer.Option(min=0.01, max=60, help="Of each run. [default: 1]")
+        float | None, typer.Option(min=0.01, max=60, help="Of each run; 1 if not given.")
     ] = None,
     file_size: Annotated[
-        str | None, typer.Option(help="Of the test file on each SSD. [default: 1GiB]")
+        str | None, typer.Option(help="Of the test file on each SSD; 1GiB if not given.")
     ] = None,
     only: Annotated[
         str | None, typer.Option(help="Who takes part, e.g. 'fio,ssdkv threads'.")
