@@ -19,7 +19,7 @@ from vllm_ssdkv.profiling.bench_io.fio import find_fio
 from vllm_ssdkv.profiling.bench_io.model import GEN4
 from vllm_ssdkv.profiling.bench_io.report import machine
 from vllm_ssdkv.profiling.bench_ssds import scenarios
-from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort, Row
+from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort, Row, UntrustedError
 from vllm_ssdkv.profiling.bench_ssds.setup import Kind, Setup, make_setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY
 from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, require_fuse
@@ -141,6 +141,7 @@ def run(
         effort = Effort(repeats, effort.seconds, effort.blocks, effort.requests)
     console = Console()
     found: dict[str, list[dict[str, Any]]] = {}
+    untrusted: dict[str, str] = {}
     try:
         for each in [kind] if kind else possible_kinds(console):
             console.rule(f"{devices} {each}")
@@ -148,13 +149,20 @@ def run(
                 tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".ssdkv-") as place,
                 make_setup(each, devices, GEN4, Path(place)) as setup,
             ):
-                found[each] = [row.plain() for row in measure(setup, effort, console)]
+                try:
+                    found[each] = [row.plain() for row in measure(setup, effort, console)]
+                except UntrustedError as error:
+                    untrusted[each] = str(error)
+                    typer.echo(f"{each} devices are not measured: {error}", err=True)
     except BenchError as error:
         typer.echo(f"bench_ssds: {error}", err=True)
         raise typer.Exit(1) from error
     if json_file is not None:
-        document = {"schema": 1, "machine": machine(), "model": GEN4.plain(), "rows": found}
+        document = {"schema": 1, "machine": machine(), "model": GEN4.plain()}
+        document |= {"rows": found, "untrusted": untrusted}
         json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if not found:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

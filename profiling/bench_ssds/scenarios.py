@@ -92,6 +92,10 @@ class Effort:
     requests: int
 
 
+class UntrustedError(BenchError):
+    """fio does not see the devices that were asked for: nothing measured on them means anything."""
+
+
 class Requests(Protocol):
     """Ours or vLLM's."""
 
@@ -134,9 +138,22 @@ def _case_row(scenario: str, result: Result, best: float) -> Row:
 def emulation(setup: Setup, files: list[BenchFile], program: str, effort: Effort) -> list[Row]:
     """What fio sees: each number of devices, and a slow one alone.
 
+    A machine that is busy for a moment has three attempts.
+
     Raises:
-        BenchError: fio does not see the model; nothing that follows could be trusted.
+        UntrustedError: fio does not see the model.
+        BenchError: fio failed.
     """
+    for _ in range(3):
+        rows = _emulation(setup, files, program, effort)
+        wrong = [row for row in rows if not TRUST <= row.of_sum <= 2 - TRUST]
+        if not wrong:
+            return rows
+    seen = "; ".join(f"{r.what}, {r.op} on {r.devices}: {r.of_sum:.2f}" for r in wrong)
+    raise UntrustedError(f"fio does not see the devices that were asked for ({seen})")
+
+
+def _emulation(setup: Setup, files: list[BenchFile], program: str, effort: Effort) -> list[Row]:
     fio = FioContender(program, files, registered=False)
     rows = []
     for op in (Op.READ, Op.WRITE):
@@ -153,10 +170,6 @@ def emulation(setup: Setup, files: list[BenchFile], program: str, effort: Effort
         )
         row = _case_row("emulation", result, setup.sum_of_devices(UNIT_BYTES, 1))
         rows.append(Row(**{**row.plain(), "what": f"fio, device {SLOW_FACTOR:.0f} times slower"}))
-    wrong = [row for row in rows if not TRUST <= row.of_sum <= 2 - TRUST]
-    if wrong:
-        seen = "; ".join(f"{r.what}, {r.op} on {r.devices}: {r.of_sum:.2f}" for r in wrong)
-        raise BenchError(f"fio does not see the devices that were asked for ({seen})")
     return rows
 
 

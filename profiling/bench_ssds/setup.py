@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.model import DeviceModel
 from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, Ssds, ssds
 from vllm_ssdkv.sizes import MIB
@@ -71,10 +72,10 @@ class Setup:
         """RAID-0 over all devices, see :meth:`Ssds.raid0`.
 
         Raises:
-            BenchError: twins cannot have one.
+            BenchError: it cannot be made here; twins have none.
         """
         if self._ssds is None:
-            raise TypeError("twins exist inside our engines only")
+            raise BenchError("twins exist inside our engines only: no file system lies on them")
         return self._ssds.raid0(self.directories)
 
 

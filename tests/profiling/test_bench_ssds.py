@@ -126,7 +126,7 @@ def test_devices_that_fio_does_not_see_stop_the_bench(
     monkeypatch.setattr(scenarios, "FioContender", Fio)
     effort = Effort(1, 0.01, BLOCKS, 2)
     with make_setup("twin", 2, GEN4, tmp_path) as setup:
-        with pytest.raises(BenchError, match=rf"read on 2: {share:.2f}"):
+        with pytest.raises(scenarios.UntrustedError, match=rf"read on 2: {share:.2f}"):
             scenarios.emulation(setup, files, "fio", effort)
         share = 1.0
         rows = scenarios.emulation(setup, files, "fio", effort)
