@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,11 +71,18 @@ def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
             folders: dict[str, Path] = {}
             if setup.kind == "fuse":
                 # Not on RAM disks: their limits have no latency, which is what one request feels.
-                raid = setup.raid0()
-                if program is not None:
-                    add(scenarios.raid_emulation(setup, raid, program, effort))
-                folders[scenarios.RAID0] = raid / "vllm"
                 folders[scenarios.ONE_DEVICE] = files[0].folder / "vllm"
+                try:
+                    raid = setup.raid0()
+                except BenchError as error:
+                    console.print(f"no RAID-0: {error}", markup=False)
+                else:
+                    folders[scenarios.RAID0] = raid / "vllm"
+                    if program is not None:
+                        add(scenarios.raid_emulation(setup, raid, program, effort))
+            if folders and find_spec("vllm") is None:
+                console.print("vLLM is not installed: only our own requests are measured")
+                folders = {}
             add(scenarios.scaling(setup, files, arena, effort))
             add(scenarios.requests(setup, files, arena, effort, folders))
             add(scenarios.sparse(setup, files, arena, effort))
