@@ -140,13 +140,20 @@ def run(
     repeats: Annotated[
         int | None, typer.Option(min=1, max=100, help="Runs; medians count.")
     ] = None,
+    dilation: Annotated[
+        float, typer.Option(min=1, help="So many times slower than a PCIe 4 drive.")
+    ] = GEN4.dilation,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One short run of each.")] = False,
 ) -> None:
-    """Make DEVICES emulated SSDs, show with fio that they are what they should be, and measure."""
+    """Make emulated SSDs, show with fio that they are what they should be, and measure.
+
+    On a machine that is too slow or too busy for them, a larger dilation keeps the ratios.
+    """
     effort = QUICK if quick else FULL
     if repeats is not None:
         effort = Effort(repeats, effort.seconds, effort.blocks, effort.requests)
+    model = GEN4.slower(dilation / GEN4.dilation)
     console = Console()
     found: dict[str, list[dict[str, Any]]] = {}
     untrusted: dict[str, str] = {}
@@ -155,7 +162,7 @@ def run(
             console.rule(f"{devices} {each}")
             with (
                 tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".ssdkv-") as place,
-                make_setup(each, devices, GEN4, Path(place)) as setup,
+                make_setup(each, devices, model, Path(place)) as setup,
             ):
                 try:
                     found[each] = [row.plain() for row in measure(setup, effort, console)]
@@ -166,7 +173,7 @@ def run(
         typer.echo(f"bench_ssds: {error}", err=True)
         raise typer.Exit(1) from error
     if json_file is not None:
-        document = {"schema": 1, "machine": machine(), "model": GEN4.plain()}
+        document = {"schema": 1, "machine": machine(), "model": model.plain()}
         document |= {"rows": found, "untrusted": untrusted}
         json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if not found:
