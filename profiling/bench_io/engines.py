@@ -60,6 +60,7 @@ class EngineContender:
 
     Raises:
         EngineUnavailableError: it cannot run here.
+        BenchError: it starts, but cannot read a page.
     """
 
     def __init__(
@@ -70,18 +71,19 @@ class EngineContender:
         model: ThrottleRule | None = None,
     ) -> None:
         self.name = f"ssdkv {kind}"
-        self._kind = kind
+        self.kind = kind
         self._files = files
         self._arena = arena
         self._model = model
         self._random = np.random.default_rng(0)
         with self._open(1, 1) as engine:
             self.detail = engine.name + (", huge pages" if arena.huge_pages else ", 4 KiB pages")
+        self.check(Case(Op.READ, 4096, 1, 1))
 
     @contextmanager
     def _open(self, depth: int, devices: int) -> Iterator[IoEngine]:
         options = EngineOptions(
-            engine=self._kind, queue_depth=depth, throttle=(self._model,) if self._model else ()
+            engine=self.kind, queue_depth=depth, throttle=(self._model,) if self._model else ()
         )
         files = self._files[:devices]
         fds, paths = [file.fd for file in files], [file.path for file in files]
@@ -152,5 +154,5 @@ def engine_contenders(
     for kind in engine_kinds():
         try:
             yield EngineContender(kind, files, arena, model)
-        except EngineUnavailableError as error:
+        except (EngineUnavailableError, BenchError) as error:
             yield f"ssdkv {kind}", str(error)

@@ -61,6 +61,9 @@ def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
     try:
         region = region_bytes(setup.devices, effort.blocks)
         with bench_files(setup.directories, setup.devices, region) as files:
+            kinds, absent = scenarios.engines(setup, files, arena)
+            for name, reason in absent.items():
+                console.print(f"{name}: absent: {reason}", markup=False)
             program = find_fio()
             if setup.kind == "twin":
                 console.print("twins exist inside our engines only: no fio, no vLLM, no pools")
@@ -83,9 +86,9 @@ def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
             if folders and find_spec("vllm") is None:
                 console.print("vLLM is not installed: only our own requests are measured")
                 folders = {}
-            add(scenarios.scaling(setup, files, arena, effort))
-            add(scenarios.requests(setup, files, arena, effort, folders))
-            add(scenarios.sparse(setup, files, arena, effort))
+            add(scenarios.scaling(setup, files, arena, effort, kinds))
+            add(scenarios.requests(setup, files, arena, effort, kinds, folders))
+            add(scenarios.sparse(setup, files, arena, effort, kinds))
     finally:
         arena.close()
     return rows

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_ssdkv.errors import BenchError, EngineUnavailableError
+from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample, device_counts
-from vllm_ssdkv.profiling.bench_io.engines import engine_kinds
+from vllm_ssdkv.profiling.bench_io.engines import engine_contenders
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
 from vllm_ssdkv.profiling.bench_io.fio import FioContender
 from vllm_ssdkv.profiling.bench_io.pools import MapContender, ThreadContender
@@ -21,6 +21,7 @@ from vllm_ssdkv.profiling.bench_ssds.setup import Setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY, SlotRequests
 from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.engine.open import EngineKind
 from vllm_ssdkv.store.engine.protocol import Op
 
 SLOW_FACTOR = 5.0
@@ -192,9 +193,29 @@ def raid_emulation(setup: Setup, place: Path, program: str, effort: Effort) -> l
     return rows
 
 
-def scaling(setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort) -> list[Row]:
-    """Everybody's throughput on 1, 2, 4, ... devices."""
-    wanted = ["fio", *(f"ssdkv {kind}" for kind in engine_kinds()), ThreadContender.name]
+def engines(
+    setup: Setup, files: list[BenchFile], arena: Arena
+) -> tuple[list[EngineKind], dict[str, str]]:
+    """Our engines that can read here, and by name why others cannot."""
+    usable: list[EngineKind] = []
+    absent: dict[str, str] = {}
+    for entry in engine_contenders(files, arena, setup.rules[-1] if setup.rules else None):
+        if isinstance(entry, tuple):
+            absent[entry[0]] = entry[1]
+        else:
+            usable.append(entry.kind)
+    return usable, absent
+
+
+def scaling(
+    setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort, kinds: list[EngineKind]
+) -> list[Row]:
+    """Everybody's throughput on 1, 2, 4, ... devices.
+
+    Raises:
+        BenchError: an I/O failed.
+    """
+    wanted = ["fio", *(f"ssdkv {kind}" for kind in kinds), ThreadContender.name]
     model = setup.model.rule() if setup.kind == "twin" else None
     field = gather(files, arena, wanted, model)
     rows = []
@@ -207,10 +228,16 @@ def scaling(setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort) 
     return rows
 
 
-def sparse(setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort) -> list[Row]:
-    """8 KiB reads on all devices; thread pools with every number of threads that may suit them."""
+def sparse(
+    setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort, kinds: list[EngineKind]
+) -> list[Row]:
+    """8 KiB reads on all devices; thread pools with every number of threads that may suit them.
+
+    Raises:
+        BenchError: an I/O failed.
+    """
     model = setup.model.rule() if setup.kind == "twin" else None
-    ours = [f"ssdkv {kind}" for kind in engine_kinds()]
+    ours = [f"ssdkv {kind}" for kind in kinds]
     pools = [] if model else [ThreadContender.name, MapContender.name]
     plan = [(16, ["fio", *ours]), *((depth, pools) for depth in (1, 2, 4, 8, 16) if pools)]
     found: dict[tuple[int, str], Result] = {}
@@ -228,7 +255,12 @@ def sparse(setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort) -
 
 
 def requests(
-    setup: Setup, files: list[BenchFile], arena: Arena, effort: Effort, vllm: dict[str, Path]
+    setup: Setup,
+    files: list[BenchFile],
+    arena: Arena,
+    effort: Effort,
+    kinds: list[EngineKind],
+    vllm: dict[str, Path],
 ) -> list[Row]:
     """Requests of slots: one alone, many at once, and both with a slow device.
 
@@ -237,7 +269,11 @@ def requests(
         files: Our files on them.
         arena: Memory of both sides.
         effort: How long.
+        kinds: Our engines.
         vllm: Folders for vLLM's block files, by what they lie on; empty without vLLM.
+
+    Raises:
+        BenchError: an I/O failed, or brought wrong bytes.
     """
     with contextlib.ExitStack() as stack:
         even = [1.0] * setup.devices
@@ -247,10 +283,10 @@ def requests(
 
             for name, folder in vllm.items():
                 others[name] = VllmRequests(folder, effort.blocks, GEOMETRY.slot_bytes, arena)
-        rows = _request_rows("request", setup, files, arena, effort, {"": even}, others)
+        rows = _request_rows("request", setup, files, arena, effort, kinds, {"": even}, others)
         stack.enter_context(setup.slow(setup.devices - 1, SLOW_FACTOR))
         weights = {"": even, ", weighted": [*even[:-1], 1 / SLOW_FACTOR]}
-        rows += _request_rows("slow", setup, files, arena, effort, weights, others)
+        rows += _request_rows("slow", setup, files, arena, effort, kinds, weights, others)
     return rows
 
 
@@ -277,6 +313,7 @@ def _request_rows(
     files: list[BenchFile],
     arena: Arena,
     effort: Effort,
+    kinds: list[EngineKind],
     weights: dict[str, list[float]],
     others: dict[str, Requests],
 ) -> list[Row]:
@@ -286,12 +323,9 @@ def _request_rows(
     best = setup.sum_of_devices(UNIT_BYTES)
     with contextlib.ExitStack() as stack:
         sides: dict[str, Requests] = dict(others)
-        for kind in engine_kinds():
+        for kind in kinds:
             for suffix, shares in weights.items():
-                try:
-                    ours = SlotRequests(kind, files, shares, arena, setup.rules)
-                except EngineUnavailableError:
-                    continue  # the scaling table says so
+                ours = SlotRequests(kind, files, shares, arena, setup.rules)
                 stack.callback(ours.close)
                 sides[f"ssdkv {kind}{suffix}"] = ours
         for side in sides.values():
