@@ -202,16 +202,15 @@ def test_contenders_move_the_right_bytes(
 
 
 def test_wrong_bytes_are_no_result(files: list[BenchFile], arena: Arena) -> None:
+    contenders = (EngineContender("threads", files, arena), pools.ThreadContender(files, arena))
     with open(files[0].path, "r+b") as file:
         file.write(bytes(REGION))
-    for contender in (
-        EngineContender("threads", files, arena),
-        pools.ThreadContender(files, arena),
-    ):
+    for contender in contenders:
         (found,) = run_case(Case(Op.READ, 64 * KIB, 8, 1), [contender], 1, 0.01)
         assert found.error is not None
         assert "hold something else" in found.error
         assert found.samples == []
+    assert "hold something else" in gather(files, arena, ["ssdkv threads"]).absent["ssdkv threads"]
 
 
 def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
