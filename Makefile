@@ -7,7 +7,7 @@ bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload scripts examples tests
 # bench_triton is left out: it needs a GPU, and .venv holds vLLM and torch for CPU.
 benchmarks := bench_attend
-cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc -name '*.cpp' -o -name '*.hpp')
+cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling -name '*.cpp' -o -name '*.hpp')
 
 # Tests and examples make their own models: nothing is downloaded at run time.
 export HF_HUB_OFFLINE := 1
@@ -41,6 +41,9 @@ bench: install ## the benchmarks that need no GPU
 	  echo "== $$name"; \
 	  $(bin)/python -P -m vllm_ssdkv.profiling.$$name || exit 1; \
 	done
+	@mkdir -p build/bench
+	$(bin)/ssdkv bench io build/bench --quick
+	$(bin)/python -P -m vllm_ssdkv.profiling.bench_ssds --quick
 
 soak: install ## kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
