@@ -168,6 +168,18 @@ class SSDKVConfig(OptionModel):
         Field(description="Which part of the context a query attends to. `exact` is all of it."),
         Reason("Lossless."),
     ] = "exact"
+    load: Annotated[
+        Literal["auto", "always"],
+        Field(
+            description="What becomes of a prefix that the store holds (reuse mode). `auto` loads "
+            "it unless computing it is expected to be faster, by the measured speeds of both; "
+            "`always` loads it in any case. Page mode always loads."
+        ),
+        Reason(
+            "auto: a hit is not slower than no hit, however slow the drives. `always` is for "
+            "those who would rather wait for a drive than spend the GPU's time."
+        ),
+    ] = "auto"
     io: Annotated[
         IoConfig,
         Field(description="How bytes move between the devices and memory."),

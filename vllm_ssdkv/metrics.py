@@ -86,7 +86,29 @@ METRICS: Final[tuple[Metric, ...]] = (
         "slots_dropped", "slots", "Slots whose data cannot be trusted or was lost.", _DROP_CAUSE
     ),
     _counter("recovered_slots", "slots", "Slots found again in the journal at start."),
-    _counter("hit_tokens", "tokens", "Prompt tokens served from the store.", _TIER),
+    _counter("hit_tokens", "tokens", "Prompt tokens restored from the store.", _TIER),
+    _counter(
+        "hit_tokens_computed",
+        "tokens",
+        "Prompt tokens that the store holds, computed because that was expected to be faster.",
+    ),
+    _counter(
+        "seconds_saved",
+        "seconds",
+        "Estimated time to first token that requests were spared: by loading, what computing would "
+        "have taken longer; by computing, what loading would have.",
+        Label("by", ("loading", "computing")),
+    ),
+    _counter(
+        "seconds_lost",
+        "seconds",
+        "Time that loads took longer than computing was estimated to take.",
+    ),
+    _counter(
+        "load_probes",
+        "loads",
+        "Reads beside a request that was computed, to see whether the devices are faster now.",
+    ),
     _counter("load_failures", "requests", "Requests for which a load did not bring all its data."),
     _counter(
         "recomputed_requests",
@@ -118,6 +140,21 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."
     ),
     _gauge("journal_bytes", "bytes", "Size of the journal."),
+    _gauge(
+        "estimated_prefill_tokens_per_second",
+        "tokens/s",
+        "Measured rate of computing a full chunk without context.",
+    ),
+    _gauge(
+        "estimated_load_tokens_per_second",
+        "tokens/s",
+        "Measured rate of reading a large hit from the devices.",
+    ),
+    _gauge(
+        "estimated_load_latency_seconds",
+        "seconds",
+        "Measured time that a hit on the devices takes, however small.",
+    ),
     _gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
     _gauge(
         "device_state",

@@ -5,10 +5,9 @@ Runs in the engine core's process on its one thread; nothing here touches a devi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,10 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredManager
+from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
+    PROBE,
     Commit,
     ContextDelta,
     Load,
@@ -25,7 +27,6 @@ from vllm_ssdkv.connector.messages import (
     Save,
     SSDKVMetadata,
 )
-from vllm_ssdkv.connector.model import adapter_identity
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
@@ -57,6 +58,7 @@ class SSDKVScheduler:
         max_model_len: int,
         ranks: int,
         counters: Counters,
+        choice: LoadChoice,
     ):
         self._config = config
         self._paged = config.mode == "page"
@@ -67,12 +69,13 @@ class SSDKVScheduler:
         self._max_tokens = max_model_len
         self._ranks = ranks
         self.counters = counters
+        self._choice = choice
+        self.keys_of = BlockKeys().of
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
         self._step = 0
         self._hbm: KVCacheManager | None = None
         self._manager: TieredManager | None = None
-        self._adapters: dict[str, bytes] = {}
         self._lost: set[int] = set()
         # How often a request's context was lost in a row, and how far it had got by then.
         self._recomputations: dict[str, tuple[int, int]] = {}
@@ -83,6 +86,7 @@ class SSDKVScheduler:
         self._discard: list[int] = []
         self._saves: list[tuple[int, int, int]] = []
         self._commits: list[tuple[int, int, bytes]] = []
+        self._shape: list[tuple[int, int]] = []
         # Slots on their way to the devices: slot -> (epoch, ranks that still have to report).
         self._writing: dict[int, tuple[int, int]] = {}
         # Page mode: how many running requests' contexts hold a slot.
@@ -100,24 +104,6 @@ class SSDKVScheduler:
         for manager in hbm.coordinator.single_type_managers:
             if isinstance(manager, TieredManager):
                 self._manager = manager
-
-    # ---- keys ----
-
-    def keys_of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
-        """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
-        hashes = request.block_hashes[start:stop]
-        adapter = request.lora_request
-        if adapter is None:
-            return [bytes(h[:32]).ljust(32, b"\0") for h in hashes]
-        # vLLM's block hash holds an adapter's name and path; other weights there are other KV.
-        identity = self._adapter_identity(adapter.lora_path)
-        return [hashlib.blake2b(identity + bytes(h), digest_size=32).digest() for h in hashes]
-
-    def _adapter_identity(self, path: str) -> bytes:
-        known = self._adapters.get(path)
-        if known is None:
-            known = self._adapters[path] = adapter_identity(path)
-        return known
 
     # ---- admission ----
 
@@ -143,7 +129,17 @@ class SSDKVScheduler:
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
         slots = self._index.lookup(self.keys_of(request, last)[first:])
-        return len(slots) * self._block
+        blocks = self._choice.blocks(
+            request.request_id, slots, computed, request.num_tokens, self._being_computed
+        )
+        return blocks * self._block
+
+    def _being_computed(self) -> Iterator[tuple[int, int]]:
+        """(computed, all) tokens of the requests that are before every one still waiting."""
+        for state in self._requests.values():
+            request = state.request
+            if request.request_id not in self._loading:
+                yield request.num_computed_tokens, request.num_tokens
 
     def _must_wait(self, request: Request) -> bool:
         """Keeps order after a load failed, which vLLM's scheduler does not expect.
@@ -203,6 +199,9 @@ class SSDKVScheduler:
             self._index.reserve(state.reserved)
         if external:
             self._plan_load(state, blocks, external)
+        unread = self._choice.admitted(request_id)
+        if unread is not None:
+            self._plan_probe(self.keys_of(request, unread.stop, unread.start))
 
     def _plan_load(self, state: RequestState, blocks: KVCacheBlocks, external: int) -> None:
         (block_ids,) = blocks.get_block_ids()
@@ -224,11 +223,20 @@ class SSDKVScheduler:
             self._contexts.append(ContextDelta(state.request_id, 0, slots))
             live = np.flatnonzero(targets)
             targets = targets[live[0] :] if len(live) else targets[:0]
-        self._loading[state.request_id] = slots
-        epochs = self._index.epochs(slots)
-        self._loads.append(
-            Load(state.request_id, slots, epochs, tuple(keys[end - count : end]), targets)
-        )
+        self._start_load(state.request_id, slots, keys[end - count : end], targets)
+
+    def _plan_probe(self, keys: Sequence[bytes]) -> None:
+        """Read these blocks into DRAM to learn how long it takes; nobody waits for them."""
+        slots = self._index.lookup(keys)
+        self._index.pin(slots)
+        self._start_load(PROBE, slots, keys, np.zeros(len(slots), dtype=np.int64))
+
+    def _start_load(
+        self, name: str, slots: NDArray[np.int64], keys: Sequence[bytes], targets: NDArray[np.int64]
+    ) -> None:
+        self._loading[name] = slots
+        self._choice.planned(name, slots)
+        self._loads.append(Load(name, slots, self._index.epochs(slots), tuple(keys), targets))
 
     # ---- the plan of a step ----
 
@@ -255,6 +263,9 @@ class SSDKVScheduler:
                 state.block_ids.extend(new_ids[0])
             self._schedule(plan, state, cached.num_computed_tokens[i], output)
         self._commit_known()
+        plan.timed = self._choice.step(self._step, self._shape)
+        self._shape = []
+        self._choice.saved(slot for slot, _, _ in self._saves)
         plan.save = Save.of(self._saves)
         plan.commit = Commit.of(self._commits)
         self._saves, self._commits = [], []
@@ -269,7 +280,9 @@ class SSDKVScheduler:
     ) -> None:
         state.running = True
         self._skip_lookup.discard(state.request_id)
-        after = computed + output.num_scheduled_tokens[state.request_id]
+        count = output.num_scheduled_tokens[state.request_id]
+        after = computed + count
+        self._shape.append((computed, count))
         if self._paged:
             plan.rows.append(self._row(state, computed))
             self._save_paged(state, computed // self._block, after // self._block)
@@ -380,7 +393,9 @@ class SSDKVScheduler:
 
     def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and which requests' loads have ended."""
-        for _, report in reports:
+        for rank, report in reports:
+            if self._choice.reported(rank, report):
+                received = [*received, PROBE]
             for device in report.lost_devices:
                 self._lose_device(device)
             for slot, epoch in report.durable:
@@ -399,6 +414,7 @@ class SSDKVScheduler:
         for request_id in received:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
+                self._choice.ended(request_id)
                 self._unpin(slots.tolist())
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
@@ -542,10 +558,11 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        return bool(self._writing or self._discard or self._forget)
+        return bool(self._writing or self._discard or self._forget or PROBE in self._loading)
 
     def update_gauges(self) -> None:
         """Refresh the gauges that this process owns."""
+        self._choice.update_gauges()
         gauges = self._index.gauges()
         for name in ("ready", "free", "pinned"):
             self.counters.set(f"slots_{name}", float(gauges[name]))

@@ -11,6 +11,7 @@ import torch
 from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv_layout
 from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
@@ -101,6 +102,7 @@ def open_scheduler(
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
     index, stripes = open_index(found.place)
+    counters = Counters()
     scheduler = SSDKVScheduler(
         config,
         index,
@@ -109,7 +111,15 @@ def open_scheduler(
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
         found.layout.tp_size,
-        Counters(),
+        counters,
+        LoadChoice(
+            # In page mode computing writes every block of the hit once more.
+            always=config.mode == "page" or config.load == "always",
+            block_tokens=found.layout.block_tokens,
+            chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            ranks=found.layout.tp_size,
+            counters=counters,
+        ),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     if config.mode == "page" and index.num_slots < longest:

@@ -15,14 +15,23 @@ from numpy.typing import NDArray
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort
-from vllm_ssdkv.connector.messages import Commit, Load, RankReport, Save, SSDKVMetadata
+from vllm_ssdkv.connector.messages import (
+    PROBE,
+    Commit,
+    Load,
+    LoadTime,
+    RankReport,
+    Save,
+    SSDKVMetadata,
+)
 from vllm_ssdkv.connector.model import KVLayout
 from vllm_ssdkv.connector.step import PagedStep, block_layout
+from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
-from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
 
@@ -46,6 +55,7 @@ class SSDKVWorker:
         self._opened = opened
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
+        self._timer: StepTimer | None = None
         self.step: PagedStep | None = None
         self._report = RankReport()
         self._finished: set[str] = set()
@@ -78,6 +88,8 @@ class SSDKVWorker:
             self.layout.block_tokens,
             self._copy_in,
         )
+        self._report.frames = self._store.frames.frames
+        self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
@@ -113,9 +125,13 @@ class SSDKVWorker:
             store.discard(np.array(plan.discard, dtype=np.int64))
         if plan.rows:
             self.step = PagedStep(store, self.layout, plan.rows, self._poisoned)
+        if plan.timed and self._timer is not None:
+            self._timer.begin(plan.step)
 
     def end(self, plan: SSDKVMetadata) -> None:
         """After the forward pass: finished blocks leave HBM, loads and writes are started."""
+        if self._timer is not None:
+            self._timer.end()
         spoiled: list[int] = []
         if self.step is not None:
             spoiled = self._close_step(self.step)
@@ -183,12 +199,17 @@ class SSDKVWorker:
         self._report.failed_writes.extend(failed)
         for outcome in self._store.take_load_outcomes():
             self._loading.discard(outcome.request_id)
+            self._report.loads.append(_load_time(outcome))
+            self._report.bad.extend(outcome.bad)
+            if outcome.request_id == PROBE:
+                continue
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.tokens_from_ssd, tier="ssd")
-            self._report.bad.extend(outcome.bad)
             if not outcome.complete:
                 self._failed.add(outcome.request_id)
+        if self._timer is not None:
+            self._report.steps.extend(self._timer.take())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._watch_devices()
 
@@ -239,6 +260,17 @@ class SSDKVWorker:
         if self._store is not None:
             self._store.close()
         self._opened.close()
+
+
+def _load_time(outcome: LoadOutcome) -> LoadTime:
+    return LoadTime(
+        outcome.request_id,
+        outcome.tokens_from_dram,
+        outcome.tokens_from_ssd,
+        outcome.queued_s,
+        outcome.dram_s,
+        outcome.ssd_s,
+    )
 
 
 _MAPPED = 2
