@@ -117,13 +117,18 @@ METRICS: Final[tuple[Metric, ...]] = (
         _RECOMPUTE_CAUSE,
     ),
     _counter(
-        "stores_skipped", "blocks", "Blocks not stored because the write buffer was full (reuse)."
+        "stores_skipped",
+        "blocks",
+        "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
+        "had not seen them often enough, or a daily write budget was used up.",
+        Label("cause", ("write_buffer", "store_full", "admission", "budget")),
     ),
     _counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
     _counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
     _counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
     _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
     _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    _counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
     _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     _counter("checksum_failures", "pages", "Pages whose data does not match their checksum."),
@@ -156,6 +161,24 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Measured time that a hit on the devices takes, however small.",
     ),
     _gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
+    _gauge(
+        "wear_bytes",
+        "bytes",
+        "Bytes written to the device over the life of this store, all ranks.",
+        _DEVICE,
+    ),
+    _gauge(
+        "wear_used",
+        "share",
+        "wear_bytes as a share of the device's option tbw; 1 is all of its endurance.",
+        _DEVICE,
+    ),
+    _gauge(
+        "write_budget_used",
+        "share",
+        "Bytes written to the device since midnight UTC as a share of its daily_write_budget.",
+        _DEVICE,
+    ),
     _gauge(
         "device_state",
         "0 or 1",

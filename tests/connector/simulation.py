@@ -45,10 +45,12 @@ from vllm_ssdkv.connector.messages import (
     SSDKVWorkerMetadata,
 )
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.wear import WearLedger
 
 BLOCK = 16
 WINDOW = 32
@@ -56,6 +58,7 @@ CHUNK = 48
 MAX_MODEL_LEN = 256
 VOCAB = 500
 DEVICES = 2
+SLOT_BYTES = 12288
 GARBAGE = -1
 """Stands for KV that was computed from a context that could not be read."""
 
@@ -86,13 +89,13 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
-def engine_config(model: Path, mode: str) -> VllmConfig:
+def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
     """Configuration of an engine; simulations may share one."""
     register()
     transfer: Any = {
         "kv_connector": "SSDKVConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"mode": mode, "hbm_window_tokens": WINDOW},
+        "kv_connector_extra_config": {"mode": mode, "hbm_window_tokens": WINDOW, **options},
     }
     return EngineArgs(
         model=str(model),
@@ -201,6 +204,8 @@ class Rank:
         """The oldest write ends."""
         if self.writes:
             outcome = self.writes.popleft()
+            share = SLOT_BYTES // DEVICES
+            self.report.written += [(device, share) for device in range(DEVICES) if good]
             (self.report.durable if good else self.report.failed_writes).append(outcome)
 
     def end_load(self, good: bool, hbm: dict[int, Symbols], content: dict[bytes, Symbols]) -> None:
@@ -263,20 +268,28 @@ class Simulation:
         depth: int = 1,
         index: SlotIndex | None = None,
         pace: Pace | None = None,
+        frames: int = 0,
     ):
         extra = config.kv_transfer_config.kv_connector_extra_config
         self.paged = extra["mode"] == "page"
         geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
+        assert geometry.slot_bytes == SLOT_BYTES
         self.stripes = StripeMap(geometry, [1.0] * DEVICES)
         self.index = index or SlotIndex(slots, None)
         self.pace = pace or Pace()
+
+        paths = [f"device{i}" for i in range(DEVICES)]
+
+        def pace_clock() -> float:
+            return self.pace.now
+
         counters = Counters()
         options = startup.SSDKVConfig.from_extra_config(extra)
         self.ours = SSDKVScheduler(
             options,
             self.index,
             self.stripes,
-            [f"device{i}" for i in range(DEVICES)],
+            paths,
             BLOCK,
             MAX_MODEL_LEN,
             ranks,
@@ -287,7 +300,14 @@ class Simulation:
                 chunk_tokens=CHUNK,
                 ranks=ranks,
                 counters=counters,
-                clock=lambda: self.pace.now,
+                clock=pace_clock,
+            ),
+            WritePolicy(
+                options,
+                WearLedger(None, paths, counters, clock=pace_clock),
+                [float(SLOT_BYTES / DEVICES * ranks)] * DEVICES,
+                self.index.num_slots,
+                counters,
             ),
         )
         config.cache_config.num_gpu_blocks = hbm_blocks
@@ -307,6 +327,8 @@ class Simulation:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.ranks = [Rank(number, self.pace) for number in range(ranks)]
+        for rank in self.ranks:
+            rank.report.frames = frames
         self.hbm: dict[int, Symbols] = {}
         self.content: dict[bytes, Symbols] = {}
         """What belongs under each key."""

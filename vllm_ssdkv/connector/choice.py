@@ -94,6 +94,11 @@ class LoadChoice:
         self._last_end = 0.0
         self._read_at = 0.0
 
+    @property
+    def frames(self) -> int:
+        """Frames of DRAM that every worker has; 0 until they have said so."""
+        return min(self._frames.values(), default=0)
+
     # ---- the decision ----
 
     def blocks(
@@ -223,7 +228,7 @@ class LoadChoice:
         """Take in what a worker measured; whether the probe has ended on every rank."""
         if report.frames:
             self._frames[rank] = report.frames
-            self._resident.set_frames(min(self._frames.values()))
+            self._resident.set_frames(self.frames)
         if rank == 0:
             for number, seconds in report.steps:
                 shape = self._steps.pop(number, None)

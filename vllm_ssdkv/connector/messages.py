@@ -151,6 +151,8 @@ class RankReport:
     """Loads that ended."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     """(step, seconds of its forward pass) of steps that were to be timed."""
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """(device, bytes written to it) since the last report."""
     frames: int = 0
     """Frames of DRAM; said once, 0 afterwards."""
 
@@ -165,6 +167,7 @@ class RankReport:
             or self.lost_devices
             or self.loads
             or self.steps
+            or self.written
             or self.frames
         )
 

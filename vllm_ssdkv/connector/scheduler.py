@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
     PROBE,
@@ -28,6 +29,7 @@ from vllm_ssdkv.connector.messages import (
     SSDKVMetadata,
 )
 from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
@@ -59,6 +61,7 @@ class SSDKVScheduler:
         ranks: int,
         counters: Counters,
         choice: LoadChoice,
+        policy: WritePolicy,
     ):
         self._config = config
         self._paged = config.mode == "page"
@@ -70,6 +73,8 @@ class SSDKVScheduler:
         self._ranks = ranks
         self.counters = counters
         self._choice = choice
+        self._policy = policy
+        self._index_metrics = IndexMetrics(index, counters)
         self.keys_of = BlockKeys().of
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
@@ -91,7 +96,6 @@ class SSDKVScheduler:
         self._writing: dict[int, tuple[int, int]] = {}
         # Page mode: how many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
-        self._told: dict[str, int] = {}
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
@@ -281,7 +285,7 @@ class SSDKVScheduler:
         state.running = True
         self._skip_lookup.discard(state.request_id)
         count = output.num_scheduled_tokens[state.request_id]
-        after = computed + count
+        after = state.computed = computed + count
         self._shape.append((computed, count))
         if self._paged:
             plan.rows.append(self._row(state, computed))
@@ -337,14 +341,24 @@ class SSDKVScheduler:
         first = state.published
         if first >= end:
             return
-        for block, key in enumerate(self.keys_of(state.request, end, first), first):
-            state.published = block + 1
+        keys = self.keys_of(state.request, end, first)
+        if not state.request.num_preemptions:
+            self._policy.see(keys)
+        admitted = self._policy.admitted(keys).tolist()
+        state.published = end
+        for block, key in enumerate(keys, first):
             if state.block_ids[block] == 0 or len(self._index.lookup([key])):
+                continue
+            if not admitted[block - first]:
+                self._policy.skip(1, "admission")
+                continue
+            if self._policy.used_up(len(self._writing)):
+                self._policy.skip(1, "budget")
                 continue
             try:
                 slot = int(self._index.allocate(1)[0])
             except StoreFullError:
-                self.counters.add("stores_skipped", 1)
+                self._policy.skip(1, "store_full")
                 continue
             self._held[slot] = self._index.epoch(slot)
             self._saves.append((slot, self._held[slot], state.block_ids[block]))
@@ -352,17 +366,29 @@ class SSDKVScheduler:
 
     def _commit_known(self) -> None:
         """Page mode: blocks whose hash is known now are written out and may be found."""
+        held = sum(len(state.private) for state in self._requests.values())
+        # What waits to be written, or not, must leave room in DRAM for what is written.
+        hold_back = 4 * held <= self._choice.frames
         for state in self._requests.values():
             if state.private:
-                self._commit_state(state)
+                self._commit_state(state, hold_back)
 
-    def _commit_state(self, state: RequestState) -> None:
+    def _commit_state(self, state: RequestState, hold_back: bool) -> None:
         known = len(state.request.block_hashes)
         ready = [block for block in state.private if block < known]
         if not ready:
             return
         first = min(ready)
         keys = self.keys_of(state.request, max(ready) + 1, first)
+        new = [keys[block - first] for block in ready if block >= state.published]
+        state.published = max(ready) + 1
+        if not state.request.num_preemptions:
+            self._policy.see(new)
+        if hold_back:
+            # What has left the window must be written: it is read from there.
+            left = (state.computed - self._config.hbm_window_tokens + 1) // self._block
+            wanted = self._policy.worth_it([keys[b - first] for b in ready], len(self._writing))
+            ready = [b for b, worth in zip(ready, wanted, strict=True) if worth or b < left]
         for block in ready:
             self._publish(state.private.pop(block), keys[block - first])
 
@@ -394,6 +420,7 @@ class SSDKVScheduler:
     def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and which requests' loads have ended."""
         for rank, report in reports:
+            self._policy.wrote(report.written)
             if self._choice.reported(rank, report):
                 received = [*received, PROBE]
             for device in report.lost_devices:
@@ -524,6 +551,7 @@ class SSDKVScheduler:
             return
         self._forget.append(state.request_id)
         self._contexts = [c for c in self._contexts if c.request_id != state.request_id]
+        self._policy.held_back(len(state.private), len(self._writing))
         for slot in state.private.values():
             self._held.pop(slot, None)
             self._index.drop(slot)
@@ -563,20 +591,10 @@ class SSDKVScheduler:
     def update_gauges(self) -> None:
         """Refresh the gauges that this process owns."""
         self._choice.update_gauges()
-        gauges = self._index.gauges()
-        for name in ("ready", "free", "pinned"):
-            self.counters.set(f"slots_{name}", float(gauges[name]))
-        self.counters.set("journal_bytes", float(gauges["journal_bytes"]))
-        counts = self._index.counters
-        for metric, count in (
-            ("slots_evicted", "evictions"),
-            ("slots_stored", "published"),
-            ("recovered_slots", "recovered"),
-            ("journal_corrupt_records", "journal_corrupt_records"),
-        ):
-            self.counters.add(metric, counts.get(count, 0) - self._told.get(metric, 0))
-            self._told[metric] = counts.get(count, 0)
+        self._policy.update_gauges(self._device_paths)
+        self._index_metrics.update()
 
     def close(self) -> None:
-        """Make the journal durable."""
+        """Make the journal durable, and the count of what was written."""
         self._index.close()
+        self._policy.close()

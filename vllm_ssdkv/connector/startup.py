@@ -16,11 +16,14 @@ from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv
 from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.worker import SSDKVWorker
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import StripeMap
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.wear import WearLedger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,6 +123,7 @@ def open_scheduler(
             ranks=found.layout.tp_size,
             counters=counters,
         ),
+        _write_policy(config, found, stripes, index.num_slots, counters),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     if config.mode == "page" and index.num_slots < longest:
@@ -132,6 +136,18 @@ def open_scheduler(
             "--max-model-len"
         )
     return scheduler
+
+
+def _write_policy(
+    config: SSDKVConfig, found: _Identity, stripes: StripeMap, num_slots: int, counters: Counters
+) -> WritePolicy:
+    manifest = found.place.stored()
+    # A data file that was not made yet has no UUID: its path names it until the next start.
+    names = [device.files[0] or device.path for device in manifest.devices]
+    ranks = found.layout.tp_size
+    share = [ranks * stripes.device_bytes(d, num_slots) / num_slots for d in range(stripes.devices)]
+    wear = WearLedger(found.place.state, names, counters)
+    return WritePolicy(config, wear, share, num_slots, counters)
 
 
 def _check_backend(

@@ -65,6 +65,7 @@ class SSDKVWorker:
         self._loading: set[str] = set()
         self._gauges_due = 0.0
         self._attending = False
+        self._told_written = [0] * len(opened.devices)
 
     @property
     def store(self) -> TieredStore:
@@ -171,7 +172,7 @@ class SSDKVWorker:
             self._commit(commit, np.isin(commit.slots, save.slots[part]))
             done += len(frames)
         self._skip(save.part(np.arange(len(save.slots)) >= done))
-        self.counters.add("stores_skipped", len(save.slots) - done)
+        self.counters.add("stores_skipped", len(save.slots) - done, cause="write_buffer")
 
     def _skip(self, save: Save) -> None:
         """These blocks are not stored."""
@@ -210,8 +211,16 @@ class SSDKVWorker:
                 self._failed.add(outcome.request_id)
         if self._timer is not None:
             self._report.steps.extend(self._timer.take())
+        self._report_writes()
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._watch_devices()
+
+    def _report_writes(self) -> None:
+        for device, path in enumerate(self._opened.files.health.paths):
+            total = int(self.counters.total("bytes_written", device=path))
+            if total > self._told_written[device]:
+                self._report.written.append((device, total - self._told_written[device]))
+                self._told_written[device] = total
 
     def _count_request(self, metric: str, value: float = 1, **labels: str) -> None:
         """Count what happens to a request, not to a rank: once, on the first rank."""
