@@ -220,6 +220,18 @@ class SSDKVConfig(OptionModel):
             "drives where most prompts never come back, and computes each prefix twice."
         ),
     ] = "all"
+    trim: Annotated[
+        bool,
+        Field(
+            description="Tell raw block devices (TRIM) what they need not keep: everything when a "
+            "store is made there, and all slots when the cache is reset; in idle moments, 1 GiB "
+            "per second at most. Data files are never trimmed: they keep their space."
+        ),
+        Reason(
+            "false: slots are written again soon, which frees the old bytes just as well, and "
+            "drives may answer late while they trim. Worth it where caches are reset often."
+        ),
+    ] = False
     io: Annotated[
         IoConfig,
         Field(description="How bytes move between the devices and memory."),

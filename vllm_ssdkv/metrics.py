@@ -128,6 +128,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
     _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
     _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    _counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
+    _counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
     _counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
     _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),

@@ -289,6 +289,20 @@ def test_only_the_request_with_the_bad_slot_is_sent_back(page: Make) -> None:
     assert run.requests["b"].num_preemptions == 1
 
 
+def test_a_reset_of_the_cache_frees_slots_to_be_trimmed(reuse: Make) -> None:
+    run = reuse(slots=60)
+    stored(run, prompt(100))
+    assert all(plan.trim is None for plan in run.plans)
+    assert run.ours.forget_all()
+    run.add("a", prompt(20), 4)
+    plan = run.step()
+    assert plan is not None
+    assert plan.trim is not None
+    assert sorted(plan.trim.tolist()) == list(range(60))
+    end(run, "a")
+    assert run.plans[-1].trim is None
+
+
 # ---- load or compute ----
 
 

@@ -130,6 +130,8 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Requests whose contexts the worker drops, before the deltas above are applied."""
     discard: list[int] = field(default_factory=list)
     """Slots whose frames are worthless: dropped, or never to be committed."""
+    trim: SlotArray | None = None
+    """Slots that hold nothing any more, after many were dropped at once."""
     timed: bool = False
     """Report how long the forward pass of this step takes."""
 

@@ -89,6 +89,7 @@ class SSDKVScheduler:
         self._contexts: list[ContextDelta] = []
         self._forget: list[str] = []
         self._discard: list[int] = []
+        self._trim: NDArray[np.int64] | None = None
         self._saves: list[tuple[int, int, int]] = []
         self._commits: list[tuple[int, int, bytes]] = []
         self._shape: list[tuple[int, int]] = []
@@ -277,6 +278,7 @@ class SSDKVScheduler:
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
+        plan.trim, self._trim = self._trim, None
         return plan
 
     def _schedule(
@@ -398,7 +400,7 @@ class SSDKVScheduler:
             self._replace(key)
         if not self._index.publish(slot, key) and not self._paged:
             # Another slot has this key: nobody will look for this one.
-            self._retire(slot)
+            self._unpin([slot])
             return
         # In page mode the request itself needs it: what is not written would fill the DRAM.
         self._writing[slot] = (epoch, self._ranks)
@@ -468,7 +470,7 @@ class SSDKVScheduler:
             return
         self._drop(slot, "write_error")
         if self._writing.pop(slot, None) is not None or self._held.pop(slot, None) is not None:
-            self._retire(slot)
+            self._unpin([slot])
         for state in self._requests.values():
             for block in [b for b, private in state.private.items() if private == slot]:
                 del state.private[block]  # it will never be committed
@@ -483,10 +485,6 @@ class SSDKVScheduler:
     def _drop(self, slot: int, cause: str) -> None:
         self._index.drop(slot)
         self.counters.add("slots_dropped", 1, cause=cause)
-
-    def _retire(self, slot: int) -> None:
-        """The writer's interest in a slot ends; nothing of it will be found."""
-        self._unpin([slot])
 
     def _unpin(self, slots: Sequence[int]) -> None:
         self._index.unpin(np.array(slots, dtype=np.int64))
@@ -555,7 +553,7 @@ class SSDKVScheduler:
         for slot in state.private.values():
             self._held.pop(slot, None)
             self._index.drop(slot)
-            self._retire(slot)
+            self._unpin([slot])
         state.private.clear()
         self._unpin(state.slots)
         for slot in state.slots:
@@ -577,6 +575,7 @@ class SSDKVScheduler:
         it asks for this. False when a load of old blocks is under way.
         """
         self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        self._trim = self._index.free_slots()
         if not self._forgetful:
             logger.warning(
                 "ssdkv: the cache was reset; blocks stored from now on will not survive a restart"

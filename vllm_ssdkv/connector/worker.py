@@ -34,6 +34,7 @@ from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class SSDKVWorker:
             self._opened.num_slots,
             self.layout.block_tokens,
             self._copy_in,
+            self._trimmer(),
         )
         self._report.frames = self._store.frames.frames
         self._timer = StepTimer(caches[0].device)
@@ -103,6 +105,14 @@ class SSDKVWorker:
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+
+    def _trimmer(self) -> SlotTrimmer | None:
+        if not self.config.trim:
+            return None
+        files, opened = self._opened.files, self._opened
+        return SlotTrimmer(
+            opened.devices, files.health.paths, files.stripes, opened.num_slots, self.counters
+        )
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         if self._port is None:
@@ -124,6 +134,8 @@ class SSDKVWorker:
             store.extend_context(delta.request_id, delta.start, delta.slots)
         if plan.discard:
             store.discard(np.array(plan.discard, dtype=np.int64))
+        if plan.trim is not None:
+            store.trim(plan.trim)
         if plan.rows:
             self.step = PagedStep(store, self.layout, plan.rows, self._poisoned)
         if plan.timed and self._timer is not None:

@@ -165,6 +165,10 @@ class SlotIndex:
         """What the slot is now."""
         return SlotState(self._state[slot])
 
+    def free_slots(self) -> I64:
+        """Slots that hold nothing and nobody uses, int64, shape [n]; in no order."""
+        return self._free[: self._free_count].copy()
+
     def touch(self, slots: I64) -> None:
         """Mark a chain, head first, as just used. Slots that are not evictable are skipped."""
         for slot in reversed(slots.tolist()):
