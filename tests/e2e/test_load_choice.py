@@ -11,9 +11,10 @@ from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import reuse_mode
+from vllm_ssdkv.connector import choice
 
 BLOCK = 32
-LEARN, LONG, SHORT, NEWS, OTHER_NEWS = prompts((1000, 2000, 300, 700, 600), seed=20)
+LEARN, LONG, SHORT, PROBED, NEWS, OTHER_NEWS = prompts((1000, 2000, 300, 290, 700, 600), seed=20)
 SLOW_S = 3.0
 """Of a read: far more than this machine needs to compute SHORT, however busy it is."""
 
@@ -24,9 +25,10 @@ Devices = Callable[..., list[dict[str, str]]]
 def place(models: dict[str, Path], stock: Stock, devices: Devices) -> list[dict[str, str]]:
     """A store with all prompts but the news."""
     where = devices(2)
-    stock.answers("llama", [LEARN, LONG, SHORT, NEWS, OTHER_NEWS])
+    stored = [LEARN, LONG, SHORT, PROBED]
+    stock.answers("llama", [*stored, NEWS, OTHER_NEWS])
     with Engine(models["llama"], ssdkv=reuse_mode(where), kv_tokens=8192) as engine:
-        assert [ask(engine, stock, prompt) for prompt in (LEARN, LONG, SHORT)] == [0, 0, 0]
+        assert [ask(engine, stock, prompt) for prompt in stored] == [0, 0, 0, 0]
         engine.settle()
     return where
 
@@ -49,7 +51,12 @@ def engine_on(model: Path, place: list[dict[str, str]], latency: float) -> Engin
     return Engine(model, ssdkv=options, kv_tokens=8192, enable_prefix_caching=False)
 
 
-def test_a_slow_drive(models: dict[str, Path], stock: Stock, place: list[dict[str, str]]) -> None:
+def test_a_slow_drive(
+    models: dict[str, Path],
+    stock: Stock,
+    place: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with engine_on(models["llama"], place, SLOW_S) as engine:
         assert ask(engine, stock, NEWS) == 0
         # Nothing is known of the drive: the first hit is loaded.
@@ -61,6 +68,13 @@ def test_a_slow_drive(models: dict[str, Path], stock: Stock, place: list[dict[st
         # What is in DRAM needs no drive.
         assert ask(engine, stock, LEARN) == hit(LEARN)
         assert engine.ssdkv("hit_tokens", tier="dram") == hit(LEARN)
+        # Beside this one a few of its blocks are read, which takes longer than its answer.
+        monkeypatch.setattr(choice, "PROBE_INTERVAL_S", 0.0)
+        assert ask(engine, stock, PROBED) == 0
+        engine.settle()
+        assert engine.ssdkv("load_probes") == 1
+        assert engine.ssdkv("hit_tokens", tier="ssd") == hit(LEARN)
+        assert engine.ssdkv("slots_pinned") == 0
 
 
 def test_a_fast_drive(models: dict[str, Path], stock: Stock, place: list[dict[str, str]]) -> None:
