@@ -264,7 +264,8 @@ def test_a_bad_value_is_named_with_what_is_allowed(options: dict[str, object], l
         ),
         (
             {"devices": [{"path": "/a", "qqq": 1}]},
-            "devices[0].qqq: unknown option; known here: path, capacity, weight",
+            "devices[0].qqq: unknown option; known here: path, capacity, weight, tbw, "
+            "daily_write_budget",
         ),
     ],
 )

@@ -17,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 SlotArray = NDArray[np.int64]
 
+PROBE = "ssdkv probe"
+"""Name of loads that no request waits for. vLLM's own names have no space."""
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -70,6 +73,21 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTime:
+    """Where one rank's time for a load went, in seconds. No tokens: the load failed.
+
+    ``queued_s`` was spent behind other loads, the others on what the tokens came from.
+    """
+
+    request_id: str
+    tokens_from_dram: int
+    tokens_from_ssd: int
+    queued_s: float
+    dram_s: float
+    ssd_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Page mode: one scheduled request of this step.
 
@@ -112,6 +130,10 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Requests whose contexts the worker drops, before the deltas above are applied."""
     discard: list[int] = field(default_factory=list)
     """Slots whose frames are worthless: dropped, or never to be committed."""
+    trim: SlotArray | None = None
+    """Slots that hold nothing any more, after many were dropped at once."""
+    timed: bool = False
+    """Report how long the forward pass of this step takes."""
 
 
 @dataclass
@@ -127,6 +149,14 @@ class RankReport:
     poisoned: list[str] = field(default_factory=list)
     """Requests whose context could not be read this step; they must be computed again."""
     lost_devices: list[int] = field(default_factory=list)
+    loads: list[LoadTime] = field(default_factory=list)
+    """Loads that ended."""
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """(step, seconds of its forward pass) of steps that were to be timed."""
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """(device, bytes written to it) since the last report."""
+    frames: int = 0
+    """Frames of DRAM; said once, 0 afterwards."""
 
     def empty(self) -> bool:
         """Whether there is nothing to say."""
@@ -137,6 +167,10 @@ class RankReport:
             or self.bad
             or self.poisoned
             or self.lost_devices
+            or self.loads
+            or self.steps
+            or self.written
+            or self.frames
         )
 
 

@@ -11,15 +11,19 @@ import torch
 from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv_layout
 from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.worker import SSDKVWorker
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import StripeMap
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.wear import WearLedger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -101,6 +105,7 @@ def open_scheduler(
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
     index, stripes = open_index(found.place)
+    counters = Counters()
     scheduler = SSDKVScheduler(
         config,
         index,
@@ -109,7 +114,16 @@ def open_scheduler(
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
         found.layout.tp_size,
-        Counters(),
+        counters,
+        LoadChoice(
+            # In page mode computing writes every block of the hit once more.
+            always=config.mode == "page" or config.load == "always",
+            block_tokens=found.layout.block_tokens,
+            chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            ranks=found.layout.tp_size,
+            counters=counters,
+        ),
+        _write_policy(config, found, stripes, index.num_slots, counters),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     if config.mode == "page" and index.num_slots < longest:
@@ -122,6 +136,18 @@ def open_scheduler(
             "--max-model-len"
         )
     return scheduler
+
+
+def _write_policy(
+    config: SSDKVConfig, found: _Identity, stripes: StripeMap, num_slots: int, counters: Counters
+) -> WritePolicy:
+    manifest = found.place.stored()
+    # A data file that was not made yet has no UUID: its path names it until the next start.
+    names = [device.files[0] or device.path for device in manifest.devices]
+    ranks = found.layout.tp_size
+    share = [ranks * stripes.device_bytes(d, num_slots) / num_slots for d in range(stripes.devices)]
+    wear = WearLedger(found.place.state, names, counters)
+    return WritePolicy(config, wear, share, num_slots, counters)
 
 
 def _check_backend(

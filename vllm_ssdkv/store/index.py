@@ -119,6 +119,10 @@ class SlotIndex:
         """Evictable slots, the least recently used first; int64, shape [n]."""
         return self._table.order()
 
+    def free_slots(self) -> I64:
+        """Slots that hold nothing and nobody uses, int64, shape [n]; in no order."""
+        return self._free[: self._free_count].copy()
+
     def touch(self, slots: I64) -> None:
         """Mark a chain, head first, as just used. Slots that are not evictable are skipped."""
         self._table.touch(slots)

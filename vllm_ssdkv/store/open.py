@@ -33,6 +33,7 @@ from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_u
 from vllm_ssdkv.store.manifest import Manifest, locked
 from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.tiers import ArenaPlan
+from vllm_ssdkv.store.trim import trim_new
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,8 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
                 lock_timeout_s=LOCK_TIMEOUT_S,
             )
             opened.append(device)
+            if place.config.trim:
+                trim_new(device, path)
             if _claim(place, device, index, rank):
                 counters.add("device_lost", 1, device=path)
             _cut_to_size(device)

@@ -22,6 +22,7 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
+from vllm_ssdkv.store.trim import SlotTrimmer
 from vllm_ssdkv.store.writer import Pending, SlotWriter
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class TieredStore:
         num_slots: int,
         block_tokens: int,
         copy_in: CopyIn,
+        trimmer: SlotTrimmer | None = None,
     ):
         geometry = files.geometry
         self.files = files
@@ -79,7 +81,7 @@ class TieredStore:
         self._checksums = ChecksumTable(num_slots, geometry.pages)
         self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
         headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
-        self._writer = SlotWriter(files, self.frames, self._checksums)
+        self._writer = SlotWriter(files, self.frames, self._checksums, trimmer)
         self._loader = SlotLoader(
             files, self.frames, self._checksums, headers, copy_in, block_tokens
         )
@@ -122,6 +124,10 @@ class TieredStore:
         """Forget what is held for these slots; queued writes are dropped."""
         self._checksums.forget(slots)
         self._writer.discard(slots)
+
+    def trim(self, slots: NDArray[np.int64]) -> None:
+        """Slots that hold nothing: their devices may know, if the option ``trim`` is on."""
+        self._writer.trim(slots)
 
     def take_write_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(slot, epoch) pairs written and failed since the last call."""
