@@ -18,6 +18,8 @@ _FILES: Final = (
     "rank0.data",
     "store.json",
     "store.json.tmp",
+    "store.json.copy",
+    "store.json.copy.tmp",
     "journal",
     "journal.tmp",
     "journal.rejected",

@@ -8,17 +8,19 @@ from vllm_ssdkv import __version__
 from vllm_ssdkv.cli import config, docs
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
+from vllm_ssdkv.cli.fsck import fsck
 
 app = typer.Typer(
     name="ssdkv",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
-    help="KV cache of vLLM on SSDs: see it work, check a machine, check options.",
+    help="KV cache of vLLM on SSDs: see it work, check a machine, options, stores.",
 )
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command()(fsck)
 app.add_typer(config.app, name="config")
 app.add_typer(docs.app, name="docs")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -58,8 +59,10 @@ class StorePlace:
         fingerprint: Fingerprint,
         tp_size: int,
         replica: int | None = None,
+        model: str = "",
     ):
         """``replica``: number of this data-parallel engine, which has directories of its own.
+        ``model``: its name, for people who look at the store.
 
         Raises:
             ConfigError: the devices have no room for a single slot.
@@ -70,6 +73,7 @@ class StorePlace:
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.tp_size = tp_size
+        self.model = model
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
         self.state = config.state_path(key) / below
         self.stripes = StripeMap(geometry, config.device_weights())
@@ -133,14 +137,16 @@ class StorePlace:
         with locked(self.state):
             found = Manifest.load(self.state)
             if found is None:
-                capacities, _ = self.sized(None)
+                capacities, slots = self.sized(None)
                 found = Manifest.create(
                     self.fingerprint,
                     self.geometry,
                     self.tp_size,
+                    slots,
                     self.paths,
                     capacities,
                     self.config.device_weights(),
+                    self.model,
                 )
                 found.save(self.state)
         found.check(self.fingerprint, self.paths, self.config.device_weights())
@@ -320,7 +326,10 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
             if entry.fresh:
                 index.drop(slots[place.stripes.touches(device, slots)])
                 entry.fresh = []
+        manifest.slots = num_slots
+        manifest.model = place.model
         manifest.opened += 1
+        manifest.last_opened = int(time.time())
         manifest.save(place.state)
     counts = index.counters
     logger.info(
