@@ -254,6 +254,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         weights: Sequence[float] | None = None,
         deadline_s: float = PATIENCE_S,
         queue_depth: int = 4,
+        scrub_rate: int | None = None,
     ) -> StoreRig:
         stripes = StripeMap(geometry, weights or [1.0] * devices)
         directories = tmp_devices(stripes.devices)
@@ -268,7 +269,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             )
             for index, path in enumerate(directories)
         ]
-        plan = _plan(geometry, frames, staging)
+        plan = _plan(geometry, frames, staging, scrub_rate is not None)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
         control = tmp_path / f"faults{len(rigs)}.json"
@@ -282,7 +283,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:
             rig.copy_in(frames, blocks)
 
-        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in)
+        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in, scrub_rate)
         rig = StoreRig(geometry, store, opened, counters, control)
         rigs.append(rig)
         return rig
@@ -295,7 +296,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             device.close()
 
 
-def _plan(geometry: SlotGeometry, frames: int, staging: int) -> ArenaPlan:
+def _plan(geometry: SlotGeometry, frames: int, staging: int, scrub: bool) -> ArenaPlan:
     staging_bytes = staging * geometry.layer_bytes
-    empty = ArenaPlan(geometry, 1 << 40, staging_bytes)
-    return ArenaPlan(geometry, empty.frame_offset + frames * geometry.slot_bytes, staging_bytes)
+    empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub)
+    nbytes = empty.frame_offset + frames * geometry.slot_bytes
+    return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub)

@@ -438,8 +438,10 @@ class SSDKVScheduler:
                     self._send_back(state.request_id)
 
     def _drop(self, slot: int, cause: str) -> None:
-        self._index.drop(slot)
-        self.counters.add("slots_dropped", 1, cause=cause)
+        # Several ranks, or a load and the scrub, may tell of the same slot.
+        if self._index.state(slot) in (SlotState.READY, SlotState.WRITING):
+            self._index.drop(slot)
+            self.counters.add("slots_dropped", 1, cause=cause)
 
     def _retire(self, slot: int) -> None:
         """The writer's interest in a slot ends; nothing of it will be found."""

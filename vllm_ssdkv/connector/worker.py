@@ -77,6 +77,7 @@ class SSDKVWorker:
             self._opened.num_slots,
             self.layout.block_tokens,
             self._copy_in,
+            self.config.io.scrub_rate,
         )
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
@@ -189,6 +190,7 @@ class SSDKVWorker:
             self._report.bad.extend(outcome.bad)
             if not outcome.complete:
                 self._failed.add(outcome.request_id)
+        self._report.bad.extend(self._store.take_scrubbed())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._watch_devices()
 

@@ -223,7 +223,12 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     manifest = place.manifest()
     capacities, num_slots = place.sized(manifest)
     geometry = place.geometry
-    plan = ArenaPlan(geometry, place.config.dram_bytes(place.tp_size), place.config.io.staging)
+    plan = ArenaPlan(
+        geometry,
+        place.config.dram_bytes(place.tp_size),
+        place.config.io.staging,
+        scrub=place.config.io.scrub_rate is not None,
+    )
     opened: list[OpenDevice] = []
     try:
         for index, path in enumerate(place.paths):

@@ -91,6 +91,7 @@ class ContextStream:
         self._checksums = checksums
         self._staging = staging
         self._rows = len(contexts)
+        self.closed = False
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
         """Slots with wrong or unreadable bytes."""
@@ -140,6 +141,7 @@ class ContextStream:
 
     def close(self) -> None:
         """End the step: its memory goes back, that of reads in flight when they end."""
+        self.closed = True
         for read in self._reads:
             self._give_back(read)
         self._reads.clear()
