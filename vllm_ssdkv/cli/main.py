@@ -9,6 +9,7 @@ from vllm_ssdkv.cli import config, docs
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
 from vllm_ssdkv.cli.fsck import fsck
+from vllm_ssdkv.cli.stores import inspect, list_stores, remove
 
 app = typer.Typer(
     name="ssdkv",
@@ -20,7 +21,10 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command("ls")(list_stores)
+app.command()(inspect)
 app.command()(fsck)
+app.command("rm")(remove)
 app.add_typer(config.app, name="config")
 app.add_typer(docs.app, name="docs")
 
