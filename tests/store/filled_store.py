@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.store.conftest import (
     BLOCK_TOKENS,
@@ -67,7 +70,8 @@ class FilledStore:
         return self.place.stripes
 
     def data(self, device: int, rank: int) -> Path:
-        return self.devices[device] / f"rank{rank}.data"
+        path = self.devices[device]
+        return path if path.is_block_device() else path / f"rank{rank}.data"
 
     def at(self, slot: int, offset: int) -> tuple[int, int]:
         """Device and offset in its data files of one byte of a slot."""
@@ -170,3 +174,30 @@ def flip(path: Path, offset: int, bits: int = 1) -> None:
         os.pwrite(fd, bytes([byte ^ bits]), offset)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def loop_devices(folder: Path, count: int) -> Iterator[list[Path]]:
+    """Block devices of 16 MiB; skips the test where there are none."""
+    made: list[str] = []
+    try:
+        for number in range(count):
+            image = folder / f"image{number}"
+            with image.open("wb") as file:
+                file.truncate(16 << 20)
+            made.append(_losetup("--find", "--show", str(image)))
+    except (OSError, subprocess.SubprocessError) as error:
+        for path in made:
+            _losetup("--detach", path)
+        pytest.skip(f"loop devices need root: {error}")
+    try:
+        yield [Path(path) for path in made]
+    finally:
+        for path in made:
+            _losetup("--detach", path)
+
+
+def _losetup(*arguments: str) -> str:
+    command = ["losetup", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    return ended.stdout.strip()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import disk_directory
 from tests.store.conftest import array
-from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip
+from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_devices
 from vllm_ssdkv.errors import DeadlineError, DeviceError, FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import fsck as checking
@@ -31,7 +31,8 @@ from vllm_ssdkv.store.fsck_report import Report
 from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import open_index, open_rank
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD, RECORD_BYTES
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.removal import plan_removal, remove
 from vllm_ssdkv.store.repair import repair
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS
 
@@ -197,7 +198,8 @@ def expected(store: FilledStore, path: Path, at: int, device: int, rank: int) ->
 def order_of(store: FilledStore) -> list[int]:
     """Slots in the order of their records."""
     data = (store.state / "journal").read_bytes()[HEADER_BYTES:]
-    return [int(slot) for slot in np.frombuffer(data, dtype=RECORD)["slot"]]
+    slots: list[int] = np.frombuffer(data, "<u8").reshape(-1, RECORD_BYTES // 8)[:, 1].tolist()
+    return slots
 
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -470,6 +472,42 @@ def test_other_stores_files_are_never_repaired(store: FilledStore, original: Fil
     swapped = original.moved(original.devices[::-1], original.state)
     with pytest.raises(FormatError, match="device"):
         check(swapped)
+
+
+def test_raw_devices(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    with loop_devices(tmp_path, 2) as devices:
+        store = FilledStore(tuple(devices), state, SLOTS, ranks=1)
+        store.fill()
+        assert check(store).clean
+        flip(devices[0], COPY_OFFSETS[0] + 50)
+        device, at = store.at(21, GEOMETRY.header_bytes)
+        flip(devices[device], at)
+        assert mended(store, superblock=1, page=1) == set(SLOTS) - {21}
+        for offset in COPY_OFFSETS:
+            flip(devices[1], offset + 50)
+        assert mended(store, superblock=1) == set(SLOTS) - {21}
+        remove(plan_removal([], state))
+        assert list(state.iterdir()) == []
+        store.fill()  # the devices are new
+        assert store.served() == set(SLOTS)
+
+
+def test_a_raw_device_that_is_too_small_is_left_alone(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    with loop_devices(tmp_path, 2) as devices:
+        store = FilledStore(tuple(devices), state, SLOTS, ranks=1)
+        store.fill()
+        manifest = Manifest.load(state)
+        assert manifest is not None
+        manifest.slots *= 2
+        manifest.save(state)
+        report = check(store, mend=True)
+        assert kinds(report) == {"data_file": 2}
+        assert report.unrepaired == 2
+        assert "16777216 bytes" in report.problems[0].text
 
 
 # ---- devices that fail ----
