@@ -179,6 +179,18 @@ class IoConfig(OptionModel):
             "back, with a warning, where the file system cannot."
         ),
     ] = "auto"
+    verify: Annotated[
+        Literal["all", "sampled"],
+        Field(
+            description="Which pages of a read from a device are checked against their checksums. "
+            "`sampled`: one of 16, beside every slot's header; wrong bytes in the others reach the "
+            "model."
+        ),
+        Reason(
+            "all: nothing that we did not write is ever attended to. That costs 0.39 us of CPU per "
+            "page of 8 KiB (21 GB/s per core, measured); a sample costs 0.10 us."
+        ),
+    ] = "all"
     scrub_rate: Annotated[
         int | None,
         Field(

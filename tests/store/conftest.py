@@ -24,6 +24,7 @@ from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
+from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
 PATIENCE_S = 30.0
 """A wait that takes longer has hung."""
@@ -255,6 +256,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         deadline_s: float = PATIENCE_S,
         queue_depth: int = 4,
         scrub_rate: int | None = None,
+        verify: VerifyMode = "all",
     ) -> StoreRig:
         stripes = StripeMap(geometry, weights or [1.0] * devices)
         directories = tmp_devices(stripes.devices)
@@ -277,7 +279,10 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
-        files = SlotFiles(geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s)
+        sampler = PageSampler(verify)
+        files = SlotFiles(
+            geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s, sampler
+        )
         rig: StoreRig
 
         def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:

@@ -33,6 +33,7 @@ from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_u
 from vllm_ssdkv.store.manifest import Manifest, locked
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.tiers import ArenaPlan
+from vllm_ssdkv.store.verify import PageSampler
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +263,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         place.fingerprint.digest,
         rank,
         deadline,
+        PageSampler(place.config.io.verify),
     )
     return OpenStore(files, tuple(opened), arena, plan, num_slots, capacities)
 
