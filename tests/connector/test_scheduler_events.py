@@ -23,7 +23,7 @@ from tests.connector.simulation import (
     engine_config,
 )
 from tests.e2e.models import make_llama
-from vllm_ssdkv.connector.messages import PROBE
+from vllm_ssdkv.connector.messages import PROBE, RankReport
 from vllm_ssdkv.errors import StoreFailedError
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
@@ -559,3 +559,31 @@ def test_the_engine_keeps_stepping_until_writes_are_known(reuse: Make) -> None:
         run.step()
     assert not run.ours.unfinished()
     assert not run.scheduler.has_requests()
+
+
+# ---- slots that the scrub found bad ----
+
+
+def test_a_bad_slot_is_dropped_once_whoever_tells(reuse: Make) -> None:
+    run = reuse(slots=60, ranks=2)
+    keys = run.ours.keys_of(run.add("a", prompt(100), 4))
+    run.run()
+    stored = run.index.lookup(keys).tolist()
+    assert len(stored) == 6
+    slot, epoch = stored[2], run.index.epoch(stored[2])
+    # The scrub of each rank, a load, and one that read the slot's last life.
+    run.ours.reported(
+        [
+            (0, RankReport(bad=[(slot, epoch), (stored[3], run.index.epoch(stored[3]) - 1)])),
+            (1, RankReport(bad=[(slot, epoch), (slot, -1)])),
+        ],
+        (),
+    )
+    assert run.ours.counters.total("slots_dropped", cause="read_error") == 1
+    assert run.index.gauges()["ready"] == 5
+    for rank in run.ranks:
+        rank.broken.add(slot)
+    run.scheduler.reset_prefix_cache()
+    run.add("b", prompt(100), 4)
+    end(run, *"ab")
+    assert hits(run, "b") == [2]

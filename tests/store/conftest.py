@@ -24,6 +24,7 @@ from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
+from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
 PATIENCE_S = 30.0
 """A wait that takes longer has hung."""
@@ -251,6 +252,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         weights: Sequence[float] | None = None,
         deadline_s: float = PATIENCE_S,
         queue_depth: int = 4,
+        scrub_rate: int | None = None,
+        verify: VerifyMode = "all",
     ) -> StoreRig:
         stripes = StripeMap(geometry, weights or [1.0] * devices)
         directories = tmp_devices(stripes.devices)
@@ -265,7 +268,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             )
             for index, path in enumerate(directories)
         ]
-        plan = _plan(geometry, frames, staging)
+        plan = _plan(geometry, frames, staging, scrub_rate is not None)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
         control = tmp_path / f"faults{len(rigs)}.json"
@@ -273,13 +276,16 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
-        files = SlotFiles(geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s)
+        sampler = PageSampler(verify)
+        files = SlotFiles(
+            geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s, sampler
+        )
         rig: StoreRig
 
         def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:
             rig.copy_in(frames, blocks)
 
-        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in)
+        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in, scrub_rate=scrub_rate)
         rig = StoreRig(geometry, store, opened, counters, control)
         rigs.append(rig)
         return rig
@@ -292,7 +298,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             device.close()
 
 
-def _plan(geometry: SlotGeometry, frames: int, staging: int) -> ArenaPlan:
+def _plan(geometry: SlotGeometry, frames: int, staging: int, scrub: bool) -> ArenaPlan:
     staging_bytes = staging * geometry.layer_bytes
-    empty = ArenaPlan(geometry, 1 << 40, staging_bytes)
-    return ArenaPlan(geometry, empty.frame_offset + frames * geometry.slot_bytes, staging_bytes)
+    empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub)
+    nbytes = empty.frame_offset + frames * geometry.slot_bytes
+    return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub)

@@ -131,10 +131,15 @@ def manifest(directory: Path) -> bytes:
     stripes = StripeMap(GEOMETRY, WEIGHTS)
     mine = Manifest(
         store=str(STORE),
+        model="golden/model",
         fingerprint=dict(FINGERPRINT.fields),
         kind=GEOMETRY.kind,
-        slot_bytes=GEOMETRY.slot_bytes,
+        layers=GEOMETRY.layers,
+        heads=GEOMETRY.heads,
+        groups=GEOMETRY.groups,
+        payload_bytes=GEOMETRY.payload_bytes,
         tp_size=1,
+        slots=SLOTS,
         devices=[
             ManifestDevice(
                 path=f"/ssd{d}",
@@ -145,6 +150,7 @@ def manifest(directory: Path) -> bytes:
             for d in range(len(WEIGHTS))
         ],
         opened=2,
+        last_opened=1_700_000_000,
     )
     mine.save(directory)
     return (directory / NAME).read_bytes()

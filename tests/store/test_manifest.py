@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from vllm_ssdkv.errors import (
     FingerprintMismatchError,
@@ -18,7 +19,7 @@ from vllm_ssdkv.errors import (
 )
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.manifest import NAME, VERSION, Manifest, locked
+from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest, locked, sealed
 
 SHAPE = SlotGeometry("paged", 2, 3, 1, 8192)
 MODEL = Fingerprint({"model": "tiny", "layers": 2})
@@ -28,7 +29,7 @@ DEADLINE_S = 20.0
 
 
 def manifest() -> Manifest:
-    return Manifest.create(MODEL, SHAPE, 2, PATHS, (1 << 30, 1 << 31), WEIGHTS)
+    return Manifest.create(MODEL, SHAPE, 2, 50, PATHS, (1 << 30, 1 << 31), WEIGHTS, "a/model")
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -40,7 +41,9 @@ def test_round_trip(tmp_path: Path) -> None:
     mine.save(tmp_path)
     assert Manifest.load(tmp_path) == mine
     assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == [NAME]
+    assert sorted(os.listdir(tmp_path)) == [NAME, COPY]
+    assert (tmp_path / COPY).read_bytes() == (tmp_path / NAME).read_bytes()
+    assert Manifest.load_copy(tmp_path) == mine
 
 
 def test_every_store_is_another() -> None:
@@ -51,18 +54,29 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     """The names and types that ``docs/format.md`` promises."""
     mine = manifest()
     mine.save(tmp_path)
-    assert json.loads((tmp_path / NAME).read_bytes()) == {
+    data = (tmp_path / NAME).read_bytes()
+    content = json.loads(data)
+    digits = content.pop("checksum")
+    blank = data.replace(digits.encode(), b"0" * 16)
+    assert digits == f"{xxhash.xxh3_64_intdigest(blank):016x}"
+    assert content == {
         "version": VERSION,
         "store": mine.store,
+        "model": "a/model",
         "fingerprint": {"model": "tiny", "layers": 2},
         "kind": "paged",
-        "slot_bytes": SHAPE.slot_bytes,
+        "layers": 2,
+        "heads": 3,
+        "groups": 1,
+        "payload_bytes": 8192,
         "tp_size": 2,
+        "slots": 50,
         "devices": [
             {"path": "/a", "capacity": 1 << 30, "weight": 1.0, "files": ["", ""], "fresh": []},
             {"path": "/b", "capacity": 1 << 31, "weight": 2.5, "files": ["", ""], "fresh": []},
         ],
         "opened": 0,
+        "last_opened": 0,
     }
 
 
@@ -71,7 +85,10 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     [
         ("store", "not a uuid"),
         ("store", 5),
-        ("slot_bytes", 0),
+        ("layers", 0),
+        ("payload_bytes", 1 << 31),
+        ("slots", 0),
+        ("last_opened", -1),
         ("tp_size", 1),
         ("tp_size", -1),
         ("kind", "other"),
@@ -96,9 +113,31 @@ def test_impossible_values_are_refused(tmp_path: Path, field: str, value: object
         content["devices"][1][inner] = value
     else:
         content[outer] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(FormatError, match=f"{path} is damaged .*: delete it"):
+    path.write_bytes(sealed(json.dumps(content, indent=1).encode()))
+    with pytest.raises(
+        FormatError, match=f"{path} is damaged .*: `ssdkv fsck --repair {tmp_path}`"
+    ):
         Manifest.load(tmp_path)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    data = (tmp_path / NAME).read_bytes()
+    for bit in range(0, 8 * len(data), 5):
+        spoiled = bytearray(data)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        (tmp_path / NAME).write_bytes(spoiled)
+        with pytest.raises(FormatError):
+            Manifest.load(tmp_path)
+
+
+def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    (tmp_path / NAME).unlink()
+    with pytest.raises(FormatError, match="its copy is there: `ssdkv fsck --repair"):
+        Manifest.load(tmp_path)
+    (tmp_path / COPY).unlink()
+    assert Manifest.load(tmp_path) is None
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
@@ -110,7 +149,7 @@ def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> Non
 def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     manifest().save(tmp_path)
     data = (tmp_path / NAME).read_bytes()
-    for length in range(len(data) - 1):  # the last byte is a line end
+    for length in range(len(data)):
         (tmp_path / NAME).write_bytes(data[:length])
         with pytest.raises(FormatError, match="damaged"):
             Manifest.load(tmp_path)

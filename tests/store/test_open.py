@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +30,7 @@ from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.manifest import NAME, Manifest
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL, OpenStore, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 
@@ -302,6 +302,10 @@ def test_without_its_manifest_a_store_is_refused_untouched(
     close(open_rank(place(devices), 0, Counters()))
     (devices[0] / NAME).unlink()
     before = (devices[1] / "rank0.data").read_bytes()
+    with pytest.raises(FormatError, match="its copy is there: `ssdkv fsck --repair"):
+        open_rank(place(devices), 0, Counters())
+    assert not (devices[0] / NAME).exists()
+    (devices[0] / COPY).unlink()
     with pytest.raises(FormatError, match=r"belongs to another store .* delete it"):
         open_rank(place(devices), 0, Counters())
     assert (devices[1] / "rank0.data").read_bytes() == before
@@ -310,27 +314,19 @@ def test_without_its_manifest_a_store_is_refused_untouched(
     close(open_rank(place(devices), 0, Counters()))
 
 
-def test_a_flipped_byte_in_the_manifest_is_refused_or_harmless(
+def test_a_flipped_byte_in_the_manifest_is_refused(
     tmp_devices: Callable[[int], list[Path]],
 ) -> None:
     devices = tmp_devices(2)
     close(open_rank(place(devices), 0, Counters()))
     path = devices[0] / NAME
     data = path.read_bytes()
-    identity = json.loads(data)["store"]
-    refusals: list[str] = []
     for position in range(0, len(data), 7):
         spoiled = bytearray(data)
         spoiled[position] ^= 1 << position % 7
         path.write_bytes(spoiled)
-        try:
-            close(open_rank(place(devices), 0, Counters()))
-        except StoreError as error:
-            refusals.append(str(error))
-        else:
-            assert json.loads(path.read_bytes())["store"] == identity
-    assert all(str(devices[0].parent) in text for text in refusals)
-    assert len(refusals) > 10
+        with pytest.raises(FormatError, match=str(path)):
+            open_rank(place(devices), 0, Counters())
     path.write_bytes(data)
     close(open_rank(place(devices), 0, Counters()))
 
@@ -366,6 +362,23 @@ def test_what_a_start_does_with_a_damaged_journal(
     assert index.counters["journal_resets"] == 1
     assert index.epoch(int(index.allocate(1)[0])) > before
     index.close()
+
+
+def test_the_manifest_says_what_there_is(tmp_devices: Callable[[int], list[Path]]) -> None:
+    """Whoever looks at the store has no options and no model."""
+    devices = tmp_devices(2)
+    where = place(devices)
+    where.model = "some/model"
+    close(open_rank(where, 0, Counters()))
+    before = int(time.time())
+    index, _ = open_index(where)
+    index.close()
+    manifest = Manifest.load(devices[0])
+    assert manifest is not None
+    assert manifest.geometry == PAGED
+    assert (manifest.slots, manifest.model) == (index.num_slots, "some/model")
+    assert before <= manifest.last_opened <= time.time()
+    assert Manifest.load_copy(devices[0]) == manifest
 
 
 def test_no_room_for_a_block_is_said(tmp_devices: Callable[[int], list[Path]]) -> None:

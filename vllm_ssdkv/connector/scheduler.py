@@ -493,8 +493,10 @@ class SSDKVScheduler:
                     self._send_back(state.request_id)
 
     def _drop(self, slot: int, cause: str) -> None:
-        self._index.drop(slot)
-        self.counters.add("slots_dropped", 1, cause=cause)
+        # Several ranks, or a load and the scrub, may tell of the same slot.
+        if self._index.state(slot) in (SlotState.READY, SlotState.WRITING):
+            self._index.drop(slot)
+            self.counters.add("slots_dropped", 1, cause=cause)
 
     def _unpin(self, slots: Sequence[int]) -> None:
         self._index.unpin(np.array(slots, dtype=np.int64))

@@ -49,9 +49,9 @@ def _identify(
     identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     parallel = vllm_config.parallel_config
     replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
-    return _Identity(
-        layout, identity, StorePlace(config, layout.geometry, identity, layout.tp_size, replica)
-    )
+    model = str(vllm_config.model_config.model)
+    place = StorePlace(config, layout.geometry, identity, layout.tp_size, replica, model)
+    return _Identity(layout, identity, place)
 
 
 def show_log() -> None:

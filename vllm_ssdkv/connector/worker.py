@@ -89,7 +89,8 @@ class SSDKVWorker:
             self._opened.num_slots,
             self.layout.block_tokens,
             self._copy_in,
-            self._trimmer(),
+            trimmer=self._trimmer(),
+            scrub_rate=self.config.io.scrub_rate,
         )
         self._report.frames = self._store.frames.frames
         self._timer = StepTimer(caches[0].device)
@@ -224,6 +225,7 @@ class SSDKVWorker:
         if self._timer is not None:
             self._report.steps.extend(self._timer.take())
         self._report_writes()
+        self._report.bad.extend(self._store.take_scrubbed())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._watch_devices()
 

@@ -148,6 +148,16 @@ def decode(
     return SlotHeader(found_key, found_slot, found_epoch, found_rank, sums.astype(np.uint64))
 
 
+def epoch_of(buffer: memoryview | NDArray[np.uint8], slot: int) -> int | None:
+    """Epoch that the first bytes of a slot name; None when they are no header of that slot.
+
+    The header may be damaged, so that the epoch is what somebody else has to confirm.
+    """
+    view = np.frombuffer(buffer, dtype=np.uint8).data
+    magic, *_, found, epoch, _, _ = _FIXED.unpack_from(view)
+    return int(epoch) if (magic, found) == (MAGIC, slot) else None
+
+
 def _expect(field: str, found: bytes | int, expected: bytes | int) -> None:
     if found != expected:
         shown = [v.hex() if isinstance(v, bytes) else v for v in (found, expected)]

@@ -19,6 +19,7 @@ from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.files import GROUP, SlotBatch, SlotFiles
 from vllm_ssdkv.store.header import SlotHeader, decode
 from vllm_ssdkv.store.staging import Staging
+from vllm_ssdkv.store.verify import wrong_pages
 from vllm_ssdkv.store.writer import frame_checksums
 
 logger = logging.getLogger(__name__)
@@ -70,9 +71,10 @@ class LoadOutcome:
 class SlotLoader:
     """Runs load jobs in order, one at a time, each reading from all devices at once.
 
-    Every slot that is read is verified: header against key, epoch, slot and rank, pages against
-    their checksums. Slots that need not go to HBM (page mode) are read whole while spare frames
-    last, afterwards only their headers: their pages are streamed and checked when attended to.
+    Every slot that is read is verified: header against key, epoch, slot and rank, pages (all, or by
+    option a sample of them) against their checksums. Slots that need not go to HBM (page mode) are
+    read whole while spare frames last, afterwards only their headers: their pages are streamed and
+    checked when attended to.
 
     No wait for a frame or a read is longer than the deadline.
     """
@@ -319,8 +321,9 @@ class SlotLoader:
         if header is None:
             return False
         geometry = self._files.geometry
-        sums = frame_checksums(self._frames, np.array([frame], dtype=np.int32), geometry)[0]
-        wrong = np.flatnonzero(sums != header.checksums)
+        first = self._frames.address(np.array([frame])) + np.uint64(geometry.header_bytes)
+        which = slice(None) if final else self._files.sampler.choose()
+        _, wrong = wrong_pages(geometry, first, header.checksums[None, :], which)
         if last_try is not None:
             offsets = geometry.header_bytes + wrong * geometry.page_bytes
             right = np.array([len(wrong) == 0])

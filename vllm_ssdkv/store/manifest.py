@@ -1,29 +1,37 @@
 """``store.json``: identity and size of a store, shared by the scheduler and all workers.
 
 A small JSON file, written whole and renamed into place, mode 0600. What it says is checked when it
-is read: types, names and ranges (``docs/format.md``).
+is read: a checksum of the file, types, names and ranges (``docs/format.md``). A copy beside it lets
+``ssdkv fsck`` restore it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from vllm_ssdkv.errors import FingerprintMismatchError, FormatError, StoreError
+from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
 
 NAME = "store.json"
+COPY = "store.json.copy"
 VERSION = 1
+
+_UNSEALED = b"0" * 16
+_SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
 
 
 class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,13 +57,24 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     version: int = VERSION
     store: str
+    model: str
+    """The model's name as it was last given; for people, nothing depends on it."""
     fingerprint: dict[str, str | int]
     kind: str
-    slot_bytes: int
+    layers: int
+    heads: int
+    groups: int
+    payload_bytes: int
     tp_size: int
+    slots: int
+    """Slots of the store when a scheduler last opened it."""
     devices: list[ManifestDevice]
     opened: int = 0
     """How often a scheduler has opened the store."""
+    last_opened: int = 0
+    """When, in seconds since 1970 (UTC)."""
+    checksum: str = _UNSEALED.decode()
+    """Digits only in the file, see :func:`sealed`."""
 
     @classmethod
     def create(
@@ -63,32 +82,59 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         fingerprint: Fingerprint,
         geometry: SlotGeometry,
         tp_size: int,
+        slots: int,
         paths: Sequence[str],
         capacities: Sequence[int],
         weights: Sequence[float],
+        model: str = "",
     ) -> Manifest:
         """A new store's manifest."""
         return cls(
             store=str(uuid.uuid4()),
+            model=model,
             fingerprint=dict(fingerprint.fields),
             kind=geometry.kind,
-            slot_bytes=geometry.slot_bytes,
+            layers=geometry.layers,
+            heads=geometry.heads,
+            groups=geometry.groups,
+            payload_bytes=geometry.payload_bytes,
             tp_size=tp_size,
+            slots=slots,
             devices=[
                 ManifestDevice(path=path, capacity=capacity, weight=weight, files=[""] * tp_size)
                 for path, capacity, weight in zip(paths, capacities, weights, strict=True)
             ],
         )
 
+    @property
+    def geometry(self) -> SlotGeometry:
+        """Shape of the slots."""
+        kind: Literal["opaque", "paged"] = "paged" if self.kind == "paged" else "opaque"
+        return SlotGeometry(kind, self.layers, self.heads, self.groups, self.payload_bytes)
+
     @classmethod
     def load(cls, state: Path) -> Manifest | None:
         """The manifest in a state directory; None when there is none. Blocks on I/O.
 
         Raises:
-            FormatError: it is damaged, or of another version; says how to go on.
+            FormatError: it is damaged, of another version, or missing while its copy is there;
+                says how to go on.
             StoreError: the file cannot be read.
         """
-        path = state / NAME
+        found = cls._read(state / NAME)
+        if found is None and (state / COPY).exists():
+            raise FormatError(
+                f"{state / NAME} is missing, but its copy is there: {_way_out(state)}"
+            )
+        return found
+
+    @classmethod
+    def load_copy(cls, state: Path) -> Manifest | None:
+        """As :meth:`load`, the copy. It may be one save older, after a crash."""
+        return cls._read(state / COPY)
+
+    @classmethod
+    def _read(cls, path: Path) -> Manifest | None:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -102,16 +148,18 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                     f"{path} has format version {version}, this release reads {VERSION}: use "
                     "another directory, or delete this one's content"
                 )
+            _check_seal(data)
             found = msgspec.json.decode(data, type=cls)
             found._check_values()
+            found.checksum = _UNSEALED.decode()
         except (msgspec.MsgspecError, ValueError) as error:
-            raise FormatError(f"{path} is damaged ({error}): delete it") from error
+            raise FormatError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
         return found
 
     def _check_values(self) -> None:
         """Raise ValueError, naming the field, for what no release writes."""
         uuid.UUID(self.store)
-        positive = {"slot_bytes": self.slot_bytes, "tp_size": self.tp_size}
+        positive = {"tp_size": self.tp_size, "slots": self.slots}
         for i, device in enumerate(self.devices):
             where = f"devices[{i}]"
             positive |= {f"{where}.capacity": device.capacity}
@@ -131,20 +179,22 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"kind is {self.kind!r}")
         if not self.devices:
             raise ValueError("devices is empty")
-        if self.opened < 0:
-            raise ValueError(f"opened is {self.opened}")
+        if self.opened < 0 or self.last_opened < 0:
+            raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
+        _ = self.geometry  # which checks its numbers
 
     def save(self, state: Path) -> None:
-        """Replace the file, atomically and durably. Blocks.
+        """Replace the file, then its copy, each atomically and durably. Blocks.
 
         Raises:
             StoreError: the directory cannot be written.
         """
-        data = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-        try:
-            replace_file(state / NAME, data)
-        except OSError as error:
-            raise StoreError(f"{state / NAME}: {error.strerror}") from error
+        data = sealed(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        for name in (NAME, COPY):
+            try:
+                replace_file(state / name, data)
+            except OSError as error:
+                raise StoreError(f"{state / name}: {error.strerror}") from error
 
     def check(
         self, fingerprint: Fingerprint, paths: Sequence[str], weights: Sequence[float]
@@ -170,6 +220,30 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"options name {len(paths)} ({', '.join(paths)}): restore the list and the "
                 "weights, or delete the store's content"
             )
+
+
+def sealed(data: bytes) -> bytes:
+    """The text of a manifest with the checksum that belongs to it.
+
+    It is the xxh3-64 of the file with 16 zeros in the place of its 16 hexadecimal digits.
+
+    Raises:
+        ValueError: the text has no such member.
+    """
+    found = _SEAL.search(data)
+    if found is None:
+        raise ValueError("it has no checksum")
+    blank = data[: found.start(1)] + _UNSEALED + data[found.end(1) :]
+    return blank[: found.start(1)] + b"%016x" % checksum_bytes(blank) + blank[found.end(1) :]
+
+
+def _check_seal(data: bytes) -> None:
+    if sealed(data) != data:
+        raise ValueError("its checksum is not that of its content")
+
+
+def _way_out(state: Path) -> str:
+    return f"`ssdkv fsck --repair {state}` restores it, `ssdkv rm {state}` gives the store up"
 
 
 @contextlib.contextmanager

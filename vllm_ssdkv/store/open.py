@@ -34,6 +34,7 @@ from vllm_ssdkv.store.manifest import Manifest, locked
 from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.tiers import ArenaPlan
 from vllm_ssdkv.store.trim import trim_new
+from vllm_ssdkv.store.verify import PageSampler
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,10 @@ class StorePlace:
         fingerprint: Fingerprint,
         tp_size: int,
         replica: int | None = None,
+        model: str = "",
     ):
         """``replica``: number of this data-parallel engine, which has directories of its own.
+        ``model``: its name, for people who look at the store.
 
         Raises:
             ConfigError: the devices have no room for a single slot.
@@ -68,6 +71,7 @@ class StorePlace:
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.tp_size = tp_size
+        self.model = model
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
         self.state = config.state_path(key) / below
         self.stripes = StripeMap(geometry, config.device_weights())
@@ -131,14 +135,16 @@ class StorePlace:
         with locked(self.state):
             found = Manifest.load(self.state)
             if found is None:
-                capacities, _ = self.sized(None)
+                capacities, slots = self.sized(None)
                 found = Manifest.create(
                     self.fingerprint,
                     self.geometry,
                     self.tp_size,
+                    slots,
                     self.paths,
                     capacities,
                     self.config.device_weights(),
+                    self.model,
                 )
                 found.save(self.state)
         found.check(self.fingerprint, self.paths, self.config.device_weights())
@@ -215,7 +221,12 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     manifest = place.manifest()
     capacities, num_slots = place.sized(manifest)
     geometry = place.geometry
-    plan = ArenaPlan(geometry, place.config.dram_bytes(place.tp_size), place.config.io.staging)
+    plan = ArenaPlan(
+        geometry,
+        place.config.dram_bytes(place.tp_size),
+        place.config.io.staging,
+        scrub=place.config.io.scrub_rate is not None,
+    )
     opened: list[OpenDevice] = []
     try:
         for index, path in enumerate(place.paths):
@@ -251,6 +262,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         place.fingerprint.digest,
         rank,
         deadline,
+        PageSampler(place.config.io.verify),
     )
     return OpenStore(files, tuple(opened), arena, plan, num_slots, capacities)
 
@@ -323,7 +335,10 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
             if entry.fresh:
                 index.drop(slots[place.stripes.touches(device, slots)])
                 entry.fresh = []
+        manifest.slots = num_slots
+        manifest.model = place.model
         manifest.opened += 1
+        manifest.last_opened = int(time.time())
         manifest.save(place.state)
     counts = index.counters
     logger.info(

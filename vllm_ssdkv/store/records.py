@@ -78,6 +78,14 @@ def check_header(data: bytes, store: UUID, fingerprint: bytes) -> None:
         raise FormatError("journal: bytes that are zero in this version are not")
 
 
+def is_whole(data: bytes) -> bool:
+    """Whether these first bytes of a journal file are a header as it was written, whoever's."""
+    if len(data) < HEADER_BYTES:
+        return False
+    found = int.from_bytes(data[_HEADER.size : HEADER_BYTES], "little")
+    return found == checksum_bytes(data[: _HEADER.size])
+
+
 def encode_records(
     kind: Kind,
     slots: NDArray[np.int64],

@@ -219,7 +219,8 @@ def newest(copies: Sequence[bytes], path: str) -> Superblock | None:
             found = block
     if found is None and errors:
         raise FormatError(
-            f"{path} is not empty and holds no superblock ({'; '.join(errors)}). If its content "
-            "is not needed, delete the file (or zero the first 1 MiB of a raw device)."
+            f"{path} is not empty and holds no superblock ({'; '.join(errors)}). If it is the "
+            "store's, `ssdkv fsck --repair` restores it; if its content is not needed, delete the "
+            "file (or zero the first 1 MiB of a raw device)."
         )
     return found

@@ -129,6 +129,11 @@ class SlotWriter:
         with self._wake:
             return len(self._queue) + self._under_way
 
+    def writes(self, slot: int) -> bool:
+        """Whether a slot is queued, or an I/O may still write to it."""
+        with self._wake:
+            return slot in self._busy or any(item.slot == slot for item in self._queue)
+
     def take_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(slot, epoch) pairs written, and pairs that failed, since the last call."""
         with self._wake:
