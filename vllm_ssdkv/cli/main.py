@@ -16,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
-    help="KV cache of vLLM on SSDs: see it work, check and measure a machine, check options, stores.",
+    help="KV cache of vLLM on SSDs: see it work, check and measure machines, options and stores.",
 )
 app.command()(demo)
 app.command()(demo_model)

@@ -145,7 +145,7 @@ def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> Sto
         mode="page" if manifest.kind == "paged" else "reuse",
         devices=tuple(str(path) for path in store.paths),
         ranks=manifest.tp_size,
-        stored=int((journal.replay.slots < manifest.slots).sum()),
+        stored=len(journal.replay.slots),
         slots=manifest.slots,
         block_bytes=manifest.geometry.slot_bytes,
         disk_bytes=sum(file.stat().st_blocks * 512 for file in files),

@@ -154,16 +154,15 @@ def _check_journal(this: Examination, fd: int | None) -> None:
     found, report = read_journal(this.store, fd), this.report
     if found.damage:
         report.add("journal", this.store.journal, found.damage)
+    slots = found.replay.slots
     if found.replay.corrupt:
         text = f"{found.replay.corrupt} record(s) do not match their checksums or are incomplete"
         report.add("journal", this.store.journal, text)
-    slots = found.replay.slots
     this.entry = Entry(slots, found.replay.epochs, found.replay.keys)
-    this.good = slots < report.slots
-    report.stored = int(this.good.sum())
-    beyond = len(slots) - report.stored
-    if beyond:
-        text = f"{beyond} record(s) name slots that the store of {report.slots} does not have"
+    this.good = np.ones(len(slots), dtype=np.bool_)
+    report.stored = len(slots)
+    if found.replay.out_of_range:
+        text = f"{found.replay.out_of_range} record(s) name slots that the store of {report.slots} does not have"
         report.add("journal", this.store.journal, text)
 
 

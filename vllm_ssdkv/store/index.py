@@ -120,8 +120,8 @@ class SlotIndex:
         return self._table.order()
 
     def free_slots(self) -> I64:
-        """Slots that hold nothing and nobody uses, int64, shape [n]; in no order."""
-        return self._free[: self._free_count].copy()
+        """Slots that hold nothing and nobody uses, int64, shape [n]."""
+        return self._table.free_slots()
 
     def touch(self, slots: I64) -> None:
         """Mark a chain, head first, as just used. Slots that are not evictable are skipped."""

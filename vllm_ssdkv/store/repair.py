@@ -136,7 +136,7 @@ def _rewrite_journal(this: Examination) -> None:
     header = encode_header(UUID(this.store.manifest.store), this.store.fingerprint.digest)
     path = this.store.journal
     try:
-        replace_file(path, header + records.tobytes())
+        replace_file(path, header + records)
     except OSError as error:
         raise StoreError(f"journal {path}: {error.strerror}") from error
     this.report.repaired_all("journal", "header", "page", "unreadable")

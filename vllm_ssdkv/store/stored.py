@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
+from vllm_ssdkv._index import Replay
 from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
 from vllm_ssdkv.store.direct_io import turn_on_direct
 from vllm_ssdkv.store.file_lock import lock_file
@@ -17,7 +18,7 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import PAGE_ALIGN, StripeMap, round_up
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL
-from vllm_ssdkv.store.records import HEADER_BYTES, Replay, check_header, is_whole, replay
+from vllm_ssdkv.store.records import HEADER_BYTES, check_header, is_whole
 from vllm_ssdkv.store.superblock import Superblock
 
 
@@ -246,17 +247,21 @@ def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
     Raises:
         StoreError: it cannot be read, or is whole, but not this store's.
     """
-    data = bytearray()
+    replay = Replay(store.manifest.slots)
+    head, nbytes = b"", 0
     try:
-        while fd is not None and (piece := os.pread(fd, 1 << 24, len(data))):
-            data += piece
+        if fd is not None:
+            head = os.pread(fd, HEADER_BYTES, 0)
+            nbytes = len(head)
+            while piece := os.pread(fd, 1 << 24, nbytes):
+                replay.feed(piece)
+                nbytes += len(piece)
     except OSError as error:
         raise StoreError(f"journal {store.journal}: {error.strerror}") from error
-    if not data:  # of a store that no scheduler has opened yet, or lost
+    if not nbytes:  # of a store that no scheduler has opened yet, or lost
         lost = f"{store.journal} is {'missing' if fd is None else 'empty'}"
-        return StoredJournal(replay(b""), lost if store.manifest.opened else "", 0)
+        return StoredJournal(replay, lost if store.manifest.opened else "", 0)
     damage = ""
-    head = bytes(data[:HEADER_BYTES])
     try:
         check_header(head, UUID(store.manifest.store), store.fingerprint.digest)
     except FormatError as error:
@@ -266,4 +271,4 @@ def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
                 "aside and starts empty; move it away to check the rest"
             ) from error
         damage = f"{store.journal}: {error}"
-    return StoredJournal(replay(memoryview(data)[HEADER_BYTES:]), damage, len(data))
+    return StoredJournal(replay, damage, nbytes)

@@ -176,6 +176,7 @@ void bind_table(nb::module_& m) {
           [](const SlotTable& self, int64_t slot) { return static_cast<int>(self.state(slot)); },
           "slot"_a)
       .def("order", [](const SlotTable& self) { return to_numpy(self.order()); })
+      .def("free_slots", [](const SlotTable& self) { return to_numpy(self.free_slots()); })
       .def("allocate", &allocate, "n"_a)
       .def(
           "touch",

@@ -95,6 +95,15 @@ std::vector<int64_t> SlotTable::order() const {
   return order;
 }
 
+std::vector<int64_t> SlotTable::free_slots() const {
+  std::vector<int64_t> found;
+  found.reserve(free_ + deferred_);
+  for (size_t i = 0; i < num_slots_; ++i) {
+    if (slots_[i].state == State::kFree) found.push_back(static_cast<int64_t>(i));
+  }
+  return found;
+}
+
 // ---- lists ----
 
 void SlotTable::link(Slot& slot, uint32_t before) {

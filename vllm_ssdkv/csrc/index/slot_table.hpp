@@ -64,6 +64,8 @@ class SlotTable {
   State state(int64_t slot) const { return at(slot).state; }
   // Evictable slots, the least recently used first.
   std::vector<int64_t> order() const;
+  // Slots that hold nothing and nobody uses, by number.
+  std::vector<int64_t> free_slots() const;
 
   // Take n slots, each pinned once and with a new epoch; at most obtainable() are there.
   std::vector<int64_t> allocate(size_t n, Gone& gone);
