@@ -161,8 +161,9 @@ def _check_journal(this: Examination, fd: int | None) -> None:
     this.entry = Entry(slots, found.replay.epochs, found.replay.keys)
     this.good = np.ones(len(slots), dtype=np.bool_)
     report.stored = len(slots)
-    if found.replay.out_of_range:
-        text = f"{found.replay.out_of_range} record(s) name slots that the store of {report.slots} does not have"
+    beyond = found.replay.out_of_range
+    if beyond:
+        text = f"{beyond} record(s) name slots that the store of {report.slots} does not have"
         report.add("journal", this.store.journal, text)
 
 
