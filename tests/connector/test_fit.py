@@ -67,6 +67,20 @@ def test_a_change_is_believed_at_the_second_time(factor: float) -> None:
     assert fit.predict((1.0, 1000)) == pytest.approx(0.011 * factor, rel=0.1)
 
 
+def test_few_of_many_measurements_are_solved_for() -> None:
+    fit = fresh()
+    solved = 0
+    last = fit.weights()
+    for number in range(1, 400):
+        fit.observe((1.0, float(number)), 0.001 * number)
+        now = fit.weights()
+        solved += now is not last
+        last = now
+        assert fit._new < 16
+    assert solved < 70
+    assert fit.predict((1.0, 300.0)) == pytest.approx(0.3, rel=0.1)
+
+
 def test_surprises_of_both_signs_are_no_change() -> None:
     fit = LinearFit((1.0, 1.0), keep=16, half_life=16, believe_after=2)
     line(fit, (0.001, 1e-5), [64, 500, 1000, 2000, 300, 4000])
