@@ -5,7 +5,6 @@ Runs in the engine core's process on its one thread; nothing here touches a devi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,6 +30,7 @@ from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
 from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.store_key import block_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -57,7 +57,9 @@ class SSDKVScheduler:
         max_model_len: int,
         ranks: int,
         counters: Counters,
+        name_key: bytes = b"",
     ):
+        """``name_key``: :meth:`StorePlace.name_key`."""
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
@@ -67,6 +69,7 @@ class SSDKVScheduler:
         self._max_tokens = max_model_len
         self._ranks = ranks
         self.counters = counters
+        self._name_key = name_key
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
         self._step = 0
@@ -106,12 +109,12 @@ class SSDKVScheduler:
     def keys_of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
         """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
         hashes = request.block_hashes[start:stop]
-        adapter = request.lora_request
-        if adapter is None:
+        adapter, hidden = request.lora_request, self._name_key
+        if adapter is None and not hidden:
             return [bytes(h[:32]).ljust(32, b"\0") for h in hashes]
         # vLLM's block hash holds an adapter's name and path; other weights there are other KV.
-        identity = self._adapter_identity(adapter.lora_path)
-        return [hashlib.blake2b(identity + bytes(h), digest_size=32).digest() for h in hashes]
+        identity = b"" if adapter is None else self._adapter_identity(adapter.lora_path)
+        return [block_name(hidden, identity + bytes(h)) for h in hashes]
 
     def _adapter_identity(self, path: str) -> bytes:
         known = self._adapters.get(path)

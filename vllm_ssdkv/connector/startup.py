@@ -110,6 +110,7 @@ def open_scheduler(
         vllm_config.model_config.max_model_len,
         found.layout.tp_size,
         Counters(),
+        found.place.name_key(),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     if config.mode == "page" and index.num_slots < longest:

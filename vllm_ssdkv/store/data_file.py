@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import uuid
+from dataclasses import replace
 
 from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.store.device import OpenDevice
@@ -79,6 +80,7 @@ def claim(
     stripes: StripeMap,
     geometry: SlotGeometry,
     fingerprint: Fingerprint,
+    key_id: bytes,
 ) -> str:
     """Check that the file is this store's, or make it so if it is new. Blocks on I/O.
 
@@ -86,6 +88,7 @@ def claim(
 
     Args:
         known: UUID that the manifest has for this file, empty for none.
+        key_id: As in the superblock.
 
     Returns:
         The UUID of the file; other than ``known`` when the file is new.
@@ -109,6 +112,7 @@ def claim(
         epoch=1 if found is None else found.epoch + 1,
         geometry=geometry,
         fingerprint=fingerprint,
+        key_id=key_id,
     )
     if found is not None:
         found.require(expected, str(device.path))
@@ -119,20 +123,5 @@ def claim(
             device.path,
         )
     write_superblock(device, expected)
-    write_superblock(device, _next(expected))
+    write_superblock(device, replace(expected, epoch=expected.epoch + 1))
     return str(mine)
-
-
-def _next(block: Superblock) -> Superblock:
-    return Superblock(
-        store=block.store,
-        device=block.device,
-        rank=block.rank,
-        device_index=block.device_index,
-        devices=block.devices,
-        lanes=block.lanes,
-        unit_bytes=block.unit_bytes,
-        epoch=block.epoch + 1,
-        geometry=block.geometry,
-        fingerprint=block.fingerprint,
-    )

@@ -12,6 +12,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.protocol import PENDING, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.layout import Extents, SlotGeometry, StripeMap
+from vllm_ssdkv.store.sealer import Sealer
 
 GROUP = 64
 """Most whole slots per submission."""
@@ -35,6 +36,7 @@ class SlotFiles:
     fingerprint: bytes
     rank: int
     deadline_s: float
+    sealer: Sealer
 
     @property
     def group(self) -> int:

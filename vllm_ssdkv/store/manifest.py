@@ -16,11 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ssdkv.errors import FingerprintMismatchError, FormatError, StoreError
+from vllm_ssdkv.errors import (
+    FingerprintMismatchError,
+    FormatError,
+    KeyMismatchError,
+    StoreError,
+)
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 NAME = "store.json"
 VERSION = 1
@@ -54,6 +60,9 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slot_bytes: int
     tp_size: int
     devices: list[ManifestDevice]
+    key_id: str
+    """Names the key that the store is encrypted with (:attr:`StoreKey.key_id`), in hexadecimal
+    digits; empty for a store that is not encrypted."""
     opened: int = 0
     """How often a scheduler has opened the store."""
 
@@ -66,6 +75,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         paths: Sequence[str],
         capacities: Sequence[int],
         weights: Sequence[float],
+        key_id: bytes = b"",
     ) -> Manifest:
         """A new store's manifest."""
         return cls(
@@ -74,6 +84,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             kind=geometry.kind,
             slot_bytes=geometry.slot_bytes,
             tp_size=tp_size,
+            key_id=key_id.hex(),
             devices=[
                 ManifestDevice(path=path, capacity=capacity, weight=weight, files=[""] * tp_size)
                 for path, capacity, weight in zip(paths, capacities, weights, strict=True)
@@ -131,6 +142,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"kind is {self.kind!r}")
         if not self.devices:
             raise ValueError("devices is empty")
+        if len(bytes.fromhex(self.key_id)) not in (0, KEY_ID_BYTES):
+            raise ValueError(f"key_id is {self.key_id!r}")
         if self.opened < 0:
             raise ValueError(f"opened is {self.opened}")
 
@@ -145,6 +158,23 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             replace_file(state / NAME, data)
         except OSError as error:
             raise StoreError(f"{state / NAME}: {error.strerror}") from error
+
+    def check_key(self, key_id: bytes) -> None:
+        """Refuse another key than that of the store; empty is no encryption.
+
+        Raises:
+            KeyMismatchError: says which keys, by their ids, and the way out.
+        """
+        given = key_id.hex()
+        if given == self.key_id:
+            return
+        holds = f"is encrypted with the key {self.key_id}" if self.key_id else "is not encrypted"
+        wants = f"the options give the key {given}" if given else "the options give no key"
+        first = "Give that key (encryption)" if self.key_id else "Leave encryption out"
+        raise KeyMismatchError(
+            f"the store on {', '.join(d.path for d in self.devices)} {holds}, {wants}. {first}, "
+            "name other directories in devices, or delete the content of these"
+        )
 
     def check(
         self, fingerprint: Fingerprint, paths: Sequence[str], weights: Sequence[float]

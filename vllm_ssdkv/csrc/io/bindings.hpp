@@ -27,5 +27,6 @@ ArrayOut<T> to_numpy(std::vector<T> values) {
 
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
+void bind_cipher(nanobind::module_& m);
 
 }  // namespace ssdkv

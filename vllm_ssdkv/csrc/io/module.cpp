@@ -4,7 +4,8 @@
 #include "io/bindings.hpp"
 
 NB_MODULE(_io, m) {
-  m.doc() = "Native I/O engines, checksums and copies of vllm_ssdkv.";
+  m.doc() = "Native I/O engines, checksums, ciphers and copies of vllm_ssdkv.";
   ssdkv::bind_memory(m);
   ssdkv::bind_engines(m);
+  ssdkv::bind_cipher(m);
 }
