@@ -104,7 +104,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
     _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
-    _counter("checksum_failures", "pages", "Pages whose data does not match their checksum."),
+    _counter(
+        "checksum_failures", "pages", "Pages whose data does not match their checksum or tag."
+    ),
     _counter(
         "header_mismatches", "slots", "Slots whose header names another block, model or version."
     ),
