@@ -186,8 +186,8 @@ class SlotWriter:
         if self._images is None:
             return self._files.group
         most = min(self._files.group, self._images.free(), self._images.pieces // IN_FLIGHT)
-        # Without a group whose end would free some, late writes hold them all: let one item fail.
-        return most or int(not self._groups)
+        # Without a group whose end would free some, late writes hold them all: let a group fail.
+        return most or (0 if self._groups else self._files.group)
 
     def _start(self, items: list[Pending]) -> None:
         frames = self._frames.start_writing(_slots(items))
