@@ -214,6 +214,15 @@ def test_round_trip() -> None:
     np.testing.assert_array_equal(desk.pages(desk.images), plain)
 
 
+def test_keys_of_slots_are_not_shown() -> None:
+    desk = Desk()
+    seals = desk.seal()
+    for shown in (repr(seals), repr(desk.sealer)):
+        assert str(int(seals.opening[0, 0])) not in shown
+        assert SLOTS_KEY.hex() not in shown
+        assert repr(SLOTS_KEY)[2:-1] not in shown
+
+
 def test_checksums_are_those_of_the_encrypted_bytes() -> None:
     """So that damage is found without the key."""
     desk = Desk()

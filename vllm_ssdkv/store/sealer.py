@@ -23,9 +23,9 @@ from vllm_ssdkv.store.layout import SlotGeometry
 U64 = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Seals:
-    """Seals of n slots, or of a range of their pages.
+    """Seals of n slots, or of a range of their pages. Not shown: an opening holds a key.
 
     Attributes:
         opening: uint64, shape [n, opening words].
