@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv: the locked tools and vLLM, then this package built as a wheel and installed.
 #
-# Needs Linux with Python 3.11 to 3.14 (venv module and headers) and a C++20 compiler; liburing makes the
-# fast I/O engine. What is missing is installed with apt-get where that needs no password, and named
-# otherwise. Does nothing when nothing has changed since the last run. PYTHON chooses the interpreter of
-# a new environment.
+# Needs Linux with Python 3.11 to 3.14 (venv module and headers), a C++20 compiler and OpenSSL 3; liburing
+# makes the fast I/O engine. What is missing is installed with apt-get where that needs no password, and
+# named otherwise. Does nothing when nothing has changed since the last run. PYTHON chooses the interpreter
+# of a new environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -51,6 +51,8 @@ missing_packages() {
     "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
       echo "python$version-dev"
+    # Encryption at rest loads it when it is asked for; the tests ask for it.
+    "$python" -c 'import ctypes; ctypes.CDLL("libcrypto.so.3")' 2>/dev/null || echo libssl3
   fi
   command -v "${CXX:-c++}" >/dev/null || echo g++
 }
@@ -74,7 +76,7 @@ check_machine() {
   read -r -a packages <<<"$(missing_packages "$python" | tr '\n' ' ')"
   if [ "${#packages[@]}" -gt 0 ]; then
     install_packages "${packages[@]}" ||
-      fail "needs Python 3.11 to 3.14 with venv and headers, and a C++20 compiler;" \
+      fail "needs Python 3.11 to 3.14 with venv and headers, a C++20 compiler, and OpenSSL 3;" \
         "please install (Debian and Ubuntu names): ${packages[*]}"
   fi
   [ -n "$(find_python)" ] || fail "needs Python 3.11 to 3.14; set PYTHON to its path"

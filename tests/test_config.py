@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -24,6 +25,8 @@ from vllm_ssdkv.store.engine.open import EngineKind, EngineOptions
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 
 OPTIONS = list(walk(SSDKVConfig))
+OFF = re.compile(r"encryption\.")
+"""Options in groups that are null by default."""
 
 
 def build(options: dict[str, object]) -> SSDKVConfig:
@@ -115,6 +118,7 @@ def test_everything_given(tmp_path: Path) -> None:
             "hbm_window_tokens": 64,
             "page_tokens": 32,
             "selector": "exact",
+            "encryption": {"key_file": str(tmp_path / "key")},
             "io": {
                 "engine": "threads",
                 "queue_depth": 4,
@@ -132,6 +136,8 @@ def test_everything_given(tmp_path: Path) -> None:
     assert made.devices[1].capacity == 1 << 40
     assert made.device_weights() == (1.0, 2.0)
     assert made.dram_gib == 0.5
+    assert made.encryption is not None
+    assert made.encryption.key_file == str(tmp_path / "key")
     assert made.io.deadline == 3.0
     assert made.io.faults[0].kind == "eio"
 
@@ -239,6 +245,21 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"io": {"faults": [{}]}}, 'io.faults[0].kind: missing; give "eio"'),
         ({"io": {"faults": [{"kind": "x"}]}}, 'io.faults[0].kind: got "x"; allowed: "eio"'),
         ({"io": {"faults": [{"kind": "latency"}]}}, 'io.faults[0]: got {"kind": "latency"}; fault'),
+        ({"encryption": True}, "encryption: got true; allowed: an object with key_file, key_env"),
+        ({"encryption": {}}, "encryption: got {}; no key given; give exactly one of key_file"),
+        (
+            {"encryption": {"key_env": "A", "key_file": "/a"}},
+            'encryption: got {"key_env": "A", "key_file": "/a"}; key_file and key_env given; give',
+        ),
+        ({"encryption": {"key_file": "a"}}, 'encryption.key_file: got "a"; not absolute'),
+        ({"encryption": {"key_env": ""}}, 'encryption.key_env: got ""; not the name of an env'),
+        ({"encryption": {"key_env": "A=B"}}, 'encryption.key_env: got "A=B"; not the name'),
+        (
+            {"encryption": {"key_command": "vault read"}},
+            'encryption.key_command: got "vault read"; allowed: a list of texts such as',
+        ),
+        ({"encryption": {"key_command": []}}, "encryption.key_command: got []; not a program"),
+        ({"encryption": {"key_command": [5]}}, "encryption.key_command[0]: got 5"),
         (
             {"io": {"throttle": [{"bandwidth": "fast"}]}},
             'io.throttle[0].bandwidth: got "fast"; not a number',
@@ -446,7 +467,8 @@ def test_defaults_are_what_the_table_says() -> None:
     """Giving every documented default explicitly is the same as giving nothing."""
     given: dict[str, object] = {}
     for option in OPTIONS:
-        if "[]" in option.path or option.default is None:
+        absent = OFF.match(option.path)  # given as a whole, or not at all
+        if "[]" in option.path or absent or option.default is None:
             continue
         target = given
         *groups, name = option.path.split(".")

@@ -154,3 +154,48 @@ def check_requests(
 
 def preallocate(fd: int, nbytes: int) -> int:
     """fallocate(2) of the first ``nbytes``, without glibc's emulation; 0 or an errno."""
+
+def libcrypto() -> tuple[str, str]:
+    """Version of the OpenSSL library that was found, and why it cannot be used, empty if it can.
+
+    Loaded at the first call of this or of a ``gcm`` function.
+    """
+
+def gcm_seal(
+    keys: NDArray[np.uint8],
+    identities: NDArray[np.uint8],
+    first_page: int,
+    source: NDArray[np.uint64],
+    target: NDArray[np.uint64],
+    nbytes: int,
+    threads: int = 0,
+) -> NDArray[np.uint8]:
+    """Encrypt ``nbytes`` from each source address to its target with AES-256-GCM; may be the same.
+
+    Shapes: keys [n, 32], identities [n, 72], addresses [n, pages]; the tags come as
+    [n * pages * 16]. The nonce of page p is p as a little-endian ``uint32``, then eight zero bytes:
+    a key must never be used for other pages again. Associated data are the slot's identity with
+    bytes 20 to 23 set to p. ``threads`` as in :func:`checksum`, one below 1 MiB in total.
+
+    Raises ValueError for shapes that do not fit, RuntimeError when libcrypto cannot be used.
+    """
+
+def gcm_open(
+    keys: NDArray[np.uint8],
+    identities: NDArray[np.uint8],
+    first_page: int,
+    addresses: NDArray[np.uint64],
+    nbytes: int,
+    tags: NDArray[np.uint8],
+    threads: int = 0,
+) -> NDArray[np.uint8]:
+    """Check pages against their tags [n, pages, 16] and decrypt them in place.
+
+    The reverse of :func:`gcm_seal`, with the same errors. Returns 1 for each page that is right,
+    [n * pages]; one that is not is zeroed and has a 0.
+    """
+
+def gcm_authenticate(
+    key: NDArray[np.uint8], page: int, data: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """The tag [16] of an empty text with ``data`` [m] as associated data; the nonce as above."""

@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from vllm_ssdkv.config_encryption import EncryptionConfig
 from vllm_ssdkv.config_io import IoConfig
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.host import (
@@ -244,6 +245,17 @@ class SSDKVConfig(OptionModel):
             "drives may answer late while they trim. Worth it where caches are reset often."
         ),
     ] = False
+    encryption: Annotated[
+        EncryptionConfig | None,
+        Field(
+            description="Encrypts what is stored with AES-256-GCM (docs/security.md). An existing "
+            "store keeps its key, or having none."
+        ),
+        Reason(
+            "null: off. It needs a key that somebody keeps, and about a core for every few GB/s; "
+            "encrypted drives do the same where there are some."
+        ),
+    ] = None
     io: Annotated[
         IoConfig,
         Field(description="How bytes move between the devices and memory."),

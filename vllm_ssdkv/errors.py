@@ -27,6 +27,10 @@ class FingerprintMismatchError(StoreError):
     """The directory holds KV of another model, dtype, layout or parallel size."""
 
 
+class KeyMismatchError(StoreError):
+    """The store is encrypted with another key, or not encrypted where it should be, or reverse."""
+
+
 class FormatError(StoreError):
     """Bytes on disk are not a header, superblock or journal that this version reads."""
 

@@ -134,7 +134,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
     _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
-    _counter("checksum_failures", "pages", "Pages whose data does not match their checksum."),
+    _counter(
+        "checksum_failures", "pages", "Pages whose data does not match their checksum or tag."
+    ),
     _counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
     _counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
     _counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),

@@ -167,12 +167,13 @@ def _default_text(field: FieldInfo) -> str | None:
 
 
 def walk(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
-    """Every leaf option in declaration order, lists and their entries included."""
+    """Every option in declaration order; of groups only lists and those that may be null."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = model_of(field.annotation)
         is_list = _is_list(field.annotation)
-        if inner is None or is_list:
+        nullable = _without_none(field.annotation)[1]
+        if inner is None or is_list or nullable:
             reasons = _metadata(field, Reason)
             yield Option(
                 path=path,

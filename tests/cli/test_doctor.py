@@ -23,6 +23,7 @@ from vllm_ssdkv.cli.findings import Finding, Level, fail, ok, warn
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.measure import Rates
 from vllm_ssdkv.sizes import GIB, MIB
+from vllm_ssdkv.store import cipher
 
 
 def by_subject(findings: list[Finding]) -> dict[str, Finding]:
@@ -88,6 +89,16 @@ def test_a_missing_native_module_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
     found = by_subject(check_software.native_modules())
     assert found["_io"].level is Level.FAIL
     assert found["_kernels"].level is Level.OK
+
+
+def test_encryption_says_which_library_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check_software.encryption()
+    assert finding.level is Level.OK
+    assert "AES-256-GCM by OpenSSL " in finding.text
+    monkeypatch.setattr(cipher._io, "libcrypto", lambda: ("", "no such file"))
+    (finding,) = check_software.encryption()
+    assert finding.level is Level.WARN
+    assert "no such file" in finding.text
 
 
 def test_probe_of_a_healthy_vllm() -> None:

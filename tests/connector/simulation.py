@@ -428,7 +428,7 @@ class Simulation:
         assert gauges["free"] + gauges["evictable"] + gauges["lost"] == self.index.num_slots
         assert self.ours._requests == {}
         assert not self.ours.unfinished()
-        for name in ("_held", "_loading", "_loads", "_contexts", "_in_contexts", "_load_failed"):
+        for name in ("_held", "_loading", "_loads", "_contexts", "_in_contexts", "_failed_loads"):
             assert not getattr(self.ours, name), name
         assert all(not rank.contexts for rank in self.ranks)
         pool = self.scheduler.kv_cache_manager.block_pool

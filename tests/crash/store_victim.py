@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,19 +58,22 @@ def say(kind: str, what: object) -> None:
 class Victim:
     """Worker and scheduler of one store."""
 
-    def __init__(self, devices: list[str], state_dir: str):
-        config = SSDKVConfig.from_extra_config(
-            {
-                "mode": "page",
-                "devices": [{"path": path, "capacity": "16MiB"} for path in devices],
-                "state_dir": state_dir,
-                "dram_gib": "16MiB",
-                "io": {"staging": "4MiB"},
-            }
-        )
+    def __init__(self, devices: list[str], state_dir: str, *, encrypted: bool):
+        options: dict[str, object] = {
+            "mode": "page",
+            "devices": [{"path": path, "capacity": "16MiB"} for path in devices],
+            "state_dir": state_dir,
+            "dram_gib": "18MiB" if encrypted else "16MiB",
+            "io": {"staging": "4MiB"},
+        }
+        if encrypted:
+            os.environ["SSDKV_VICTIM_KEY"] = "5a" * 32
+            options["encryption"] = {"key_env": "SSDKV_VICTIM_KEY"}
+        config = SSDKVConfig.from_extra_config(options)
         # Rewrites of the journal must be among the moments of a kill.
         vars(opening)["Journal"] = functools.partial(Journal, slack_records=64)
-        place = StorePlace(config, GEOMETRY, Fingerprint({"model": "none"}), 1)
+        geometry = replace(GEOMETRY, encrypted=encrypted)
+        place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.opened: OpenStore = open_rank(place, 0, Counters())
         self.index: SlotIndex = open_index(place)[0]
         self.copied: dict[int, NDArray[np.uint8]] = {}
@@ -84,7 +88,7 @@ class Victim:
         self.under_way: dict[int, int] = {}
 
     def _payloads(self, frame: int) -> NDArray[np.uint8]:
-        pages = self.store.frames.view(frame)[GEOMETRY.header_bytes :]
+        pages = self.store.frames.view(frame)[self.opened.files.geometry.header_bytes :]
         return pages.reshape(GEOMETRY.pages, GEOMETRY.page_bytes)[:, : GEOMETRY.payload_bytes]
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
@@ -190,7 +194,7 @@ class Victim:
 
 def main() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
-    victim = Victim(task["devices"], task["state_dir"])
+    victim = Victim(task["devices"], task["state_dir"], encrypted=task["encrypted"])
     say("V", json.dumps(victim.recovered(task["candidates"])))
     say("N", victim.index.num_slots)
     if task["window"]:

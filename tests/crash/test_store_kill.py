@@ -49,6 +49,7 @@ class Ledger:
     devices: list[str]
     state_dir: str
     log: Path
+    encrypted: bool = False
     known: list[int] = field(default_factory=list)
     """Blocks that may be found, the oldest first."""
     required: set[int] = field(default_factory=set)
@@ -72,6 +73,7 @@ class Ledger:
         task = {
             "devices": self.devices,
             "state_dir": self.state_dir,
+            "encrypted": self.encrypted,
             "candidates": self.known,
             "first": self.next_number,
             "window": window,
@@ -145,10 +147,10 @@ class Ledger:
             self.required = set(newest) - life.dropped
 
 
-def kill(devices: list[Path], rounds: int, seed: int) -> Ledger:
+def kill(devices: list[Path], rounds: int, seed: int, *, encrypted: bool = False) -> Ledger:
     """Kill a victim again and again over the same store."""
     *data, state = devices
-    ledger = Ledger([str(path) for path in data], str(state), state / "victim.log")
+    ledger = Ledger([str(path) for path in data], str(state), state / "victim.log", encrypted)
     source = random.Random(seed)
     for number in range(rounds):
         at_start = number % 5 == 4
@@ -167,6 +169,8 @@ def test_a_killed_store_keeps_its_promises(tmp_devices: Devices) -> None:
 
 
 @pytest.mark.soak
-def test_kills_of_a_store(tmp_devices: Devices, soak_rounds: int) -> None:
-    ledger = kill(tmp_devices(3), 10 * soak_rounds, seed=random.randrange(1 << 30))
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_kills_of_a_store(tmp_devices: Devices, soak_rounds: int, encrypted: bool) -> None:
+    seed = random.randrange(1 << 30)
+    ledger = kill(tmp_devices(3), 10 * soak_rounds, seed, encrypted=encrypted)
     assert ledger.stored > 0

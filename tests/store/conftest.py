@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
@@ -38,6 +40,13 @@ Bytes = NDArray[np.uint8]
 
 PAGED = SlotGeometry("paged", layers=3, heads=2, groups=2, payload_bytes=8192)
 OPAQUE = SlotGeometry("opaque", layers=2, heads=1, groups=1, payload_bytes=5000)
+PAGED_ENCRYPTED = replace(PAGED, encrypted=True)
+OPAQUE_ENCRYPTED = replace(OPAQUE, encrypted=True)
+PLAIN = [PAGED, OPAQUE]
+ALL = [*PLAIN, PAGED_ENCRYPTED, OPAQUE_ENCRYPTED]
+
+SLOTS_KEY = bytes(range(100, 132))
+"""From which the keys of encrypted slots are derived."""
 
 
 def array(slots: Sequence[int]) -> Slots:
@@ -228,10 +237,12 @@ class StoreRig:
         self.store.discard(array(bound))
         until(lambda: frames.count(FrameState.FREE) == frames.frames, "the return of all frames")
         frames.audit()
-        staging, headers = self.store._staging, self.store._loader._headers
-        for pool in (staging, headers):
-            until(lambda pool=pool: pool.usable() == pool._pieces, "the return of staging")
-            assert len(set(pool._free)) == pool._pieces
+        pools = [self.store._staging, self.store._loader._headers]
+        if self.store._writer._images is not None:
+            pools.append(self.store._writer._images)
+        for pool in pools:
+            until(lambda pool=pool: pool.free() == pool.pieces, "the return of staging")
+            assert len(set(pool._free)) == pool.pieces
 
 
 MakeStore = Callable[..., StoreRig]
@@ -276,9 +287,13 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
-        sampler = PageSampler(verify)
+        sealer: Sealer = (
+            CipherSealer(geometry, DIGEST, RANK, arena, SLOTS_KEY)
+            if geometry.encrypted
+            else ChecksumSealer(geometry, DIGEST, RANK, arena, PageSampler(verify))
+        )
         files = SlotFiles(
-            geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s, sampler
+            geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s, sealer
         )
         rig: StoreRig
 

@@ -1,4 +1,4 @@
-"""Writes the golden store: a tiny store, the same bytes on every machine.
+"""Writes the golden stores: tiny stores, plain and encrypted, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -10,20 +10,24 @@ from __future__ import annotations
 import gzip
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.checksum import checksum_bytes
+from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.header import SlotHeader
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice
 from vllm_ssdkv.store.records import Kind
+from vllm_ssdkv.store.store_key import StoreKey
 from vllm_ssdkv.store.superblock import Superblock
 
 STORE = UUID("5d5a2f0e-8c5b-4b1e-9a63-0d2f6a4c7b10")
@@ -32,9 +36,8 @@ DEVICES = (
     UUID("00000000-0000-4000-8000-00000000000b"),
 )
 WEIGHTS = (2.0, 1.0)
-# 151 blocks of 4096 bytes: two units, the second with an unused end.
-GEOMETRY = SlotGeometry("opaque", 3, 1, 1, 204_000)
 FINGERPRINT = Fingerprint({"model": "golden", "layers": 3, "dtype": "bfloat16"})
+KEY = StoreKey(bytes(range(32)))
 SLOTS = 4
 RANK = 0
 
@@ -47,58 +50,141 @@ def epoch(counter: int) -> int:
     return 2 * 2**40 + counter
 
 
-def page(slot: int, number: int) -> NDArray[np.uint8]:
-    """Payload of one page."""
-    at = np.arange(GEOMETRY.payload_bytes, dtype=np.int64)
-    return ((at + 31 * slot + 7 * number) % 251).astype(np.uint8)
+@dataclass(frozen=True)
+class Golden:
+    """One golden store; ``key_id`` is empty for the plain one."""
 
+    geometry: SlotGeometry
+    key_id: bytes = b""
 
-def slot_bytes(slot: int) -> NDArray[np.uint8]:
-    """One slot: header, pages, and 0xEE where the format leaves bytes undefined."""
-    key, counter = CONTENT[slot]
-    data = np.full(GEOMETRY.slot_bytes, 0xEE, dtype=np.uint8)
-    sums = np.zeros(GEOMETRY.pages, dtype=np.uint64)
-    for number in range(GEOMETRY.pages):
-        payload = page(slot, number)
-        begin = GEOMETRY.page_offset(number)
-        data[begin : begin + payload.size] = payload
-        sums[number] = checksum_bytes(payload)
-    header = SlotHeader(bytes.fromhex(key), slot, epoch(counter), RANK, sums)
-    header.encode_into(data, GEOMETRY, FINGERPRINT.digest)
-    return data
+    def page(self, slot: int, number: int) -> NDArray[np.uint8]:
+        """Payload of one page."""
+        at = np.arange(self.geometry.payload_bytes, dtype=np.int64)
+        return ((at + 31 * slot + 7 * number) % 251).astype(np.uint8)
 
+    def frame(self, slot: int) -> NDArray[np.uint8]:
+        """One slot before it is sealed: pages, and 0xEE where the format leaves bytes undefined."""
+        data = np.full(self.geometry.slot_bytes, 0xEE, dtype=np.uint8)
+        for number in range(self.geometry.pages):
+            begin = self.geometry.page_offset(number)
+            data[begin : begin + self.geometry.payload_bytes] = self.page(slot, number)
+        return data
 
-def data_files() -> list[bytes]:
-    """The data file of each device."""
-    stripes = StripeMap(GEOMETRY, WEIGHTS)
-    files = [
-        np.zeros(stripes.device_bytes(d, SLOTS), dtype=np.uint8) for d in range(stripes.devices)
-    ]
-    for device, file in enumerate(files):
-        block = Superblock(
-            store=STORE,
-            device=DEVICES[device],
-            rank=RANK,
-            device_index=device,
-            devices=stripes.devices,
-            lanes=stripes.lanes,
-            unit_bytes=stripes.unit_bytes,
-            epoch=1,
-            geometry=GEOMETRY,
-            fingerprint=FINGERPRINT,
+    def slot_bytes(self, slot: int) -> NDArray[np.uint8]:
+        """One slot as it lies on the devices."""
+        key, counter = CONTENT[slot]
+        if self.key_id:
+            return self._encrypted(slot, bytes.fromhex(key), epoch(counter))
+        data = self.frame(slot)
+        pages = [self.page(slot, number) for number in range(self.geometry.pages)]
+        sums = np.array([checksum_bytes(page) for page in pages], dtype=np.uint64)
+        header = SlotHeader(bytes.fromhex(key), slot, epoch(counter), RANK, sums)
+        header.encode_into(data, self.geometry, FINGERPRINT.digest)
+        return data
+
+    def _encrypted(self, slot: int, key: bytes, of: int) -> NDArray[np.uint8]:
+        size = self.geometry.slot_bytes
+        arena = Arena(2 * size)
+        arena.view(0, size)[:] = self.frame(slot)
+        arena.view(size, size)[:] = 0xEE
+        sealer = CipherSealer(
+            self.geometry, FINGERPRINT.digest, RANK, arena, KEY.slots(STORE, RANK)
         )
-        for copy in (block, replace(block, epoch=2)):
-            data = np.frombuffer(copy.encode(), dtype=np.uint8)
-            file[copy.copy_offset : copy.copy_offset + data.size] = data
-    for slot in CONTENT:
-        data = slot_bytes(slot)
-        extents = stripes.extents(np.array([slot]), 0, GEOMETRY.slot_bytes)
-        for device, offset, length, at in zip(
-            extents.device, extents.offset, extents.length, extents.buffer, strict=True
-        ):
-            begin, size, source = int(offset), int(length), int(at)
-            files[device][begin : begin + size] = data[source : source + size]
-    return [file.tobytes() for file in files]
+        with patch("os.urandom", lambda count: bytes([slot + 1]) * count):
+            sealer.seal(
+                np.array([slot]),
+                np.array([of]),
+                [key],
+                np.array([0], dtype=np.uint64),
+                np.array([size], dtype=np.uint64),
+            )
+        return arena.view(size, size).copy()
+
+    def data_files(self) -> list[bytes]:
+        """The data file of each device."""
+        stripes = StripeMap(self.geometry, WEIGHTS)
+        files = [
+            np.zeros(stripes.device_bytes(d, SLOTS), dtype=np.uint8) for d in range(stripes.devices)
+        ]
+        for device, file in enumerate(files):
+            block = Superblock(
+                store=STORE,
+                device=DEVICES[device],
+                rank=RANK,
+                device_index=device,
+                devices=stripes.devices,
+                lanes=stripes.lanes,
+                unit_bytes=stripes.unit_bytes,
+                epoch=1,
+                geometry=self.geometry,
+                fingerprint=FINGERPRINT,
+                key_id=self.key_id or bytes(16),
+            )
+            for copy in (block, replace(block, epoch=2)):
+                data = np.frombuffer(copy.encode(), dtype=np.uint8)
+                file[copy.copy_offset : copy.copy_offset + data.size] = data
+        for slot in CONTENT:
+            data = self.slot_bytes(slot)
+            extents = stripes.extents(np.array([slot]), 0, self.geometry.slot_bytes)
+            for device, offset, length, at in zip(
+                extents.device, extents.offset, extents.length, extents.buffer, strict=True
+            ):
+                begin, size, source = int(offset), int(length), int(at)
+                files[device][begin : begin + size] = data[source : source + size]
+        return [file.tobytes() for file in files]
+
+    def manifest(self, directory: Path) -> bytes:
+        """What ``store.json`` holds."""
+        stripes = StripeMap(self.geometry, WEIGHTS)
+        mine = Manifest(
+            store=str(STORE),
+            fingerprint=dict(FINGERPRINT.fields),
+            model="golden/model",
+            kind=self.geometry.kind,
+            layers=self.geometry.layers,
+            heads=self.geometry.heads,
+            groups=self.geometry.groups,
+            payload_bytes=self.geometry.payload_bytes,
+            tp_size=1,
+            slots=SLOTS,
+            devices=[
+                ManifestDevice(
+                    path=f"/ssd{d}",
+                    capacity=stripes.device_bytes(d, SLOTS),
+                    weight=WEIGHTS[d],
+                    files=[str(DEVICES[d])],
+                )
+                for d in range(len(WEIGHTS))
+            ],
+            key_id=self.key_id.hex(),
+            opened=2,
+            last_opened=1_700_000_000,
+        )
+        mine.save(directory)
+        return (directory / NAME).read_bytes()
+
+    def files(self) -> dict[str, bytes]:
+        """Name to content of every file of the store."""
+        with tempfile.TemporaryDirectory() as name:
+            state = {"journal": journal(Path(name)), NAME: self.manifest(Path(name))}
+        return state | {f"device{d}.data": data for d, data in enumerate(self.data_files())}
+
+    def write(self, directory: Path) -> None:
+        """Write the store; data files compressed, since most of them repeats."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in self.files().items():
+            if name.endswith(".data"):
+                (directory / f"{name}.gz").write_bytes(gzip.compress(data, mtime=0))
+            else:
+                (directory / name).write_bytes(data)
+
+
+STORES = {
+    # 151 blocks of 4096 bytes: two units, the second with an unused end.
+    "plain": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000)),
+    # Small, because it does not compress.
+    "encrypted": Golden(SlotGeometry("paged", 2, 1, 1, 1000, encrypted=True), KEY.key_id),
+}
 
 
 def journal(directory: Path) -> bytes:
@@ -126,52 +212,6 @@ def journal(directory: Path) -> bytes:
     return path.read_bytes()
 
 
-def manifest(directory: Path) -> bytes:
-    """What ``store.json`` holds."""
-    stripes = StripeMap(GEOMETRY, WEIGHTS)
-    mine = Manifest(
-        store=str(STORE),
-        model="golden/model",
-        fingerprint=dict(FINGERPRINT.fields),
-        kind=GEOMETRY.kind,
-        layers=GEOMETRY.layers,
-        heads=GEOMETRY.heads,
-        groups=GEOMETRY.groups,
-        payload_bytes=GEOMETRY.payload_bytes,
-        tp_size=1,
-        slots=SLOTS,
-        devices=[
-            ManifestDevice(
-                path=f"/ssd{d}",
-                capacity=stripes.device_bytes(d, SLOTS),
-                weight=WEIGHTS[d],
-                files=[str(DEVICES[d])],
-            )
-            for d in range(len(WEIGHTS))
-        ],
-        opened=2,
-        last_opened=1_700_000_000,
-    )
-    mine.save(directory)
-    return (directory / NAME).read_bytes()
-
-
-def golden_files() -> dict[str, bytes]:
-    """Name to content of every file of the store."""
-    with tempfile.TemporaryDirectory() as name:
-        state = {"journal": journal(Path(name)), NAME: manifest(Path(name))}
-    return state | {f"device{d}.data": data for d, data in enumerate(data_files())}
-
-
-def write(directory: Path) -> None:
-    """Write the store; data files compressed, since most of them repeats."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, data in golden_files().items():
-        if name.endswith(".data"):
-            (directory / f"{name}.gz").write_bytes(gzip.compress(data, mtime=0))
-        else:
-            (directory / name).write_bytes(data)
-
-
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    for folder, store in STORES.items():
+        store.write(Path(sys.argv[1]) / folder)

@@ -59,6 +59,7 @@ def take(
         stripes=stripes,
         geometry=GEOMETRY,
         fingerprint=fingerprint,
+        key_id=bytes(16),
     )
 
 

@@ -214,12 +214,13 @@ def test_journal_records(fuzz_seconds: float) -> None:
                 corrupt -= 1
                 if slot < JOURNAL_SLOTS:
                     valid.append((sequence, kind, slot, epoch, key))
-        by_slot: dict[int, tuple[int, int, bytes]] = {}
-        for _, kind, slot, epoch, key in sorted(valid, key=lambda record: record[0]):
-            by_slot.pop(slot, None)
-            by_slot[slot] = (kind, epoch, key)
+        by_slot: dict[int, tuple[int, int, int, bytes]] = {}
+        for sequence, kind, slot, epoch, key in sorted(valid, key=lambda record: record[0]):
+            by_slot[slot] = (sequence, kind, epoch, key)
         by_key: dict[bytes, tuple[int, int]] = {}
-        for slot, (kind, epoch, key) in by_slot.items():
+        # Only forged records share a sequence number: slots decide then.
+        for _, slot in sorted((record[0], slot) for slot, record in by_slot.items()):
+            _, kind, epoch, key = by_slot[slot]
             if kind == PUT:
                 by_key.pop(key, None)
                 by_key[key] = (slot, epoch)

@@ -1,4 +1,4 @@
-"""The committed store: still written byte by byte, still read, and as ``docs/format.md`` says."""
+"""The committed stores: still written byte by byte, still read, and as ``docs/format.md`` says."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from uuid import UUID
 
 import numpy as np
 import pytest
 import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
-from vllm_ssdkv.store.header import decode
+from tests.store import golden_store as writer
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.layout import StripeMap
 from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
+from vllm_ssdkv.store.store_key import StoreKey, block_name
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
 
 HERE = Path(__file__).parent
@@ -28,36 +35,38 @@ GOLDEN = HERE / "golden"
 FORMAT_PAGE = HERE.parents[1] / "docs" / "format.md"
 
 
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    """The generator, which is a script beside this test."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("golden_store", HERE / "golden_store.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
-    """Name to content of every committed file, decompressed."""
+def committed(name: str) -> dict[str, bytes]:
+    """Name to content of every committed file of a store, decompressed."""
     return {
         p.name.removesuffix(".gz"): gzip.decompress(p.read_bytes())
         if p.suffix == ".gz"
         else p.read_bytes()
-        for p in GOLDEN.iterdir()
+        for p in (GOLDEN / name).iterdir()
     }
 
 
-def test_the_golden_store_is_small() -> None:
-    assert sum(p.stat().st_size for p in GOLDEN.iterdir()) < 64 * 1024
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return committed("plain")
 
 
-def test_this_release_writes_the_same_bytes(writer: ModuleType, files: dict[str, bytes]) -> None:
-    again = writer.golden_files()
+@pytest.fixture(scope="module")
+def encrypted() -> dict[str, bytes]:
+    return committed("encrypted")
+
+
+STORES = ("plain", "encrypted")
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_the_golden_store_is_small(name: str) -> None:
+    assert sum(p.stat().st_size for p in (GOLDEN / name).iterdir()) < 64 * 1024
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_this_release_writes_the_same_bytes(store: str) -> None:
+    files = committed(store)
+    again = writer.STORES[store].files()
     assert again.keys() == files.keys()
     for name, data in files.items():
         differs = np.flatnonzero(
@@ -68,11 +77,15 @@ def test_this_release_writes_the_same_bytes(writer: ModuleType, files: dict[str,
         assert differs.size == 0, f"{name} differs first at byte {differs[:1]}"
 
 
-def test_this_release_reads_it(writer: ModuleType, files: dict[str, bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", STORES)
+def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
+    golden, files = writer.STORES[store], committed(store)
+    geometry = golden.geometry
     for name in ("store.json", "journal"):
-        shutil.copy(GOLDEN / name, tmp_path / name)
+        shutil.copy(GOLDEN / store / name, tmp_path / name)
     manifest = Manifest.load(tmp_path)
     assert manifest is not None
+    manifest.check_key(golden.key_id)
     paths = [device.path for device in manifest.devices]
     weights = [device.weight for device in manifest.devices]
     manifest.check(writer.FINGERPRINT, paths, weights)
@@ -86,7 +99,7 @@ def test_this_release_reads_it(writer: ModuleType, files: dict[str, bytes], tmp_
     index = SlotIndex(writer.SLOTS, journal, open_number=manifest.opened)
     assert index.counters["journal_corrupt_records"] == 0
     assert index.gauges()["ready"] == 3
-    stripes = StripeMap(writer.GEOMETRY, weights)
+    stripes = StripeMap(geometry, weights)
     data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(stripes.devices)]
     for device in range(stripes.devices):
         copies = [bytes(data[device][at : at + BLOCK_BYTES]) for at in COPY_OFFSETS]
@@ -94,32 +107,31 @@ def test_this_release_reads_it(writer: ModuleType, files: dict[str, bytes], tmp_
         assert block is not None
         assert block.epoch == 2
         assert (block.lanes, block.unit_bytes) == (stripes.lanes, stripes.unit_bytes)
+        assert (block.geometry, block.key_id.strip(b"\0")) == (geometry, golden.key_id)
         assert str(block.device) == manifest.devices[device].files[0]
         assert Superblock.decode(copies[1]).epoch == 1
+    arena = Arena(geometry.slot_bytes)
+    sealer: Sealer = ChecksumSealer(geometry, writer.FINGERPRINT.digest, 0, arena)
+    if golden.key_id:
+        slots_key = writer.KEY.slots(writer.STORE, 0)
+        sealer = CipherSealer(geometry, writer.FINGERPRINT.digest, 0, arena, slots_key)
     for slot, (hex_key, counter) in writer.CONTENT.items():
         key = bytes.fromhex(hex_key)
         assert index.lookup([key]).tolist() == [slot]
         assert index.epoch(slot) == writer.epoch(counter)
-        whole = np.zeros(writer.GEOMETRY.slot_bytes, dtype=np.uint8)
+        whole = arena.view(0, geometry.slot_bytes)
         found = stripes.extents(np.array([slot]), 0, whole.size)
         for at in range(found.device.size):
             begin, length = int(found.offset[at]), int(found.length[at])
             source = data[int(found.device[at])][begin : begin + length]
             whole[int(found.buffer[at]) :][:length] = source
-        header = decode(
-            whole,
-            writer.GEOMETRY,
-            writer.FINGERPRINT.digest,
-            key=key,
-            slot=slot,
-            epoch=index.epoch(slot),
-            rank=0,
-        )
-        for number in range(writer.GEOMETRY.pages):
-            begin = writer.GEOMETRY.page_offset(number)
-            payload = whole[begin : begin + writer.GEOMETRY.payload_bytes]
-            assert np.array_equal(payload, writer.page(slot, number))
-            assert xxhash.xxh3_64_intdigest(payload.tobytes()) == int(header.checksums[number])
+        seals = sealer.read_header(whole, slot=slot, epoch=index.epoch(slot), key=key)
+        pages = np.array([geometry.header_bytes], dtype=np.uint64)
+        assert sealer.unseal(seals, 0, pages).all()
+        for number in range(geometry.pages):
+            begin = geometry.page_offset(number)
+            payload = whole[begin : begin + geometry.payload_bytes]
+            assert np.array_equal(payload, golden.page(slot, number))
     journal._file.close()
 
 
@@ -202,6 +214,8 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
                 "unit_bytes": UNIT,
                 "fingerprint": DIGEST,
                 "text_bytes": len(TEXT),
+                "cipher": 0,
+                "key_id": "00" * 16,
             }
             found = fields("Superblock", block, constants)
             assert found.keys() == constants.keys()
@@ -248,6 +262,7 @@ def test_slot_as_documented(files: dict[str, bytes], slot: int, key: str, counte
         "epoch": 2 * 2**40 + counter,
         "fingerprint": DIGEST,
         "key": key,
+        "salt": "00" * 32,
     }
     found = fields("Slot header", data[:HEADER], constants)
     assert found.keys() == constants.keys()
@@ -258,6 +273,76 @@ def test_slot_as_documented(files: dict[str, bytes], slot: int, key: str, counte
         payload = data[begin : begin + PAYLOAD]
         assert payload[:300] == bytes((i + 31 * slot + 7 * number) % 251 for i in range(300))
         assert xxhash.xxh3_64_intdigest(payload) == sums[number]
+
+
+# ---- the encrypted store, with another implementation of everything ----
+
+KEY = bytes(range(32))
+SMALL_PAYLOAD, SMALL_SLOT = 1000, 3 * 4096
+
+
+def hkdf(salt: bytes, info: bytes, length: int = 32) -> bytes:
+    return HKDF(SHA256(), length, salt, info).derive(KEY)
+
+
+def test_encrypted_superblock_as_documented(encrypted: dict[str, bytes]) -> None:
+    found = fields("Superblock", encrypted["device0.data"][:4096], {"cipher": 1, "kind": 1})
+    assert found["key_id"] == hkdf(b"", b"vllm-ssdkv key id", 16).hex()
+    assert json.loads(encrypted["store.json"])["key_id"] == found["key_id"]
+
+
+@pytest.mark.parametrize(
+    ("slot", "key", "counter"), [(0, "00" * 32, 1), (1, "11" * 32, 4), (3, "33" * 32, 3)]
+)
+def test_encrypted_slot_as_documented(
+    encrypted: dict[str, bytes], slot: int, key: str, counter: int
+) -> None:
+    # One unit per slot: slots 0, 2 and 3 follow each other on device 0, slot 1 is on device 1.
+    place = {0: 0, 3: 2, 1: 0}[slot]
+    begin = 1_048_576 + place * SMALL_SLOT
+    data = encrypted[f"device{LANES[slot % 3]}.data"][begin : begin + SMALL_SLOT]
+    constants: dict[str, Value] = {
+        "slot": slot,
+        "pages": 2,
+        "payload_bytes": SMALL_PAYLOAD,
+        "key": key,
+        "salt": f"{slot + 1:02x}" * 32,
+    }
+    header = fields("Slot header", data[:4096], constants)
+    slots_key = hkdf(UUID(STORE).bytes, b"vllm-ssdkv slots of rank 0")
+    info = b"vllm-ssdkv slot" + bytes([slot + 1]) * 32
+    slot_key = HKDFExpand(SHA256(), 32, info).derive(slots_key)
+    sums, tags = np.frombuffer(data, "<u8", 2, 128).tolist(), 128 + 2 * 8
+    for number in range(2):
+        begin = 4096 * (1 + number)
+        stored = data[begin : begin + SMALL_PAYLOAD]
+        assert xxhash.xxh3_64_intdigest(stored) == sums[number]
+        associated = (
+            bytes.fromhex(DIGEST)
+            + (0).to_bytes(4, "little")
+            + number.to_bytes(4, "little")
+            + slot.to_bytes(8, "little")
+            + int(header["epoch"]).to_bytes(8, "little")
+            + bytes.fromhex(key)
+        )
+        tag = data[tags + 16 * number :][:16]
+        nonce = number.to_bytes(4, "little") + bytes(8)
+        plain = AESGCM(slot_key).decrypt(nonce, stored + tag, associated)
+        expected = ((np.arange(SMALL_PAYLOAD) + 31 * slot + 7 * number) % 251).astype(np.uint8)
+        assert plain == expected.tobytes()
+        with pytest.raises(InvalidTag):
+            AESGCM(slot_key).decrypt(nonce, stored + tag, associated[:-1] + b"?")
+    own = tags + 2 * 16
+    nonce = (4294967295).to_bytes(4, "little") + bytes(8)
+    assert AESGCM(slot_key).encrypt(nonce, b"", data[:own]) == data[own : own + 16]
+    assert data[own + 16 : 4096 - 8] == bytes(4096 - 8 - own - 16)
+
+
+def test_names_as_documented() -> None:
+    block = bytes(range(64, 96))
+    names_key = hkdf(UUID(STORE).bytes, b"vllm-ssdkv block names")
+    expected = hashlib.blake2b(block, key=names_key, digest_size=32).digest()
+    assert block_name(StoreKey(KEY).names(UUID(STORE)), block) == expected
 
 
 def test_journal_as_documented(files: dict[str, bytes]) -> None:
@@ -290,7 +375,7 @@ def test_journal_as_documented(files: dict[str, bytes]) -> None:
 
 
 def test_manifest_as_documented(files: dict[str, bytes]) -> None:
-    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("## Versions")[0]
+    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("\n## ")[0]
     members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
     found = json.loads(files["store.json"])
     kinds = {"integer": int, "text": str, "list": list, "object": dict, "number": (int, float)}

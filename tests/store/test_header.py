@@ -130,9 +130,61 @@ def test_encoding_refuses_what_does_not_fit() -> None:
         header().encode_into(room[:100], SHAPE, DIGEST)
     with pytest.raises(ValueError, match="checksums"):
         header(3).encode_into(room, SHAPE, DIGEST)
+    with pytest.raises(ValueError, match="tags"):
+        header().encode_into(room, SHAPE, DIGEST, lambda data: bytes(16))
     with pytest.raises(ValueError, match="key of 31"):
         header(key=bytes(31)).encode_into(room, SHAPE, DIGEST)
     with pytest.raises(ValueError, match="fingerprint of 15"):
         header().encode_into(room, SHAPE, bytes(15))
     with pytest.raises(ValueError, match="slot header"):
         SlotHeader(KEY, -1, 0, 0, header().checksums).encode_into(room, SHAPE, DIGEST)
+
+
+# ---- encrypted slots ----
+
+
+def sealed(shape: SlotGeometry, seed: int) -> SlotHeader:
+    random = np.random.default_rng(seed)
+    sums = random.integers(0, 2**64, shape.pages, dtype=np.uint64)
+    tags = random.integers(0, 256, (shape.pages, 16), dtype=np.uint8)
+    return SlotHeader(KEY, 7, 3, 1, sums, random.bytes(32), tags)
+
+
+@given(
+    shape=st.builds(
+        SlotGeometry,
+        st.just("paged"),
+        st.integers(1, 30),
+        st.integers(1, 30),
+        st.integers(1, 3),
+        st.sampled_from([1, 4096, 8192, 70_000]),
+        st.just(True),
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_salt_and_tags_are_read_back(shape: SlotGeometry, seed: int) -> None:
+    mine, seen = sealed(shape, seed), bytearray()
+
+    def authenticate(data: memoryview) -> bytes:
+        seen.extend(data)
+        return b"authentic bytes!"
+
+    buffer = np.full(shape.header_bytes + 8, 0x55, dtype=np.uint8)
+    mine.encode_into(buffer, shape, DIGEST, authenticate)
+    assert buffer[shape.header_bytes :].tolist() == [0x55] * 8
+    # All that is used, but for the tag itself.
+    assert bytes(seen) == buffer[: shape.header_used - 16].tobytes()
+    found = decode(buffer, shape, DIGEST, key=KEY, slot=7, epoch=3, rank=1)
+    assert (found.salt, found.tag) == (mine.salt, b"authentic bytes!")
+    assert np.array_equal(found.checksums, mine.checksums)
+    buffer[:] = 0  # the decoded header is a copy
+    assert np.array_equal(found.tags, mine.tags)
+
+
+def test_an_encrypted_header_needs_its_tag() -> None:
+    shape = SlotGeometry("paged", 2, 3, 2, 5000, encrypted=True)
+    room = np.zeros(shape.header_bytes, dtype=np.uint8)
+    with pytest.raises(ValueError, match="tags"):
+        sealed(shape, 0).encode_into(room, shape, DIGEST)
+    with pytest.raises(ValueError, match="tags"):
+        header().encode_into(room, shape, DIGEST, lambda data: bytes(16))

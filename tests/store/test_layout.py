@@ -22,10 +22,12 @@ from vllm_ssdkv.store.layout import (
 def geometries(draw: st.DrawFn) -> SlotGeometry:
     kind = draw(st.sampled_from(["opaque", "paged"]))
     layers = draw(st.integers(1, 40))
+    encrypted = draw(st.booleans())
     if kind == "opaque":
-        return SlotGeometry("opaque", layers, 1, 1, draw(st.integers(1, 200_000)))
+        return SlotGeometry("opaque", layers, 1, 1, draw(st.integers(1, 200_000)), encrypted)
     payload = draw(st.one_of(st.sampled_from([4096, 8192, 12288, 700_000]), st.integers(1, 20_000)))
-    return SlotGeometry("paged", layers, draw(st.integers(1, 8)), draw(st.integers(1, 4)), payload)
+    heads, groups = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    return SlotGeometry("paged", layers, heads, groups, payload, encrypted)
 
 
 weight_lists = st.one_of(
@@ -40,7 +42,9 @@ def test_pages_follow_the_header_without_gaps(shape: SlotGeometry) -> None:
     assert shape.page_bytes % PAGE_ALIGN == 0
     assert 0 <= shape.page_bytes - shape.payload_bytes < PAGE_ALIGN
     assert shape.header_bytes % PAGE_ALIGN == 0
-    assert shape.header_bytes >= 128 + 8 * shape.pages + 8
+    tags = 16 * (shape.pages + 1) if shape.encrypted else 0
+    assert shape.header_used == 128 + 8 * shape.pages + tags
+    assert 0 <= shape.header_bytes - shape.header_used - 8 < shape.quantum
     assert shape.page_offset(0) == shape.header_bytes
     assert shape.page_offset(shape.pages) == shape.slot_bytes
     for layer in range(shape.layers):

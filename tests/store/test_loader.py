@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import (
+    ALL,
     BLOCK_TOKENS,
     OPAQUE,
     PAGED,
+    PAGED_ENCRYPTED,
     PATIENCE_S,
     MakeStore,
     StoreRig,
@@ -43,7 +45,7 @@ def ok(outcome: LoadOutcome, dram: int, ssd: int) -> None:
     assert outcome.tokens_from_ssd == ssd * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("geometry", [PAGED, OPAQUE])
+@pytest.mark.parametrize("geometry", ALL)
 def test_what_was_written_comes_back(make_store: MakeStore, geometry: SlotGeometry) -> None:
     rig = make_store(geometry)
     names = {slot: 100 + slot for slot in (9, 3, 4, 30)}
@@ -80,10 +82,11 @@ def test_jobs_wait_for_those_before_them(make_store: MakeStore) -> None:
     assert first.queued_s < 0.2 <= second.queued_s
 
 
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
 def test_slots_that_are_still_being_written_are_read_from_their_frames(
-    make_store: MakeStore,
+    make_store: MakeStore, geometry: SlotGeometry
 ) -> None:
-    rig = make_store()
+    rig = make_store(geometry)
     rig.faults({"kind": "stall", "op": "write"})
     rig.store.extend_context("r", 0, array([0, 1, 2]))
     rig.hold({0: 10, 1: 11, 2: 12})
@@ -100,7 +103,7 @@ def test_slots_that_are_still_being_written_are_read_from_their_frames(
     rig.assert_rows(rig.walk([0, 1, 2]), [10, 11, 12])
 
 
-@pytest.mark.parametrize("geometry", [PAGED, OPAQUE])
+@pytest.mark.parametrize("geometry", ALL)
 def test_a_load_larger_than_dram_goes_through_it_in_parts(
     make_store: MakeStore, geometry: SlotGeometry
 ) -> None:
@@ -112,7 +115,7 @@ def test_a_load_larger_than_dram_goes_through_it_in_parts(
     rig.assert_no_leak()
 
 
-@pytest.mark.parametrize("geometry", [PAGED, OPAQUE])
+@pytest.mark.parametrize("geometry", ALL)
 def test_frames_that_a_load_uses_are_not_given_to_its_own_reads(
     make_store: MakeStore, geometry: SlotGeometry
 ) -> None:
@@ -178,10 +181,11 @@ def test_a_load_without_frames_fails_in_time(
 # ---- page mode: slots that stay outside HBM ----
 
 
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
 def test_contexts_are_read_whole_while_frames_last_then_only_their_headers(
-    make_store: MakeStore,
+    make_store: MakeStore, geometry: SlotGeometry
 ) -> None:
-    rig = make_store(frames=8)
+    rig = make_store(geometry, frames=8)
     names = {slot: 300 + slot for slot in range(30)}
     rig.write(names)
     rig.store.extend_context("r", 0, array(list(names)))
@@ -194,7 +198,7 @@ def test_contexts_are_read_whole_while_frames_last_then_only_their_headers(
     assert frames.frame_of(29) >= 0
     assert frames.evictions == evictions
     read = sum(rig.total("bytes_read", device=path) for path in rig.paths)
-    assert read == 8 * PAGED.slot_bytes + 22 * PAGED.header_bytes
+    assert read == 8 * geometry.slot_bytes + 22 * geometry.header_bytes
     # The headers are what streaming needs.
     rig.assert_rows(rig.walk(list(names)), list(names.values()))
     rig.store.drop_context("r")
@@ -218,8 +222,9 @@ def test_a_load_spares_the_frames_of_running_contexts(make_store: MakeStore) -> 
 # ---- wrong bytes ----
 
 
-def header_byte() -> st.SearchStrategy[int]:
-    return st.integers(0, PAGED.header_bytes - 1)
+def slot_byte(geometry: SlotGeometry) -> st.SearchStrategy[int]:
+    """Of the header, or of a page but its padding."""
+    return st.one_of(st.integers(0, geometry.header_bytes - 1), payload_byte(geometry))
 
 
 def payload_byte(geometry: SlotGeometry) -> st.SearchStrategy[int]:
@@ -231,7 +236,7 @@ def payload_byte(geometry: SlotGeometry) -> st.SearchStrategy[int]:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(offset=st.one_of(header_byte(), payload_byte(PAGED)), bit=st.integers(0, 7))
+@given(offset=slot_byte(PAGED), bit=st.integers(0, 7))
 @example(offset=0, bit=0)
 @example(offset=PAGED.header_bytes - 1, bit=7)
 @example(offset=PAGED.slot_bytes - 1, bit=3)
@@ -260,10 +265,10 @@ def test_every_flipped_bit_is_found(shared_store: StoreRig, offset: int, bit: in
     assert_hbm(rig, {5: 10, 6: 11, 7: 12})
 
 
-@pytest.fixture
-def shared_store(make_store: MakeStore) -> StoreRig:
+@pytest.fixture(params=[PAGED, PAGED_ENCRYPTED], ids=["plain", "encrypted"])
+def shared_store(make_store: MakeStore, request: pytest.FixtureRequest) -> StoreRig:
     """Three slots that every example of a property may spoil and mend."""
-    rig = make_store(PAGED, slots=8, frames=8)
+    rig = make_store(request.param, slots=8, frames=8)
     rig.write({0: 10, 1: 11, 2: 12})
     return rig
 
@@ -310,12 +315,15 @@ def test_another_life_of_the_slot_is_refused(
     assert rig.total("header_mismatches") == 1
 
 
-def test_bytes_read_from_the_wrong_place_are_refused(make_store: MakeStore) -> None:
-    rig = make_store(devices=1)
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_bytes_read_from_the_wrong_place_are_refused(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    rig = make_store(geometry, devices=1)
     rig.write({1: 11, 2: 11})
     path = rig.devices[0].path
     data = bytearray(path.read_bytes())
-    (one, two), size = (rig.place(slot, 0)[1] for slot in (1, 2)), PAGED.slot_bytes
+    (one, two), size = (rig.place(slot, 0)[1] for slot in (1, 2)), geometry.slot_bytes
     data[one : one + size] = data[two : two + size]
     with open(path, "r+b") as file:
         file.write(data)
@@ -325,9 +333,12 @@ def test_bytes_read_from_the_wrong_place_are_refused(make_store: MakeStore) -> N
 # ---- devices that fail ----
 
 
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
 @pytest.mark.parametrize("kind", ["eio", "short", "corrupt"])
-def test_a_read_that_fails_once_is_tried_again(make_store: MakeStore, kind: str) -> None:
-    rig = make_store()
+def test_a_read_that_fails_once_is_tried_again(
+    make_store: MakeStore, kind: str, geometry: SlotGeometry
+) -> None:
+    rig = make_store(geometry)
     names = {slot: slot + 40 for slot in range(6)}
     rig.write(names)
     rig.faults({"kind": kind, "op": "read", "count": 1})
@@ -471,7 +482,7 @@ def test_closing_does_not_wait_for_queued_jobs(make_store: MakeStore) -> None:
 @given(data=st.data())
 def test_random_loads_while_frames_are_scarce(make_store: MakeStore, data: st.DataObject) -> None:
     """Loads, new blocks and their writes at once: never a wrong byte in HBM, never a lost frame."""
-    geometry = data.draw(st.sampled_from([PAGED, OPAQUE]))
+    geometry = data.draw(st.sampled_from(ALL))
     rig = make_store(geometry, slots=40, frames=data.draw(st.integers(8, 14)))
     names = {slot: 100 + slot for slot in range(20)}
     rig.write(names)

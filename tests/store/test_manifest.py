@@ -14,6 +14,7 @@ import xxhash
 from vllm_ssdkv.errors import (
     FingerprintMismatchError,
     FormatError,
+    KeyMismatchError,
     StoreError,
     StoreLockedError,
 )
@@ -75,6 +76,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
             {"path": "/a", "capacity": 1 << 30, "weight": 1.0, "files": ["", ""], "fresh": []},
             {"path": "/b", "capacity": 1 << 31, "weight": 2.5, "files": ["", ""], "fresh": []},
         ],
+        "key_id": "",
         "opened": 0,
         "last_opened": 0,
     }
@@ -94,6 +96,9 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         ("kind", "other"),
         ("devices", []),
         ("opened", -1),
+        ("key_id", "00"),
+        ("key_id", "x" * 32),
+        ("key_id", None),
         ("fingerprint", {"layers": 1.5}),
         ("unknown", 1),
         ("devices.path", None),
@@ -205,3 +210,28 @@ def test_waiting_for_the_lock_ends(tmp_path: Path) -> None:
         pass
     with locked(tmp_path, 0.0):
         pass
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "text"),
+    [
+        (b"", b"k" * 16, "is not encrypted, the options give the key 6b6b.* Leave encryption out"),
+        (
+            b"k" * 16,
+            b"",
+            "is encrypted with the key 6b6b.*, the options give no key. Give that key",
+        ),
+        (
+            b"k" * 16,
+            b"l" * 16,
+            "is encrypted with the key 6b6b.* give the key 6c6c.* Give that key",
+        ),
+    ],
+)
+def test_another_key_is_refused(made: bytes, given: bytes, text: str) -> None:
+    mine = Manifest.create(MODEL, SHAPE, 2, 50, PATHS, (1 << 30, 1 << 31), WEIGHTS, "a/model", made)
+    mine.check_key(made)
+    with pytest.raises(KeyMismatchError, match=text) as caught:
+        mine.check_key(given)
+    assert "the store on /a, /b " in str(caught.value)
+    assert "or delete the content of these" in str(caught.value)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.store.conftest import PAGED, PATIENCE_S, array, key_of
+from tests.store.conftest import PAGED, PAGED_ENCRYPTED, PATIENCE_S, array, key_of
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import (
     ConfigError,
@@ -22,6 +24,7 @@ from vllm_ssdkv.errors import (
     EngineUnavailableError,
     FingerprintMismatchError,
     FormatError,
+    KeyMismatchError,
     StoreError,
     StoreLockedError,
 )
@@ -33,6 +36,7 @@ from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL, OpenStore, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.store_key import StoreKey
 
 MODEL = Fingerprint({"model": "tiny"})
 CAPACITY = 16 << 20
@@ -52,7 +56,8 @@ def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -
     }
     tp_size, replica = options.pop("tp_size", 1), options.pop("replica", None)
     config = SSDKVConfig.from_extra_config(chosen | options)
-    return StorePlace(config, PAGED, fingerprint, tp_size, replica)
+    geometry = PAGED if config.encryption is None else PAGED_ENCRYPTED
+    return StorePlace(config, geometry, fingerprint, tp_size, replica)
 
 
 @pytest.fixture
@@ -431,3 +436,101 @@ def test_ranks_do_not_share_bytes(tmp_devices: Callable[[int], list[Path]], open
         assert store.files.submit(Op.READ, array([5]), 0, size, buffer).wait().all()
         assert (store.arena.view(0, PAGED.slot_bytes) == 0x40 + rank).all()
     assert os.fstat(ranks[0].devices[0].fd).st_ino != os.fstat(ranks[1].devices[0].fd).st_ino
+
+
+# ---- encrypted stores ----
+
+
+def key_file(path: Path, secret: bytes) -> dict[str, str]:
+    path.write_text(secret.hex())
+    path.chmod(0o600)
+    return {"key_file": str(path)}
+
+
+def test_an_encrypted_store_opens_with_its_key_only(
+    tmp_devices: Callable[[int], list[Path]],
+    tmp_path: Path,
+    opened: Opened,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    devices, secret = tmp_devices(2), bytes(range(180, 212))
+    mine = key_file(tmp_path / "mine", secret)
+    other = key_file(tmp_path / "other", secret[::-1])
+    where = place(devices, encryption=mine)
+    store = opened(where)
+    index, _ = open_index(where)
+    keys = fill(index, 9)
+    index.close()
+    summary = "\n".join(store.describe())
+    assert "encryption AES-256-GCM (OpenSSL 3" in summary
+    assert f"key id {StoreKey(secret).key_id.hex()}" in summary
+    close(store)
+    before = {p: p.read_bytes() for d in devices for p in sorted(d.iterdir())}
+    for options, text in (
+        ({}, "is encrypted with the key .*, the options give no key"),
+        ({"encryption": other}, "is encrypted with the key .*, the options give the key"),
+    ):
+        for open_one in (lambda p: open_rank(p, 0, Counters()), open_index):
+            with pytest.raises(KeyMismatchError, match=text):
+                open_one(place(devices, **options))
+    assert {p: p.read_bytes() for d in devices for p in sorted(d.iterdir())} == before
+    where = place(devices, encryption=mine)
+    assert opened(where).key_id == StoreKey(secret).key_id
+    index, _ = open_index(where)
+    assert found(index, keys) == set(keys)
+    index.close()
+    shown = summary + caplog.text + repr(where.config) + repr(where.key)
+    for spelling in (secret.hex(), repr(secret)[2:-1]):
+        assert spelling not in shown
+    assert all(secret not in data and secret.hex().encode() not in data for data in before.values())
+
+
+def test_a_plain_store_is_not_opened_with_a_key(
+    tmp_devices: Callable[[int], list[Path]], tmp_path: Path
+) -> None:
+    devices = tmp_devices(2)
+    store = open_rank(place(devices), 0, Counters())
+    assert store.describe()[-1] == "encryption off"
+    close(store)
+    with pytest.raises(KeyMismatchError, match="is not encrypted, the options give the key"):
+        open_rank(place(devices, encryption=key_file(tmp_path / "k", bytes(32))), 0, Counters())
+
+
+def test_ranks_and_stores_have_keys_of_their_own(
+    tmp_devices: Callable[[int], list[Path]], tmp_path: Path, opened: Opened
+) -> None:
+    """Found where it matters: one rank's slot is no slot of another, nor of another store."""
+    option = key_file(tmp_path / "k", bytes(range(32)))
+    first, second = (
+        place(tmp_devices(1), encryption=option, tp_size=2, dram_gib="40MiB") for _ in range(2)
+    )
+    stores = [opened(first, 0), opened(first, 1), opened(second, 0)]
+    size = PAGED_ENCRYPTED.slot_bytes
+    images = []
+    for store in stores:
+        at = np.array([store.plan.image_offset + size], dtype=np.uint64)
+        frame = np.array([store.plan.frame_offset], dtype=np.uint64)
+        store.files.sealer.seal(np.array([3]), np.array([4]), [key_of(1)], frame, at)
+        images.append(store.arena.view(int(at[0]), size).copy())
+    for i, store in enumerate(stores):
+        for j, image in enumerate(images):
+            read = partial(store.files.sealer.read_header, image, slot=3, epoch=4, key=key_of(1))
+            if i == j:
+                assert read().marks.shape[1] == PAGED_ENCRYPTED.pages
+                continue
+            with pytest.raises(FormatError, match=r"slot header: (rank|tag) is"):
+                read()
+    assert first.name_key() != second.name_key()
+
+
+def test_a_key_that_cannot_be_had_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"encryption.key_file .*: No such file"):
+        place([tmp_path], encryption={"key_file": str(tmp_path / "none")})
+
+
+def test_the_geometry_must_be_that_of_the_options(tmp_path: Path) -> None:
+    option = key_file(tmp_path / "k", bytes(range(32)))
+    config = SSDKVConfig.from_extra_config({"devices": [tmp_path], "encryption": option})
+    with pytest.raises(ValueError, match="encrypted slots: False"):
+        StorePlace(config, PAGED, MODEL, 1)

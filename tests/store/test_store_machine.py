@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from vllm_ssdkv.store.records import RECORD_BYTES
 from vllm_ssdkv.store.tiers import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=200_000)
-"""A slot has two stripe units."""
+"""A slot has two stripe units. Encrypted, it is as long: headers have room for tags."""
 DEVICES = 3
 BLOCK_TOKENS = 32
 DEADLINE_S = 0.4
@@ -78,21 +79,25 @@ def content(name: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 class Store:
     """One run of the store, from opening to closing."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, encrypted: bool):
         self.control = root / "faults.json"
         devices = [root / f"ssd{i}" for i in range(DEVICES)]
         for path in devices:
             path.mkdir(exist_ok=True)
-        config = SSDKVConfig.from_extra_config(
-            {
-                "mode": "page",
-                "devices": [{"path": str(path), "capacity": "16MiB"} for path in devices],
-                "state_dir": str(root / "state"),
-                "dram_gib": "40MiB",
-                "io": {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(self.control)},
-            }
-        )
-        self.place = StorePlace(config, GEOMETRY, Fingerprint({"model": "none"}), 1)
+        options: dict[str, object] = {
+            "mode": "page",
+            "devices": [{"path": str(path), "capacity": "16MiB"} for path in devices],
+            "state_dir": str(root / "state"),
+            "dram_gib": "40MiB",
+            "io": {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(self.control)},
+        }
+        if encrypted:
+            (root / "key").write_text("5a" * 32)
+            (root / "key").chmod(0o600)
+            options["encryption"] = {"key_file": str(root / "key")}
+        config = SSDKVConfig.from_extra_config(options)
+        geometry = replace(GEOMETRY, encrypted=encrypted)
+        self.place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.counters = Counters()
         self.opened = open_rank(self.place, 0, self.counters)
         self.index, self.stripes = open_index(self.place)
@@ -243,13 +248,15 @@ class Store:
 class StoreMachine(RuleBasedStateMachine):
     """Names are numbers; a name's content never changes, and no name is stored twice at a time."""
 
+    encrypted = False
+
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="ssdkv-test-", dir=disk_directory()))
         self.next = 1
         self.damaged = False
         """Whether anything was done that may cost blocks."""
-        self.store = Store(self.root)
+        self.store = Store(self.root, self.encrypted)
 
     def teardown(self) -> None:
         try:
@@ -383,7 +390,7 @@ class StoreMachine(RuleBasedStateMachine):
         if lost is not None:
             self.damaged = True
             shutil.rmtree(self.root / f"ssd{lost}")
-        self.store = Store(self.root)
+        self.store = Store(self.root, self.encrypted)
         after = set(self.ready())
         assert after <= before
         if lost is None:
@@ -401,9 +408,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert held == self.store.index.num_slots
 
 
-def run(examples: int, steps: int) -> None:
+class EncryptedMachine(StoreMachine):
+    """The same over a store that is encrypted."""
+
+    encrypted = True
+
+
+def run(machine: type[StoreMachine], examples: int, steps: int) -> None:
     run_state_machine_as_test(
-        StoreMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -421,10 +434,12 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
 
 
-def test_reads_are_right_or_miss() -> None:
-    run(examples=12, steps=20)
+@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 12), (EncryptedMachine, 4)])
+def test_reads_are_right_or_miss(machine: type[StoreMachine], examples: int) -> None:
+    run(machine, examples, steps=20)
 
 
 @pytest.mark.soak
-def test_reads_are_right_or_miss_for_long(soak_rounds: int) -> None:
-    run(examples=3 * soak_rounds, steps=40)
+@pytest.mark.parametrize("machine", [StoreMachine, EncryptedMachine])
+def test_reads_are_right_or_miss_for_long(machine: type[StoreMachine], soak_rounds: int) -> None:
+    run(machine, examples=3 * soak_rounds, steps=40)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import PAGED, MakeStore, StoreRig, array, until
+from tests.store.conftest import PAGED, PAGED_ENCRYPTED, MakeStore, StoreRig, array, until
 from vllm_ssdkv.store.layout import SlotGeometry
 
 SHORT_S = 0.3
@@ -41,6 +41,7 @@ geometries = st.builds(
     st.integers(1, 3),
     st.integers(1, 2),
     st.integers(1, 20_000),
+    st.booleans(),
 )
 
 
@@ -145,10 +146,10 @@ def test_layers_in_another_order_are_refused(make_store: MakeStore) -> None:
 # ---- wrong bytes ----
 
 
-@pytest.fixture
-def shared_store(make_store: MakeStore) -> StoreRig:
+@pytest.fixture(params=[PAGED, PAGED_ENCRYPTED], ids=["plain", "encrypted"])
+def shared_store(make_store: MakeStore, request: pytest.FixtureRequest) -> StoreRig:
     """Six slots that every example of a property may spoil and mend."""
-    rig = make_store(slots=8, frames=8)
+    rig = make_store(request.param, slots=8, frames=8)
     context(rig, stored(rig, range(6)))
     return rig
 
@@ -167,7 +168,7 @@ def test_every_flipped_bit_poisons_the_rows_that_need_it(
     rig = shared_store
     rig.forgive()
     before = rig.total("checksum_failures")
-    offset = PAGED.page_offset(page) + byte
+    offset = rig.geometry.page_offset(page) + byte
     away(rig, range(6))
     rig.flip(2, offset, 1 << bit)
     try:
@@ -192,12 +193,15 @@ def test_a_slot_without_known_checksums_is_never_attended_to(
     assert "dropped: [0, 1]" in caplog.text
 
 
-def test_another_life_of_a_slot_on_the_device_is_found(make_store: MakeStore) -> None:
-    """The checksums are those of the block the context means."""
-    rig = make_store()
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_another_life_of_a_slot_on_the_device_is_found(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    """The seals are those of the block the context means."""
+    rig = make_store(geometry)
     names = stored(rig, range(6))
     context(rig, names)
-    size = PAGED.slot_bytes
+    size = geometry.slot_bytes
     away(rig, range(6))
     (path_a, at_a), (path_b, at_b) = (
         (rig.devices[rig.place(slot, 0)[0]].path, rig.place(slot, 0)[1]) for slot in (1, 2)
@@ -332,11 +336,16 @@ def test_without_staging_rows_in_dram_go_on(
     seed=st.integers(0, 999),
     kinds=st.sets(st.sampled_from(["eio", "short", "corrupt", "latency"]), min_size=1),
     rows=st.lists(st.lists(st.integers(0, 29), max_size=20), min_size=1, max_size=5),
+    geometry=st.sampled_from([PAGED, PAGED_ENCRYPTED]),
 )
 def test_random_faults_never_bring_a_wrong_byte(
-    make_store: MakeStore, seed: int, kinds: set[str], rows: list[list[int]]
+    make_store: MakeStore,
+    seed: int,
+    kinds: set[str],
+    rows: list[list[int]],
+    geometry: SlotGeometry,
 ) -> None:
-    rig = make_store(frames=8, staging=6)
+    rig = make_store(geometry, frames=8, staging=6)
     names = stored(rig, range(30))
     context(rig, names)
     rig.faults(

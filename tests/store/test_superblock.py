@@ -44,6 +44,7 @@ def refreshed(block: bytearray) -> bytes:
     epoch=st.integers(0, 2**64 - 1),
     kind=st.sampled_from(["opaque", "paged"]),
     fields=st.dictionaries(st.text(max_size=8), st.integers(), max_size=8),
+    key_id=st.binary(min_size=16, max_size=16),
 )
 def test_round_trip(
     store: UUID,
@@ -53,9 +54,11 @@ def test_round_trip(
     epoch: int,
     kind: str,
     fields: dict[str, str | int],
+    key_id: bytes,
 ) -> None:
-    shape = SlotGeometry(kind, 5, 1, 1, 12345)  # type: ignore[arg-type]  # sampled above
-    block = Superblock(store, device, rank, 4, 9, lanes, 4096, epoch, shape, Fingerprint(fields))
+    shape = SlotGeometry(kind, 5, 1, 1, 12345, any(key_id))  # type: ignore[arg-type]  # sampled
+    model = Fingerprint(fields)
+    block = Superblock(store, device, rank, 4, 9, lanes, 4096, epoch, shape, model, key_id)
     data = block.encode()
     assert len(data) == BLOCK_BYTES
     assert Superblock.decode(data) == block
@@ -85,9 +88,14 @@ def test_well_summed_nonsense_is_refused() -> None:
     data[text] = ord("[")
     with pytest.raises(FormatError, match="fingerprint"):
         Superblock.decode(refreshed(data))
-    for field, value in (("kind", 7), ("lane count", 2**32 - 1), ("layers", 0)):
+    for field, value in (
+        ("kind", 7),
+        ("lane count", 2**32 - 1),
+        ("layers", 0),
+        ("cipher", 2),
+    ):
         data = bytearray(BLOCK.encode())
-        at = {"lane count": 60, "kind": 72, "layers": 76}[field]
+        at = {"lane count": 60, "kind": 72, "layers": 76, "cipher": 120}[field]
         data[at : at + 4] = value.to_bytes(4, "little")
         with pytest.raises(FormatError, match=field):
             Superblock.decode(refreshed(data))
@@ -144,6 +152,8 @@ def test_requirements_name_what_differs() -> None:
         ("lanes", (0,)),
         ("unit_bytes", 4096),
         ("geometry", SlotGeometry("opaque", 2, 1, 1, 8192)),
+        ("geometry", replace(BLOCK.geometry, encrypted=True)),
+        ("key_id", bytes(range(16))),
     ):
         with pytest.raises(FormatError, match=f"/x/rank0.data: superblock: {field} is"):
             BLOCK.require(replace(BLOCK, **{field: value}), "/x/rank0.data")

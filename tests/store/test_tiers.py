@@ -28,6 +28,7 @@ shapes = st.builds(
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 40_000),
+    st.booleans(),
 )
 
 
@@ -154,6 +155,7 @@ def test_checksums_are_kept_as_long_as_a_context_needs_them(make_store: MakeStor
             st.just(1),
             st.just(1),
             st.integers(1, 200_000),
+            st.booleans(),
         ),
     ),
     weights=st.lists(st.sampled_from([1.0, 2.0, 0.7]), min_size=1, max_size=4),

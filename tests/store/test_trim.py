@@ -154,7 +154,7 @@ def watched(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         rig, trims = make_store(OPAQUE, slots=SLOTS, devices=3), Rig(monkeypatch)
         store = rig.store
         assert store._writer.close(PATIENCE_S)
-        store._writer = SlotWriter(store.files, store.frames, store._checksums, trims.trimmer)
+        store._writer = SlotWriter(store.files, store.frames, store._seals, trimmer=trims.trimmer)
         writers.append(store._writer)
         return rig, trims
 

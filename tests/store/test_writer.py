@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import (
+    ALL,
     DIGEST,
-    OPAQUE,
     PAGED,
+    PAGED_ENCRYPTED,
     PATIENCE_S,
     RANK,
     MakeStore,
@@ -65,7 +66,7 @@ def on_disk(rig: StoreRig, slot: int) -> np.ndarray:
     return np.frombuffer(bytes(image), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("geometry", [PAGED, OPAQUE])
+@pytest.mark.parametrize("geometry", ALL)
 def test_a_written_slot_is_as_the_format_says(
     make_store: MakeStore, geometry: SlotGeometry
 ) -> None:
@@ -78,13 +79,15 @@ def test_a_written_slot_is_as_the_format_says(
     header = decode(image, geometry, DIGEST, key=key_of(50), slot=5, epoch=7, rank=RANK)
     for page, payload in enumerate(content(geometry, 50)):
         at = geometry.page_offset(page)
-        np.testing.assert_array_equal(image[at : at + payload.size], payload)
-        assert header.checksums[page] == checksum_bytes(payload)
+        stored = image[at : at + payload.size]
+        assert np.array_equal(stored, payload) != geometry.encrypted
+        assert header.checksums[page] == checksum_bytes(stored)
     rig.assert_no_leak()
 
 
-def test_a_failed_write_is_tried_again_alone(make_store: MakeStore) -> None:
-    rig = make_store()
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_a_failed_write_is_tried_again_alone(make_store: MakeStore, geometry: SlotGeometry) -> None:
+    rig = make_store(geometry)
     rig.faults({"kind": "eio", "op": "write", "count": 1})
     rig.hold({0: 1, 1: 2, 2: 3})
     rig.commit({0: 1, 1: 2, 2: 3})
@@ -159,6 +162,47 @@ def test_a_hung_device_fails_its_slots_and_no_others(make_store: MakeStore) -> N
     rig.assert_no_leak()
 
 
+def test_late_writes_of_encrypted_slots_hold_their_images_only(make_store: MakeStore) -> None:
+    """Frames are written from images: pieces of memory, of which there are few."""
+    rig = make_store(PAGED_ENCRYPTED, slots=64, frames=40, deadline_s=SHORT_S)
+    images = rig.store._writer._images
+    assert images is not None
+    assert images.pieces == 4
+    hung = rig.device_of(1)
+    names = {slot: 100 + slot for slot in range(24)}
+    mine = {slot for slot in names if rig.device_of(slot) == hung}
+    rig.faults({"kind": "stall", "device": hung})
+    rig.hold(names)
+    rig.commit(names)
+    durable, failed = results(rig, len(names))
+    assert {slot for slot, _ in failed} == mine
+    assert {slot for slot, _ in durable} == set(names) - mine
+    late = rig.store.frames.count(FrameState.WRITING)
+    assert 0 < late <= 2
+    assert images.free() == images.pieces - late
+    rig.faults()
+    until(lambda: images.free() == images.pieces, "the return of the images")
+    rig.assert_no_leak()
+
+
+def test_without_images_writes_fail_and_nothing_waits(
+    make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_store(PAGED_ENCRYPTED, devices=1, deadline_s=SHORT_S)
+    images = rig.store._writer._images
+    assert images is not None
+    rig.faults({"kind": "stall"})
+    names = {slot: 100 + slot for slot in range(8)}
+    rig.hold(names)
+    rig.commit(names)
+    assert results(rig, 8) == (set(), {(slot, 1) for slot in names})
+    assert images.free() == 0
+    assert "hold the memory for encrypted slots" in caplog.text
+    rig.faults()
+    until(lambda: images.free() == images.pieces, "the return of the images")
+    rig.assert_no_leak()
+
+
 def test_after_a_hang_writes_to_the_device_fail_at_once(make_store: MakeStore) -> None:
     rig = make_store(deadline_s=SHORT_S)
     rig.faults({"kind": "stall", "device": rig.device_of(1)})
@@ -188,9 +232,12 @@ def started(rig: StoreRig, requests: int) -> None:
     until(held, "the start of a write")
 
 
-def test_a_slot_given_anew_waits_for_its_older_write(make_store: MakeStore) -> None:
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_a_slot_given_anew_waits_for_its_older_write(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
     """Two writes to one place may land in any order: the new one must not start before."""
-    rig = make_store()
+    rig = make_store(geometry)
     gate(rig, rig.device_of(0))
     rig.hold({0: 1})
     rig.commit({0: 1}, epoch=1)
@@ -289,7 +336,7 @@ def test_random_lives_of_slots(make_store: MakeStore, data: st.DataObject) -> No
     In the end the devices hold the newest life of every slot reported as written, and no frame
     is missing.
     """
-    rig = make_store(slots=12, frames=8)
+    rig = make_store(data.draw(st.sampled_from(ALL)), slots=12, frames=8)
     rig.faults(
         {"kind": "eio", "op": "write", "probability": 0.3, "seed": data.draw(st.integers(0, 99))},
         {"kind": "latency", "op": "write", "probability": 0.3, "seconds": 0.003},

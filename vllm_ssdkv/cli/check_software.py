@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Final
 
 from vllm_ssdkv.cli.findings import Finding, fail, ok, warn
+from vllm_ssdkv.errors import UnsupportedError
 
 PLUGIN_GROUP: Final = "vllm.general_plugins"
 PLUGIN_NAME: Final = "ssdkv"
@@ -131,6 +132,18 @@ def native_modules() -> list[Finding]:
         isa = f"; instruction set {module.isa()}" if hasattr(module, "isa") else ""
         findings.append(ok(name, purpose + isa))
     return findings
+
+
+def encryption() -> list[Finding]:
+    """Whether the option ``encryption`` can be used; nothing where ``_io`` is missing."""
+    try:
+        from vllm_ssdkv.store.cipher import libcrypto_version
+    except ImportError:
+        return []
+    try:
+        return [ok("encryption", f"AES-256-GCM by {libcrypto_version()}")]
+    except UnsupportedError as error:
+        return [warn("encryption", str(error), "install OpenSSL 3 if stores are to be encrypted")]
 
 
 def probe_vllm(timeout_s: float = _PROBE_TIMEOUT_S) -> list[Finding]:

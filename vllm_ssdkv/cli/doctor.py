@@ -28,6 +28,7 @@ def examine(devices: list[Path]) -> list[Finding]:
         *check_software.versions(),
         *check_software.entry_points(),
         *check_software.native_modules(),
+        *check_software.encryption(),
         *check_software.probe_vllm(),
         *check_host.host(),
         *check_io_uring.io_uring(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,8 @@ def kv_layout(
         geometry = SlotGeometry("paged", len(names), spec.num_kv_heads, groups, payload)
     else:
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
+    if config.encryption is not None:
+        geometry = replace(geometry, encrypted=True)
     return KVLayout(
         names,
         spec.block_size,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.failed_loads import FailedLoads
 from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
@@ -28,6 +29,7 @@ from vllm_ssdkv.connector.messages import (
     Save,
     SSDKVMetadata,
 )
+from vllm_ssdkv.connector.recomputations import MAX_RECOMPUTATIONS, Recomputations
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
@@ -41,10 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-MAX_RECOMPUTATIONS = 8
-"""A request whose context was lost this often, and that got no further between, is not helped by
-one more try."""
 
 
 class SSDKVScheduler:
@@ -62,7 +60,9 @@ class SSDKVScheduler:
         counters: Counters,
         choice: LoadChoice,
         policy: WritePolicy,
+        name_key: bytes = b"",
     ):
+        """``name_key``: :meth:`StorePlace.name_key`."""
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
@@ -75,15 +75,14 @@ class SSDKVScheduler:
         self._choice = choice
         self._policy = policy
         self._index_metrics = IndexMetrics(index, counters)
-        self.keys_of = BlockKeys().of
+        self.keys_of = BlockKeys(name_key).of
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
         self._step = 0
         self._hbm: KVCacheManager | None = None
         self._manager: TieredManager | None = None
         self._lost: set[int] = set()
-        # How often a request's context was lost in a row, and how far it had got by then.
-        self._recomputations: dict[str, tuple[int, int]] = {}
+        self._recomputations = Recomputations()
         # What the next plan carries.
         self._loads: list[Load] = []
         self._contexts: list[ContextDelta] = []
@@ -100,8 +99,7 @@ class SSDKVScheduler:
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
-        self._load_failed: set[str] = set()
-        self._skip_lookup: set[str] = set()
+        self._failed_loads = FailedLoads(block_tokens)
 
     def bind_hbm(self, hbm: KVCacheManager) -> None:
         """vLLM's block manager; in page mode a part of it can send requests back."""
@@ -122,14 +120,13 @@ class SSDKVScheduler:
         if earlier is not None:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
             self._release(earlier)
-        if self._must_wait(request) or (self._paged and not self._can_admit(request)):
+        if self._failed_loads.must_wait(request, self._hbm, bool(self._requests)) or (
+            self._paged and not self._can_admit(request)
+        ):
             return None
-        if request.request_id in self._skip_lookup or request.skip_reading_prefix_cache:
+        if self._failed_loads.given_up(request.request_id) or request.skip_reading_prefix_cache:
             return 0
-        if request.request_id in self._load_failed:
-            # One more try. If it fails too, or vLLM has no room for it, the prompt is computed.
-            self._load_failed.discard(request.request_id)
-            self._skip_lookup.add(request.request_id)
+        self._failed_loads.ask(request.request_id)
         first = computed // self._block
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
@@ -146,31 +143,12 @@ class SSDKVScheduler:
             if request.request_id not in self._loading:
                 yield request.num_computed_tokens, request.num_tokens
 
-    def _must_wait(self, request: Request) -> bool:
-        """Keeps order after a load failed, which vLLM's scheduler does not expect.
-
-        It keeps the blocks reserved that the failed load was admitted with, and admits no other
-        load beside them: nobody overtakes the request. And it keeps the request in line before
-        those that hold HBM blocks, and looks at none of them while the first does not fit: then
-        the request lets them pass.
-        """
-        failed = self._load_failed | self._skip_lookup
-        if self._hbm is None or not failed:
-            return False
-        if request.request_id not in failed:
-            return True
-        (manager,) = self._hbm.coordinator.single_type_managers
-        needed = -(-request.num_tokens // self._block)
-        if manager.max_admission_blocks_per_request is not None:
-            needed = min(needed, manager.max_admission_blocks_per_request)
-        return bool(self._requests) and needed > self._hbm.block_pool.get_num_free_blocks()
-
     def _blocks_needed(self, request: Request) -> int:
         tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_tokens)
         return int(tokens) // self._block + 1
 
     def _can_admit(self, request: Request) -> bool:
-        if self._recomputations.get(request.request_id, (0, 0))[0] > MAX_RECOMPUTATIONS:
+        if self._recomputations.too_many(request.request_id):
             raise StoreFailedError(
                 f"the context of request {request.request_id} was lost "
                 f"{MAX_RECOMPUTATIONS} times in a row; devices out of use: {self._lost_paths()}"
@@ -285,7 +263,7 @@ class SSDKVScheduler:
         self, plan: SSDKVMetadata, state: RequestState, computed: int, output: SchedulerOutput
     ) -> None:
         state.running = True
-        self._skip_lookup.discard(state.request_id)
+        self._failed_loads.scheduled(state.request_id)
         count = output.num_scheduled_tokens[state.request_id]
         after = state.computed = computed + count
         self._shape.append((computed, count))
@@ -455,7 +433,7 @@ class SSDKVScheduler:
         for request_id in request_ids:
             if request_id in self._requests:  # else it was given up meanwhile
                 self.counters.add("recomputed_requests", 1, cause="hit")
-                self._load_failed.add(request_id)
+                self._failed_loads.add(request_id)
 
     def _last_rank_done(self, slot: int, epoch: int) -> bool:
         """A rank has written a slot; whether none is missing now."""
@@ -533,11 +511,8 @@ class SSDKVScheduler:
         if self._manager is None or state is None or not state.running:
             return
         if request_id not in self._manager.send_back:
-            tries, furthest = self._recomputations.get(request_id, (0, 0))
             reached = state.request.num_tokens + len(state.slots)
-            self._recomputations[request_id] = (
-                (1, reached) if reached > furthest else (tries + 1, furthest)
-            )
+            self._recomputations.lost(request_id, reached)
             self.counters.add("recomputed_requests", 1, cause="context")
         self._manager.send_back.add(request_id)
 
@@ -545,9 +520,8 @@ class SSDKVScheduler:
 
     def finished(self, request: Request) -> None:
         """The request has ended, well or badly; its blocks will be freed."""
-        self._skip_lookup.discard(request.request_id)
-        self._load_failed.discard(request.request_id)
-        self._recomputations.pop(request.request_id, None)
+        self._failed_loads.forget(request.request_id)
+        self._recomputations.forget(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._release(state)

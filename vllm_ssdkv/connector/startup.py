@@ -124,6 +124,7 @@ def open_scheduler(
             counters=counters,
         ),
         _write_policy(config, found, stripes, index.num_slots, counters),
+        found.place.name_key(),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     if config.mode == "page" and index.num_slots < longest:

@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -99,6 +100,7 @@ def claim(
     stripes: StripeMap,
     geometry: SlotGeometry,
     fingerprint: Fingerprint,
+    key_id: bytes,
 ) -> str:
     """Check that the file is this store's, or make it so if it is new. Blocks on I/O.
 
@@ -106,6 +108,7 @@ def claim(
 
     Args:
         known: UUID that the manifest has for this file, empty for none.
+        key_id: As in the superblock.
 
     Returns:
         The UUID of the file; other than ``known`` when the file is new.
@@ -129,6 +132,7 @@ def claim(
         epoch=1 if found is None else found.epoch + 1,
         geometry=geometry,
         fingerprint=fingerprint,
+        key_id=key_id,
     )
     if found is not None:
         found.require(expected, str(device.path))
@@ -149,19 +153,4 @@ def write_both(device: OpenFile, block: Superblock) -> None:
         DeviceError: the device cannot be written.
     """
     write_superblock(device, block)
-    write_superblock(device, _next(block))
-
-
-def _next(block: Superblock) -> Superblock:
-    return Superblock(
-        store=block.store,
-        device=block.device,
-        rank=block.rank,
-        device_index=block.device_index,
-        devices=block.devices,
-        lanes=block.lanes,
-        unit_bytes=block.unit_bytes,
-        epoch=block.epoch + 1,
-        geometry=block.geometry,
-        fingerprint=block.fingerprint,
-    )
+    write_superblock(device, replace(block, epoch=block.epoch + 1))

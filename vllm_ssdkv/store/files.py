@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.protocol import PENDING, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.layout import Extents, SlotGeometry, StripeMap
-from vllm_ssdkv.store.verify import PageSampler
+from vllm_ssdkv.store.sealer import Sealer
 
 GROUP = 64
 """Most whole slots per submission."""
@@ -36,7 +36,7 @@ class SlotFiles:
     fingerprint: bytes
     rank: int
     deadline_s: float
-    sampler: PageSampler = field(default_factory=PageSampler)
+    sealer: Sealer
 
     @property
     def group(self) -> int:

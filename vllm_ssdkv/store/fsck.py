@@ -29,6 +29,7 @@ from vllm_ssdkv.store.fsck_report import Problem, Report
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.manifest import NAME, locked
+from vllm_ssdkv.store.sealer import ChecksumSealer
 from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker
 from vllm_ssdkv.store.stored import (
     DataFile,
@@ -281,8 +282,10 @@ def _check_rank(
         )
         stack.callback(engine.close, DEADLINE_S)
         digest = this.store.fingerprint.digest
+        # Checksums are over the bytes on the drives: an encrypted store needs no key here.
+        sealer = ChecksumSealer(stripes.geometry, digest, rank, arena)
         files = SlotFiles(
-            stripes.geometry, stripes, engine, health, Counters(), digest, rank, DEADLINE_S
+            stripes.geometry, stripes, engine, health, Counters(), digest, rank, DEADLINE_S, sealer
         )
 
         def count(slots: int) -> None:

@@ -1,13 +1,16 @@
 """The slot header: what a slot holds, for which key and epoch, and a checksum per page.
 
-Layout (little endian, ``docs/format.md``): 128 fixed bytes, ``uint64`` xxh3-64 per page, zeros,
-and in the last 8 bytes the xxh3-64 of everything before them.
+Layout (little endian, ``docs/format.md``): 128 fixed bytes, ``uint64`` xxh3-64 per page, then, in
+an encrypted store, a tag of 16 bytes per page and one of the header itself; zeros, and in the last
+8 bytes the xxh3-64 of everything before them. Nothing here needs the store's key: checksums are
+those of the bytes on the device, tags are made and checked in :mod:`vllm_ssdkv.store.cipher`.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +18,23 @@ from numpy.typing import NDArray
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
-from vllm_ssdkv.store.layout import HEADER_FIXED_BYTES, HEADER_TAIL_BYTES, SlotGeometry
+from vllm_ssdkv.store.layout import (
+    CHECKSUM_BYTES,
+    HEADER_FIXED_BYTES,
+    HEADER_TAIL_BYTES,
+    TAG_BYTES,
+    SlotGeometry,
+)
+from vllm_ssdkv.store.store_key import SALT_BYTES
 
 MAGIC = b"SSDKVSLT"
 VERSION = 1
 KEY_BYTES = 32
 
 # magic, version, header_bytes, pages, page_bytes, payload_bytes, rank, slot, epoch, fingerprint,
-# key, reserved
+# key, salt
 _FIXED = struct.Struct("<8s6I2Q16s32s32s")
 _TAIL = struct.Struct("<Q")
-_RESERVED = bytes(32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +46,10 @@ class SlotHeader:
         slot: Slot number the header was written for.
         epoch: The allocation it was written in (:meth:`SlotIndex.epoch`).
         rank: Tensor-parallel rank.
-        checksums: xxh3-64 of each page's payload bytes, uint64, shape [pages].
+        checksums: xxh3-64 of each page's payload bytes on the device, uint64, shape [pages].
+        salt: 32 random bytes from which the slot's key is derived; zero without encryption.
+        tags: Tag of each page, uint8, shape [pages, 16]; [0, 16] without encryption.
+        tag: The header's own tag as it was read, 16 bytes; empty without encryption.
     """
 
     key: bytes
@@ -45,9 +57,16 @@ class SlotHeader:
     epoch: int
     rank: int
     checksums: NDArray[np.uint64]
+    salt: bytes = bytes(SALT_BYTES)
+    tags: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, TAG_BYTES), np.uint8))
+    tag: bytes = b""
 
     def encode_into(
-        self, buffer: memoryview | NDArray[np.uint8], geometry: SlotGeometry, digest: bytes
+        self,
+        buffer: memoryview | NDArray[np.uint8],
+        geometry: SlotGeometry,
+        digest: bytes,
+        authenticate: Callable[[memoryview], bytes] | None = None,
     ) -> None:
         """Write the header into the first ``geometry.header_bytes`` of a contiguous buffer.
 
@@ -55,6 +74,7 @@ class SlotHeader:
             buffer: Writable bytes, at least ``geometry.header_bytes`` long.
             geometry: Shape of the slot.
             digest: :attr:`Fingerprint.digest`.
+            authenticate: Gives the tag of the bytes before it; for encrypted slots only.
 
         Raises:
             ValueError: a length does not fit the geometry, or a number its field.
@@ -63,6 +83,9 @@ class SlotHeader:
             raise ValueError(f"key of {len(self.key)} bytes, fingerprint of {len(digest)} bytes")
         if self.checksums.shape != (geometry.pages,):
             raise ValueError(f"checksums {self.checksums.shape} for {geometry.pages} pages")
+        tags = geometry.pages if geometry.encrypted else 0
+        if self.tags.shape != (tags, TAG_BYTES) or geometry.encrypted == (authenticate is None):
+            raise ValueError(f"tags {self.tags.shape} for {geometry.pages} pages")
         size = geometry.header_bytes
         view = np.frombuffer(buffer, dtype=np.uint8)[:size].data
         if len(view) != size:
@@ -82,14 +105,17 @@ class SlotHeader:
                 self.epoch,
                 digest,
                 self.key,
-                _RESERVED,
+                self.salt,
             )
         except struct.error as exc:
             raise ValueError(f"slot header: {exc}") from exc
-        sums_end = HEADER_FIXED_BYTES + 8 * geometry.pages
-        view[HEADER_FIXED_BYTES:sums_end] = self.checksums.astype("<u8").tobytes()
+        marks = self.checksums.astype("<u8").tobytes() + self.tags.tobytes()
+        end = HEADER_FIXED_BYTES + len(marks)
+        view[HEADER_FIXED_BYTES:end] = marks
+        if authenticate is not None:
+            view[end : geometry.header_used] = authenticate(view[:end])
         body = size - HEADER_TAIL_BYTES
-        view[sums_end:body] = bytes(body - sums_end)
+        view[geometry.header_used : body] = bytes(body - geometry.header_used)
         _TAIL.pack_into(view, body, checksum_bytes(view[:body]))
 
 
@@ -104,6 +130,8 @@ def decode(
     rank: int | None = None,
 ) -> SlotHeader:
     """Read a header and check that it belongs to this store and, as given, to this block.
+
+    An encrypted slot's tags are returned unchecked: who serves data checks them.
 
     Callers that serve data pass all four of ``key``, ``slot``, ``epoch`` and ``rank``: a header
     of another block, of an older life of the slot, or read from the wrong place is refused.
@@ -122,7 +150,7 @@ def decode(
     if len(view) != size:
         raise FormatError(f"slot header: length is {len(view)}, expected {size}")
     magic, version, *shape = _FIXED.unpack_from(view)
-    *shape, found_rank, found_slot, found_epoch, found_digest, found_key, reserved = shape
+    *shape, found_rank, found_slot, found_epoch, found_digest, found_key, salt = shape
     _expect("magic", magic, MAGIC)
     _expect("version", version, VERSION)
     body = size - HEADER_TAIL_BYTES
@@ -140,12 +168,17 @@ def decode(
     ):
         if wanted is not None:
             _expect(name, found, wanted)
-    _expect("reserved", reserved, _RESERVED)
-    sums_end = HEADER_FIXED_BYTES + 8 * geometry.pages
-    if np.frombuffer(view[sums_end:body], dtype=np.uint8).any():
-        raise FormatError("slot header: bytes behind the checksums are not zero")
+    if not geometry.encrypted:
+        _expect("salt", salt, bytes(SALT_BYTES))
+    if np.frombuffer(view[geometry.header_used : body], dtype=np.uint8).any():
+        raise FormatError("slot header: bytes behind the checksums and tags are not zero")
     sums = np.frombuffer(view, dtype="<u8", count=geometry.pages, offset=HEADER_FIXED_BYTES)
-    return SlotHeader(found_key, found_slot, found_epoch, found_rank, sums.astype(np.uint64))
+    found = SlotHeader(found_key, found_slot, found_epoch, found_rank, sums.astype(np.uint64))
+    if not geometry.encrypted:
+        return found
+    begin, end = HEADER_FIXED_BYTES + CHECKSUM_BYTES * geometry.pages, geometry.header_used
+    tags = np.frombuffer(view[begin : end - TAG_BYTES], dtype=np.uint8).reshape(-1, TAG_BYTES)
+    return replace(found, salt=salt, tags=tags.copy(), tag=bytes(view[end - TAG_BYTES : end]))
 
 
 def epoch_of(buffer: memoryview | NDArray[np.uint8], slot: int) -> int | None:

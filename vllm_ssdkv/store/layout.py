@@ -39,6 +39,12 @@ HEADER_FIXED_BYTES = 128
 HEADER_TAIL_BYTES = 8
 """The header's own checksum, its last bytes."""
 
+CHECKSUM_BYTES = 8
+"""Of one page, in the header."""
+
+TAG_BYTES = 16
+"""Of one page, and of the header itself, where slots are encrypted."""
+
 MAX_SLOT_BYTES = 2**31 - PAGE_ALIGN
 """A slot's length, and so that of every request, fits the engines' signed 32-bit results."""
 
@@ -60,6 +66,7 @@ class SlotGeometry:
         groups: Pages per head and layer, that is block size over page tokens; 1 for ``opaque``.
         payload_bytes: Bytes used in each page. The rest up to :attr:`page_bytes` is padding,
             neither checksummed nor looked at.
+        encrypted: Whether pages are encrypted; headers then have their tags, too.
 
     Raises:
         ValueError: a number is not positive, ``opaque`` has heads or groups, or the slot would
@@ -71,6 +78,7 @@ class SlotGeometry:
     heads: int
     groups: int
     payload_bytes: int
+    encrypted: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("opaque", "paged"):
@@ -116,9 +124,14 @@ class SlotGeometry:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of the header: fixed part, one checksum per page, own checksum, padded."""
-        used = HEADER_FIXED_BYTES + 8 * self.pages + HEADER_TAIL_BYTES
-        return round_up(used, self.quantum)
+        """Bytes of the header: fixed part, marks, own checksum, padded."""
+        return round_up(self.header_used + HEADER_TAIL_BYTES, self.quantum)
+
+    @property
+    def header_used(self) -> int:
+        """Bytes of the header's fixed part, checksums and tags."""
+        tags = TAG_BYTES * (self.pages + 1) if self.encrypted else 0
+        return HEADER_FIXED_BYTES + CHECKSUM_BYTES * self.pages + tags
 
     @property
     def slot_bytes(self) -> int:

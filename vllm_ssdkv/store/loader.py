@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.checksum_table import ChecksumTable
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.files import GROUP, SlotBatch, SlotFiles
-from vllm_ssdkv.store.header import SlotHeader, decode
+from vllm_ssdkv.store.seal_table import SealTable
+from vllm_ssdkv.store.sealer import Seals
 from vllm_ssdkv.store.staging import Staging
-from vllm_ssdkv.store.verify import wrong_pages
-from vllm_ssdkv.store.writer import frame_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +70,9 @@ class SlotLoader:
     """Runs load jobs in order, one at a time, each reading from all devices at once.
 
     Every slot that is read is verified: header against key, epoch, slot and rank, pages (all, or by
-    option a sample of them) against their checksums. Slots that need not go to HBM (page mode) are
-    read whole while spare frames last, afterwards only their headers: their pages are streamed and
+    option a sample of them) against their seals (:mod:`vllm_ssdkv.store.sealer`). Slots that need
+    not go to HBM (page mode) are read whole while spare frames last, afterwards only their headers:
+    their pages are streamed and
     checked when attended to.
 
     No wait for a frame or a read is longer than the deadline.
@@ -83,7 +82,7 @@ class SlotLoader:
         self,
         files: SlotFiles,
         frames: FrameCache,
-        checksums: ChecksumTable,
+        seals: SealTable,
         headers: Staging,
         copy_in: CopyIn,
         block_tokens: int,
@@ -91,7 +90,7 @@ class SlotLoader:
         """``headers`` are pieces of ``header_bytes`` each; only the loader uses them."""
         self._files = files
         self._frames = frames
-        self._checksums = checksums
+        self._seals = seals
         self._headers = headers
         self._copy_in = copy_in
         self._block_tokens = block_tokens
@@ -201,18 +200,17 @@ class SlotLoader:
         which: NDArray[np.int64],
         frames: NDArray[np.int32],
     ) -> None:
-        """Keep the checksums of slots in DRAM: their frames may go while they are streamed."""
+        """Keep the seals of slots in DRAM: their frames may go while they are streamed."""
         slots = job.slots[which]
-        wanted = self._frames.referenced(slots) & ~self._checksums.known(slots)
+        wanted = self._frames.referenced(slots)
+        wanted[wanted] = ~self._seals.adopt(slots[wanted])
         for index, frame in zip(which[wanted].tolist(), frames[wanted].tolist(), strict=True):
-            if self._frames.state(frame) is FrameState.CLEAN:
-                if self._header(job, index, self._frames.view(frame), final=True) is None:
-                    self._blame(job, outcome, index)
+            # One that is not clean was not sealed yet, and the writer will see that it is
+            # referred to; or its write failed, and the frame stays until it is discarded.
+            if self._frames.state(frame) is not FrameState.CLEAN:
                 continue
-            # It has no header yet, or the writer is just making it; the pages do not change.
-            one = np.array([frame], dtype=np.int32)
-            sums = frame_checksums(self._frames, one, self._files.geometry)[0]
-            self._checksums.put(int(job.slots[index]), sums)
+            if self._header(job, index, self._frames.view(frame), final=True) is None:
+                self._blame(job, outcome, index)
 
     def _copy(self, job: LoadJob, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Copy frames into the HBM blocks of slots ``which``, where they have one."""
@@ -265,8 +263,7 @@ class SlotLoader:
             self._overdue.append((batch, frames[held]))
         good = np.zeros(len(which), dtype=np.bool_)
         try:
-            for i in np.flatnonzero(arrived).tolist():
-                good[i] = self._check(job, int(which[i]), int(frames[i]))
+            good[arrived] = self._check(job, which[arrived], frames[arrived])
             batch.verified(good, np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.int64))
             end = time.monotonic() + self._files.deadline_s
             for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
@@ -302,10 +299,9 @@ class SlotLoader:
         if not batch.ended():
             self._overdue.append((batch, one))
             return False, True
-        index = int(which[0])
-        if arrived and self._check(job, index, int(frame), batch):
+        if arrived and self._check(job, which, one, batch)[0]:
             return True, False
-        self._blame(job, outcome, index)
+        self._blame(job, outcome, int(which[0]))
         return False, False
 
     def _blame(self, job: LoadJob, outcome: LoadOutcome, index: int) -> None:
@@ -313,52 +309,59 @@ class SlotLoader:
         outcome.bad.append((int(job.slots[index]), int(job.epochs[index])))
 
     def _check(
-        self, job: LoadJob, index: int, frame: int, last_try: SlotBatch | None = None
-    ) -> bool:
-        """Whether a frame holds the job's slot. On the ``last_try`` failures are counted."""
-        view, final = self._frames.view(frame), last_try is not None
-        header = self._header(job, index, view, final=final)
-        if header is None:
-            return False
-        geometry = self._files.geometry
-        first = self._frames.address(np.array([frame])) + np.uint64(geometry.header_bytes)
-        which = slice(None) if final else self._files.sampler.choose()
-        _, wrong = wrong_pages(geometry, first, header.checksums[None, :], which)
+        self,
+        job: LoadJob,
+        which: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        last_try: SlotBatch | None = None,
+    ) -> NDArray[np.bool_]:
+        """Which frames [n] hold slots ``which`` [n] of the job; their pages are unsealed.
+
+        On the ``last_try``, of one slot, failures are counted.
+        """
+        geometry, final = self._files.geometry, last_try is not None
+        good = np.zeros(len(which), dtype=np.bool_)
+        headed: list[int] = []
+        parts: list[Seals] = []
+        for i, frame in enumerate(frames.tolist()):
+            seal = self._header(job, int(which[i]), self._frames.view(frame), final=final)
+            if seal is not None:
+                headed.append(i)
+                parts.append(seal)
+        if not headed:
+            return good
+        first = self._frames.buffer_offset(frames[headed]) + np.uint64(geometry.header_bytes)
+        right = self._files.sealer.unseal(Seals.of(parts), 0, first, final=final)
+        good[headed] = right.all(axis=1)
         if last_try is not None:
+            wrong = np.flatnonzero(~right[0])
             offsets = geometry.header_bytes + wrong * geometry.page_bytes
-            right = np.array([len(wrong) == 0])
-            last_try.verified(right, np.zeros(len(wrong), dtype=np.intp), offsets)
-        if final and len(wrong):
-            self._files.counters.add("checksum_failures", len(wrong))
-            logger.error(
-                "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
-                header.slot,
-                len(wrong),
-            )
-        return len(wrong) == 0
+            last_try.verified(good, np.zeros(len(wrong), dtype=np.intp), offsets)
+            if len(wrong):
+                self._files.counters.add("checksum_failures", len(wrong))
+                logger.error(
+                    "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
+                    int(job.slots[which[0]]),
+                    len(wrong),
+                )
+        return good
 
     def _header(
         self, job: LoadJob, index: int, view: NDArray[np.uint8], *, final: bool
-    ) -> SlotHeader | None:
-        """The slot's header, if it is the one that the job names; its checksums are kept."""
-        slot = int(job.slots[index])
+    ) -> Seals | None:
+        """The seal in a slot's header, if it is the one that the job names; kept if needed."""
+        slots = job.slots[index : index + 1]
         try:
-            header = decode(
-                view,
-                self._files.geometry,
-                self._files.fingerprint,
-                key=job.keys[index],
-                slot=slot,
-                epoch=int(job.epochs[index]),
-                rank=self._files.rank,
+            seal = self._files.sealer.read_header(
+                view, slot=int(slots[0]), epoch=int(job.epochs[index]), key=job.keys[index]
             )
         except FormatError as error:
             if final:
-                self._refuse(slot, str(error))
+                self._refuse(int(slots[0]), str(error))
             return None
-        if bool(self._frames.referenced(np.array([slot], dtype=np.int64))[0]):
-            self._checksums.put(slot, header.checksums)
-        return header
+        if bool(self._frames.referenced(slots)[0]):
+            self._seals.put(slots, seal)
+        return seal
 
     def _refuse(self, slot: int, why: str) -> None:
         self._files.counters.add("header_mismatches", 1)

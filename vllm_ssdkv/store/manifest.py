@@ -19,12 +19,18 @@ from typing import Literal
 
 import msgspec
 
-from vllm_ssdkv.errors import FingerprintMismatchError, FormatError, StoreError
+from vllm_ssdkv.errors import (
+    FingerprintMismatchError,
+    FormatError,
+    KeyMismatchError,
+    StoreError,
+)
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 NAME = "store.json"
 COPY = "store.json.copy"
@@ -69,6 +75,9 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slots: int
     """Slots of the store when a scheduler last opened it."""
     devices: list[ManifestDevice]
+    key_id: str
+    """Names the key that the store is encrypted with (:attr:`StoreKey.key_id`), in hexadecimal
+    digits; empty for a store that is not encrypted."""
     opened: int = 0
     """How often a scheduler has opened the store."""
     last_opened: int = 0
@@ -87,6 +96,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         capacities: Sequence[int],
         weights: Sequence[float],
         model: str = "",
+        key_id: bytes = b"",
     ) -> Manifest:
         """A new store's manifest."""
         return cls(
@@ -100,6 +110,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             payload_bytes=geometry.payload_bytes,
             tp_size=tp_size,
             slots=slots,
+            key_id=key_id.hex(),
             devices=[
                 ManifestDevice(path=path, capacity=capacity, weight=weight, files=[""] * tp_size)
                 for path, capacity, weight in zip(paths, capacities, weights, strict=True)
@@ -110,7 +121,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def geometry(self) -> SlotGeometry:
         """Shape of the slots."""
         kind: Literal["opaque", "paged"] = "paged" if self.kind == "paged" else "opaque"
-        return SlotGeometry(kind, self.layers, self.heads, self.groups, self.payload_bytes)
+        return SlotGeometry(
+            kind,
+            self.layers,
+            self.heads,
+            self.groups,
+            self.payload_bytes,
+            encrypted=bool(self.key_id),
+        )
 
     @classmethod
     def load(cls, state: Path) -> Manifest | None:
@@ -179,6 +197,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"kind is {self.kind!r}")
         if not self.devices:
             raise ValueError("devices is empty")
+        if len(bytes.fromhex(self.key_id)) not in (0, KEY_ID_BYTES):
+            raise ValueError(f"key_id is {self.key_id!r}")
         if self.opened < 0 or self.last_opened < 0:
             raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
         _ = self.geometry  # which checks its numbers
@@ -195,6 +215,23 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 replace_file(state / name, data)
             except OSError as error:
                 raise StoreError(f"{state / name}: {error.strerror}") from error
+
+    def check_key(self, key_id: bytes) -> None:
+        """Refuse another key than that of the store; empty is no encryption.
+
+        Raises:
+            KeyMismatchError: says which keys, by their ids, and the way out.
+        """
+        given = key_id.hex()
+        if given == self.key_id:
+            return
+        holds = f"is encrypted with the key {self.key_id}" if self.key_id else "is not encrypted"
+        wants = f"the options give the key {given}" if given else "the options give no key"
+        first = "Give that key (encryption)" if self.key_id else "Leave encryption out"
+        raise KeyMismatchError(
+            f"the store on {', '.join(d.path for d in self.devices)} {holds}, {wants}. {first}, "
+            "name other directories in devices, or delete the content of these"
+        )
 
     def check(
         self, fingerprint: Fingerprint, paths: Sequence[str], weights: Sequence[float]

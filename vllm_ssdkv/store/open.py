@@ -21,6 +21,7 @@ from vllm_ssdkv.errors import ConfigError, DeviceError, StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cipher import CipherSealer, libcrypto_version
 from vllm_ssdkv.store.data_file import claim
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import open_engine
@@ -29,9 +30,12 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal, journal_bytes
+from vllm_ssdkv.store.key_source import read_key
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.manifest import Manifest, locked
 from vllm_ssdkv.store.recovery import ProgressLog
+from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
+from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 from vllm_ssdkv.store.tiers import ArenaPlan
 from vllm_ssdkv.store.trim import trim_new
 from vllm_ssdkv.store.verify import PageSampler
@@ -62,8 +66,11 @@ class StorePlace:
         """``replica``: number of this data-parallel engine, which has directories of its own.
         ``model``: its name, for people who look at the store.
 
+        Blocks while the key of an encrypted store is fetched, which has a deadline.
+
         Raises:
-            ConfigError: the devices have no room for a single slot.
+            ConfigError: the devices have no room for a single slot, or the key cannot be had.
+            ValueError: the geometry is not that of the option ``encryption``.
         """
         key = fingerprint.digest.hex()[:16]
         below = "" if replica is None else f"dp{replica}"
@@ -72,6 +79,9 @@ class StorePlace:
         self.fingerprint = fingerprint
         self.tp_size = tp_size
         self.model = model
+        self.key = None if config.encryption is None else read_key(config.encryption)
+        if geometry.encrypted != (self.key is not None):
+            raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
         self.state = config.state_path(key) / below
         self.stripes = StripeMap(geometry, config.device_weights())
@@ -130,7 +140,8 @@ class StorePlace:
         """The store's manifest, made if there is none. Blocks on I/O.
 
         Raises:
-            FingerprintMismatchError, FormatError, StoreError: it does not fit these options.
+            FingerprintMismatchError, KeyMismatchError, FormatError, StoreError: it does not fit
+                these options.
         """
         with locked(self.state):
             found = Manifest.load(self.state)
@@ -145,13 +156,44 @@ class StorePlace:
                     capacities,
                     self.config.device_weights(),
                     self.model,
+                    self.key_id,
                 )
                 found.save(self.state)
         found.check(self.fingerprint, self.paths, self.config.device_weights())
+        found.check_key(self.key_id)
         return found
 
+    @property
+    def key_id(self) -> bytes:
+        """Names the key of the store; empty where it is not encrypted."""
+        return b"" if self.key is None else self.key.key_id
+
+    def name_key(self) -> bytes:
+        """Key under which block hashes are hidden in the store; empty where they are not.
+
+        Blocks on I/O.
+
+        Raises:
+            StoreError: there is no store yet (see :meth:`manifest`).
+        """
+        return b"" if self.key is None else self.key.names(UUID(self.stored().store))
+
+    def sealer(self, rank: int, arena: Arena) -> Sealer:
+        """What seals the slots of a rank. Blocks on I/O.
+
+        Raises:
+            UnsupportedError: they are encrypted, and there is no libcrypto.
+            StoreError: there is no store yet (see :meth:`manifest`).
+        """
+        digest = self.fingerprint.digest
+        if self.key is None:
+            sampler = PageSampler(self.config.io.verify)
+            return ChecksumSealer(self.geometry, digest, rank, arena, sampler)
+        slots_key = self.key.slots(UUID(self.stored().store), rank)
+        return CipherSealer(self.geometry, digest, rank, arena, slots_key)
+
     def stored(self) -> Manifest:
-        """The manifest as it is on disk now; the caller holds the lock.
+        """The manifest as it is on disk now; who changes it holds the lock.
 
         Raises:
             StoreError: it was removed meanwhile.
@@ -185,6 +227,7 @@ class OpenStore:
     plan: ArenaPlan
     num_slots: int
     capacities: tuple[int, ...]
+    key_id: bytes
 
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""
@@ -201,6 +244,9 @@ class OpenStore:
             *lines,
             f"store {self.num_slots} blocks of {format_size(slot)} per rank, engine "
             f"{self.files.engine.name}",
+            f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
+            if self.key_id
+            else "encryption off",
         ]
 
     def close(self) -> None:
@@ -215,6 +261,8 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     Raises:
         StoreLockedError: another engine uses the directory.
         FingerprintMismatchError: it holds KV of something else.
+        KeyMismatchError: it is encrypted with another key.
+        UnsupportedError: it is encrypted, and there is no libcrypto.
         DeviceError, FormatError, ConfigError: the text names what and the way out.
     """
     place.prepare()
@@ -245,6 +293,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
                 counters.add("device_lost", 1, device=path)
             _cut_to_size(device)
         arena = Arena(plan.nbytes)
+        sealer = place.sealer(rank, arena)
         engine = open_engine(
             place.config.io.engine_options(), [d.fd for d in opened], list(place.paths), arena
         )
@@ -262,9 +311,9 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         place.fingerprint.digest,
         rank,
         deadline,
-        PageSampler(place.config.io.verify),
+        sealer,
     )
-    return OpenStore(files, tuple(opened), arena, plan, num_slots, capacities)
+    return OpenStore(files, tuple(opened), arena, plan, num_slots, capacities, place.key_id)
 
 
 def _cut_to_size(device: OpenDevice) -> None:
@@ -294,6 +343,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
             stripes=place.stripes,
             geometry=place.geometry,
             fingerprint=place.fingerprint,
+            key_id=place.key_id or bytes(KEY_ID_BYTES),
         )
         if found == known:
             return False

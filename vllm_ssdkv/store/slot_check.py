@@ -18,9 +18,8 @@ from vllm_ssdkv.errors import DeadlineError, FormatError
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
-from vllm_ssdkv.store.header import SlotHeader, decode
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.verify import wrong_pages
+from vllm_ssdkv.store.sealer import Seals
 
 MEMORY_BYTES = 192 << 20
 _BATCH_BYTES = 32 << 20
@@ -127,14 +126,14 @@ class SlotChecker:
                 f"{', '.join(self._files.health.paths)}: check the drives"
             )
         found: dict[int, Verdict] = {}
-        headers: list[SlotHeader] = []
+        parts: list[Seals] = []
         whole: list[int] = []
         for at, index in enumerate(reading.which.tolist()):
             if not arrived[at]:
                 found[at] = Verdict(index, "unreadable", "cannot be read")
                 continue
             try:
-                headers.append(self._header(entry, index, int(reading.pieces[at])))
+                parts.append(self._seals(entry, index, int(reading.pieces[at])))
             except FormatError as error:
                 found[at] = Verdict(index, "header", str(error))
             else:
@@ -142,9 +141,8 @@ class SlotChecker:
         if not whole:
             return found
         geometry = self._files.geometry
-        base = np.uint64(self._arena.address + geometry.header_bytes) + reading.pieces[whole]
-        expected = np.stack([header.checksums for header in headers])
-        row, page = wrong_pages(geometry, base, expected)
+        first = reading.pieces[whole] + np.uint64(geometry.header_bytes)
+        row, page = np.nonzero(~self._files.sealer.unseal(Seals.of(parts), 0, first, final=True))
         for one in np.unique(row).tolist():
             pages = page[row == one].tolist()
             text = f"page {pages[0]} does not match its checksum"
@@ -153,13 +151,10 @@ class SlotChecker:
             found[whole[one]] = Verdict(int(reading.which[whole[one]]), "page", text)
         return found
 
-    def _header(self, entry: Entry, index: int, piece: int) -> SlotHeader:
-        return decode(
+    def _seals(self, entry: Entry, index: int, piece: int) -> Seals:
+        return self._files.sealer.read_header(
             self._arena.view(piece, self._files.geometry.header_bytes),
-            self._files.geometry,
-            self._files.fingerprint,
-            key=entry.keys[index],
             slot=int(entry.slots[index]),
             epoch=int(entry.epochs[index]),
-            rank=self._files.rank,
+            key=entry.keys[index],
         )

@@ -1,4 +1,4 @@
-"""Staging: equal pieces of the arena that reads pass through on their way to somebody."""
+"""Staging: equal pieces of the arena that data pass through on their way to or from a device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ _LOOK_S = 0.1
 class Staging:
     """Pieces by arena offset. One thread uses it; only :meth:`wait` blocks.
 
-    A piece whose read missed its deadline is out of use until that read ends. Those of the same
-    read that came from other devices are not: one hung device costs its share of the pieces.
+    A piece whose I/O missed its deadline is out of use until that I/O ends. Those of the same
+    batch on other devices are not: one hung device costs its share of the pieces.
     """
 
     def __init__(self, offset: int, piece_bytes: int, pieces: int):
-        """``offset`` of the first piece in the arena, and ``piece_bytes``: 4 KiB multiples."""
+        """``offset`` of the first piece in the arena, and ``piece_bytes``: 4 KiB multiples;
+        ``pieces`` is their number."""
         self._free = [offset + i * piece_bytes for i in range(pieces)]
-        self._pieces = pieces
+        self.pieces = pieces
         self._lent: list[tuple[list[int], SlotBatch]] = []
 
     def usable(self) -> int:
         """Pieces that no overdue read holds: free ones, those taken, and those free soon."""
         self._collect()
-        return self._pieces - sum(len(pieces) for pieces, batch in self._lent if batch.over(0.0))
+        return self.pieces - sum(len(pieces) for pieces, batch in self._lent if batch.over(0.0))
+
+    def free(self) -> int:
+        """Pieces that can be taken now."""
+        self._collect()
+        return len(self._free)
 
     def wait(self, count: int) -> bool:
         """Whether ``count`` pieces are free, after waiting for reads that are not overdue."""

@@ -19,6 +19,7 @@ from vllm_ssdkv.store.layout import PAGE_ALIGN, StripeMap, round_up
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL
 from vllm_ssdkv.store.records import HEADER_BYTES, check_header, is_whole
+from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 from vllm_ssdkv.store.superblock import Superblock
 
 
@@ -76,6 +77,7 @@ class StoredStore:
             epoch=epoch,
             geometry=stripes.geometry,
             fingerprint=self.fingerprint,
+            key_id=bytes.fromhex(self.manifest.key_id) or bytes(KEY_ID_BYTES),
         )
 
 

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache
-from vllm_ssdkv.store.checksum_table import ChecksumTable
 from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
-from vllm_ssdkv.store.verify import wrong_pages
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class ContextStream:
         self,
         files: SlotFiles,
         frames: FrameCache,
-        checksums: ChecksumTable,
+        seals: SealTable,
         staging: Staging,
         contexts: Sequence[NDArray[np.int64]],
     ):
@@ -88,7 +87,7 @@ class ContextStream:
         ``staging`` has pieces of ``layer_bytes``."""
         self._files = files
         self._frames = frames
-        self._checksums = checksums
+        self._seals = seals
         self._staging = staging
         self._rows = len(contexts)
         self.closed = False
@@ -232,7 +231,7 @@ class ContextStream:
         *,
         final: bool,
     ) -> None:
-        """Compare the pages of blocks that arrived with their checksums; clears ``good``, [chunk].
+        """Check the pages of blocks that arrived, and unseal them; clears ``good``, [chunk].
 
         ``asked`` are the blocks of the chunk that ``batch`` read, in its order.
         """
@@ -240,11 +239,9 @@ class ContextStream:
         which = asked[position]  # in the chunk
         geometry = self._files.geometry
         pages = geometry.pages_per_layer
-        expected, known = self._checksums.get(read.chunk.slots[which], read.layer * pages, pages)
-        base = np.uint64(self._frames.arena.address) + read.pieces[which]
-        chosen = slice(None) if final else self._files.sampler.choose()
-        same = np.ones(expected.shape, dtype=np.bool_)
-        same[wrong_pages(geometry, base, expected, chosen)] = False
+        first = read.layer * pages
+        seals, known = self._seals.get(read.chunk.slots[which], first, pages)
+        same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
         good[which] = same.all(axis=1) & known
         right = np.zeros(len(asked), dtype=np.bool_)
         right[position] = good[which]

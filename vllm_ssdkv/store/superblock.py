@@ -16,16 +16,20 @@ from vllm_ssdkv.errors import FingerprintMismatchError, FormatError
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 MAGIC = b"SSDKVSUP"
 VERSION = 1
 BLOCK_BYTES = 4096
 COPY_OFFSETS = (0, SUPERBLOCK_BYTES // 2)
 _KINDS: tuple[Literal["opaque"], Literal["paged"]] = ("opaque", "paged")
+_CIPHERS = (False, True)
+"""Whether slots are encrypted, with AES-256-GCM."""
 
 # magic, version, block_bytes, store, device, rank, device_index, devices, lane count, epoch,
-# kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, reserved
-_FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sI24x")
+# kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,
+# key id, reserved
+_FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sII16s4x")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 
@@ -45,6 +49,8 @@ class Superblock:
         epoch: Grows with every write of the superblock.
         geometry: Shape of the slots.
         fingerprint: What the KV inside belongs to.
+        key_id: Names the key that slots are encrypted with (:attr:`StoreKey.key_id`), 16 bytes;
+            zero where they are not.
     """
 
     store: UUID
@@ -57,6 +63,7 @@ class Superblock:
     epoch: int
     geometry: SlotGeometry
     fingerprint: Fingerprint
+    key_id: bytes = bytes(KEY_ID_BYTES)
 
     @property
     def copy_offset(self) -> int:
@@ -94,6 +101,8 @@ class Superblock:
                 self.unit_bytes,
                 self.fingerprint.digest,
                 len(text),
+                _CIPHERS.index(shape.encrypted),
+                self.key_id,
             )
             lanes = struct.pack(f"<{len(self.lanes)}H", *self.lanes)
         except struct.error as exc:
@@ -135,6 +144,8 @@ class Superblock:
             unit_bytes,
             digest,
             text_bytes,
+            cipher,
+            key_id,
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
@@ -153,8 +164,12 @@ class Superblock:
             raise FormatError("superblock: fingerprint text is not written as we write it")
         if kind >= len(_KINDS):
             raise FormatError(f"superblock: kind is {kind}")
+        if cipher >= len(_CIPHERS):
+            raise FormatError(f"superblock: cipher is {cipher}")
         try:
-            geometry = SlotGeometry(_KINDS[kind], layers, heads, groups, payload_bytes)
+            geometry = SlotGeometry(
+                _KINDS[kind], layers, heads, groups, payload_bytes, _CIPHERS[cipher]
+            )
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc
         found = cls(
@@ -168,6 +183,7 @@ class Superblock:
             epoch=epoch,
             geometry=geometry,
             fingerprint=fingerprint,
+            key_id=key_id,
         )
         if found.encode() != block:
             raise FormatError("superblock: bytes that are zero in this version are not")

@@ -16,19 +16,22 @@ from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameCache, FrameState
-from vllm_ssdkv.store.checksum_table import ChecksumTable
-from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.files import GROUP, SlotFiles
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
 from vllm_ssdkv.store.scrub import PIECES, Scrubber
+from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
 from vllm_ssdkv.store.trim import SlotTrimmer
-from vllm_ssdkv.store.writer import Pending, SlotWriter
+from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
 
 logger = logging.getLogger(__name__)
 
 MIN_FRAMES = 8
+
+MIN_IMAGES = 4
+"""Least slots that can be encrypted at a time."""
 
 QUIET_S = 0.5
 """How long nobody must have asked for anything before the scrub reads: longer than the gap between
@@ -36,7 +39,9 @@ two steps of a request that is being decoded."""
 
 
 class ArenaPlan:
-    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, frames.
+    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, frames.
+
+    Images are encrypted slots on their way to the devices.
 
     Raises ConfigError when the DRAM given is too small for the slot size.
     """
@@ -51,7 +56,13 @@ class ArenaPlan:
         self.staging_bytes = self.staging_pieces * geometry.layer_bytes
         self.scrub_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
         self.scrub_pieces = PIECES if scrub else 0
-        self.frame_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
+        self.image_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
+        self.images = 0
+        if geometry.encrypted:
+            # Half of what passes between devices and memory is written.
+            wanted = min(IN_FLIGHT * GROUP, staging_bytes // 2 // geometry.slot_bytes)
+            self.images = max(MIN_IMAGES, wanted)
+        self.frame_offset = self.image_offset + self.images * geometry.slot_bytes
         self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
         if self.frames < MIN_FRAMES:
             needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
@@ -90,13 +101,17 @@ class TieredStore:
         self.frames = FrameCache(
             arena, plan.frame_offset, geometry.slot_bytes, plan.frames, num_slots
         )
-        self._checksums = ChecksumTable(num_slots, geometry.pages)
+        sealer = files.sealer
+        self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
         self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
         headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
-        self._writer = SlotWriter(files, self.frames, self._checksums, trimmer)
-        self._loader = SlotLoader(
-            files, self.frames, self._checksums, headers, copy_in, block_tokens
-        )
+        images = None
+        if plan.images:
+            # Padding between pages is written as it lies here: it must never hold plain bytes.
+            arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
+            images = Staging(plan.image_offset, geometry.slot_bytes, plan.images)
+        self._writer = SlotWriter(files, self.frames, self._seals, images, trimmer)
+        self._loader = SlotLoader(files, self.frames, self._seals, headers, copy_in, block_tokens)
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._used = time.monotonic()
@@ -127,7 +142,7 @@ class TieredStore:
                 deadline (page mode: the data is needed). None after that means there is none.
         """
         self._used = time.monotonic()
-        self._checksums.forget(slots)
+        self._seals.forget(slots)
         self.frames.forget(slots)
         held = self.frames.take(slots, FrameState.HELD)
         if len(held) or len(slots) == 0 or not wait:
@@ -149,7 +164,7 @@ class TieredStore:
 
     def discard(self, slots: NDArray[np.int64]) -> None:
         """Forget what is held for these slots; queued writes are dropped."""
-        self._checksums.forget(slots)
+        self._seals.forget(slots)
         self._writer.discard(slots)
 
     def trim(self, slots: NDArray[np.int64]) -> None:
@@ -206,7 +221,7 @@ class TieredStore:
         """The request does not run any more."""
         slots = self._contexts.pop(request_id, None)
         if slots is not None:
-            self._checksums.forget(self.frames.release_references(slots))
+            self._seals.forget(self.frames.release_references(slots))
 
     def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
         """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
@@ -220,9 +235,7 @@ class TieredStore:
     def stream(self, contexts: Sequence[NDArray[np.int64]]) -> ContextStream:
         """Walk over the contexts of one step's rows; starts reading at once."""
         self._used = time.monotonic()
-        self._stream = ContextStream(
-            self.files, self.frames, self._checksums, self._staging, contexts
-        )
+        self._stream = ContextStream(self.files, self.frames, self._seals, self._staging, contexts)
         return self._stream
 
     # ---- end ----

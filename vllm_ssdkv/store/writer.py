@@ -12,19 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.checksum import checksum_pages
-from vllm_ssdkv.store.checksum_table import ChecksumTable
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
-from vllm_ssdkv.store.header import SlotHeader
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.seal_table import SealTable
+from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Groups in flight: one is being written while the next one's checksums are computed."""
+"""Groups in flight: one is being written while the next one is sealed."""
 
 _PAUSE_S = 0.005
 """How often the thread looks for new items while it waits for a write."""
@@ -44,23 +43,24 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
+    """Slots that are written together; ``images`` are the arena offsets that are written from."""
+
     items: Sequence[Pending]
     frames: NDArray[np.int32]
+    images: U64
     batch: SlotBatch
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return _slots(self.items)
 
     def part(self, which: NDArray[np.bool_], batch: SlotBatch) -> _Group:
         items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
-        return _Group(items, self.frames[which], batch)
+        return _Group(items, self.frames[which], self.images[which], batch)
 
 
-def frame_checksums(
-    frames: FrameCache, which: NDArray[np.int32], geometry: SlotGeometry
-) -> NDArray[np.uint64]:
-    """Checksums of the pages that lie in frames [n]; [n, pages]. Releases the GIL."""
-    pages = np.arange(geometry.pages, dtype=np.uint64) * np.uint64(geometry.page_bytes)
-    first = frames.address(which) + np.uint64(geometry.header_bytes)
-    sums = checksum_pages((first[:, None] + pages[None, :]).ravel(), geometry.payload_bytes)
-    return sums.reshape(len(which), geometry.pages)
+def _slots(items: Sequence[Pending]) -> NDArray[np.int64]:
+    return np.array([item.slot for item in items], dtype=np.int64)
 
 
 class SlotWriter:
@@ -71,20 +71,27 @@ class SlotWriter:
     alone: the block layer merges requests, so one bad sector fails its neighbours too. The frame of
     a failed write is the only copy: it is ``HELD`` until discarded. A write that misses its
     deadline has failed; its frame is ``WRITING`` until the I/O ends.
+
+    Frames stay readable while they are written, so where slots are encrypted, what goes to the
+    devices is made in pieces of memory beside them.
     """
 
     def __init__(
         self,
         files: SlotFiles,
         frames: FrameCache,
-        checksums: ChecksumTable,
+        seals: SealTable,
+        images: Staging | None = None,
         trimmer: SlotTrimmer | None = None,
     ):
-        """With a ``trimmer``, dropped slots are trimmed while there is nothing to write."""
+        """``images`` are pieces of ``slot_bytes`` each, which only the writer uses; None: slots
+        are written from their frames. With a ``trimmer``, dropped slots are trimmed while there is
+        nothing to write."""
         self._trimmer = trimmer
         self._files = files
         self._frames = frames
-        self._checksums = checksums
+        self._seals = seals
+        self._images = images
         self._wake = threading.Condition()
         """Guards everything below; notified of every change."""
         self._queue: collections.deque[Pending] = collections.deque()
@@ -195,7 +202,8 @@ class SlotWriter:
         overdue = {item.slot for group in self._overdue for item in group.items}
         items: list[Pending] = []
         kept: list[Pending] = []
-        while self._queue and len(items) < self._files.group:
+        most = self._most_items()
+        while self._queue and len(items) < most:
             item = self._queue.popleft()
             if item.slot in overdue:
                 self._failed.append((item.slot, item.epoch))
@@ -209,9 +217,16 @@ class SlotWriter:
         self._wake.notify_all()
         return items
 
+    def _most_items(self) -> int:
+        """How many slots to write at once: half of the images, so that two groups fit."""
+        if self._images is None:
+            return self._files.group
+        most = min(self._files.group, self._images.free(), self._images.pieces // IN_FLIGHT)
+        # Without a group whose end would free some, late writes hold them all: let a group fail.
+        return most or (0 if self._groups else self._files.group)
+
     def _start(self, items: list[Pending]) -> None:
-        slots = np.array([p.slot for p in items], dtype=np.int64)
-        frames = self._frames.start_writing(slots)
+        frames = self._frames.start_writing(_slots(items))
         here = frames != NO_FRAME
         if not here.all():  # discarded between queueing and now
             self._report_failed([p for p, ok in zip(items, here.tolist(), strict=True) if not ok])
@@ -219,41 +234,47 @@ class SlotWriter:
             frames = frames[here]
         if not items:
             return
+        images: U64 | None = None
         try:
-            self._write_headers(items, frames)
-            batch = self._submit(items, frames)
+            images = self._take_images(frames)
+            self._seal(items, frames, images)
+            batch = self._submit(items, images)
         except Exception:  # whatever it is, the scheduler must not wait for these slots for ever
             logger.exception("ssdkv: %d slot(s) cannot be written", len(items))
             self._frames.settle(frames, FrameState.HELD)
+            self._seals.settle(_slots(items))
+            if self._images is not None and images is not None:
+                self._images.give(images)
             self._report_failed(items)
             return
         with self._wake:
-            self._groups.append(_Group(items, frames, batch))
+            self._groups.append(_Group(items, frames, images, batch))
 
-    def _submit(self, items: Sequence[Pending], frames: NDArray[np.int32]) -> SlotBatch:
-        return self._files.submit(
-            Op.WRITE,
-            np.array([p.slot for p in items], dtype=np.int64),
-            0,
-            self._files.geometry.slot_bytes,
+    def _submit(self, items: Sequence[Pending], images: U64) -> SlotBatch:
+        size = self._files.geometry.slot_bytes
+        return self._files.submit(Op.WRITE, _slots(items), 0, size, images)
+
+    def _take_images(self, frames: NDArray[np.int32]) -> U64:
+        """Raises StoreError."""
+        if self._images is None:
+            return self._frames.buffer_offset(frames)
+        images = self._images.take(len(frames))
+        if images is None:
+            raise StoreError("writes that do not end hold the memory for encrypted slots")
+        return images
+
+    def _seal(self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64) -> None:
+        slots = _slots(items)
+        seals = self._files.sealer.seal(
+            slots,
+            np.array([item.epoch for item in items], dtype=np.int64),
+            [item.key for item in items],
             self._frames.buffer_offset(frames),
+            images,
         )
-
-    def _write_headers(self, items: Sequence[Pending], frames: NDArray[np.int32]) -> None:
-        geometry = self._files.geometry
-        sums = frame_checksums(self._frames, frames, geometry)
-        streamed = self._frames.referenced(np.array([p.slot for p in items], dtype=np.int64))
-        for item, frame, row, kept in zip(
-            items, frames.tolist(), sums, streamed.tolist(), strict=True
-        ):
-            if kept:
-                self._checksums.put(item.slot, row)
-            header = SlotHeader(item.key, item.slot, item.epoch, self._files.rank, row)
-            header.encode_into(
-                self._frames.view(frame)[: geometry.header_bytes],
-                geometry,
-                self._files.fingerprint,
-            )
+        # In this order: a context that begins to refer to a slot in between adopts its seal.
+        self._seals.hold(slots, seals)
+        self._seals.adopt(slots[self._frames.referenced(slots)])
 
     def _finish_one(self) -> None:
         """Finish a group, whichever is first, or return soon: there may be more to start."""
@@ -274,13 +295,18 @@ class SlotWriter:
                 break
             alone = np.zeros(len(group.items), dtype=np.bool_)
             alone[i] = True
-            again = self._submit([group.items[i]], group.frames[alone])
+            again = self._submit([group.items[i]], group.images[alone])
             good[i] = again.wait()[0]
             if not again.ended():
                 held[i] = True
                 overdue.append(group.part(alone, again))
         self._frames.settle(group.frames[good], FrameState.CLEAN)
         self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
+        self._seals.settle(group.slots)
+        if self._images is not None:
+            self._images.give(group.images[~held])
+            for late in overdue:
+                self._images.lend(late.images, np.ones(len(late.items), np.bool_), late.batch)
         if not good.all():
             logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
         with self._wake:

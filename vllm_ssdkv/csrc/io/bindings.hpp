@@ -10,6 +10,7 @@ namespace ssdkv {
 void bind_cache(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
+void bind_cipher(nanobind::module_& m);
 #if SSDKV_URING
 void bind_uring(nanobind::module_& m);
 #endif

@@ -4,9 +4,10 @@
 #include "io/bindings.hpp"
 
 NB_MODULE(_io, m) {
-  m.doc() = "Native I/O engines, page cache, checksums and copies of vllm_ssdkv.";
+  m.doc() = "Native I/O engines, page cache, checksums, ciphers and copies of vllm_ssdkv.";
   ssdkv::bind_cache(m);
   ssdkv::bind_memory(m);
+  ssdkv::bind_cipher(m);
   ssdkv::bind_engines(m);
 #if SSDKV_URING
   ssdkv::bind_uring(m);

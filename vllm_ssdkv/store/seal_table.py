@@ -1,0 +1,95 @@
+"""Seals of slots that are being streamed or written, kept in memory.
+
+A streamed read brings pages without their slot's header, so what they are checked by must be at
+hand: 8 bytes per page (encrypted: 16, and 104 per slot), only for slots of running contexts.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.sealer import Seals
+
+_NO_ROW = -1
+
+
+class SealTable:
+    """Seals by slot. Thread-safe; never blocks on I/O."""
+
+    def __init__(self, slots: int, pages: int, opening_words: int, mark_words: int):
+        """``slots`` in the store, ``pages`` per slot; the words are those of the ``Sealer``."""
+        self._lock = threading.Lock()
+        self._row_of = np.full(slots, _NO_ROW, dtype=np.int32)
+        self._opening = np.zeros((64, opening_words), dtype=np.uint64)
+        self._marks = np.zeros((64, pages, mark_words), dtype=np.uint64)
+        self._free = list(range(63, -1, -1))
+        self._held: dict[int, Seals] = {}
+
+    def put(self, slots: NDArray[np.int64], seals: Seals) -> None:
+        """Remember the seals of slots [n] until they are forgotten."""
+        with self._lock:
+            self._put(slots, seals)
+
+    def _put(self, slots: NDArray[np.int64], seals: Seals) -> None:
+        for i, slot in enumerate(slots.tolist()):
+            row = int(self._row_of[slot])
+            if row == _NO_ROW:
+                if not self._free:
+                    grown = len(self._marks)
+                    self._free.extend(range(2 * grown - 1, grown - 1, -1))
+                    self._opening = np.concatenate([self._opening, np.zeros_like(self._opening)])
+                    self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
+                row = self._free.pop()
+                self._row_of[slot] = row
+            self._opening[row] = seals.opening[i]
+            self._marks[row] = seals.marks[i]
+
+    def get(
+        self, slots: NDArray[np.int64], first_page: int, pages: int
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """Seals of n slots and the pages from ``first_page`` on, and which slots are known [n]."""
+        with self._lock:
+            rows = self._row_of[slots]
+            marks = self._marks[rows, first_page : first_page + pages]
+            return Seals(self._opening[rows], marks), rows != _NO_ROW
+
+    def forget(self, slots: NDArray[np.int64]) -> None:
+        """No context refers to these slots any more, or their content changes."""
+        with self._lock:
+            slots = np.unique(slots)
+            rows = self._row_of[slots]
+            self._free.extend(rows[rows != _NO_ROW].tolist())
+            self._row_of[slots] = _NO_ROW
+            for slot in slots.tolist():
+                self._held.pop(slot, None)
+
+    # ---- slots that are being written ----
+
+    def hold(self, slots: NDArray[np.int64], seals: Seals) -> None:
+        """These slots are being written with these seals; who needs one may :meth:`adopt` it."""
+        with self._lock:
+            for i, slot in enumerate(slots.tolist()):
+                self._held[slot] = Seals(seals.opening[i : i + 1], seals.marks[i : i + 1])
+
+    def adopt(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which slots are known, [n]; those that are being written are remembered from now on."""
+        with self._lock:
+            for slot in slots[self._row_of[slots] == _NO_ROW].tolist():
+                if slot in self._held:
+                    self._put(np.array([slot], dtype=np.int64), self._held[slot])
+            result: NDArray[np.bool_] = self._row_of[slots] != _NO_ROW
+            return result
+
+    def settle(self, slots: NDArray[np.int64]) -> None:
+        """These slots are written, and their frames say so, or they failed."""
+        with self._lock:
+            for slot in slots.tolist():
+                self._held.pop(slot, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held for slots that are not being written."""
+        return int(self._opening.nbytes + self._marks.nbytes + self._row_of.nbytes)
