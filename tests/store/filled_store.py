@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,9 @@ from vllm_ssdkv.store.tiers import TieredStore
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8000)
 """Pages with padding, a header with unused bytes."""
 
+KEY = "07" * 32
+"""Of an encrypted store."""
+
 MODEL = Fingerprint({"model": "tiny", "dtype": "bfloat16"})
 RANKS = 2
 
@@ -51,6 +54,11 @@ class FilledStore:
     state: Path
     slots: tuple[int, ...]
     ranks: int = RANKS
+    encrypted: bool = False
+
+    @property
+    def geometry(self) -> SlotGeometry:
+        return replace(GEOMETRY, encrypted=self.encrypted)
 
     @property
     def place(self) -> StorePlace:
@@ -61,13 +69,14 @@ class FilledStore:
                 "state_dir": self.state,
                 "dram_gib": "16MiB",
                 "io": {"staging": "4MiB"},
+                "encryption": {"key_command": ["echo", KEY]} if self.encrypted else None,
             }
         )
-        return StorePlace(config, GEOMETRY, MODEL, self.ranks, model="some/model")
+        return StorePlace(config, self.geometry, MODEL, self.ranks, model="some/model")
 
     @property
     def stripes(self) -> StripeMap:
-        return self.place.stripes
+        return StripeMap(self.geometry, [1.0] * len(self.devices))
 
     def data(self, device: int, rank: int) -> Path:
         path = self.devices[device]
@@ -80,7 +89,7 @@ class FilledStore:
         return int(extents.device[0]), int(extents.offset[0]) + offset - start
 
     def moved(self, devices: Sequence[Path], state: Path) -> FilledStore:
-        return FilledStore(tuple(devices), state, self.slots, self.ranks)
+        return replace(self, devices=tuple(devices), state=state)
 
     def fill(self) -> None:
         """Make the store and write its slots, as an engine does."""
@@ -122,6 +131,7 @@ class FilledStore:
 class _Rank:
     def __init__(self, place: StorePlace, rank: int):
         self.rank = rank
+        self.geometry = place.geometry
         self.opened = open_rank(place, rank, Counters())
         opened = self.opened
         self.store = TieredStore(
@@ -130,8 +140,8 @@ class _Rank:
         self.hbm: dict[int, Bytes] = {}
 
     def _pages(self, frame: int) -> Bytes:
-        pages = self.store.frames.view(frame)[GEOMETRY.header_bytes :]
-        return pages.reshape(GEOMETRY.pages, -1)
+        pages = self.store.frames.view(frame)[self.geometry.header_bytes :]
+        return pages.reshape(self.geometry.pages, -1)
 
     def _copy_in(self, frames: np.ndarray, block_ids: Slots) -> None:
         for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):

@@ -46,12 +46,12 @@ def check(store: FilledStore, *, mend: bool = False) -> Report:
         return found.report
 
 
-def make(root: Path, devices: int = 2) -> FilledStore:
+def make(root: Path, devices: int = 2, *, encrypted: bool = False) -> FilledStore:
     paths = tuple(root / f"ssd{i}" for i in range(devices))
     state = root / "state"
     for path in (*paths, state):
         path.mkdir(mode=0o700)
-    store = FilledStore(paths, state, SLOTS)
+    store = FilledStore(paths, state, SLOTS, encrypted=encrypted)
     store.fill()
     return store
 
@@ -113,6 +113,29 @@ def test_many_batches_are_as_one(original: FilledStore, monkeypatch: pytest.Monk
     assert heard[0] == (0, total)
     assert heard[-1] == (total, total)
     assert len(heard) == 1 + RANKS * -(-len(SLOTS) // 2)
+
+
+def test_an_encrypted_store_needs_no_key() -> None:
+    """Damage is found, and repaired, by whoever can read the drives."""
+    with tempfile.TemporaryDirectory(prefix="ssdkv-fsck-", dir=disk_directory()) as root:
+        store = make(Path(root), encrypted=True)
+        assert check(store).clean
+        shape = store.geometry
+        # Pages begin behind tags, too. The last tag is the header's own.
+        damage = {(5, shape.page_offset(3) + 7), (21, shape.header_used - 1)}
+        for slot, offset in damage:
+            device, at = store.at(slot, offset)
+            flip(store.data(device, 1), at)
+        device, _ = store.at(0, 0)
+        flip(store.data(device, 0), COPY_OFFSETS[1])
+        report = check(store, mend=True)
+        assert {(p.kind, p.subject) for p in report.problems} == {
+            ("page", "slot 5, rank 1"),
+            ("header", "slot 21, rank 1"),
+            ("superblock", str(store.data(device, 0))),
+        }
+        assert check(store).clean
+        assert store.served() == set(SLOTS) - {5, 21}
 
 
 # ---- a flipped byte anywhere ----

@@ -47,7 +47,7 @@ class Work:
     """Everything that a store does, over and over, with a check of what is read."""
 
     def __init__(self, devices: list[Path], state: Path) -> None:
-        self.victim = Victim([str(path) for path in devices], str(state))
+        self.victim = Victim([str(path) for path in devices], str(state), encrypted=False)
         self.source = random.Random(1)
         self.number = 0
         self.streamed = 0

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import OPAQUE, PAGED, PATIENCE_S, MakeStore, StoreRig, array, until
+from tests.store.conftest import (
+    OPAQUE,
+    PAGED,
+    PAGED_ENCRYPTED,
+    PATIENCE_S,
+    MakeStore,
+    StoreRig,
+    array,
+    until,
+)
 from vllm_ssdkv.store import scrub, tiers
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.scrub import PIECES, Scrubber, _Reader
@@ -93,7 +102,7 @@ def one_pass(rig: StoreRig, wrong: int = 0, **options: object) -> list[tuple[int
         return scrubber.take_bad()
 
 
-@pytest.mark.parametrize("geometry", [PAGED, OPAQUE])
+@pytest.mark.parametrize("geometry", [PAGED, OPAQUE, PAGED_ENCRYPTED])
 def test_a_good_store_is_read_and_nothing_is_said(
     make_store: MakeStore, geometry: SlotGeometry
 ) -> None:
@@ -144,6 +153,14 @@ def test_padding_may_hold_anything(make_store: MakeStore) -> None:
     rig = filled(make_store, OPAQUE)
     rig.flip(5, OPAQUE.page_offset(0) + OPAQUE.payload_bytes)
     assert one_pass(rig) == []
+
+
+def test_the_scrub_needs_no_key(make_store: MakeStore) -> None:
+    rig = filled(make_store, PAGED_ENCRYPTED)
+    rig.flip(5, PAGED_ENCRYPTED.page_offset(1) + 3)
+    rig.flip(9, PAGED_ENCRYPTED.header_used - 1)  # the header's own tag
+    assert sorted(one_pass(rig, wrong=2)) == [(5, 1), (9, 1)]
+    assert (rig.total("scrub_bad_pages"), rig.total("header_mismatches")) == (1, 1)
 
 
 @pytest.mark.usefixtures("restless")

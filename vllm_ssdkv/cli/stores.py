@@ -142,6 +142,7 @@ def _show(details: StoreDetails, console: Console) -> None:
         ("journal", f"{details.journal_bytes} bytes, {details.damaged_records} damaged records"),
         ("opened", f"{details.opened} times, last {_when(summary.last_opened)}"),
         ("in use", "yes" if summary.in_use else "no"),
+        ("encryption", f"key id {details.key_id}" if details.key_id else "off"),
         ("geometry", ", ".join(f"{name} {value}" for name, value in geometry.items())),
         ("stripe unit", approximate_size(details.stripe_unit_bytes)),
         ("fingerprint", ", ".join(f"{k} {v}" for k, v in sorted(details.fingerprint.items()))),

@@ -85,6 +85,7 @@ class StoreDetails:
         journal_bytes: Size of the journal.
         damaged_records: Records of it that fail their checksums.
         opened: How often a scheduler has opened the store.
+        key_id: Names the key that it is encrypted with; empty when it is not.
     """
 
     summary: StoreSummary
@@ -96,6 +97,7 @@ class StoreDetails:
     journal_bytes: int
     damaged_records: int
     opened: int
+    key_id: str
 
 
 def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
@@ -182,6 +184,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
         journal_bytes=journal.nbytes,
         damaged_records=journal.replay.corrupt,
         opened=manifest.opened,
+        key_id=manifest.key_id,
     )
 
 

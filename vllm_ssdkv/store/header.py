@@ -187,7 +187,7 @@ def epoch_of(buffer: memoryview | NDArray[np.uint8], slot: int) -> int | None:
     The header may be damaged, so that the epoch is what somebody else has to confirm.
     """
     view = np.frombuffer(buffer, dtype=np.uint8).data
-    magic, *_, found, epoch, _, _ = _FIXED.unpack_from(view)
+    magic, *_, found, epoch, _, _, _ = _FIXED.unpack_from(view)
     return int(epoch) if (magic, found) == (MAGIC, slot) else None
 
 
