@@ -274,8 +274,10 @@ def test_deferred_slots_are_handed_out_after_other_free_ones() -> None:
     index = SlotIndex(5, None)
     store(index, 1)
     index.defer(np.array([True, True, True, False, False]))
-    assert index.gauges()["free"] == 4
+    assert (index.gauges()["free"], index.free_now()) == (4, 2)
+    assert index.usage(0, 3) == (1, 0)
     assert index.allocate(3).tolist() == [3, 4, 1]
+    assert index.usage(0, 3) == (1, 1)
     index.unpin(slots_of(1, 3))
     index.defer(np.array([False, False, False, True, False]))
     assert index.allocate(4).tolist() == [1, 2, 3, 0]  # the last one was evicted
