@@ -547,6 +547,16 @@ def test_a_restart_finds_what_was_durable(reuse: Make, tmp_path: Path, reset: bo
     again.ours.close()
 
 
+def test_all_blocks_of_a_report_are_one_write(reuse: Make, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", store=UUID(int=1), fingerprint=bytes(16), num_slots=40)
+    run = reuse(index=SlotIndex(40, journal))
+    stored(run, prompt(100))
+    counters = journal.counters
+    assert counters["appended_records"] == 6
+    assert counters["writes"] < 6
+    run.ours.close()
+
+
 def test_the_engine_keeps_stepping_until_writes_are_known(reuse: Make) -> None:
     run = reuse()
     run.add("a", prompt(100), 1)
