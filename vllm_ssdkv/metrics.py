@@ -148,6 +148,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
+    _counter(
+        "manifest_restores", "files", "Manifests that were damaged and restored from their copy."
+    ),
     _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
     _gauge("slots_ready", "slots", "Slots that can be found."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -303,7 +304,7 @@ def test_without_its_manifest_a_store_is_refused_untouched(
     (devices[0] / NAME).unlink()
     before = (devices[1] / "rank0.data").read_bytes()
     with pytest.raises(FormatError, match="its copy is there: `ssdkv fsck --repair"):
-        open_rank(place(devices), 0, Counters())
+        open_rank(place(devices, recover="strict"), 0, Counters())
     assert not (devices[0] / NAME).exists()
     (devices[0] / COPY).unlink()
     with pytest.raises(FormatError, match=r"belongs to another store .* delete it"):
@@ -326,9 +327,47 @@ def test_a_flipped_byte_in_the_manifest_is_refused(
         spoiled[position] ^= 1 << position % 7
         path.write_bytes(spoiled)
         with pytest.raises(FormatError, match=str(path)):
-            open_rank(place(devices), 0, Counters())
+            open_rank(place(devices, recover="strict"), 0, Counters())
     path.write_bytes(data)
     close(open_rank(place(devices), 0, Counters()))
+
+
+@pytest.mark.parametrize("first", ["rank", "index"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
+def test_a_damaged_manifest_is_restored_from_its_copy(
+    tmp_devices: Callable[[int], list[Path]],
+    opened: Opened,
+    caplog: pytest.LogCaptureFixture,
+    first: str,
+    damage: str,
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 7)
+    index.close()
+    path = devices[0] / NAME
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        changed = whole.replace(b'"opened": 1', b'"opened": 7')
+        path.write_bytes(whole[:99] if damage == "cut" else changed)
+    where = place(devices)
+    if first == "rank":
+        close(opened(where))
+    index, _ = open_index(where)
+    assert found(index, keys) == set(keys)
+    assert where.counters.total("manifest_restores") == 1
+    assert sum(f"{path}" in m and "restored from its copy" in m for m in caplog.messages) == 1
+    restored = Manifest.load(devices[0])
+    assert restored is not None
+    assert (restored.store, restored.opened) == (json.loads(whole)["store"], 2)
+    index.close()
+    for name in (NAME, COPY):
+        (devices[0] / name).write_bytes(b"{")
+    with pytest.raises(FormatError, match=f"{devices[0] / COPY} is damaged"):
+        open_index(place(devices))
 
 
 def test_what_a_start_does_with_a_damaged_journal(

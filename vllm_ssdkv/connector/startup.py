@@ -79,7 +79,7 @@ def open_worker(
     found = _identify(config, vllm_config, kv_cache_config)
     _check_backend(config, vllm_config, kv_cache_config)
     rank = int(get_tensor_model_parallel_rank())
-    counters = Counters()
+    counters = found.place.counters
     opened = open_rank(found.place, rank, counters)
     counters.set(
         "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
@@ -105,7 +105,7 @@ def open_scheduler(
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
     index, stripes = open_index(found.place)
-    counters = Counters()
+    counters = found.place.counters
     scheduler = SSDKVScheduler(
         config,
         index,

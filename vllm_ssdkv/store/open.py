@@ -17,7 +17,7 @@ from uuid import UUID
 import numpy as np
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError, DeviceError, StoreError
+from vllm_ssdkv.errors import ConfigError, DeviceError, FormatError, StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
@@ -72,6 +72,7 @@ class StorePlace:
         self.fingerprint = fingerprint
         self.tp_size = tp_size
         self.model = model
+        self.counters = Counters()
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
         self.state = config.state_path(key) / below
         self.stripes = StripeMap(geometry, config.device_weights())
@@ -133,7 +134,7 @@ class StorePlace:
             FingerprintMismatchError, FormatError, StoreError: it does not fit these options.
         """
         with locked(self.state):
-            found = Manifest.load(self.state)
+            found = self._load_manifest()
             if found is None:
                 capacities, slots = self.sized(None)
                 found = Manifest.create(
@@ -149,6 +150,20 @@ class StorePlace:
                 found.save(self.state)
         found.check(self.fingerprint, self.paths, self.config.device_weights())
         return found
+
+    def _load_manifest(self) -> Manifest | None:
+        try:
+            return Manifest.load(self.state)
+        except FormatError as damage:
+            if self.config.recover == "strict":
+                raise
+            found = Manifest.load_copy(self.state)
+            if found is None:
+                raise
+            logger.warning("ssdkv: %s: restored from its copy", damage)
+            found.save(self.state)
+            self.counters.add("manifest_restores")
+            return found
 
     def stored(self) -> Manifest:
         """The manifest as it is on disk now; the caller holds the lock.
