@@ -290,7 +290,7 @@ def test_journal_as_documented(files: dict[str, bytes]) -> None:
 
 
 def test_manifest_as_documented(files: dict[str, bytes]) -> None:
-    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("## Versions")[0]
+    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("\n## ")[0]
     members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
     found = json.loads(files["store.json"])
     kinds = {"integer": int, "text": str, "list": list, "object": dict, "number": (int, float)}
