@@ -214,12 +214,14 @@ def test_journal_records(fuzz_seconds: float) -> None:
                 corrupt -= 1
                 if slot < JOURNAL_SLOTS:
                     valid.append((sequence, kind, slot, epoch, key))
-        by_slot: dict[int, tuple[int, int, bytes]] = {}
-        for _, kind, slot, epoch, key in sorted(valid, key=lambda record: record[0]):
-            by_slot.pop(slot, None)
-            by_slot[slot] = (kind, epoch, key)
+        by_slot: dict[int, tuple[int, int, int, bytes]] = {}
+        for sequence, kind, slot, epoch, key in sorted(valid, key=lambda record: record[0]):
+            by_slot[slot] = (sequence, kind, epoch, key)
         by_key: dict[bytes, tuple[int, int]] = {}
-        for slot, (kind, epoch, key) in by_slot.items():
+        # We never write a sequence twice; forged records may have it, and have no order then.
+        for slot, (_, kind, epoch, key) in sorted(
+            by_slot.items(), key=lambda item: (item[1][0], item[0])
+        ):
             if kind == PUT:
                 by_key.pop(key, None)
                 by_key[key] = (slot, epoch)
