@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,10 +49,15 @@ def region_bytes(devices: int, blocks: int) -> int:
 def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
     """All scenarios on these devices, with a table of each as it ends.
 
+    Block-layer limits count in slices of 100 ms, so runs on throttled RAM disks take a second at
+    the least.
+
     Raises:
         BenchError: fio does not see the devices that were asked for, or somebody failed.
     """
     rows: list[Row] = []
+    if setup.kind == "loop":
+        effort = replace(effort, seconds=max(effort.seconds, 1.0))
 
     def add(more: list[Row]) -> None:
         rows.extend(more)
@@ -155,7 +161,7 @@ def run(
     """
     effort = QUICK if quick else FULL
     if repeats is not None:
-        effort = Effort(repeats, effort.seconds, effort.blocks, effort.requests)
+        effort = replace(effort, repeats=repeats)
     model = GEN4.slower(dilation / GEN4.dilation)
     console = Console()
     found: dict[str, list[dict[str, Any]]] = {}
