@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -272,10 +273,16 @@ class SSDKVConfig(OptionModel):
         """One weight per entry of :meth:`device_paths`."""
         return tuple(device.weight for device in self.devices) or (1.0,)
 
-    def device_capacities(self, model_key: str) -> tuple[int, ...]:
+    def device_capacities(
+        self, model_key: str, known: Mapping[str, int] = MappingProxyType({})
+    ) -> tuple[int, ...]:
         """Bytes per entry of :meth:`device_paths`, all ranks together.
 
         Reads the free space where no capacity was given.
+
+        Args:
+            model_key: Name of the model's default directory.
+            known: Path to the capacity that an existing store has there; options go before it.
 
         Raises:
             ConfigError: a device cannot be examined, or has less room than a store needs.
@@ -283,7 +290,9 @@ class SSDKVConfig(OptionModel):
         given = tuple(device.capacity for device in self.devices) or (None,)
         found: list[int] = []
         for path, capacity in zip(self.device_paths(model_key), given, strict=True):
-            if capacity is None:
+            if capacity is None and path in known:
+                found.append(known[path])
+            elif capacity is None:
                 found.append(_examined_capacity(path))
             else:
                 found.append(capacity)

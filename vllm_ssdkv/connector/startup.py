@@ -45,9 +45,10 @@ def _identify(
     identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     parallel = vllm_config.parallel_config
     replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
-    return _Identity(
-        layout, identity, StorePlace(config, layout.geometry, identity, layout.tp_size, replica)
-    )
+    # The engine's id may be one that the user gave it, for ever.
+    run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
+    place = StorePlace(config, layout.geometry, identity, layout.tp_size, replica, run)
+    return _Identity(layout, identity, place)
 
 
 def show_log() -> None:
@@ -100,23 +101,26 @@ def open_scheduler(
         # vLLM reads the policy after this constructor. Its default ends requests whose load
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
-    index, stripes = open_index(found.place)
+    counters = Counters()
+    index, restriper = open_index(found.place, counters)
     scheduler = SSDKVScheduler(
         config,
         index,
-        stripes,
-        found.place.paths,
+        restriper,
+        [device.path for device in found.place.stored().devices],
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
         found.layout.tp_size,
-        Counters(),
+        counters,
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
-    if config.mode == "page" and index.num_slots < longest:
+    gauges = index.gauges()
+    slots = gauges["free"] + gauges["ready"]
+    if config.mode == "page" and slots < longest:
         scheduler.close()
         needed = found.place.capacity_for(longest)
         raise ConfigError(
-            f"the store has {index.num_slots} slots of {found.layout.block_tokens} tokens, a "
+            f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "
             f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
             f"raise the capacity of the devices to {format_size(needed)} in all, or lower "
             "--max-model-len"

@@ -101,6 +101,8 @@ class SSDKVWorker:
     def begin(self, plan: SSDKVMetadata) -> None:
         """Before the forward pass: contexts are brought up to date and their reads started."""
         store = self.store
+        if plan.segments is not None:
+            store.files.placement.change(plan.segments)
         self._attending = bool(plan.rows)
         for request_id in plan.forget:
             store.drop_context(request_id)

@@ -102,7 +102,12 @@ def open_device(
         return _open_block_device(place, what, nbytes, direct, lock_timeout_s)
     elif not stat.S_ISDIR(mode):
         raise DeviceError(f"{what} is neither a directory nor a block device")
-    return _open_data_file(place / f"rank{rank}.data", what, nbytes, direct, lock_timeout_s)
+    return _open_data_file(data_file_path(place, rank), what, nbytes, direct, lock_timeout_s)
+
+
+def data_file_path(directory: Path, rank: int) -> Path:
+    """The data file of a rank on a device that is a directory."""
+    return directory / f"rank{rank}.data"
 
 
 def _mode_of(path: Path, what: str) -> int | None:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.protocol import PENDING, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
-from vllm_ssdkv.store.layout import Extents, SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import Extents, SlotGeometry
+from vllm_ssdkv.store.placement import Placement
 
 GROUP = 64
 """Most whole slots per submission."""
@@ -25,10 +26,11 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SlotFiles:
-    """Slots on the devices of one rank. Immutable; its methods may be called from any thread."""
+    """Slots on the devices of one rank. Only the placement ever changes, when the scheduler says so
+    (:meth:`Placement.change`). Methods may be called from any thread."""
 
     geometry: SlotGeometry
-    stripes: StripeMap
+    placement: Placement
     engine: IoEngine
     health: DeviceHealth
     counters: Counters
@@ -56,7 +58,7 @@ class SlotFiles:
             length: Bytes per slot, a multiple of 4096.
             buffers: Arena offset per slot, [n].
         """
-        extents = self.stripes.extents(slots, offset, length)
+        extents = self.placement.extents(slots, offset, length)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
         sent = np.flatnonzero(~self.health.out_of_use(extents.device))
         batch = self.engine.submit(

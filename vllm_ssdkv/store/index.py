@@ -2,9 +2,9 @@
 
 A slot is *free*, *writing* (allocated, not yet findable), *ready* (findable by its key), *private*
 (in use, but not findable: a duplicate, or dropped while pinned) or *lost* (on a device that is out
-of service). ``publish`` makes it findable in this process; ``durable`` makes it findable after a
-restart, too. A slot is handed out again only after the journal was told that its old content is
-gone.
+of service, or a number that no slot has now). ``publish`` makes it findable in this process;
+``durable`` makes it findable after a restart, too. A slot is handed out again only after the
+journal was told that its old content is gone.
 
 **Eviction order** is LRU over ready, unpinned slots. A prefix is useless without its head, so
 slots given together (to :meth:`SlotIndex.touch` or :meth:`SlotIndex.unpin`) are taken as a chain,
@@ -13,8 +13,8 @@ a request's whole chain when it ends, since chunks unpinned one by one put later
 earlier heads. A restart brings the order back as of the last rewrite of the journal (a clean close
 makes one), then in order of storing.
 
-**Cost**: 39 bytes per slot (state, journalled, quarantined 1 each, pins 4, epoch 8, LRU list 8,
-free stack 8, key reference 8) and about 170 more for a ready one (key object, slot number,
+**Cost**: 40 bytes per slot (state, journalled, quarantined, deferred 1 each, pins 4, epoch 8, LRU
+list 8, free stack 8, key reference 8) and about 170 more for a ready one (key object, slot number,
 dictionary entry). A lookup takes a fraction of a microsecond per key. A rewrite of the journal
 takes a snapshot here: about 0.2 s for a million ready slots, once per as many changes.
 """
@@ -91,6 +91,7 @@ class SlotIndex:
         self._state = bytearray(num_slots)
         self._journalled = bytearray(num_slots)
         self._quarantined = bytearray(num_slots)
+        self._deferred = bytearray(num_slots)
         self._pins = array("i", [0]) * num_slots
         self._epoch = array("q", [0]) * num_slots
         self._key: list[bytes | None] = [None] * num_slots
@@ -105,7 +106,9 @@ class SlotIndex:
         number = max(open_number, (newest >> EPOCH_COUNTER_BITS) + 1)
         self._last_epoch = number << EPOCH_COUNTER_BITS
         states = np.frombuffer(self._state, dtype=np.uint8)
+        # Two stacks in one array: from its front, and from its end the deferred ones.
         self._free: I64 = np.zeros(num_slots, dtype=np.int64)
+        self._deferred_count = 0
         empty = np.flatnonzero(states == SlotState.FREE)[::-1]  # a stack: the lowest is on top
         self._free_count = empty.size
         self._free[: empty.size] = empty
@@ -179,7 +182,7 @@ class SlotIndex:
         return max(0, self._obtainable() - self._reserved)
 
     def _obtainable(self) -> int:
-        return self._free_count + len(self._lru)
+        return self._free_count + self._deferred_count + len(self._lru)
 
     def reserve(self, n: int) -> None:
         """Keep ``n`` slots for later ``allocate(reserved=True)``, free or evictable ones.
@@ -207,7 +210,8 @@ class SlotIndex:
     def allocate(self, n: int, *, reserved: bool = False) -> I64:
         """Take ``n`` slots for writing, each pinned once and with a new epoch.
 
-        Free slots first, then the least recently used ones are evicted. All or nothing.
+        Free slots first, of these the deferred ones last, then the least recently used ones are
+        evicted. All or nothing.
 
         Args:
             n: How many.
@@ -227,8 +231,12 @@ class SlotIndex:
             raise StoreFullError(f"{n} slots are needed: {self._situation()}")
         from_stack = min(n, self._free_count)
         self._free_count -= from_stack
-        taken = self._free[self._free_count : self._free_count + from_stack][::-1]
-        evicted = np.array([self._lru.pop() for _ in range(n - from_stack)], dtype=np.int64)
+        taken = self._free[self._free_count : self._free_count + from_stack][::-1].copy()
+        deferred = min(n - from_stack, self._deferred_count)
+        bottom = self.num_slots - self._deferred_count
+        self._deferred_count -= deferred
+        taken = np.concatenate([taken, self._free[bottom : bottom + deferred]])
+        evicted = np.array([self._lru.pop() for _ in range(n - taken.size)], dtype=np.int64)
         self._forget(evicted)
         self._counts["evictions"] += evicted.size
         slots: I64 = np.concatenate([taken, evicted])
@@ -246,7 +254,8 @@ class SlotIndex:
 
     def _situation(self) -> str:
         return (
-            f"of {self.num_slots} slots {self._free_count} are free, {len(self._lru)} evictable, "
+            f"of {self.num_slots} slots {self._free_count + self._deferred_count} are free, "
+            f"{len(self._lru)} evictable, "
             f"{self._pinned} pinned, {self._reserved} reserved, {self._lost} on lost devices"
         )
 
@@ -298,6 +307,10 @@ class SlotIndex:
             self._lost += 1
             return
         self._state[slot] = SlotState.FREE
+        if self._deferred[slot]:
+            self._deferred_count += 1
+            self._free[self.num_slots - self._deferred_count] = slot
+            return
         self._free[self._free_count] = slot
         self._free_count += 1
 
@@ -396,10 +409,10 @@ class SlotIndex:
             self._journal.append(Kind.DEL, array_of, self.epochs(array_of))
 
     def quarantine(self, mask_or_slots: NDArray[np.bool_] | I64) -> int:
-        """Take slots on a dead device out of use for ever; how many were ready or writing.
+        """Take slots out of use until :meth:`restore`; how many were ready or writing.
 
-        They are dropped as by :meth:`drop` and never handed out again. Reservations may now exceed
-        what is left; :meth:`allocate` then says so.
+        They are dropped as by :meth:`drop` and not handed out. Reservations may now exceed what is
+        left; :meth:`allocate` then says so.
 
         Args:
             mask_or_slots: bool, shape [num_slots], or slot numbers, int64, shape [n].
@@ -414,10 +427,7 @@ class SlotIndex:
         mask &= np.frombuffer(self._quarantined, dtype=np.uint8) == 0
         slots = np.flatnonzero(mask)
         np.frombuffer(self._quarantined, dtype=np.uint8)[slots] = 1
-        stack = self._free[: self._free_count]
-        idle, kept = stack[mask[stack]], stack[~mask[stack]]
-        self._free_count = kept.size
-        self._free[: kept.size] = kept
+        idle = self._take_free(mask)
         np.frombuffer(self._state, dtype=np.uint8)[idle] = SlotState.LOST
         self._lost += idle.size
         dropped = self._drop(slots)
@@ -425,7 +435,66 @@ class SlotIndex:
         self._counts["dropped"] += dropped
         return dropped
 
+    def restore(self, slots: I64) -> None:
+        """Slots that were quarantined may be handed out again, before all others and not deferred.
+
+        Args:
+            slots: Numbers, int64, shape [n].
+
+        Raises:
+            ValueError: one is not lost; nothing is changed.
+        """
+        states = np.frombuffer(self._state, dtype=np.uint8)
+        if bool((states[slots] != SlotState.LOST).any()):
+            raise ValueError("restore of a slot that is not lost")
+        np.frombuffer(self._quarantined, dtype=np.uint8)[slots] = 0
+        np.frombuffer(self._deferred, dtype=np.uint8)[slots] = 0
+        states[slots] = SlotState.FREE
+        self._lost -= slots.size
+        self._free[self._free_count : self._free_count + slots.size] = slots[::-1]
+        self._free_count += slots.size
+
+    def defer(self, mask: NDArray[np.bool_]) -> None:
+        """Hand out these slots, and no others, only when no other slot is free.
+
+        Args:
+            mask: bool, shape [num_slots].
+
+        Raises:
+            ValueError: the mask has another shape.
+        """
+        if mask.shape != (self.num_slots,):
+            raise ValueError(f"mask of shape {mask.shape} for {self.num_slots} slots")
+        free = self._take_free(np.ones(self.num_slots, dtype=np.bool_))
+        np.frombuffer(self._deferred, dtype=np.uint8)[:] = mask
+        now, later = free[~mask[free]], free[mask[free]]
+        self._free_count, self._deferred_count = now.size, later.size
+        self._free[: now.size] = now
+        self._free[self.num_slots - later.size :] = later
+
+    def _take_free(self, mask: NDArray[np.bool_]) -> I64:
+        """Those of the free slots that the mask names, which are not among them afterwards."""
+        stack = self._free[: self._free_count].copy()
+        later = self._free[self.num_slots - self._deferred_count :].copy()
+        kept, kept_later = stack[~mask[stack]], later[~mask[later]]
+        self._free_count, self._deferred_count = kept.size, kept_later.size
+        self._free[: kept.size] = kept
+        self._free[self.num_slots - kept_later.size :] = kept_later
+        both: I64 = np.concatenate([later[mask[later]][::-1], stack[mask[stack]]])
+        return both
+
     # ---- numbers and ends ----
+
+    def usage(self, first: int, slots: int) -> tuple[int, int]:
+        """How many of the slots ``[first, first + slots)`` can be found, and are pinned."""
+        part = slice(first, first + slots)
+        ready = np.frombuffer(self._state, dtype=np.uint8)[part] == SlotState.READY
+        pinned = np.frombuffer(self._pins, dtype=np.int32)[part] > 0
+        return int(ready.sum()), int(pinned.sum())
+
+    def free_now(self) -> int:
+        """Slots that are free and not deferred."""
+        return self._free_count
 
     @property
     def counters(self) -> dict[str, int]:
@@ -440,7 +509,7 @@ class SlotIndex:
         """What is now: numbers of slots, ``journal_bytes``, and ``journal_degraded`` (0 or 1)."""
         journal = self._journal
         return {
-            "free": self._free_count,
+            "free": self._free_count + self._deferred_count,
             "ready": len(self._slot_of),
             "writing": self._writing,
             "pinned": self._pinned,

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.placement import Placement, Segment
 
 NAME = "store.json"
 VERSION = 1
@@ -34,6 +35,8 @@ class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     weight: float
     files: list[str]
     """UUID of each rank's data file; empty until the rank has made it."""
+    present: bool = True
+    """Whether the store was last opened with it."""
     fresh: list[int] = []
     """Ranks whose data file was made anew since the scheduler last opened the store."""
 
@@ -54,30 +57,30 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slot_bytes: int
     tp_size: int
     devices: list[ManifestDevice]
+    """Those that are present in the order of the options, then absent ones that hold slots."""
+    segments: list[Segment]
+    numbers: int
+    """Slot numbers are below this."""
+    fresh: list[int] = []
+    """First slots of segments that were made since the scheduler last opened the store."""
+    run: str = ""
+    """The engine that has arranged devices and segments: its other processes take them as they are.
+    """
     opened: int = 0
     """How often a scheduler has opened the store."""
 
     @classmethod
-    def create(
-        cls,
-        fingerprint: Fingerprint,
-        geometry: SlotGeometry,
-        tp_size: int,
-        paths: Sequence[str],
-        capacities: Sequence[int],
-        weights: Sequence[float],
-    ) -> Manifest:
-        """A new store's manifest."""
+    def create(cls, fingerprint: Fingerprint, geometry: SlotGeometry, tp_size: int) -> Manifest:
+        """A new store's manifest, without devices."""
         return cls(
             store=str(uuid.uuid4()),
             fingerprint=dict(fingerprint.fields),
             kind=geometry.kind,
             slot_bytes=geometry.slot_bytes,
             tp_size=tp_size,
-            devices=[
-                ManifestDevice(path=path, capacity=capacity, weight=weight, files=[""] * tp_size)
-                for path, capacity, weight in zip(paths, capacities, weights, strict=True)
-            ],
+            devices=[],
+            segments=[],
+            numbers=0,
         )
 
     @classmethod
@@ -131,6 +134,18 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"kind is {self.kind!r}")
         if not self.devices:
             raise ValueError("devices is empty")
+        if not any(device.present for device in self.devices):
+            raise ValueError("no device is present")
+        for i, segment in enumerate(self.segments):
+            numbers = (segment.first, segment.numbers, segment.slots)
+            named = {*segment.lanes, *(extent.device for extent in segment.extents)}
+            low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
+            if low < 0 or not named <= set(range(len(self.devices))):
+                raise ValueError(f"segments[{i}] is {segment}")
+            if segment.first + segment.numbers > self.numbers:
+                raise ValueError(f"numbers is {self.numbers}, segments[{i}] is {segment}")
+        if min(self.fresh, default=0) < 0:
+            raise ValueError(f"fresh is {self.fresh}")
         if self.opened < 0:
             raise ValueError(f"opened is {self.opened}")
 
@@ -146,30 +161,39 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         except OSError as error:
             raise StoreError(f"{state / NAME}: {error.strerror}") from error
 
-    def check(
-        self, fingerprint: Fingerprint, paths: Sequence[str], weights: Sequence[float]
-    ) -> None:
-        """Refuse options that do not fit the store.
+    def check(self, fingerprint: Fingerprint) -> None:
+        """Refuse a store of something else.
 
         Raises:
-            FingerprintMismatchError: it holds KV of something else.
-            StoreError: the list of devices has changed.
+            FingerprintMismatchError: it holds KV of another model or layout.
         """
-        stored = Fingerprint(self.fingerprint)
-        differences = stored.differences(fingerprint)
+        differences = Fingerprint(self.fingerprint).differences(fingerprint)
         if differences:
             raise FingerprintMismatchError(
                 f"the store on {', '.join(d.path for d in self.devices)} holds KV of another model "
                 f"or layout (stored != configured): {'; '.join(differences)}. Name other "
                 "directories in devices, or delete the content of these"
             )
-        if len(paths) != len(self.devices) or [d.weight for d in self.devices] != list(weights):
-            raise StoreError(
-                f"the store was made on {len(self.devices)} device(s) "
-                f"({', '.join(f'{d.path} weight {d.weight:g}' for d in self.devices)}), the "
-                f"options name {len(paths)} ({', '.join(paths)}): restore the list and the "
-                "weights, or delete the store's content"
-            )
+
+    def weights(self) -> list[float]:
+        """Weight of each device; 0 for one that is not present."""
+        return [device.weight if device.present else 0.0 for device in self.devices]
+
+    def present(self) -> list[ManifestDevice]:
+        """Devices that the store was last opened with."""
+        return [device for device in self.devices if device.present]
+
+    def placement(self, geometry: SlotGeometry) -> Placement:
+        """Where the slots are.
+
+        Raises:
+            FormatError: segments overlap.
+        """
+        try:
+            return Placement(geometry, self.segments, len(self.devices))
+        except ValueError as error:
+            paths = ", ".join(device.path for device in self.devices)
+            raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error
 
 
 @contextlib.contextmanager
