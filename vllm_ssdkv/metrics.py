@@ -127,6 +127,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         _DEVICE,
         combine="min",
     ),
+    _gauge(
+        "device_share",
+        "0 to 1",
+        "Share of the device in what is stored now, lowered while it is slow or lost.",
+        _DEVICE,
+    ),
     Metric(
         "info",
         "info",

@@ -19,12 +19,14 @@ from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
 
 PATIENCE_S = 30.0
@@ -264,8 +266,11 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         weights: Sequence[float] | None = None,
         deadline_s: float = PATIENCE_S,
         queue_depth: int = 4,
+        throttle: Sequence[ThrottleRule] = (),
+        placement: Placement | None = None,
     ) -> StoreRig:
-        placement = striped(geometry, weights or [1.0] * devices, slots)
+        if placement is None:
+            placement = striped(geometry, weights or [1.0] * devices, slots)
         directories = tmp_devices(placement.devices)
         opened = [
             open_device(
@@ -282,11 +287,19 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
         control = tmp_path / f"faults{len(rigs)}.json"
-        options = EngineOptions(engine="threads", queue_depth=queue_depth, fault_file=str(control))
+        options = EngineOptions(
+            engine="threads",
+            queue_depth=queue_depth,
+            fault_file=str(control),
+            throttle=tuple(throttle),
+        )
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
-        files = SlotFiles(geometry, placement, engine, health, counters, DIGEST, RANK, deadline_s)
+        speed = DeviceSpeed(health.paths, weights or [1.0] * placement.devices)
+        files = SlotFiles(
+            geometry, placement, engine, health, speed, counters, DIGEST, RANK, deadline_s
+        )
         rig: StoreRig
 
         def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:

@@ -28,6 +28,7 @@ from vllm_ssdkv.errors import (
 )
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
@@ -54,6 +55,11 @@ def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -
     run = options.pop("run", "")
     config = SSDKVConfig.from_extra_config(chosen | options)
     return StorePlace(config, PAGED, fingerprint, tp_size, replica, run)
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import array, key_of, until
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.index import SlotIndex, SlotState
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.placement import Placement, Segment
@@ -127,6 +128,11 @@ class Store:
         assert (
             gauges["free"] + gauges["evictable"] + gauges["lost"] + pinned == self.index.num_slots
         )
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
 
 
 actions = st.lists(

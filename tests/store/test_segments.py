@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.segments import (
@@ -29,6 +30,11 @@ situations = st.tuples(
     st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.0, 0.2]), min_size=DEVICES, max_size=DEVICES),
     st.lists(st.integers(0, 700), min_size=DEVICES, max_size=DEVICES),
 ).map(lambda both: (both[0], [end if w else 0 for w, end in zip(*both, strict=True)]))
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
 
 
 def places(placement: Placement, slot: int) -> list[tuple[int, int]]:

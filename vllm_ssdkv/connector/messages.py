@@ -131,6 +131,8 @@ class RankReport:
     poisoned: list[str] = field(default_factory=list)
     """Requests whose context could not be read this step; they must be computed again."""
     lost_devices: list[int] = field(default_factory=list)
+    speeds: list[tuple[int, float]] = field(default_factory=list)
+    """Devices, and the share of its weight that each of them is worth from now on."""
 
     def empty(self) -> bool:
         """Whether there is nothing to say."""
@@ -141,6 +143,7 @@ class RankReport:
             or self.bad
             or self.poisoned
             or self.lost_devices
+            or self.speeds
         )
 
 

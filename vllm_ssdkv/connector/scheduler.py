@@ -74,6 +74,9 @@ class SSDKVScheduler:
         self._manager: TieredManager | None = None
         self._adapters: dict[str, bytes] = {}
         self._lost: set[int] = set()
+        # Weights of the devices as configured, and what each rank says they are worth of it.
+        self._weights = tuple(restriper.weights)
+        self._worth: dict[tuple[int, int], float] = {}
         # How often a request's context was lost in a row, and how far it had got by then.
         self._recomputations: dict[str, tuple[int, int]] = {}
         # What the next plan carries.
@@ -385,9 +388,12 @@ class SSDKVScheduler:
 
     def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and which requests' loads have ended."""
-        for _, report in reports:
+        for rank, report in reports:
             for device in report.lost_devices:
                 self._lose_device(device)
+            if report.speeds:
+                self._worth.update({(rank, device): worth for device, worth in report.speeds})
+                self._reweigh()
             for slot, epoch in report.durable:
                 self._one_rank_done(slot, epoch)
             for slot, epoch in report.failed_writes:
@@ -463,14 +469,20 @@ class SSDKVScheduler:
         everything = np.arange(self._index.num_slots, dtype=np.int64)
         touched = self._restriper.placement.touches(device, everything)
         dropped = self._index.quarantine(everything[touched])
-        weights = list(self._restriper.weights)
-        weights[device] = 0.0
-        self._restriper.reweigh(weights)
+        self._reweigh()
         self._restriper.step()
         self.counters.add("slots_dropped", dropped, cause="device_lost")
         logger.error(
             "ssdkv: %d stored blocks on %s are out of reach", dropped, self._device_paths[device]
         )
+
+    def _reweigh(self) -> None:
+        """Give devices the share of new slots that they are worth: to their slowest rank."""
+        weights = [0.0 if d in self._lost else w for d, w in enumerate(self._weights)]
+        for device in range(len(weights)):
+            told = [worth for (_, d), worth in self._worth.items() if d == device]
+            weights[device] *= min(told, default=1.0)
+        self._restriper.reweigh(weights)
 
     def _disown_steps(self, request_id: str) -> None:
         """Have vLLM drop what a request samples in steps that are under way.
@@ -560,6 +572,10 @@ class SSDKVScheduler:
         for name in ("ready", "free", "pinned"):
             self.counters.set(f"slots_{name}", float(gauges[name]))
         self.counters.set("journal_bytes", float(gauges["journal_bytes"]))
+        weights = self._restriper.weights
+        for path, weight in zip(self._device_paths, weights, strict=True):
+            share = weight / sum(weights) if weight else 0.0
+            self.counters.set("device_share", share, device=path)
         counts = self._index.counters
         for metric, count in (
             ("slots_evicted", "evictions"),

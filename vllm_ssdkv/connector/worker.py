@@ -192,6 +192,7 @@ class SSDKVWorker:
             if not outcome.complete:
                 self._failed.add(outcome.request_id)
         self._report.lost_devices.extend(self._opened.files.health.take_news())
+        self._report.speeds.extend(self._opened.files.speed.take_news())
         self._watch_devices()
 
     def _count_request(self, metric: str, value: float = 1, **labels: str) -> None:

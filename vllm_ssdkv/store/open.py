@@ -36,6 +36,7 @@ from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.segments import arrange
+from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.tiers import ArenaPlan
 
 logger = logging.getLogger(__name__)
@@ -348,6 +349,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         placement,
         engine,
         DeviceHealth(paths, deadline, counters),
+        DeviceSpeed(paths, [device.weight for device in manifest.present()]),
         counters,
         place.fingerprint.digest,
         rank,

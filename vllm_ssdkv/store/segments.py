@@ -18,8 +18,9 @@ SEGMENTS = 32
 """Segments that a store of equal devices is made of: what is striped anew at a time, and so what
 is given up at a time, is a thirty-second of it."""
 
-MIN_SLOTS = 16
-"""Slots of a segment at least: smaller ones would not use all lanes alike."""
+MIN_SLOTS = 64
+"""Slots of a segment at least, a row of the longest list of lanes: smaller ones would not use all
+lanes alike."""
 
 MIN_SHARE = 1 / 64
 """A further run of slots over the devices that have room left is made from this share of the store
