@@ -79,15 +79,19 @@ class DeviceConfig(OptionModel):
         ),
     ] = None
     weight: Annotated[
-        float,
+        float | None,
         Field(
             gt=0,
             le=64,
             description="Share of the data relative to the other devices. Give a "
-            "device that is twice as fast twice the weight.",
+            "device that is twice as fast twice the weight. Where another device has one, null "
+            "is 1.",
         ),
-        Reason("Equal devices need no weights."),
-    ] = 1.0
+        Reason(
+            "null everywhere: several devices are measured when they are first used (64 MiB or "
+            "0.3 s each), and the store remembers the result, so that restarts change nothing."
+        ),
+    ] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -269,9 +273,12 @@ class SSDKVConfig(OptionModel):
             return tuple(device.path for device in self.devices)
         return (str(default_root() / model_key),)
 
-    def device_weights(self) -> tuple[float, ...]:
-        """One weight per entry of :meth:`device_paths`."""
-        return tuple(device.weight for device in self.devices) or (1.0,)
+    def device_weights(self) -> tuple[float, ...] | None:
+        """One weight per entry of :meth:`device_paths`; None: they are to be measured."""
+        given = [device.weight for device in self.devices]
+        if len(given) > 1 and not any(given):
+            return None
+        return tuple(weight or 1.0 for weight in given) or (1.0,)
 
     def device_capacities(
         self, model_key: str, known: Mapping[str, int] = MappingProxyType({})

@@ -47,7 +47,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -> StorePlace:  # noqa: ANN401 - any option
     chosen: dict[str, Any] = {
         "mode": "page",
-        "devices": [{"path": d, "capacity": CAPACITY} for d in paths],
+        "devices": [{"path": d, "capacity": CAPACITY, "weight": 1} for d in paths],
         "dram_gib": "20MiB",
         "io": {"staging": "4MiB"},
     }
@@ -213,8 +213,8 @@ def test_a_device_lost_twice_before_the_scheduler_looked(
 
 def test_capacity_may_change(tmp_devices: Callable[[int], list[Path]], opened: Opened) -> None:
     devices = tmp_devices(2)
-    plain = [str(d) for d in devices]
-    larger = [{"path": d, "capacity": 2 * CAPACITY} for d in devices]
+    plain = [{"path": d, "weight": 1} for d in devices]
+    larger = [{"path": d, "capacity": 2 * CAPACITY, "weight": 1} for d in devices]
     close(opened(place(devices)))
     index, _ = open_index(place(devices))
     small, keys = index.num_slots, fill(index, index.num_slots)
@@ -236,7 +236,7 @@ def test_a_lowered_capacity_gives_space_back(
     tmp_devices: Callable[[int], list[Path]], opened: Opened
 ) -> None:
     devices = tmp_devices(2)
-    larger = [{"path": d, "capacity": 2 * CAPACITY} for d in devices]
+    larger = [{"path": d, "capacity": 2 * CAPACITY, "weight": 1} for d in devices]
     close(opened(place(devices, devices=larger)))
     index, restriper = open_index(place(devices, devices=larger))
     before = {segment.first: segment.lanes for segment in restriper.placement.segments}

@@ -86,7 +86,9 @@ class Store:
         config = SSDKVConfig.from_extra_config(
             {
                 "mode": "page",
-                "devices": [{"path": str(path), "capacity": "16MiB"} for path in devices],
+                "devices": [
+                    {"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices
+                ],
                 "state_dir": str(root / "state"),
                 "dram_gib": "40MiB",
                 "io": {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(self.control)},

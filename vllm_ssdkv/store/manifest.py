@@ -33,6 +33,8 @@ class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     path: str
     capacity: int
     weight: float
+    rate: float = 0.0
+    """Bytes per second that it was measured to read at; 0: it never was."""
     files: list[str]
     """UUID of each rank's data file; empty until the rank has made it."""
     present: bool = True
@@ -120,6 +122,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             positive |= {f"{where}.capacity": device.capacity}
             if not (isfinite(device.weight) and device.weight > 0):
                 raise ValueError(f"{where}.weight is {device.weight}")
+            if not (isfinite(device.rate) and device.rate >= 0):
+                raise ValueError(f"{where}.rate is {device.rate}")
             if len(device.files) != self.tp_size:
                 raise ValueError(f"{where}.files has {len(device.files)} entries")
             for file in device.files:

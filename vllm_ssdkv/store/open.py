@@ -33,6 +33,7 @@ from vllm_ssdkv.store.journal import SLACK_RECORDS, Journal
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
 from vllm_ssdkv.store.placement import Segment
+from vllm_ssdkv.store.probe import read_rates, weights_of
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.segments import arrange
@@ -166,7 +167,6 @@ class StorePlace:
             for sight, number in zip(sights, numbers, strict=True)
             if number is not None
         }
-        weights = self.config.device_weights()
         found: list[ManifestDevice] = []
         for i, (sight, number) in enumerate(zip(sights, numbers, strict=True)):
             if sight.missing and number is None:
@@ -182,7 +182,6 @@ class StorePlace:
                 if device.path != sight.path:
                     logger.info("ssdkv: device %s is at %s now", device.path, sight.path)
             device.path = sight.path
-            device.weight = weights[i]
             if sight.missing:
                 logger.error(
                     "ssdkv: device %s %s; the store runs without it, what lay on it is computed "
@@ -207,7 +206,30 @@ class StorePlace:
         by_path = dict(zip(self.paths, capacities, strict=True))
         for device in found:
             device.capacity = by_path[device.path]
+        self._weigh(found)
         return found
+
+    def _weigh(self, devices: Sequence[ManifestDevice]) -> None:
+        """Give devices the weights of the options, or those that they were measured to have.
+
+        Raises:
+            DeviceError: a device cannot be measured.
+        """
+        given = self.config.device_weights()
+        if given is None and len(devices) > 1:
+            new = [i for i, device in enumerate(devices) if not device.rate]
+            if new:
+                io = self.config.io
+                paths = [device.path for device in devices]
+                rates = read_rates(paths, new, io.engine_options(), io.direct, io.deadline)
+                for i, rate in zip(new, rates, strict=True):
+                    devices[i].rate = rate
+            given = tuple(weights_of([device.rate for device in devices]))
+            by_path = dict(zip((d.path for d in devices), given, strict=True))
+        else:
+            by_path = dict(zip(self.paths, given or (1.0,) * len(self.paths), strict=True))
+        for device in devices:
+            device.weight = by_path[device.path]
 
     def _divide(self, manifest: Manifest, added: Sequence[int]) -> None:
         """Give the present devices' capacity to segments.
