@@ -470,7 +470,7 @@ class SlotIndex:
         now, later = free[~mask[free]], free[mask[free]]
         self._free_count, self._deferred_count = now.size, later.size
         self._free[: now.size] = now
-        self._free[self.num_slots - later.size :] = later
+        self._free[self.num_slots - later.size :] = later[::-1]
 
     def _take_free(self, mask: NDArray[np.bool_]) -> I64:
         """Those of the free slots that the mask names, which are not among them afterwards."""
