@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from vllm_ssdkv.store import segments as dividing
-from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import I64, SlotGeometry, StripeMap
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.segments import (
     MIN_SHARE,
@@ -37,9 +38,9 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
 
 
-def places(placement: Placement, slot: int) -> list[tuple[int, int]]:
-    found = placement.extents(np.array([slot]), 0, placement.geometry.slot_bytes)
-    return list(zip(found.device.tolist(), found.offset.tolist(), strict=True))
+def places(placement: Placement, slots: I64) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
+    found = placement.extents(slots, 0, placement.geometry.slot_bytes)
+    return found.device, found.offset
 
 
 def check_inside(
@@ -53,7 +54,7 @@ def check_inside(
     return placement
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(geometries, st.lists(situations, min_size=1, max_size=6))
 def test_devices_come_and_go(
     geometry: SlotGeometry, history: list[tuple[list[float], list[int]]]
@@ -80,8 +81,10 @@ def test_devices_come_and_go(
                     free = max(0, ends[extent.device] - extent.begin)
                     rooms[extent.device] = min(extent.units, free)
             assert kept == min(segment.slots, stripes.max_slots(rooms))
-            for slot in segment.all_slots()[:kept].tolist():
-                assert places(placement, slot) == places(old, slot)
+            slots = segment.all_slots()[:kept]
+            if kept:
+                for one, other in zip(places(placement, slots), places(old, slots), strict=True):
+                    assert np.array_equal(one, other)
         assert {s.first for s in found.kept} <= before.keys()
         # On the same devices nothing changes any more.
         assert arrange(geometry, segments, weights, ends) == (segments, [], found.numbers)
