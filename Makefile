@@ -1,13 +1,13 @@
 # make demo: see it work.  make test: check it.  Both install what they need into .venv first.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench soak docs clean
+.PHONY: help install demo test lint format bench soak sanitize docs clean
 
 bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload scripts examples tests
 # bench_triton is left out: it needs a GPU, and .venv holds vLLM and torch for CPU.
 benchmarks := bench_attend
-cpp_sources := $(shell find vllm_ssdkv/csrc -name '*.cpp' -o -name '*.hpp')
+cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling -name '*.cpp' -o -name '*.hpp')
 
 # Tests and examples make their own models: nothing is downloaded at run time.
 export HF_HUB_OFFLINE := 1
@@ -41,9 +41,26 @@ bench: install ## the benchmarks that need no GPU
 	  echo "== $$name"; \
 	  $(bin)/python -P -m vllm_ssdkv.profiling.$$name || exit 1; \
 	done
+	@mkdir -p build/bench
+	$(bin)/ssdkv bench io build/bench --quick
+	$(bin)/python -P -m vllm_ssdkv.profiling.bench_ssds --quick
 
-soak: install ## the tests of kills and faults, in many rounds (ROUNDS=100)
-	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) $(bin)/pytest tests/crash -m soak --timeout 14400
+soak: install ## kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800
+	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
+	  SSDKV_SOAK_MEMORY_S=$(or $(MEMORY_S),1800) $(bin)/pytest tests -m soak --timeout 14400
+
+# Ends at the first finding: each sanitizer stops the program with a status of its own. setarch,
+# where it is allowed: older libtsan gives up on the random addresses of newer kernels.
+sanitize: install ## the native code from many threads under ASan and UBSan, then TSan
+	@for kind in address thread; do \
+	  echo "== $$kind"; \
+	  $(bin)/cmake -S tests/csrc -B build/sanitize-$$kind -G Ninja --log-level=WARNING \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(bin)/ninja) -DSSDKV_SANITIZE=$$kind && \
+	  $(bin)/cmake --build build/sanitize-$$kind && \
+	  (cd build/sanitize-$$kind && ASAN_OPTIONS=strict_init_order=1 \
+	    UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+	    $$(setarch -R true 2>/dev/null && echo setarch -R) ./native_tests) || exit 1; \
+	done
 
 docs: install ## write the tables in docs/ that come from the code
 	$(bin)/ssdkv docs write docs

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv: the locked tools and vLLM, then this package built as a wheel and installed.
 #
-# Needs Linux with Python 3.11 to 3.14 (venv module and headers) and a C++20 compiler. What is missing
-# is installed with apt-get where that needs no password, and named otherwise. Does nothing when
-# nothing has changed since the last run. PYTHON chooses the interpreter of a new environment.
+# Needs Linux with Python 3.11 to 3.14 (venv module and headers) and a C++20 compiler; liburing makes the
+# fast I/O engine. What is missing is installed with apt-get where that needs no password, and named
+# otherwise. Does nothing when nothing has changed since the last run. PYTHON chooses the interpreter of
+# a new environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -79,6 +80,17 @@ check_machine() {
   [ -n "$(find_python)" ] || fail "needs Python 3.11 to 3.14; set PYTHON to its path"
 }
 
+has_liburing() {
+  printf '#include <liburing.h>\n' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1
+}
+
+# Not needed: the build leaves the io_uring engine out without it.
+offer_liburing() {
+  has_liburing || install_packages liburing-dev || true
+  has_liburing || say "no liburing (Debian and Ubuntu: liburing-dev): the I/O engine will be the" \
+    "slower 'threads'; install it, remove $installed_stamp and run this again to have io_uring"
+}
+
 make_environment() {
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "new environment in $venv"
@@ -136,7 +148,10 @@ install_wheel() {
 
 [ "$(uname -s)" = Linux ] || fail "runs on Linux only"
 # An environment with its stamps means that the machine had what it takes.
-[ -e "$installed_stamp" ] || check_machine
+if [ ! -e "$installed_stamp" ]; then
+  check_machine
+  offer_liburing
+fi
 make_environment
 install_lock
 name_vllm

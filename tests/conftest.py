@@ -64,3 +64,15 @@ def tmp_devices() -> Iterator[Callable[[int], list[Path]]]:
 def soak_rounds() -> int:
     """Rounds of a test marked `soak`: few, or what SSDKV_SOAK_ROUNDS says (`make soak`)."""
     return int(os.environ.get("SSDKV_SOAK_ROUNDS", "3"))
+
+
+@pytest.fixture
+def fuzz_seconds() -> float:
+    """How long one fuzzed parser has: less than a second, or SSDKV_SOAK_FUZZ_S (`make soak`)."""
+    return float(os.environ.get("SSDKV_SOAK_FUZZ_S", "0.4"))
+
+
+@pytest.fixture
+def memory_seconds() -> float:
+    """How long a store works while its memory is watched: SSDKV_SOAK_MEMORY_S (`make soak`)."""
+    return float(os.environ.get("SSDKV_SOAK_MEMORY_S", "4"))

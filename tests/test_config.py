@@ -235,7 +235,10 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"page_tokens": 8}, "page_tokens: got 8; not a power of two"),
         ({"selector": "sparq"}, 'selector: got "sparq"; allowed: "exact"; sparse selectors come'),
         ({"io": 5}, "io: got 5; allowed: an object with engine"),
-        ({"io": {"engine": "uring"}}, 'io.engine: got "uring"; allowed: "auto" or "threads"'),
+        (
+            {"io": {"engine": "aio"}},
+            'io.engine: got "aio"; allowed: "auto" or "uring" or "threads"',
+        ),
         ({"io": {"queue_depth": 0}}, "io.queue_depth: got 0; allowed: an integer, from 1 to 256"),
         ({"io": {"queue_depth": "4"}}, 'io.queue_depth: got "4"; allowed: an integer'),
         ({"io": {"queue_depth": True}}, "io.queue_depth: got true; allowed: an integer"),
@@ -271,7 +274,8 @@ def test_a_bad_value_is_named_with_what_is_allowed(options: dict[str, object], l
         ),
         (
             {"devices": [{"path": "/a", "qqq": 1}]},
-            "devices[0].qqq: unknown option; known here: path, capacity, weight",
+            "devices[0].qqq: unknown option; known here: path, capacity, weight, tbw, "
+            "daily_write_budget",
         ),
     ],
 )

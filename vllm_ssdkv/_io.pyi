@@ -1,4 +1,7 @@
-"""Types of the native module ``_io`` (sources in csrc/io). Every call releases the GIL."""
+"""Types of the native module ``_io`` (sources in csrc/io and csrc/cache).
+
+Every call that waits or moves bytes releases the GIL.
+"""
 
 from typing import overload
 
@@ -37,12 +40,50 @@ def copy(
     No destination may overlap a source or another destination.
     """
 
+class FrameCache:
+    """Native part of :class:`vllm_ssdkv.store.cache.FrameCache`; states are its ``FrameState``.
+
+    Thread-safe. Raises IndexError for slots and frames that do not exist, TypeError for another
+    dtype or a strided array, and changes nothing when it raises.
+    """
+
+    def __init__(self, frames: int, slots: int) -> None: ...
+    def state(self, frame: int) -> int: ...
+    def frame_of(self, slot: int) -> int: ...
+    def count(self, states: list[int]) -> int: ...
+    def evictions(self) -> int: ...
+    def retain(self, slots: NDArray[np.int64]) -> None: ...
+    def release(self, slots: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def referenced(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]: ...
+    def borrow(self, slots: NDArray[np.int64]) -> NDArray[np.int32]: ...
+    def give_back(self, frames: NDArray[np.int32]) -> None: ...
+    def take(
+        self, slots: NDArray[np.int64], state: int, spare_contexts: bool
+    ) -> NDArray[np.int32]: ...
+    def take_within(
+        self, slots: NDArray[np.int64], state: int, timeout_s: float
+    ) -> NDArray[np.int32]:
+        """Releases the GIL while it waits; Ctrl-C ends the wait."""
+
+    def start_writing(self, slots: NDArray[np.int64]) -> NDArray[np.int32]: ...
+    def settle(self, frames: NDArray[np.int32], state: int) -> None: ...
+    def abandon(self, frames: NDArray[np.int32]) -> None: ...
+    def forget(self, slots: NDArray[np.int64]) -> None: ...
+    def audit(self) -> None:
+        """RuntimeError unless all tables agree. For tests: looks at everything."""
+
 class Batch:
     """Native :class:`vllm_ssdkv.store.engine.protocol.Batch`."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...
     def results(self) -> NDArray[np.int32]: ...
+    def notify(self, eventfd: int) -> None:
+        """Add 1 to ``eventfd`` when all is done, at once if it is, from the thread that ends it.
+
+        For event loops, which cannot block in ``wait``. The descriptor is duplicated. Raises
+        ValueError on a second call, RuntimeError if the descriptor is not open.
+        """
 
 class ThreadsEngine:
     """Native part of :class:`vllm_ssdkv.store.engine.threads.ThreadsEngine`.
@@ -62,6 +103,42 @@ class ThreadsEngine:
         length: NDArray[np.uint32],
         buffer: NDArray[np.uint64],
     ) -> Batch: ...
+    def statistics(self) -> dict[str, int]: ...
+    def close(self, timeout_s: float) -> bool: ...
+
+has_uring: bool
+"""Whether the build had liburing; without it ``UringEngine`` and ``UringSetup`` do not exist."""
+
+class UringSetup:
+    """What the kernel let one ring have; ``errno`` 0 is success."""
+
+    @property
+    def task_run(self) -> str: ...
+    @property
+    def register_files_errno(self) -> int: ...
+    @property
+    def register_buffers_errno(self) -> int: ...
+
+class UringEngine:
+    """Native part of :class:`vllm_ssdkv.store.engine.uring.UringEngine`.
+
+    As :class:`ThreadsEngine`, but raises OSError where there is no io_uring. Its statistics have
+    also ``in_flight_max.<device>``, ``ring_<enters|wakes|retries|errors>.<ring>``, and
+    ``ring_<registered|refused>.<ring>``: parts of the arena that the kernel registered or not.
+    """
+
+    def __init__(
+        self, fds: list[int], arena_address: int, arena_bytes: int, queue_depth: int
+    ) -> None: ...
+    def submit(
+        self,
+        op: int,
+        device: NDArray[np.uint16],
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint32],
+        buffer: NDArray[np.uint64],
+    ) -> Batch: ...
+    def setups(self) -> list[UringSetup]: ...
     def statistics(self) -> dict[str, int]: ...
     def close(self, timeout_s: float) -> bool: ...
 

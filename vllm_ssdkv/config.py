@@ -92,6 +92,33 @@ class DeviceConfig(OptionModel):
             "0.3 s each), and the store remembers the result, so that restarts change nothing."
         ),
     ] = None
+    tbw: Annotated[
+        int | None,
+        Field(
+            ge=GIB,
+            description="Endurance of the drive as its maker states it, in bytes written (TBW). "
+            "Only for vllm:ssdkv_wear_used, which shows the share of it that this store has used.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason("null: only the drive's data sheet says it."),
+    ] = None
+    daily_write_budget: Annotated[
+        int | None,
+        Field(
+            ge=MIN_CAPACITY,
+            description="Bytes that may be written to the device between two midnights UTC. When "
+            "it is used up, reuse mode stores nothing more (blocks are striped over all devices, "
+            "so the first budget counts for all); page mode goes on, and writes only what a "
+            "running request cannot do without.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: no limit; what a cache may cost is the user's choice. In page mode it is no "
+            "hard limit: requests that wait for midnight would be an outage."
+        ),
+    ] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +140,7 @@ class SSDKVConfig(OptionModel):
     ] = "reuse"
     devices: Annotated[
         tuple[DeviceConfig, ...],
-        Allowed(f"a list of up to {MAX_DEVICES} paths, or of objects with path, capacity, weight"),
+        Allowed(f"a list of up to {MAX_DEVICES} paths, or of objects with the fields below"),
         Field(
             strict=False,
             max_length=MAX_DEVICES,
@@ -133,6 +160,18 @@ class SSDKVConfig(OptionModel):
             "raw block device."
         ),
     ] = None
+    recover: Annotated[
+        Literal["quiet", "strict", "none"],
+        Field(
+            description="What a start does with a damaged journal or manifest. `quiet` goes on "
+            "with what is whole, counts the rest and logs it. `strict` does not start, and names "
+            "the file. `none` starts empty, whatever is stored."
+        ),
+        Reason(
+            "What is lost is computed again, and what is damaged is never served; nobody should "
+            "have to repair a cache before it works."
+        ),
+    ] = "quiet"
     dram_gib: Annotated[
         float | None,
         Allowed('a number of GiB or a size such as "4GiB"'),
@@ -173,6 +212,43 @@ class SSDKVConfig(OptionModel):
         Field(description="Which part of the context a query attends to. `exact` is all of it."),
         Reason("Lossless."),
     ] = "exact"
+    load: Annotated[
+        Literal["auto", "always"],
+        Field(
+            description="What becomes of a prefix that the store holds (reuse mode). `auto` loads "
+            "it unless computing it is expected to be faster, by the measured speeds of both; "
+            "`always` loads it in any case. Page mode always loads."
+        ),
+        Reason(
+            "auto: a hit is not slower than no hit, however slow the drives. `always` is for "
+            "those who would rather wait for a drive than spend the GPU's time."
+        ),
+    ] = "auto"
+    admission: Annotated[
+        Literal["all", "second_use"],
+        Field(
+            description="Which blocks are written to the devices. `all`: every one. `second_use`: "
+            "those that requests computed or found a second time lately, after a count of all "
+            "blocks that forgets (8 to 16 bytes of memory per slot; starts anew with the engine). "
+            "In page mode others are written only when they leave the window."
+        ),
+        Reason(
+            "all: a prefix is found the first time that it is asked for again. second_use spares "
+            "drives where most prompts never come back, and computes each prefix twice."
+        ),
+    ] = "all"
+    trim: Annotated[
+        bool,
+        Field(
+            description="Tell raw block devices (TRIM) what they need not keep: everything when a "
+            "store is made there, and all slots when the cache is reset; in idle moments, 1 GiB "
+            "per second at most. Data files are never trimmed: they keep their space."
+        ),
+        Reason(
+            "false: slots are written again soon, which frees the old bytes just as well, and "
+            "drives may answer late while they trim. Worth it where caches are reset often."
+        ),
+    ] = False
     io: Annotated[
         IoConfig,
         Field(description="How bytes move between the devices and memory."),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_ssdkv.store.engine.open import EngineOptions
 
 MIN_STAGING: Final = 4 * MIB
+MIN_SCRUB_RATE: Final = 1 * MIB
 
 
 class FaultConfig(OptionModel):
@@ -129,14 +130,16 @@ class IoConfig(OptionModel):
     """How bytes move between the devices and memory."""
 
     engine: Annotated[
-        Literal["auto", "threads", "noop"],
+        Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"],
         Field(
-            description="I/O engine. `threads` is the native thread pool; `noop` completes every "
-            "request without touching a device (for benchmarks of everything else)."
+            description="I/O engine. `auto` is `uring` (io_uring) where the kernel has it, else "
+            "`threads` (the native thread pool). `kvikio` and `aiofiles` go through those "
+            "packages, to compare with; `noop` completes every request without touching a device "
+            "(for benchmarks of everything else)."
         ),
         Reason(
-            "auto takes the fastest engine that runs here; the choice is logged and exported "
-            "in vllm:ssdkv_info."
+            "auto takes the fastest engine that runs here; the choice, and why, is logged, and "
+            "exported in vllm:ssdkv_info."
         ),
     ] = "auto"
     queue_depth: Annotated[
@@ -178,6 +181,32 @@ class IoConfig(OptionModel):
             "back, with a warning, where the file system cannot."
         ),
     ] = "auto"
+    verify: Annotated[
+        Literal["all", "sampled"],
+        Field(
+            description="Which pages of a read from a device are checked against their checksums. "
+            "`sampled`: one of 16, beside every slot's header; wrong bytes in the others reach the "
+            "model."
+        ),
+        Reason(
+            "all: nothing that we did not write is ever attended to. That costs 0.39 us of CPU per "
+            "page of 8 KiB (21 GB/s per core, measured); a sample costs 0.10 us."
+        ),
+    ] = "all"
+    scrub_rate: Annotated[
+        int | None,
+        Field(
+            ge=MIN_SCRUB_RATE,
+            description="Bytes per second and worker, at most, at which stored blocks are read "
+            "again and verified while nothing else uses the store; null is never.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: every read is verified, so a scrub changes no result. It finds a failing drive "
+            "before a request does, at the price of drives that never rest."
+        ),
+    ] = None
     faults: Annotated[
         tuple[FaultConfig, ...],
         Field(strict=False, description="Faults to inject, for tests of failure handling."),

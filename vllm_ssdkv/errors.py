@@ -49,3 +49,7 @@ class EngineUnavailableError(StoreError):
 
 class DeadlineError(StoreError):
     """An I/O did not end before its deadline; the text names the devices it waited for."""
+
+
+class BenchError(SSDKVError):
+    """A benchmark cannot run here, or what it measured moved wrong bytes; the text says which."""

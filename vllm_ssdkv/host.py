@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,8 @@ DEFAULT_CAPACITY_LIMIT: Final = 64 * GIB
 DEFAULT_DRAM_LIMIT: Final = 4 * GIB
 CGROUP: Final = Path("/sys/fs/cgroup")
 MEMINFO: Final = Path("/proc/meminfo")
+STATUS: Final = Path("/proc/self/status")
+_CAP_IPC_LOCK: Final = 14
 
 
 def is_block_device(path: str) -> bool:
@@ -37,6 +40,20 @@ def existing_parent(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def lockable_memory(status: Path = STATUS) -> int | None:
+    """Bytes that this process may lock: RLIMIT_MEMLOCK, or None where nothing limits it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return limit
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
+    # The capability CAP_IPC_LOCK is above the limit.
+    return None if any(mask >> _CAP_IPC_LOCK & 1 for mask in masks) else limit
 
 
 def free_bytes(path: Path) -> int:

@@ -66,6 +66,7 @@ _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
 _DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost", "restriped"))
+_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
 
@@ -86,7 +87,29 @@ METRICS: Final[tuple[Metric, ...]] = (
         "slots_dropped", "slots", "Slots whose data cannot be trusted or was lost.", _DROP_CAUSE
     ),
     _counter("recovered_slots", "slots", "Slots found again in the journal at start."),
-    _counter("hit_tokens", "tokens", "Prompt tokens served from the store.", _TIER),
+    _counter("hit_tokens", "tokens", "Prompt tokens restored from the store.", _TIER),
+    _counter(
+        "hit_tokens_computed",
+        "tokens",
+        "Prompt tokens that the store holds, computed because that was expected to be faster.",
+    ),
+    _counter(
+        "seconds_saved",
+        "seconds",
+        "Estimated time to first token that requests were spared: by loading, what computing would "
+        "have taken longer; by computing, what loading would have.",
+        Label("by", ("loading", "computing")),
+    ),
+    _counter(
+        "seconds_lost",
+        "seconds",
+        "Time that loads took longer than computing was estimated to take.",
+    ),
+    _counter(
+        "load_probes",
+        "loads",
+        "Reads beside a request that was computed, to see whether the devices are faster now.",
+    ),
     _counter("load_failures", "requests", "Requests for which a load did not bring all its data."),
     _counter(
         "recomputed_requests",
@@ -95,20 +118,37 @@ METRICS: Final[tuple[Metric, ...]] = (
         _RECOMPUTE_CAUSE,
     ),
     _counter(
-        "stores_skipped", "blocks", "Blocks not stored because the write buffer was full (reuse)."
+        "stores_skipped",
+        "blocks",
+        "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
+        "had not seen them often enough, or a daily write budget was used up.",
+        Label("cause", ("write_buffer", "store_full", "admission", "budget")),
     ),
     _counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
     _counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
     _counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
     _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
     _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    _counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
+    _counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
+    _counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
     _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     _counter("checksum_failures", "pages", "Pages whose data does not match their checksum."),
+    _counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
+    _counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
+    _counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),
     _counter(
         "header_mismatches", "slots", "Slots whose header names another block, model or version."
     ),
     _counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
+    _counter(
+        "journal_resets", "journals", "Journals that were set aside at start: the store is empty."
+    ),
+    _counter(
+        "journal_lost_records", "records", "Journal records that could not be written at first."
+    ),
+    _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
     _counter("manifest_errors", "errors", "Times the manifest could not be saved."),
     _gauge("slots_ready", "slots", "Slots that can be found."),
@@ -119,7 +159,40 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."
     ),
     _gauge("journal_bytes", "bytes", "Size of the journal."),
+    _gauge(
+        "estimated_prefill_tokens_per_second",
+        "tokens/s",
+        "Measured rate of computing a full chunk without context.",
+    ),
+    _gauge(
+        "estimated_load_tokens_per_second",
+        "tokens/s",
+        "Measured rate of reading a large hit from the devices.",
+    ),
+    _gauge(
+        "estimated_load_latency_seconds",
+        "seconds",
+        "Measured time that a hit on the devices takes, however small.",
+    ),
     _gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
+    _gauge(
+        "wear_bytes",
+        "bytes",
+        "Bytes written to the device over the life of this store, all ranks.",
+        _DEVICE,
+    ),
+    _gauge(
+        "wear_used",
+        "share",
+        "wear_bytes as a share of the device's option tbw; 1 is all of its endurance.",
+        _DEVICE,
+    ),
+    _gauge(
+        "write_budget_used",
+        "share",
+        "Bytes written to the device since midnight UTC as a share of its daily_write_budget.",
+        _DEVICE,
+    ),
     _gauge(
         "device_state",
         "0 or 1",

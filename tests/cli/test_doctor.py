@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -147,20 +146,6 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_host.memory().level is Level.WARN
     monkeypatch.setattr(check_host, "available_memory", lambda: 100 * GIB)
     assert check_host.memory().level is Level.OK
-
-
-def test_limits_and_io_uring_are_told_but_are_no_faults() -> None:
-    assert check_host.memlock(resource.RLIM_INFINITY).text.startswith("unlimited")
-    assert check_host.memlock(8 * MIB).text.startswith("8.0 MiB")
-    assert check_host.io_uring(0).text.startswith("available")
-    assert "no" in check_host.io_uring(errno.ENOSYS).text
-    assert check_host.io_uring(errno.EPERM).level is Level.OK
-
-
-def test_io_uring_probe_leaves_no_descriptor_open() -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    assert check_host.io_uring_errno() >= 0
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 # --- devices

@@ -34,14 +34,25 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
-from vllm_ssdkv.connector.messages import Load, RankReport, Row, SSDKVMetadata, SSDKVWorkerMetadata
+from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.messages import (
+    PROBE,
+    Load,
+    LoadTime,
+    RankReport,
+    Row,
+    SSDKVMetadata,
+    SSDKVWorkerMetadata,
+)
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.restripe import Restriper
+from vllm_ssdkv.store.wear import WearLedger
 
 BLOCK = 16
 WINDOW = 32
@@ -49,6 +60,7 @@ CHUNK = 48
 MAX_MODEL_LEN = 256
 VOCAB = 500
 DEVICES = 2
+SLOT_BYTES = 12288
 GARBAGE = -1
 """Stands for KV that was computed from a context that could not be read."""
 
@@ -79,13 +91,13 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
-def engine_config(model: Path, mode: str) -> VllmConfig:
+def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
     """Configuration of an engine; simulations may share one."""
     register()
     transfer: Any = {
         "kv_connector": "SSDKVConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"mode": mode, "hbm_window_tokens": WINDOW},
+        "kv_connector_extra_config": {"mode": mode, "hbm_window_tokens": WINDOW, **options},
     }
     return EngineArgs(
         model=str(model),
@@ -98,6 +110,17 @@ def engine_config(model: Path, mode: str) -> VllmConfig:
         skip_tokenizer_init=True,
         kv_transfer_config=transfer,
     ).create_engine_config()
+
+
+@dataclass
+class Pace:
+    """Seconds that pass, on a clock of its own, for what is computed and what is loaded."""
+
+    token_s: float = 0.0
+    """Per token computed; 0: steps are not timed."""
+    block_s: float = 0.0
+    """Per block loaded. All come from devices."""
+    now: float = 1000.0
 
 
 @dataclass
@@ -115,6 +138,7 @@ class Rank:
 
     number: int
     placement: Placement
+    pace: Pace
     slots: dict[int, Slot] = field(default_factory=dict)
     contexts: dict[str, list[int]] = field(default_factory=dict)
     poisoned: set[str] = field(default_factory=set)
@@ -200,6 +224,8 @@ class Rank:
         """The oldest write ends."""
         if self.writes:
             outcome = self.writes.popleft()
+            share = SLOT_BYTES // DEVICES
+            self.report.written += [(device, share) for device in range(DEVICES) if good]
             (self.report.durable if good else self.report.failed_writes).append(outcome)
 
     def end_load(self, good: bool, hbm: dict[int, Symbols], content: dict[bytes, Symbols]) -> None:
@@ -222,6 +248,13 @@ class Rank:
             block = int(load.block_ids[i - skip]) if i >= skip else 0
             if block:
                 hbm[block] = list(held.symbols)
+        tokens = len(load.slots) * BLOCK if good else 0
+        seconds = len(load.slots) * self.pace.block_s
+        self.report.loads.append(LoadTime(names, 0, tokens, 0.0, 0.0, seconds))
+        if self.number == 0:
+            self.pace.now += seconds
+        if names == PROBE:
+            return
         self.received.add(names)
         if not good:
             self.failed.add(names)
@@ -281,26 +314,52 @@ class Simulation:
         ranks: int = 1,
         depth: int = 1,
         index: SlotIndex | None = None,
+        pace: Pace | None = None,
+        frames: int = 0,
     ):
         extra = config.kv_transfer_config.kv_connector_extra_config
         self.paged = extra["mode"] == "page"
         geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
+        assert geometry.slot_bytes == SLOT_BYTES
         self.index = index or SlotIndex(slots, None)
         segments = segments_of(self.index.num_slots)
         self.placement = Placement(geometry, segments, DEVICES)
         restriper = Restriper(
             self.index, self.placement, [1.0] * DEVICES, SavedAtOnce(), Counters()
         )
+        self.pace = pace or Pace()
+
+        paths = [f"device{i}" for i in range(DEVICES)]
+
+        def pace_clock() -> float:
+            return self.pace.now
+
+        counters = Counters()
         options = startup.SSDKVConfig.from_extra_config(extra)
         self.ours = SSDKVScheduler(
             options,
             self.index,
             restriper,
-            [f"device{i}" for i in range(DEVICES)],
+            paths,
             BLOCK,
             MAX_MODEL_LEN,
             ranks,
-            Counters(),
+            counters,
+            LoadChoice(
+                always=self.paged,
+                block_tokens=BLOCK,
+                chunk_tokens=CHUNK,
+                ranks=ranks,
+                counters=counters,
+                clock=pace_clock,
+            ),
+            WritePolicy(
+                options,
+                WearLedger(None, paths, counters, clock=pace_clock),
+                [float(SLOT_BYTES / DEVICES * ranks)] * DEVICES,
+                self.index.num_slots,
+                counters,
+            ),
         )
         config.cache_config.num_gpu_blocks = hbm_blocks
         config.scheduler_config.async_scheduling = depth > 1
@@ -319,8 +378,11 @@ class Simulation:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.ranks = [
-            Rank(number, Placement(geometry, segments, DEVICES)) for number in range(ranks)
+            Rank(number, Placement(geometry, segments, DEVICES), self.pace)
+            for number in range(ranks)
         ]
+        for rank in self.ranks:
+            rank.report.frames = frames
         self.hbm: dict[int, Symbols] = {}
         self.content: dict[bytes, Symbols] = {}
         """What belongs under each key."""
@@ -456,8 +518,12 @@ class Simulation:
                 last = extend(0, tokens)[-1] if good else GARBAGE
                 sampled[-1].append(next_token(last))
                 tokens.append(next_token(last))
+        seconds = output.total_num_scheduled_tokens * self.pace.token_s
+        self.pace.now += seconds
         for rank, slots in zip(self.ranks, spoiled, strict=True):
             rank.end(plan, self.hbm, slots)
+            if plan.timed and seconds:
+                rank.report.steps.append((plan.step, seconds))
         names = list(output.num_scheduled_tokens)
         results = [
             ModelRunnerOutput(

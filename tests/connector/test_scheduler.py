@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from vllm.config import VllmConfig
 
-from tests.connector.simulation import Simulation, engine_config
+from tests.connector.simulation import Pace, Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.errors import StoreFailedError
 
@@ -35,6 +35,7 @@ class Turmoil:
 
     def __init__(self, config: VllmConfig, seed: int, *, depth: int, faulty: bool):
         self.random = random.Random(seed)
+        self.times = random.Random(seed)
         paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
         hbm = [10 if depth > 1 else 8, 12, 24, 40] if paged else [17, 24, 40]
         self.run = Simulation(
@@ -43,6 +44,7 @@ class Turmoil:
             ranks=self.random.choice([1, 2]),
             slots=self.random.choice([17, 20, 30, 60]),
             hbm_blocks=self.random.choice(hbm),
+            pace=self.times.choice([Pace(), Pace(0.001, 0.001), Pace(0.001, 0.1)]),
         )
         self.faults = 6 if faulty else 0
         self.lost = False
@@ -73,6 +75,7 @@ class Turmoil:
             self.run.step()
 
     def io(self, _: int) -> None:
+        self.run.pace.now += self.times.choice([0.0, 20.0])
         for rank in self.run.ranks:
             for _ in range(self.random.randrange(4)):
                 rank.end_write(good=True)

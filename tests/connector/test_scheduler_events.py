@@ -13,8 +13,17 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from tests.connector.simulation import BLOCK, CHUNK, WINDOW, Simulation, answer, engine_config
+from tests.connector.simulation import (
+    BLOCK,
+    CHUNK,
+    WINDOW,
+    Pace,
+    Simulation,
+    answer,
+    engine_config,
+)
 from tests.e2e.models import make_llama
+from vllm_ssdkv.connector.messages import PROBE, RankReport
 from vllm_ssdkv.errors import StoreFailedError
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
@@ -280,6 +289,91 @@ def test_only_the_request_with_the_bad_slot_is_sent_back(page: Make) -> None:
     assert run.requests["b"].num_preemptions == 1
 
 
+def test_a_reset_of_the_cache_frees_slots_to_be_trimmed(reuse: Make) -> None:
+    run = reuse(slots=60)
+    stored(run, prompt(100))
+    assert all(plan.trim is None for plan in run.plans)
+    assert run.ours.forget_all()
+    run.add("a", prompt(20), 4)
+    plan = run.step()
+    assert plan is not None
+    assert plan.trim is not None
+    assert sorted(plan.trim.tolist()) == list(range(60))
+    end(run, "a")
+    assert run.plans[-1].trim is None
+
+
+# ---- load or compute ----
+
+
+def ask_again(run: Simulation, tokens: list[int], times: int) -> list[int]:
+    """Blocks that were loaded each time a stored prompt was asked for again."""
+    loaded = []
+    for _ in range(times):
+        name = str(len(run.requests))
+        run.add(name, tokens, 4)
+        run.run()
+        run.check_answers([name])
+        run.check_idle()
+        assert run.scheduler.reset_prefix_cache()
+        loaded.append(sum(hits(run, name)))
+    return loaded
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hits_on_a_slow_drive_are_computed_after_the_first(
+    reuse: Make, depth: int, ranks: int
+) -> None:
+    run = reuse(pace=Pace(token_s=0.001, block_s=1.0), depth=depth, ranks=ranks)
+    stored(run, prompt(100))
+    allocated = run.index.counters["allocated"]
+    assert ask_again(run, prompt(100), 4) == [6, 0, 0, 0]
+    assert run.ours.counters.total("hit_tokens_computed") == 3 * 6 * BLOCK
+    assert run.index.counters["allocated"] == allocated, "what is stored is not stored again"
+
+
+def test_hits_on_a_fast_drive_are_loaded(reuse: Make) -> None:
+    run = reuse(pace=Pace(token_s=0.001, block_s=0.0001))
+    stored(run, prompt(100))
+    assert ask_again(run, prompt(100), 4) == [6, 6, 6, 6]
+    assert run.ours.counters.total("hit_tokens_computed") == 0
+
+
+def test_page_mode_loads_in_any_case(page: Make) -> None:
+    run = page(pace=Pace(token_s=0.001, block_s=1.0))
+    stored(run, prompt(100))
+    assert ask_again(run, prompt(100), 3) == [6, 6, 6]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_drive_that_is_fast_again_is_used_again(reuse: Make, depth: int) -> None:
+    run = reuse(pace=Pace(token_s=0.001, block_s=1.0), depth=depth)
+    stored(run, prompt(100))
+    assert ask_again(run, prompt(100), 2) == [6, 0]
+    run.pace.block_s = 0.0001
+    loaded = []
+    for _ in range(5):
+        run.pace.now += 60.0
+        loaded += ask_again(run, prompt(100), 1)
+    computed = loaded.count(0)
+    assert 1 <= computed <= 2
+    assert loaded == [0] * computed + [6] * (5 - computed)
+    probes = [load for plan in run.plans for load in plan.loads if load.request_id == PROBE]
+    assert len(probes) == run.ours.counters.total("load_probes") == computed
+    assert not any(load.block_ids.any() for load in probes), "a probe touches no block of HBM"
+
+
+def test_a_probe_that_finds_bad_bytes_drops_them(reuse: Make) -> None:
+    run = reuse(pace=Pace(token_s=0.001, block_s=1.0))
+    stored(run, prompt(100))
+    assert ask_again(run, prompt(100), 2) == [6, 0]
+    run.pace.now += 60.0
+    run.ranks[0].broken.update(run.ranks[0].slots)
+    assert ask_again(run, prompt(100), 1) == [0]
+    assert run.ours.counters.total("slots_dropped", cause="read_error") >= 1
+
+
 # ---- loads that fail ----
 
 
@@ -487,3 +581,31 @@ def test_the_engine_keeps_stepping_until_writes_are_known(reuse: Make) -> None:
         run.step()
     assert not run.ours.unfinished()
     assert not run.scheduler.has_requests()
+
+
+# ---- slots that the scrub found bad ----
+
+
+def test_a_bad_slot_is_dropped_once_whoever_tells(reuse: Make) -> None:
+    run = reuse(slots=60, ranks=2)
+    keys = run.ours.keys_of(run.add("a", prompt(100), 4))
+    run.run()
+    stored = run.index.lookup(keys).tolist()
+    assert len(stored) == 6
+    slot, epoch = stored[2], run.index.epoch(stored[2])
+    # The scrub of each rank, a load, and one that read the slot's last life.
+    run.ours.reported(
+        [
+            (0, RankReport(bad=[(slot, epoch), (stored[3], run.index.epoch(stored[3]) - 1)])),
+            (1, RankReport(bad=[(slot, epoch), (slot, -1)])),
+        ],
+        (),
+    )
+    assert run.ours.counters.total("slots_dropped", cause="read_error") == 1
+    assert run.index.gauges()["ready"] == 5
+    for rank in run.ranks:
+        rank.broken.add(slot)
+    run.scheduler.reset_prefix_cache()
+    run.add("b", prompt(100), 4)
+    end(run, *"ab")
+    assert hits(run, "b") == [2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,10 @@ def bench(
     started: list[Bench] = []
     wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS)]
 
-    def start(mode: str = "page", count: int = 4) -> Bench:
+    def start(mode: str = "page", count: int = 4, io: Mapping[str, object] | None = None) -> Bench:
         control = tmp_path / f"faults{len(started)}.json"
-        started.append(Bench(models["llama"], devices(count, "16MiB"), control, wanted, mode))
+        places = devices(count, "16MiB")
+        started.append(Bench(models["llama"], places, control, wanted, mode, io=io or {}))
         return started[-1]
 
     yield start

@@ -36,9 +36,10 @@ def page_mode(
 def reuse_mode(
     devices: Sequence[object], *, dram: str = ROOMY_DRAM, **others: object
 ) -> dict[str, object]:
-    """Options of the connector for reuse mode."""
+    """Options of the connector for reuse mode. Hits are loaded whatever is faster here and now."""
     return {
         "mode": "reuse",
+        "load": "always",
         "devices": list(devices),
         "dram_gib": dram,
         "io": {"staging": "4MiB"},

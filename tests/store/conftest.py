@@ -28,6 +28,7 @@ from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
+from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
 PATIENCE_S = 30.0
 """A wait that takes longer has hung."""
@@ -234,14 +235,11 @@ class StoreRig:
 
     def assert_no_leak(self) -> None:
         """Every frame and every staging piece comes back once nothing refers to it."""
-        self.store.frames.forget(np.arange(self.files.placement.devices, dtype=np.int64)[:0])
         frames = self.store.frames
-        bound = [s for s in range(len(frames._frame_of)) if frames.frame_of(s) >= 0]
+        bound = [s for s in range(frames.slots) if frames.frame_of(s) >= 0]
         self.store.discard(array(bound))
         until(lambda: frames.count(FrameState.FREE) == frames.frames, "the return of all frames")
-        assert sorted(frames._free) == list(range(frames.frames))
-        assert not frames._readers.any()
-        assert not frames._in_flight.any()
+        frames.audit()
         staging, headers = self.store._staging, self.store._loader._headers
         for pool in (staging, headers):
             until(lambda pool=pool: pool.usable() == pool._pieces, "the return of staging")
@@ -268,6 +266,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         queue_depth: int = 4,
         throttle: Sequence[ThrottleRule] = (),
         placement: Placement | None = None,
+        scrub_rate: int | None = None,
+        verify: VerifyMode = "all",
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots)
@@ -283,7 +283,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             )
             for index, path in enumerate(directories)
         ]
-        plan = _plan(geometry, frames, staging)
+        plan = _plan(geometry, frames, staging, scrub_rate is not None)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
         control = tmp_path / f"faults{len(rigs)}.json"
@@ -297,15 +297,16 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
         speed = DeviceSpeed(health.paths, weights or [1.0] * placement.devices)
+        sampler = PageSampler(verify)
         files = SlotFiles(
-            geometry, placement, engine, health, speed, counters, DIGEST, RANK, deadline_s
+            geometry, placement, engine, health, speed, counters, DIGEST, RANK, deadline_s, sampler
         )
         rig: StoreRig
 
         def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:
             rig.copy_in(frames, blocks)
 
-        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in)
+        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in, scrub_rate=scrub_rate)
         rig = StoreRig(geometry, store, opened, counters, control)
         rigs.append(rig)
         return rig
@@ -318,7 +319,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             device.close()
 
 
-def _plan(geometry: SlotGeometry, frames: int, staging: int) -> ArenaPlan:
+def _plan(geometry: SlotGeometry, frames: int, staging: int, scrub: bool) -> ArenaPlan:
     staging_bytes = staging * geometry.layer_bytes
-    empty = ArenaPlan(geometry, 1 << 40, staging_bytes)
-    return ArenaPlan(geometry, empty.frame_offset + frames * geometry.slot_bytes, staging_bytes)
+    empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub)
+    nbytes = empty.frame_offset + frames * geometry.slot_bytes
+    return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub)

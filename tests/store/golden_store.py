@@ -132,9 +132,13 @@ def manifest(directory: Path) -> bytes:
     placement = Placement(GEOMETRY, SEGMENTS, len(DEVICES))
     mine = Manifest(
         store=str(STORE),
+        model="golden/model",
         fingerprint=dict(FINGERPRINT.fields),
         kind=GEOMETRY.kind,
-        slot_bytes=GEOMETRY.slot_bytes,
+        layers=GEOMETRY.layers,
+        heads=GEOMETRY.heads,
+        groups=GEOMETRY.groups,
+        payload_bytes=GEOMETRY.payload_bytes,
         tp_size=1,
         devices=[
             ManifestDevice(
@@ -149,6 +153,7 @@ def manifest(directory: Path) -> bytes:
         numbers=SLOTS,
         run="golden",
         opened=2,
+        last_opened=1_700_000_000,
     )
     mine.save(directory)
     return (directory / NAME).read_bytes()

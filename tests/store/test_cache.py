@@ -74,6 +74,66 @@ def test_a_slot_never_has_two_frames(cache: FrameCache) -> None:
     assert cache.count(FrameState.FREE) == FRAMES - 1
 
 
+def test_bad_batches_are_refused_and_change_nothing(cache: FrameCache) -> None:
+    clean(cache, 3)
+    with pytest.raises(ValueError, match="twice"):
+        cache.take(array([1, 2, 1]), FrameState.HELD)
+    for bad in (-1, SLOTS):
+        for slots_method in (
+            cache.retain,
+            cache.release_references,
+            cache.referenced,
+            cache.borrow,
+            cache.start_writing,
+            cache.forget,
+        ):
+            with pytest.raises(IndexError, match=f"slot {bad} of {SLOTS}"):
+                slots_method(array([3, bad]))
+        with pytest.raises(IndexError, match=f"slot {bad} of {SLOTS}"):
+            cache.take(array([0, bad]), FrameState.HELD)
+        with pytest.raises(IndexError, match=f"slot {bad} of {SLOTS}"):
+            cache.frame_of(bad)
+    for frame in (-2, FRAMES):
+        wrong = np.array([0, frame], dtype=np.int32)
+        for frames_method in (cache.give_back, cache.abandon):
+            with pytest.raises(IndexError, match=f"frame {frame} of {FRAMES}"):
+                frames_method(wrong)
+        with pytest.raises(IndexError, match=f"frame {frame} of {FRAMES}"):
+            cache.settle(wrong, FrameState.FREE)
+        with pytest.raises(IndexError, match=f"frame {frame} of {FRAMES}"):
+            cache.state(frame)
+    with pytest.raises(IndexError, match="frame -1"):  # a reader may have none, an I/O may not
+        cache.settle(np.array([NO_FRAME], dtype=np.int32), FrameState.FREE)
+    for state in (FrameState.FREE, FrameState.WRITING, FrameState.CLEAN, FrameState.LOST):
+        with pytest.raises(ValueError, match="filled or read into"):
+            cache.take(array([0]), state)
+    for state in (FrameState.WRITING, FrameState.LOADING, FrameState.LOST):
+        with pytest.raises(ValueError, match="after its I/O"):
+            cache.settle(np.array([0], dtype=np.int32), state)
+    with pytest.raises(TypeError):
+        cache.borrow(np.array([3], dtype=np.int32))  # type: ignore[arg-type]  # the error
+    with pytest.raises(TypeError):
+        cache.borrow(array([3, 3, 3, 3])[::2])
+    cache.audit()
+    assert cached(cache) == {3}
+    assert cache.count(FrameState.FREE) == FRAMES - 1
+
+
+def test_use_ends_with_the_last_reader(cache: FrameCache) -> None:
+    frames = clean(cache, 0, 1, 2, 3, 4, 5)
+    first, second = cache.borrow(array([0])), cache.borrow(array([0, 1]))
+    cache.give_back(second)
+    cache.give_back(cache.borrow(array([2])))
+    cache.give_back(first)
+    # 3, 4 and 5 were never used again; then 1, then 2, and 0 whose last reader ended last.
+    for slot in (3, 4, 5, 1, 2, 0):
+        assert cache.take(array([6]), FrameState.HELD).tolist() == [frames[slot]]
+        cache.forget(array([6]))
+        cache.take(array([7]), FrameState.HELD)
+        cache.start_writing(array([7]))  # out of the way: in flight, and its slot forgotten
+        cache.forget(array([7]))
+
+
 def test_only_clean_frames_are_evicted_the_unused_first(cache: FrameCache) -> None:
     cache.take(array([0]), FrameState.HELD)
     cache.take(array([1]), FrameState.HELD)
@@ -293,6 +353,7 @@ class Frames(RuleBasedStateMachine):
         assert sorted(free + bound + lost) == list(range(FRAMES))
         # A frame is out of use only as long as somebody uses it.
         assert all(self.users(f) for f in lost)
+        self.cache.audit()
 
     def teardown(self) -> None:
         self.arena.close()

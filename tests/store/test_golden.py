@@ -83,7 +83,7 @@ def test_this_release_reads_it(writer: ModuleType, files: dict[str, bytes], tmp_
     index = SlotIndex(writer.SLOTS, journal, open_number=manifest.opened)
     assert index.counters["journal_corrupt_records"] == 0
     assert index.gauges()["ready"] == 3
-    placement = manifest.placement(writer.GEOMETRY)
+    placement = manifest.placement()
     data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(placement.devices)]
     for device in range(placement.devices):
         copies = [bytes(data[device][at : at + BLOCK_BYTES]) for at in COPY_OFFSETS]
@@ -289,7 +289,7 @@ def test_journal_as_documented(files: dict[str, bytes]) -> None:
 
 
 def test_manifest_as_documented(files: dict[str, bytes]) -> None:
-    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("## Versions")[0]
+    text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("## Wear")[0]
     members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
     found = json.loads(files["store.json"])
     kinds = {

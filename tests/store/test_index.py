@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from uuid import UUID
 
@@ -73,6 +74,11 @@ def test_lookup_finds_the_longest_ready_prefix() -> None:
     assert found(index, 1, 9, 3) == slots[:1].tolist()
     assert found(index, 9, 1) == []
     assert index.lookup([]).shape == (0,)
+    assert index.find(key(2)) == slots[1]
+    assert index.find(key(9)) is None
+    for bad in (lambda: index.find(b"abc"), lambda: index.lookup([key(1), b"abc"])):
+        with pytest.raises(ValueError, match="key of 3 bytes"):
+            bad()
     writing = index.allocate(1)
     assert found(index, 1, 2, 3, 4) == slots.tolist()
     assert index.publish(int(writing[0]), key(4))
@@ -250,6 +256,47 @@ def test_quarantined_slots_are_never_handed_out_again() -> None:
     assert index.quarantine(slots_of(5)) == 1
 
 
+def test_restored_slots_are_handed_out_before_all_others() -> None:
+    index = SlotIndex(6, None)
+    store(index, 1, 2)
+    index.quarantine(slots_of(1, 3, 4))
+    with pytest.raises(ValueError, match="not lost"):
+        index.restore(slots_of(3, 0))
+    assert index.gauges()["lost"] == 3
+    index.restore(slots_of(3, 1))
+    assert index.allocate(2).tolist() == [3, 1]
+    assert index.gauges()["lost"] == 1
+    index.unpin(slots_of(3))
+    assert index.state(3) is SlotState.FREE
+
+
+def test_deferred_slots_are_handed_out_after_other_free_ones() -> None:
+    index = SlotIndex(5, None)
+    store(index, 1)
+    index.defer(np.array([True, True, True, False, False]))
+    assert index.gauges()["free"] == 4
+    assert index.allocate(3).tolist() == [3, 4, 1]
+    index.unpin(slots_of(1, 3))
+    index.defer(np.array([False, False, False, True, False]))
+    assert index.allocate(4).tolist() == [1, 2, 3, 0]  # the last one was evicted
+    assert found(index, 1) == []
+    with pytest.raises(ValueError, match="mask of 2"):
+        index.defer(np.zeros(2, dtype=np.bool_))
+
+
+def test_slots_outside_are_refused() -> None:
+    index = SlotIndex(2, None)
+    for call in (index.epochs, index.touch, index.pin, index.unpin, index.durable, index.drop):
+        for number in (-1, 2):
+            with pytest.raises(IndexError, match=f"slot {number} of 2"):
+                call(slots_of(0, number))
+    with pytest.raises(IndexError):
+        index.quarantine(slots_of(2))
+    with pytest.raises(IndexError):
+        index.publish(2, key(1))
+    assert index.gauges()["free"] == 2
+
+
 def test_a_reservation_that_a_quarantine_took_away_says_so() -> None:
     index = SlotIndex(2, None)
     index.reserve(2)
@@ -331,19 +378,17 @@ def test_a_smaller_store_forgets_what_lies_beyond(path: Path) -> None:
     assert open_index(path, 8).counters["recovered"] == 2
 
 
-def test_millions_of_slots_are_cheap() -> None:
-    index = SlotIndex(3_000_000, None)
-    per_slot = sum(
-        len(memoryview(part).cast("B"))
-        for part in (index._state, index._journalled, index._quarantined)
-    )
-    per_slot += sum(
-        part.itemsize * len(part)
-        for part in (index._pins, index._epoch, index._lru._next, index._lru._previous)
-    )
-    per_slot += index._free.nbytes + 8 * len(index._key)
-    assert per_slot / index.num_slots == pytest.approx(39, abs=0.1)
-    assert index.allocate(1000)[-1] == 999
+def test_memory_is_the_same_whatever_slots_hold() -> None:
+    index = SlotIndex(20_000, None)
+    per_slot = index.nbytes / index.num_slots
+    assert per_slot == pytest.approx(76, abs=0.1)
+    tracemalloc.start()
+    store(index, *range(index.num_slots))
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.gauges()["ready"] == index.num_slots
+    assert left < index.num_slots  # not even a byte of Python objects per slot
+    assert index.nbytes / index.num_slots == per_slot
 
 
 @pytest.mark.parametrize(
@@ -421,7 +466,7 @@ def test_deferred_slots_are_handed_out_last() -> None:
     assert index.allocate(1).tolist() == [4]
     (slot,) = index.allocate(1).tolist()
     assert slot in (0, 2)
-    with pytest.raises(ValueError, match="mask of shape"):
+    with pytest.raises(ValueError, match="mask of"):
         index.defer(mask[:3])
     index.unpin(slots_of(1, 3))
     index.defer(np.zeros(6, dtype=np.bool_))

@@ -14,12 +14,11 @@ from uuid import UUID
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.store import journal_file
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, Kind
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, Kind, encode_records
 
 STORE = UUID(int=5)
 DIGEST = bytes(range(16))
@@ -61,16 +60,33 @@ class Owner:
             found.slots.tolist(), found.epochs.tolist(), found.keys, strict=True
         ):
             self.live[slot] = (epoch, k)
-        journal.attach(self.snapshot, stale=False)
+        journal.attach(self, stale=False)
 
-    def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64], list[bytes]]:
-        slots = np.array(list(self.live), dtype=np.int64)
-        epochs = np.array([e for e, _ in self.live.values()], dtype=np.int64)
-        return slots, epochs, [k for _, k in self.live.values()]
+    @property
+    def journalled(self) -> int:
+        return len(self.live)
+
+    def begin_walk(self) -> None:
+        self.left = list(self.live)
+
+    def walk(self, first_sequence: int) -> tuple[bytes, bool]:
+        """Two at a time, so that a rewrite has several steps."""
+        now, self.left = self.left[:2], self.left[2:]
+        now = [slot for slot in now if slot in self.live]
+        slots = np.array(now, dtype=np.int64)
+        epochs = np.array([self.live[s][0] for s in now], dtype=np.int64)
+        keys = [self.live[s][1] for s in now]
+        return encode_records(Kind.PUT, slots, epochs, keys, first_sequence), bool(self.left)
 
     def put(self, slot: int, epoch: int, k: bytes) -> bool:
         self.live[slot] = (epoch, k)
         return self.journal.append(Kind.PUT, np.array([slot]), np.array([epoch]), [k])
+
+    def put_all(self) -> bool:
+        """Everything that is live, in one append."""
+        slots = np.array(list(self.live), dtype=np.int64)
+        epochs = np.array([e for e, _ in self.live.values()], dtype=np.int64)
+        return self.journal.append(Kind.PUT, slots, epochs, [k for _, k in self.live.values()])
 
     def delete(self, slot: int) -> bool:
         epoch, _ = self.live.pop(slot)
@@ -171,7 +187,7 @@ def test_a_torn_header_is_not_a_journal(path: Path) -> None:
     for length in (1, 64, HEADER_BYTES - 1):
         path.write_bytes(data[:length])
         with pytest.raises(FormatError, match=f"header has {length} bytes"):
-            open_journal(path)
+            open_journal(path, recover="strict")
 
 
 @pytest.mark.parametrize(
@@ -184,10 +200,10 @@ def test_a_foreign_journal_is_refused_or_set_aside(
     owner.put(1, 1, key(1))
     owner.journal.close()
     data = path.read_bytes()
-    with pytest.raises(FormatError, match=f"{path}: journal: {field}"):
-        open_journal(path, **other)
+    with pytest.raises(FormatError, match=f"{path}: journal: {field}.*ssdkv fsck.*recover"):
+        open_journal(path, recover="strict", **other)
     assert path.read_bytes() == data
-    fresh = open_journal(path, on_mismatch="reset", **other)
+    fresh = open_journal(path, **other)
     assert fresh.recovered.keys == []
     assert fresh.counters["resets"] == 1
     assert path.with_name("journal.rejected").read_bytes() == data
@@ -422,14 +438,19 @@ from pathlib import Path
 from uuid import UUID
 from vllm_ssdkv.store import journal_file
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.records import Kind
+from vllm_ssdkv.store.records import Kind, encode_records
 journal = Journal(Path(sys.argv[1]), store=UUID(int=5), fingerprint=bytes(range(16)),
                   num_slots={SLOTS}, sync_interval_s=None, retry_interval_s=0.0)
 live = {{}}
-def snapshot():
-    slots = np.array(list(live), dtype=np.int64)
-    return slots, slots + 1, [live[s] for s in live]
-journal.attach(snapshot, stale=False)
+class Owner:
+    journalled = 5
+    def begin_walk(self):
+        pass
+    def walk(self, first_sequence):
+        slots = np.array(list(live), dtype=np.int64)
+        keys = list(live.values())
+        return encode_records(Kind.PUT, slots, slots + 1, keys, first_sequence), False
+journal.attach(Owner(), stale=False)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({HEADER_BYTES + 2 * RECORD_BYTES + 10}, hard))
 done = []
@@ -518,6 +539,25 @@ def test_records_appended_during_a_rewrite_are_in_it(
     owner.churn(18, 3)
     assert content(path) == owner.live
     assert owner.journal.close(DEADLINE_S)
+
+
+def test_closing_waits_for_a_slow_rewrite(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout is the time without progress: a large store takes longer than that."""
+    journal = open_journal(path, sync_interval_s=1000.0, num_slots=100)
+    owner = Owner(journal)
+    for slot in range(40):
+        owner.put(slot, slot + 1, key(slot))
+    real = os.pwrite
+
+    def slow(fd: int, data: bytes, offset: int) -> int:
+        time.sleep(0.05)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    begin = time.monotonic()
+    assert journal.close(0.5)
+    assert time.monotonic() - begin > 0.5
+    assert open_journal(path, num_slots=100).recovered.keys == [key(slot) for slot in range(40)]
 
 
 def test_a_rewrite_that_hangs_too_long_is_void_and_repeated(

@@ -56,6 +56,30 @@ def test_what_was_written_comes_back(make_store: MakeStore, geometry: SlotGeomet
     rig.assert_no_leak()
 
 
+def test_time_is_told_apart_by_where_the_bytes_were(make_store: MakeStore) -> None:
+    rig = make_store(OPAQUE)
+    rig.write({1: 101, 2: 102})
+    rig.faults({"kind": "latency", "op": "read", "seconds": 0.2})
+    read = rig.load({1: 101}, [11])
+    assert (read.dram_s, read.ssd_s >= 0.2, read.queued_s < 0.2) == (0.0, True, True)
+    copied = rig.load({1: 101}, [12])
+    assert (copied.ssd_s, copied.dram_s > 0) == (0.0, True)
+    both = rig.load({1: 101, 2: 102}, [13, 14])
+    assert 0 < both.dram_s < 0.2 <= both.ssd_s
+
+
+def test_jobs_wait_for_those_before_them(make_store: MakeStore) -> None:
+    rig = make_store(OPAQUE)
+    rig.write({1: 101, 2: 102})
+    rig.faults({"kind": "latency", "op": "read", "seconds": 0.2})
+    outcomes: list[LoadOutcome] = []
+    for slot in (1, 2):
+        rig.start_load({slot: 100 + slot}, [10 + slot], request=str(slot))
+    until(lambda: bool(outcomes.extend(rig.store.take_load_outcomes()) or len(outcomes) == 2))
+    first, second = outcomes
+    assert first.queued_s < 0.2 <= second.queued_s
+
+
 def test_slots_that_are_still_being_written_are_read_from_their_frames(
     make_store: MakeStore,
 ) -> None:

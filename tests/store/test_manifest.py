@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from vllm_ssdkv.errors import (
     FingerprintMismatchError,
@@ -18,7 +19,7 @@ from vllm_ssdkv.errors import (
 )
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.manifest import NAME, VERSION, Manifest, ManifestDevice, locked
+from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest, ManifestDevice, locked, sealed
 from vllm_ssdkv.store.placement import Extent, Segment
 
 SHAPE = SlotGeometry("paged", 2, 3, 1, 8192)
@@ -32,7 +33,7 @@ SEGMENT = Segment(0, 4, 3, (0, 1), (Extent(0, 0, 2), Extent(1, 0, 2)))
 
 
 def manifest() -> Manifest:
-    made = Manifest.create(MODEL, SHAPE, 2)
+    made = Manifest.create(MODEL, SHAPE, 2, "a/model")
     for path, capacity, weight in zip(PATHS, (1 << 30, 1 << 31), WEIGHTS, strict=True):
         device = ManifestDevice(path=path, capacity=capacity, weight=weight, files=["", ""])
         made.devices.append(device)
@@ -50,7 +51,9 @@ def test_round_trip(tmp_path: Path) -> None:
     mine.save(tmp_path)
     assert Manifest.load(tmp_path) == mine
     assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == [NAME]
+    assert sorted(os.listdir(tmp_path)) == [NAME, COPY]
+    assert (tmp_path / COPY).read_bytes() == (tmp_path / NAME).read_bytes()
+    assert Manifest.load_copy(tmp_path) == mine
 
 
 def test_every_store_is_another() -> None:
@@ -61,12 +64,21 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     """The names and types that ``docs/format.md`` promises."""
     mine = manifest()
     mine.save(tmp_path)
-    assert json.loads((tmp_path / NAME).read_bytes()) == {
+    data = (tmp_path / NAME).read_bytes()
+    content = json.loads(data)
+    digits = content.pop("checksum")
+    blank = data.replace(digits.encode(), b"0" * 16)
+    assert digits == f"{xxhash.xxh3_64_intdigest(blank):016x}"
+    assert content == {
         "version": VERSION,
         "store": mine.store,
+        "model": "a/model",
         "fingerprint": {"model": "tiny", "layers": 2},
         "kind": "paged",
-        "slot_bytes": SHAPE.slot_bytes,
+        "layers": 2,
+        "heads": 3,
+        "groups": 1,
+        "payload_bytes": 8192,
         "tp_size": 2,
         "devices": [
             {
@@ -96,6 +108,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         "fresh": [],
         "run": "",
         "opened": 0,
+        "last_opened": 0,
     }
 
 
@@ -104,7 +117,9 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     [
         ("store", "not a uuid"),
         ("store", 5),
-        ("slot_bytes", 0),
+        ("layers", 0),
+        ("payload_bytes", 1 << 31),
+        ("last_opened", -1),
         ("tp_size", 1),
         ("tp_size", -1),
         ("kind", "other"),
@@ -138,9 +153,31 @@ def test_impossible_values_are_refused(tmp_path: Path, field: str, value: object
         content[outer][-1][inner] = value
     else:
         content[outer] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(FormatError, match=f"{path} is damaged .*: delete it"):
+    path.write_bytes(sealed(json.dumps(content, indent=1).encode()))
+    with pytest.raises(
+        FormatError, match=f"{path} is damaged .*: `ssdkv fsck --repair {tmp_path}`"
+    ):
         Manifest.load(tmp_path)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    data = (tmp_path / NAME).read_bytes()
+    for bit in range(0, 8 * len(data), 5):
+        spoiled = bytearray(data)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        (tmp_path / NAME).write_bytes(spoiled)
+        with pytest.raises(FormatError):
+            Manifest.load(tmp_path)
+
+
+def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    (tmp_path / NAME).unlink()
+    with pytest.raises(FormatError, match="its copy is there: `ssdkv fsck --repair"):
+        Manifest.load(tmp_path)
+    (tmp_path / COPY).unlink()
+    assert Manifest.load(tmp_path) is None
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
@@ -152,7 +189,7 @@ def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> Non
 def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     manifest().save(tmp_path)
     data = (tmp_path / NAME).read_bytes()
-    for length in range(len(data) - 1):  # the last byte is a line end
+    for length in range(len(data)):
         (tmp_path / NAME).write_bytes(data[:length])
         with pytest.raises(FormatError, match="damaged"):
             Manifest.load(tmp_path)
@@ -182,10 +219,10 @@ def test_what_it_says_of_devices_and_slots() -> None:
     mine.devices[0].present = False
     assert mine.weights() == [0.0, 2.5]
     assert [device.path for device in mine.present()] == ["/b"]
-    assert mine.placement(SHAPE).slots == 3
+    assert mine.placement().slots == 3
     mine.segments = [SEGMENT, SEGMENT]
     with pytest.raises(FormatError, match=r"segments: .* overlap"):
-        mine.placement(SHAPE)
+        mine.placement()
 
 
 def test_changes_exclude_each_other(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _run(plan: DemoPlan, timeout: float, console: Console) -> Report:
             console.print(f"this phase {error}; its log is {escape(str(log))}", style="bold red")
             raise typer.Exit(1) from None
         manifest = Manifest.load(Path(plan.stores[0]))
-        slot_bytes = manifest.slot_bytes if manifest else slot_bytes
+        slot_bytes = manifest.geometry.slot_bytes if manifest else slot_bytes
         disks = {path: demo_stores.disk_bytes(Path(path)) for path in plan.stores}
         report = Report(plan, questions, results, slot_bytes, disks)
         _show(report, phase, console)

@@ -11,17 +11,10 @@ from typing import Final
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.host import default_root
 from vllm_ssdkv.store.file_lock import lock_file
+from vllm_ssdkv.store.removal import files_of_store
 
 FOLDER: Final = "ssdkv-demo"
 _DEFAULT_STORES: Final = 2
-_FILES: Final = (
-    "rank0.data",
-    "store.json",
-    "store.json.tmp",
-    "journal",
-    "journal.tmp",
-    "journal.rejected",
-)
 _LOCK_WAIT_S: Final = 5.0
 
 
@@ -53,13 +46,14 @@ def clean(stores: Sequence[Path]) -> None:
         StoreError: one holds something that is no part of a store.
     """
     for store in stores:
+        ours = files_of_store(store)
         for entry in store.iterdir():
-            if entry.name not in _FILES:
+            if entry not in ours:
                 raise StoreError(f"{entry} is no file of the demo: remove or rename {store}")
         _check_unused(store / "rank0.data")
     for store in stores:
-        for name in _FILES:
-            (store / name).unlink(missing_ok=True)
+        for file in files_of_store(store):
+            file.unlink()
 
 
 def remove(stores: Sequence[Path]) -> None:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import typer
 
 from vllm_ssdkv import __version__
-from vllm_ssdkv.cli import config, docs
+from vllm_ssdkv.cli import bench, config, docs
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
+from vllm_ssdkv.cli.fsck import fsck
+from vllm_ssdkv.cli.stores import inspect, list_stores, remove
 
 app = typer.Typer(
     name="ssdkv",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
-    help="KV cache of vLLM on SSDs: see it work, check a machine, check options.",
+    help="KV cache of vLLM on SSDs: see it work, check and measure machines, options and stores.",
 )
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command("ls")(list_stores)
+app.command()(inspect)
+app.command()(fsck)
+app.command("rm")(remove)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(docs.app, name="docs")
 

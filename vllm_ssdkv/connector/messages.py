@@ -19,6 +19,9 @@ from vllm_ssdkv.store.placement import Segment
 
 SlotArray = NDArray[np.int64]
 
+PROBE = "ssdkv probe"
+"""Name of loads that no request waits for. vLLM's own names have no space."""
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -72,6 +75,21 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTime:
+    """Where one rank's time for a load went, in seconds. No tokens: the load failed.
+
+    ``queued_s`` was spent behind other loads, the others on what the tokens came from.
+    """
+
+    request_id: str
+    tokens_from_dram: int
+    tokens_from_ssd: int
+    queued_s: float
+    dram_s: float
+    ssd_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Page mode: one scheduled request of this step.
 
@@ -116,6 +134,10 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Slots whose frames are worthless: dropped, or never to be committed."""
     segments: tuple[Segment, ...] | None = None
     """Where the slots of this and later plans are; None: as before."""
+    trim: SlotArray | None = None
+    """Slots that hold nothing any more, after many were dropped at once."""
+    timed: bool = False
+    """Report how long the forward pass of this step takes."""
 
 
 @dataclass
@@ -133,6 +155,14 @@ class RankReport:
     lost_devices: list[int] = field(default_factory=list)
     speeds: list[tuple[int, float]] = field(default_factory=list)
     """Devices, and the share of its weight that each of them is worth from now on."""
+    loads: list[LoadTime] = field(default_factory=list)
+    """Loads that ended."""
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """(step, seconds of its forward pass) of steps that were to be timed."""
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """(device, bytes written to it) since the last report."""
+    frames: int = 0
+    """Frames of DRAM; said once, 0 afterwards."""
 
     def empty(self) -> bool:
         """Whether there is nothing to say."""
@@ -144,6 +174,10 @@ class RankReport:
             or self.poisoned
             or self.lost_devices
             or self.speeds
+            or self.loads
+            or self.steps
+            or self.written
+            or self.frames
         )
 
 

@@ -16,7 +16,8 @@ class RequestState:
     Attributes:
         request: vLLM's request; its ``block_hashes`` grow as tokens become known.
         block_ids: HBM block of each block index; 0, the null block, behind the window.
-        published: Blocks looked at for storing so far (reuse mode).
+        published: Blocks looked at for storing so far.
+        computed: Tokens computed when the steps scheduled so far have ended.
         slots: Page mode: slot of each completed block, pinned for the request.
         private: Page mode: block index to slot, for blocks whose hash is not known yet.
         reserved: Page mode: slots set aside for blocks still to come.
@@ -28,6 +29,7 @@ class RequestState:
     request: Request
     block_ids: list[int] = field(default_factory=list)
     published: int = 0
+    computed: int = 0
     slots: list[int] = field(default_factory=list)
     private: dict[int, int] = field(default_factory=dict)
     reserved: int = 0

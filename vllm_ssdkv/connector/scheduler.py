@@ -5,10 +5,9 @@ Runs in the engine core's process on its one thread; nothing here touches a devi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,11 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredManager
+from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.index_metrics import IndexMetrics
+from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
+    PROBE,
     Commit,
     ContextDelta,
     Load,
@@ -25,8 +28,8 @@ from vllm_ssdkv.connector.messages import (
     Save,
     SSDKVMetadata,
 )
-from vllm_ssdkv.connector.model import adapter_identity
 from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
@@ -57,6 +60,8 @@ class SSDKVScheduler:
         max_model_len: int,
         ranks: int,
         counters: Counters,
+        choice: LoadChoice,
+        policy: WritePolicy,
     ):
         self._config = config
         self._paged = config.mode == "page"
@@ -67,12 +72,15 @@ class SSDKVScheduler:
         self._max_tokens = max_model_len
         self._ranks = ranks
         self.counters = counters
+        self._choice = choice
+        self._policy = policy
+        self._index_metrics = IndexMetrics(index, counters)
+        self.keys_of = BlockKeys().of
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
         self._step = 0
         self._hbm: KVCacheManager | None = None
         self._manager: TieredManager | None = None
-        self._adapters: dict[str, bytes] = {}
         self._lost: set[int] = set()
         # Weights of the devices as configured, and what each rank says they are worth of it.
         self._weights = tuple(restriper.weights)
@@ -84,13 +92,14 @@ class SSDKVScheduler:
         self._contexts: list[ContextDelta] = []
         self._forget: list[str] = []
         self._discard: list[int] = []
+        self._trim: NDArray[np.int64] | None = None
         self._saves: list[tuple[int, int, int]] = []
         self._commits: list[tuple[int, int, bytes]] = []
+        self._shape: list[tuple[int, int]] = []
         # Slots on their way to the devices: slot -> (epoch, ranks that still have to report).
         self._writing: dict[int, tuple[int, int]] = {}
         # Page mode: how many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
-        self._told: dict[str, int] = {}
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
@@ -103,24 +112,6 @@ class SSDKVScheduler:
         for manager in hbm.coordinator.single_type_managers:
             if isinstance(manager, TieredManager):
                 self._manager = manager
-
-    # ---- keys ----
-
-    def keys_of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
-        """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
-        hashes = request.block_hashes[start:stop]
-        adapter = request.lora_request
-        if adapter is None:
-            return [bytes(h[:32]).ljust(32, b"\0") for h in hashes]
-        # vLLM's block hash holds an adapter's name and path; other weights there are other KV.
-        identity = self._adapter_identity(adapter.lora_path)
-        return [hashlib.blake2b(identity + bytes(h), digest_size=32).digest() for h in hashes]
-
-    def _adapter_identity(self, path: str) -> bytes:
-        known = self._adapters.get(path)
-        if known is None:
-            known = self._adapters[path] = adapter_identity(path)
-        return known
 
     # ---- admission ----
 
@@ -146,7 +137,17 @@ class SSDKVScheduler:
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
         slots = self._index.lookup(self.keys_of(request, last)[first:])
-        return len(slots) * self._block
+        blocks = self._choice.blocks(
+            request.request_id, slots, computed, request.num_tokens, self._being_computed
+        )
+        return blocks * self._block
+
+    def _being_computed(self) -> Iterator[tuple[int, int]]:
+        """(computed, all) tokens of the requests that are before every one still waiting."""
+        for state in self._requests.values():
+            request = state.request
+            if request.request_id not in self._loading:
+                yield request.num_computed_tokens, request.num_tokens
 
     def _must_wait(self, request: Request) -> bool:
         """Keeps order after a load failed, which vLLM's scheduler does not expect.
@@ -209,6 +210,9 @@ class SSDKVScheduler:
             self._index.reserve(state.reserved)
         if external:
             self._plan_load(state, blocks, external)
+        unread = self._choice.admitted(request_id)
+        if unread is not None:
+            self._plan_probe(self.keys_of(request, unread.stop, unread.start))
 
     def _plan_load(self, state: RequestState, blocks: KVCacheBlocks, external: int) -> None:
         (block_ids,) = blocks.get_block_ids()
@@ -230,11 +234,20 @@ class SSDKVScheduler:
             self._contexts.append(ContextDelta(state.request_id, 0, slots))
             live = np.flatnonzero(targets)
             targets = targets[live[0] :] if len(live) else targets[:0]
-        self._loading[state.request_id] = slots
-        epochs = self._index.epochs(slots)
-        self._loads.append(
-            Load(state.request_id, slots, epochs, tuple(keys[end - count : end]), targets)
-        )
+        self._start_load(state.request_id, slots, keys[end - count : end], targets)
+
+    def _plan_probe(self, keys: Sequence[bytes]) -> None:
+        """Read these blocks into DRAM to learn how long it takes; nobody waits for them."""
+        slots = self._index.lookup(keys)
+        self._index.pin(slots)
+        self._start_load(PROBE, slots, keys, np.zeros(len(slots), dtype=np.int64))
+
+    def _start_load(
+        self, name: str, slots: NDArray[np.int64], keys: Sequence[bytes], targets: NDArray[np.int64]
+    ) -> None:
+        self._loading[name] = slots
+        self._choice.planned(name, slots)
+        self._loads.append(Load(name, slots, self._index.epochs(slots), tuple(keys), targets))
 
     # ---- the plan of a step ----
 
@@ -262,6 +275,9 @@ class SSDKVScheduler:
                 state.block_ids.extend(new_ids[0])
             self._schedule(plan, state, cached.num_computed_tokens[i], output)
         self._commit_known()
+        plan.timed = self._choice.step(self._step, self._shape)
+        self._shape = []
+        self._choice.saved(slot for slot, _, _ in self._saves)
         plan.save = Save.of(self._saves)
         plan.commit = Commit.of(self._commits)
         self._saves, self._commits = [], []
@@ -270,6 +286,7 @@ class SSDKVScheduler:
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
         plan.segments = self._restriper.take_segments()
+        plan.trim, self._trim = self._trim, None
         return plan
 
     def _schedule(
@@ -277,7 +294,9 @@ class SSDKVScheduler:
     ) -> None:
         state.running = True
         self._skip_lookup.discard(state.request_id)
-        after = computed + output.num_scheduled_tokens[state.request_id]
+        count = output.num_scheduled_tokens[state.request_id]
+        after = state.computed = computed + count
+        self._shape.append((computed, count))
         if self._paged:
             plan.rows.append(self._row(state, computed))
             self._save_paged(state, computed // self._block, after // self._block)
@@ -302,15 +321,16 @@ class SSDKVScheduler:
         keys = self.keys_of(state.request, end, begin)
         new: list[int] = []
         for block in range(begin, end):
-            found = self._index.lookup(keys[block - begin : block - begin + 1])
+            known = block - begin < len(keys)  # else its tokens are still being sampled
+            found = self._index.find(keys[block - begin]) if known else None
             # A session that goes on with more input needs more than it was admitted with.
             reserved = state.reserved > 0
-            if len(found) and int(found[0]) in self._in_contexts:
+            if found is not None and found in self._in_contexts:
                 # Another running request has this block. One that nobody runs with is no help:
                 # the workers do not know its checksums.
-                self._index.pin(found)
+                self._index.pin(np.array([found], dtype=np.int64))
                 self._index.unreserve(int(reserved))
-                new.append(int(found[0]))
+                new.append(found)
             else:
                 try:
                     slot = int(self._index.allocate(1, reserved=reserved)[0])
@@ -332,14 +352,24 @@ class SSDKVScheduler:
         first = state.published
         if first >= end:
             return
-        for block, key in enumerate(self.keys_of(state.request, end, first), first):
-            state.published = block + 1
-            if state.block_ids[block] == 0 or len(self._index.lookup([key])):
+        keys = self.keys_of(state.request, end, first)
+        if not state.request.num_preemptions:
+            self._policy.see(keys)
+        admitted = self._policy.admitted(keys).tolist()
+        state.published = end
+        for block, key in enumerate(keys, first):
+            if state.block_ids[block] == 0 or self._index.find(key) is not None:
+                continue
+            if not admitted[block - first]:
+                self._policy.skip(1, "admission")
+                continue
+            if self._policy.used_up(len(self._writing)):
+                self._policy.skip(1, "budget")
                 continue
             try:
                 slot = int(self._index.allocate(1)[0])
             except StoreFullError:
-                self.counters.add("stores_skipped", 1)
+                self._policy.skip(1, "store_full")
                 continue
             self._held[slot] = self._index.epoch(slot)
             self._saves.append((slot, self._held[slot], state.block_ids[block]))
@@ -347,17 +377,29 @@ class SSDKVScheduler:
 
     def _commit_known(self) -> None:
         """Page mode: blocks whose hash is known now are written out and may be found."""
+        held = sum(len(state.private) for state in self._requests.values())
+        # What waits to be written, or not, must leave room in DRAM for what is written.
+        hold_back = 4 * held <= self._choice.frames
         for state in self._requests.values():
             if state.private:
-                self._commit_state(state)
+                self._commit_state(state, hold_back)
 
-    def _commit_state(self, state: RequestState) -> None:
+    def _commit_state(self, state: RequestState, hold_back: bool) -> None:
         known = len(state.request.block_hashes)
         ready = [block for block in state.private if block < known]
         if not ready:
             return
         first = min(ready)
         keys = self.keys_of(state.request, max(ready) + 1, first)
+        new = [keys[block - first] for block in ready if block >= state.published]
+        state.published = max(ready) + 1
+        if not state.request.num_preemptions:
+            self._policy.see(new)
+        if hold_back:
+            # What has left the window must be written: it is read from there.
+            left = (state.computed - self._config.hbm_window_tokens + 1) // self._block
+            wanted = self._policy.worth_it([keys[b - first] for b in ready], len(self._writing))
+            ready = [b for b, worth in zip(ready, wanted, strict=True) if worth or b < left]
         for block in ready:
             self._publish(state.private.pop(block), keys[block - first])
 
@@ -367,7 +409,7 @@ class SSDKVScheduler:
             self._replace(key)
         if not self._index.publish(slot, key) and not self._paged:
             # Another slot has this key: nobody will look for this one.
-            self._retire(slot)
+            self._unpin([slot])
             return
         # In page mode the request itself needs it: what is not written would fill the DRAM.
         self._writing[slot] = (epoch, self._ranks)
@@ -378,24 +420,29 @@ class SSDKVScheduler:
 
         Unless somebody runs with the copy, the new block takes its place.
         """
-        stored = self._index.lookup([key]).tolist()
-        if stored and stored[0] not in self._in_contexts:
-            self._index.drop(stored[0])
-            if self._index.state(stored[0]) is SlotState.FREE:
-                self._discard.append(stored[0])
+        stored = self._index.find(key)
+        if stored is not None and stored not in self._in_contexts:
+            self._index.drop(stored)
+            if self._index.state(stored) is SlotState.FREE:
+                self._discard.append(stored)
 
     # ---- results ----
 
     def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and which requests' loads have ended."""
+        written: list[int] = []
         for rank, report in reports:
+            self._policy.wrote(report.written)
+            if self._choice.reported(rank, report):
+                received = [*received, PROBE]
             for device in report.lost_devices:
                 self._lose_device(device)
             if report.speeds:
                 self._worth.update({(rank, device): worth for device, worth in report.speeds})
                 self._reweigh()
             for slot, epoch in report.durable:
-                self._one_rank_done(slot, epoch)
+                if self._last_rank_done(slot, epoch):
+                    written.append(slot)
             for slot, epoch in report.failed_writes:
                 self._write_failed(slot, epoch)
             for slot, epoch in report.skipped:
@@ -407,9 +454,11 @@ class SSDKVScheduler:
             for request_id in report.poisoned:
                 self._disown_steps(request_id)
                 self._send_back(request_id)
+        self._all_ranks_done(written)
         for request_id in received:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
+                self._choice.ended(request_id)
                 self._unpin(slots.tolist())
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
@@ -419,24 +468,30 @@ class SSDKVScheduler:
                 self.counters.add("recomputed_requests", 1, cause="hit")
                 self._load_failed.add(request_id)
 
-    def _one_rank_done(self, slot: int, epoch: int) -> None:
+    def _last_rank_done(self, slot: int, epoch: int) -> bool:
+        """A rank has written a slot; whether none is missing now."""
         entry = self._writing.get(slot)
         if entry is None or entry[0] != epoch:
-            return
+            return False
         if entry[1] > 1:
             self._writing[slot] = (epoch, entry[1] - 1)
-            return
+            return False
         del self._writing[slot]
-        if not self._forgetful:
-            self._index.durable(slot)
-        self._unpin([slot])
+        return True
+
+    def _all_ranks_done(self, slots: Sequence[int]) -> None:
+        """All ranks have written these slots: one write into the journal for all of them."""
+        if slots and not self._forgetful:
+            self._index.durable(np.array(slots, dtype=np.int64))
+        for slot in slots:  # not as a chain: these are of any requests
+            self._unpin([slot])
 
     def _write_failed(self, slot: int, epoch: int) -> None:
         if self._index.epoch(slot) != epoch:
             return
         self._drop(slot, "write_error")
         if self._writing.pop(slot, None) is not None or self._held.pop(slot, None) is not None:
-            self._retire(slot)
+            self._unpin([slot])
         for state in self._requests.values():
             for block in [b for b, private in state.private.items() if private == slot]:
                 del state.private[block]  # it will never be committed
@@ -449,12 +504,10 @@ class SSDKVScheduler:
                     self._send_back(state.request_id)
 
     def _drop(self, slot: int, cause: str) -> None:
-        self._index.drop(slot)
-        self.counters.add("slots_dropped", 1, cause=cause)
-
-    def _retire(self, slot: int) -> None:
-        """The writer's interest in a slot ends; nothing of it will be found."""
-        self._unpin([slot])
+        # Several ranks, or a load and the scrub, may tell of the same slot.
+        if self._index.state(slot) in (SlotState.READY, SlotState.WRITING):
+            self._index.drop(slot)
+            self.counters.add("slots_dropped", 1, cause=cause)
 
     def _unpin(self, slots: Sequence[int]) -> None:
         self._index.unpin(np.array(slots, dtype=np.int64))
@@ -530,10 +583,11 @@ class SSDKVScheduler:
             return
         self._forget.append(state.request_id)
         self._contexts = [c for c in self._contexts if c.request_id != state.request_id]
+        self._policy.held_back(len(state.private), len(self._writing))
         for slot in state.private.values():
             self._held.pop(slot, None)
             self._index.drop(slot)
-            self._retire(slot)
+            self._unpin([slot])
         state.private.clear()
         self._unpin(state.slots)
         for slot in state.slots:
@@ -555,6 +609,7 @@ class SSDKVScheduler:
         it asks for this. False when a load of old blocks is under way.
         """
         self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        self._trim = self._index.free_slots()
         if not self._forgetful:
             logger.warning(
                 "ssdkv: the cache was reset; blocks stored from now on will not survive a restart"
@@ -564,29 +619,20 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        return bool(self._writing or self._discard or self._forget)
+        return bool(self._writing or self._discard or self._forget or PROBE in self._loading)
 
     def update_gauges(self) -> None:
         """Refresh the gauges that this process owns."""
-        gauges = self._index.gauges()
-        for name in ("ready", "free", "pinned"):
-            self.counters.set(f"slots_{name}", float(gauges[name]))
-        self.counters.set("journal_bytes", float(gauges["journal_bytes"]))
         weights = self._restriper.weights
         for path, weight in zip(self._device_paths, weights, strict=True):
             share = weight / sum(weights) if weight else 0.0
             self.counters.set("device_share", share, device=path)
-        counts = self._index.counters
-        for metric, count in (
-            ("slots_evicted", "evictions"),
-            ("slots_stored", "published"),
-            ("recovered_slots", "recovered"),
-            ("journal_corrupt_records", "journal_corrupt_records"),
-        ):
-            self.counters.add(metric, counts.get(count, 0) - self._told.get(metric, 0))
-            self._told[metric] = counts.get(count, 0)
+        self._choice.update_gauges()
+        self._policy.update_gauges(self._device_paths)
+        self._index_metrics.update()
 
     def close(self) -> None:
-        """Make journal and manifest durable."""
+        """Make journal, manifest and the count of what was written durable."""
         self._restriper.close()
         self._index.close()
+        self._policy.close()

@@ -11,15 +11,19 @@ import torch
 from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv_layout
 from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.worker import SSDKVWorker
+from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.wear import WearLedger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +51,10 @@ def _identify(
     replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
     # The engine's id may be one that the user gave it, for ever.
     run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
-    place = StorePlace(config, layout.geometry, identity, layout.tp_size, replica, run)
+    model = str(vllm_config.model_config.model)
+    place = StorePlace(
+        config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run
+    )
     return _Identity(layout, identity, place)
 
 
@@ -112,6 +119,15 @@ def open_scheduler(
         vllm_config.model_config.max_model_len,
         found.layout.tp_size,
         counters,
+        LoadChoice(
+            # In page mode computing writes every block of the hit once more.
+            always=config.mode == "page" or config.load == "always",
+            block_tokens=found.layout.block_tokens,
+            chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            ranks=found.layout.tp_size,
+            counters=counters,
+        ),
+        _write_policy(config, found, restriper.placement, index.num_slots, counters),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
@@ -126,6 +142,23 @@ def open_scheduler(
             "--max-model-len"
         )
     return scheduler
+
+
+def _write_policy(
+    config: SSDKVConfig,
+    found: _Identity,
+    placement: Placement,
+    num_slots: int,
+    counters: Counters,
+) -> WritePolicy:
+    manifest = found.place.stored()
+    # A data file that was not made yet has no UUID: its path names it until the next start.
+    names = [device.files[0] or device.path for device in manifest.devices]
+    ranks = found.layout.tp_size
+    bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
+    share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
+    wear = WearLedger(found.place.state, names, counters)
+    return WritePolicy(config, wear, share, num_slots, counters)
 
 
 def _check_backend(

@@ -15,16 +15,26 @@ from numpy.typing import NDArray
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort
-from vllm_ssdkv.connector.messages import Commit, Load, RankReport, Save, SSDKVMetadata
+from vllm_ssdkv.connector.messages import (
+    PROBE,
+    Commit,
+    Load,
+    LoadTime,
+    RankReport,
+    Save,
+    SSDKVMetadata,
+)
 from vllm_ssdkv.connector.model import KVLayout
 from vllm_ssdkv.connector.step import PagedStep, block_layout
+from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
-from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +56,7 @@ class SSDKVWorker:
         self._opened = opened
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
+        self._timer: StepTimer | None = None
         self.step: PagedStep | None = None
         self._report = RankReport()
         self._finished: set[str] = set()
@@ -55,6 +66,7 @@ class SSDKVWorker:
         self._loading: set[str] = set()
         self._gauges_due = 0.0
         self._attending = False
+        self._told_written = [0] * len(opened.devices)
 
     @property
     def store(self) -> TieredStore:
@@ -77,7 +89,11 @@ class SSDKVWorker:
             self._opened.num_slots,
             self.layout.block_tokens,
             self._copy_in,
+            trimmer=self._trimmer(),
+            scrub_rate=self.config.io.scrub_rate,
         )
+        self._report.frames = self._store.frames.frames
+        self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
@@ -90,6 +106,14 @@ class SSDKVWorker:
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+
+    def _trimmer(self) -> SlotTrimmer | None:
+        if not self.config.trim:
+            return None
+        files, opened = self._opened.files, self._opened
+        return SlotTrimmer(
+            opened.devices, files.health.paths, files.placement, opened.num_slots, self.counters
+        )
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         if self._port is None:
@@ -113,11 +137,17 @@ class SSDKVWorker:
             store.extend_context(delta.request_id, delta.start, delta.slots)
         if plan.discard:
             store.discard(np.array(plan.discard, dtype=np.int64))
+        if plan.trim is not None:
+            store.trim(plan.trim)
         if plan.rows:
             self.step = PagedStep(store, self.layout, plan.rows, self._poisoned)
+        if plan.timed and self._timer is not None:
+            self._timer.begin(plan.step)
 
     def end(self, plan: SSDKVMetadata) -> None:
         """After the forward pass: finished blocks leave HBM, loads and writes are started."""
+        if self._timer is not None:
+            self._timer.end()
         spoiled: list[int] = []
         if self.step is not None:
             spoiled = self._close_step(self.step)
@@ -157,7 +187,7 @@ class SSDKVWorker:
             self._commit(commit, np.isin(commit.slots, save.slots[part]))
             done += len(frames)
         self._skip(save.part(np.arange(len(save.slots)) >= done))
-        self.counters.add("stores_skipped", len(save.slots) - done)
+        self.counters.add("stores_skipped", len(save.slots) - done, cause="write_buffer")
 
     def _skip(self, save: Save) -> None:
         """These blocks are not stored."""
@@ -185,15 +215,29 @@ class SSDKVWorker:
         self._report.failed_writes.extend(failed)
         for outcome in self._store.take_load_outcomes():
             self._loading.discard(outcome.request_id)
+            self._report.loads.append(_load_time(outcome))
+            self._report.bad.extend(outcome.bad)
+            if outcome.request_id == PROBE:
+                continue
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.tokens_from_ssd, tier="ssd")
-            self._report.bad.extend(outcome.bad)
             if not outcome.complete:
                 self._failed.add(outcome.request_id)
+        if self._timer is not None:
+            self._report.steps.extend(self._timer.take())
+        self._report_writes()
+        self._report.bad.extend(self._store.take_scrubbed())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._report.speeds.extend(self._opened.files.speed.take_news())
         self._watch_devices()
+
+    def _report_writes(self) -> None:
+        for device, path in enumerate(self._opened.files.health.paths):
+            total = int(self.counters.total("bytes_written", device=path))
+            if total > self._told_written[device]:
+                self._report.written.append((device, total - self._told_written[device]))
+                self._told_written[device] = total
 
     def _count_request(self, metric: str, value: float = 1, **labels: str) -> None:
         """Count what happens to a request, not to a rank: once, on the first rank."""
@@ -242,6 +286,17 @@ class SSDKVWorker:
         if self._store is not None:
             self._store.close()
         self._opened.close()
+
+
+def _load_time(outcome: LoadOutcome) -> LoadTime:
+    return LoadTime(
+        outcome.request_id,
+        outcome.tokens_from_dram,
+        outcome.tokens_from_ssd,
+        outcome.queued_s,
+        outcome.dram_s,
+        outcome.ssd_s,
+    )
 
 
 _MAPPED = 2

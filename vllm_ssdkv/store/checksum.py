@@ -30,3 +30,10 @@ def checksum_pages(addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uin
         Checksums, uint64, shape [n].
     """
     return _io.checksum(addresses, nbytes)
+
+
+def wrong_checksums(
+    addresses: NDArray[np.uint64], expected: NDArray[np.uint64], nbytes: int
+) -> NDArray[np.int64]:
+    """Ascending positions at which :func:`checksum_pages` is not ``expected``; both arrays [n]."""
+    return _io.verify(addresses, expected, nbytes)

@@ -8,6 +8,7 @@ import os
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.store.device import OpenDevice
@@ -18,6 +19,24 @@ from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, n
 logger = logging.getLogger(__name__)
 
 
+class OpenFile(Protocol):
+    """A data file or block device that is open: :class:`OpenDevice` and what commands open."""
+
+    @property
+    def fd(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+
+
+def read_copies(device: OpenFile) -> list[bytes]:
+    """What lies at each of :data:`COPY_OFFSETS`; less than a block at the end. Blocks on I/O.
+
+    Raises:
+        DeviceError: the device cannot be read.
+    """
+    return [_read(device, offset) for offset in COPY_OFFSETS]
+
+
 def read_superblock(device: OpenDevice) -> Superblock | None:
     """The valid superblock with the highest epoch, or None for a new file. Blocks on I/O.
 
@@ -25,7 +44,7 @@ def read_superblock(device: OpenDevice) -> Superblock | None:
         FormatError: there is data, but no valid superblock.
         DeviceError: the device cannot be read.
     """
-    copies = [_read(device, offset) for offset in COPY_OFFSETS]
+    copies = read_copies(device)
     found = newest(copies, str(device.path))
     if found is not None:
         for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
@@ -62,7 +81,7 @@ def _warn_of_damage(device: OpenDevice, offset: int, copy: bytes) -> None:
         )
 
 
-def write_superblock(device: OpenDevice, block: Superblock) -> None:
+def write_superblock(device: OpenFile, block: Superblock) -> None:
     """Write the copy that the block's epoch selects. Blocks on I/O.
 
     Raises:
@@ -79,7 +98,7 @@ def write_superblock(device: OpenDevice, block: Superblock) -> None:
         raise DeviceError(f"{device.path}: superblock: only {written} bytes were written")
 
 
-def _read(device: OpenDevice, offset: int) -> bytes:
+def _read(device: OpenFile, offset: int) -> bytes:
     with mmap.mmap(-1, BLOCK_BYTES) as page:
         try:
             count = os.preadv(device.fd, [page], offset)
@@ -132,6 +151,15 @@ def claim(
             "is computed again",
             device.path,
         )
-    write_superblock(device, expected)
-    write_superblock(device, replace(expected, epoch=expected.epoch + 1))
+    write_both(device, expected)
     return str(mine)
+
+
+def write_both(device: OpenFile, block: Superblock) -> None:
+    """Write the block, and with the next epoch its other copy. Blocks on I/O.
+
+    Raises:
+        DeviceError: the device cannot be written.
+    """
+    write_superblock(device, block)
+    write_superblock(device, replace(block, epoch=block.epoch + 1))

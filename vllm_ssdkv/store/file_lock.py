@@ -49,6 +49,16 @@ def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
         return
 
 
+def is_locked(fd: int) -> bool:
+    """Whether somebody else holds the lock on the file behind ``fd`` now. Never blocks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
 def lock_holder(fd: int) -> int | None:
     """Process id that holds a flock on the file behind ``fd``, if the kernel tells us."""
     status = os.fstat(fd)

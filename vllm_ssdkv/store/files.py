@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.layout import Extents, SlotGeometry
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.speed import BatchWatch, DeviceSpeed
+from vllm_ssdkv.store.verify import PageSampler
 
 GROUP = 64
 """Most whole slots per submission."""
@@ -42,6 +43,7 @@ class SlotFiles:
     fingerprint: bytes
     rank: int
     deadline_s: float
+    sampler: PageSampler = field(default_factory=PageSampler)
 
     @property
     def group(self) -> int:

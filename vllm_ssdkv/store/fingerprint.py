@@ -64,7 +64,7 @@ class Fingerprint:
             if not isinstance(fields, dict):
                 raise FormatError(f"fingerprint is a JSON {type(fields).__name__}, not an object")
             return cls(fields)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise FormatError(f"fingerprint is not readable: {exc}") from exc
 
     def differences(self, other: Fingerprint) -> list[str]:

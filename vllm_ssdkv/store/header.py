@@ -23,8 +23,9 @@ KEY_BYTES = 32
 
 # magic, version, header_bytes, pages, page_bytes, payload_bytes, rank, slot, epoch, fingerprint,
 # key, reserved
-_FIXED = struct.Struct("<8s6I2Q16s32s32x")
+_FIXED = struct.Struct("<8s6I2Q16s32s32s")
 _TAIL = struct.Struct("<Q")
+_RESERVED = bytes(32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +82,7 @@ class SlotHeader:
                 self.epoch,
                 digest,
                 self.key,
+                _RESERVED,
             )
         except struct.error as exc:
             raise ValueError(f"slot header: {exc}") from exc
@@ -119,9 +121,8 @@ def decode(
     view = np.frombuffer(buffer, dtype=np.uint8)[:size].data
     if len(view) != size:
         raise FormatError(f"slot header: length is {len(view)}, expected {size}")
-    (magic, version, *shape, found_rank, found_slot, found_epoch, found_digest, found_key) = (
-        _FIXED.unpack_from(view)
-    )
+    magic, version, *shape = _FIXED.unpack_from(view)
+    *shape, found_rank, found_slot, found_epoch, found_digest, found_key, reserved = shape
     _expect("magic", magic, MAGIC)
     _expect("version", version, VERSION)
     body = size - HEADER_TAIL_BYTES
@@ -139,8 +140,22 @@ def decode(
     ):
         if wanted is not None:
             _expect(name, found, wanted)
+    _expect("reserved", reserved, _RESERVED)
+    sums_end = HEADER_FIXED_BYTES + 8 * geometry.pages
+    if np.frombuffer(view[sums_end:body], dtype=np.uint8).any():
+        raise FormatError("slot header: bytes behind the checksums are not zero")
     sums = np.frombuffer(view, dtype="<u8", count=geometry.pages, offset=HEADER_FIXED_BYTES)
     return SlotHeader(found_key, found_slot, found_epoch, found_rank, sums.astype(np.uint64))
+
+
+def epoch_of(buffer: memoryview | NDArray[np.uint8], slot: int) -> int | None:
+    """Epoch that the first bytes of a slot name; None when they are no header of that slot.
+
+    The header may be damaged, so that the epoch is what somebody else has to confirm.
+    """
+    view = np.frombuffer(buffer, dtype=np.uint8).data
+    magic, *_, found, epoch, _, _ = _FIXED.unpack_from(view)
+    return int(epoch) if (magic, found) == (MAGIC, slot) else None
 
 
 def _expect(field: str, found: bytes | int, expected: bytes | int) -> None:

@@ -35,9 +35,17 @@ class DeviceHealth:
     the same wait. A quarantined device stays out of use until the engine is restarted.
     """
 
-    def __init__(self, paths: Sequence[str], deadline_s: float, counters: Counters):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        deadline_s: float,
+        counters: Counters,
+        *,
+        failures_to_quarantine: int = FAILURES_TO_QUARANTINE,
+    ):
         self.paths = tuple(paths)
         self._deadline_s = deadline_s
+        self._failures_to_quarantine = failures_to_quarantine
         self._counters = counters
         self._lock = threading.Lock()
         self._in_a_row = [0] * len(paths)
@@ -92,7 +100,7 @@ class DeviceHealth:
             why = os.strerror(-code) if code else "fewer bytes than asked for"
             self._counters.add("io_errors", count, device=path, kind=kind)
             logger.error("ssdkv: device %s: %d %s(s) failed: %s", path, count, operation, why)
-        if why and failures >= FAILURES_TO_QUARANTINE:
+        if why and failures >= self._failures_to_quarantine:
             self.quarantine(device, f"{failures} failures in a row, the last one: {why}")
 
     def judge_content(self, right: NDArray[np.intp], wrong: NDArray[np.intp]) -> None:

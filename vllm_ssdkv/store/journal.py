@@ -1,15 +1,21 @@
 """The journal: which slot holds which key, so that a restart finds it again.
 
 An append-only file of fixed-size records (:mod:`vllm_ssdkv.store.records`). An append is one plain
-write, which survives the death of the process; ``fdatasync`` follows in a background thread, at
-most once per interval, so that a power loss costs that interval. What it costs is hits, never
-correctness: slot headers carry the epoch, and data that does not match its record is refused.
+write of any number of records, which survives the death of the process; one ``fdatasync`` for all
+of them follows in a background thread, at most once per :data:`SYNC_INTERVAL_S`, so that a power
+loss costs that interval. What it costs is hits, never correctness: slot headers carry the epoch,
+and data that does not match its record is refused.
 
 **Bounds.** When the file holds more than ``2 * live + slack`` records it is rewritten with the
 live ones: to a temporary file, fsync, rename, fsync of the directory. It never exceeds
 ``128 + 72 * (3 * num_slots + 2 * slack)`` bytes (:attr:`Journal.max_bytes`): ``2 * num_slots +
 slack`` start a rewrite, the rest is room for one batch that touches every slot and for what
 arrives during the rewrite. The temporary file exists besides it while a rewrite runs.
+
+A rewrite walks over the owner's table in steps, between which appends go on: the new file holds
+what each step saw and every record appended since the rewrite began, and sequence numbers say which
+is newer. It needs memory for one step and for what is appended during one write, and holds the
+scheduler up for one step, some tenths of a millisecond, at a time.
 
 **Errors.** A failed append (disk full, I/O error) is counted and logged, and puts the journal into
 the *degraded* state: records are counted as lost, the file keeps its valid prefix, and a rewrite
@@ -23,35 +29,51 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Protocol
 from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import FormatError, StoreError
-from vllm_ssdkv.store.durable import sync_directory
+from vllm_ssdkv._index import Replay
+from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.store.journal_file import JournalFile, Replacement
 from vllm_ssdkv.store.records import (
     HEADER_BYTES,
     RECORD_BYTES,
     Kind,
-    Replay,
-    check_header,
     encode_header,
     encode_records,
-    replay,
 )
+from vllm_ssdkv.store.recovery import Progress, Recover, recover_journal
 
 logger = logging.getLogger(__name__)
 
 SLACK_RECORDS = 4096
 """Records beyond twice the live ones that start a rewrite: 288 KiB."""
 
-Snapshot: TypeAlias = Callable[[], tuple[NDArray[np.int64], NDArray[np.int64], list[bytes]]]
-"""Gives slots [n], epochs [n] and keys [n] of all live records, least recently used first."""
+SYNC_INTERVAL_S = 1.0
+"""What a power loss costs, at most, besides the time of one sync. Waiting longer saves nothing that
+matters: a sync is one flush of a drive's cache, of which it does hundreds per second."""
+
+WRITE_RECORDS = 65536
+"""Most records of one write: bounds the memory of an append that gives up every slot."""
+
+
+class LiveRecords(Protocol):
+    """The owner of what is live. It must contain an appended record's effect before the append."""
+
+    @property
+    def journalled(self) -> int:
+        """How many records are live. Called on the scheduler's side."""
+
+    def begin_walk(self) -> None:
+        """Start at the beginning. This and :meth:`walk` are called by the thread that rewrites."""
+
+    def walk(self, first_sequence: int) -> tuple[bytes, bool]:
+        """Sealed ``PUT`` records of the next few, maybe none; False when these were the last."""
 
 
 def journal_bytes(num_slots: int, slack_records: int = SLACK_RECORDS) -> int:
@@ -68,8 +90,9 @@ class Journal:
     Attributes:
         path: The file.
         recovered: What the file said when it was opened; emptied by :meth:`attach`.
-        counters: ``appended_records``, ``lost_records``, ``corrupt_records``, ``append_errors``,
-            ``sync_errors``, ``rewrites``, ``rewrite_errors``, ``resets``.
+        counters: ``appended_records``, ``writes``, ``lost_records``, ``corrupt_records``,
+            ``append_errors``, ``syncs``, ``sync_errors``, ``rewrites``, ``rewrite_errors``,
+            ``resets``.
     """
 
     def __init__(
@@ -79,8 +102,9 @@ class Journal:
         store: UUID,
         fingerprint: bytes,
         num_slots: int,
-        on_mismatch: Literal["raise", "reset"] = "raise",
-        sync_interval_s: float | None = 1.0,
+        recover: Recover = "quiet",
+        progress: Progress | None = None,
+        sync_interval_s: float | None = SYNC_INTERVAL_S,
         retry_interval_s: float = 5.0,
         lock_timeout_s: float = 0.0,
         slack_records: int = SLACK_RECORDS,
@@ -92,8 +116,11 @@ class Journal:
             store: Identity of the store, as in its manifest.
             fingerprint: :attr:`Fingerprint.digest`.
             num_slots: Slots of the store; bounds the file.
-            on_mismatch: What to do with a file that is not this store's journal: raise, or rename
-                it to ``<name>.rejected`` (one is kept), count ``resets`` and start empty.
+            recover: ``strict``: raise when the file is damaged or not this store's. ``quiet``:
+                leave out damaged records, and start empty instead of with another store's file,
+                which is renamed to ``<name>.rejected`` (one is kept, counted as ``resets``).
+                ``none``: set the file aside like that, whatever it is.
+            progress: Told how many bytes of how many were read, every few MiB.
             sync_interval_s: Seconds between ``fdatasync`` calls. None: no background thread; the
                 caller syncs with :meth:`sync`, and rewrites happen inside :meth:`append`.
             retry_interval_s: Least seconds between attempts to rewrite after an error.
@@ -101,7 +128,7 @@ class Journal:
             slack_records: Records beyond twice the live ones that start a rewrite.
 
         Raises:
-            FormatError: it is not this store's journal, and ``on_mismatch`` is ``raise``.
+            FormatError: it is damaged or not this store's, and ``recover`` is ``strict``.
             StoreLockedError: another process holds it.
             DeviceError: the file system has no locks.
             StoreError: it cannot be opened, read or created.
@@ -115,9 +142,11 @@ class Journal:
         self.counters: dict[str, int] = dict.fromkeys(
             (
                 "appended_records",
+                "writes",
                 "lost_records",
                 "corrupt_records",
                 "append_errors",
+                "syncs",
                 "sync_errors",
                 "rewrites",
                 "rewrite_errors",
@@ -131,13 +160,14 @@ class Journal:
         self._retry_interval_s = retry_interval_s
         self._lock = threading.Lock()
         """Guards the file, the tail and the flags."""
-        self._snapshot: Snapshot | None = None
-        self._image: bytes | None = None
-        """Live records of a rewrite that was asked for."""
+        self._owner: LiveRecords | None = None
+        self._rewrite_asked = False
         self._tail: list[bytes] | None = None
-        """Records appended since that rewrite's snapshot."""
+        """While a rewrite runs: records appended that are not in the new file yet."""
         self._tail_records = 0
         self._tail_overflow = False
+        self._steps = 0
+        """Of all rewrites so far: grows while the device answers."""
         self._degraded = False
         self._rewrite_due = False
         self._next_attempt = 0.0
@@ -152,14 +182,21 @@ class Journal:
         try:
             self._file = JournalFile(self.path, lock_timeout_s)
             try:
-                self.recovered = self._recover(store, fingerprint, on_mismatch)
+                self.recovered, was_reset = recover_journal(
+                    self._file,
+                    store=store,
+                    fingerprint=fingerprint,
+                    num_slots=num_slots,
+                    recover=recover,
+                    progress=progress,
+                )
             except BaseException:
                 self._file.close()
                 raise
         except OSError as exc:
             raise StoreError(f"journal {self.path}: {exc.strerror or exc}") from exc
         self._sequence = self.recovered.newest_sequence + 1
-        self._live = len(self.recovered.keys)
+        self.counters["resets"] += was_reset
         self.counters["corrupt_records"] = self.recovered.corrupt
         self._rewrite_due = self.recovered.corrupt > 0
         self._thread: threading.Thread | None = None
@@ -168,34 +205,6 @@ class Journal:
                 target=self._run, args=(sync_interval_s,), name="ssdkv-journal", daemon=True
             )
             self._thread.start()
-
-    def _recover(
-        self, store: UUID, fingerprint: bytes, on_mismatch: Literal["raise", "reset"]
-    ) -> Replay:
-        data = self._file.read()
-        if data:
-            try:
-                check_header(bytes(data[:HEADER_BYTES]), store, fingerprint)
-            except FormatError as exc:
-                if on_mismatch == "raise":
-                    raise FormatError(f"{self.path}: {exc}") from exc
-                rejected = self.path.name + ".rejected"
-                logger.warning(
-                    "%s is not the journal of this store (%s): kept as %s, starting empty",
-                    self.path,
-                    exc,
-                    rejected,
-                )
-                self._file.set_aside(rejected)
-                self.counters["resets"] += 1
-                data = bytearray()
-        if not data:
-            self._file.start(self._header)
-            return replay(b"")
-        # An incomplete last record lies behind the end: the next one overwrites it.
-        whole = (len(data) - HEADER_BYTES) // RECORD_BYTES
-        self._file.end = HEADER_BYTES + whole * RECORD_BYTES
-        return replay(memoryview(data)[HEADER_BYTES:])
 
     # ---- the scheduler's side ----
 
@@ -216,21 +225,19 @@ class Journal:
         with self._lock:
             return self._degraded
 
-    def attach(self, snapshot: Snapshot, *, stale: bool) -> None:
-        """Name the owner of the live records, which rewrites ask for them.
+    def attach(self, owner: LiveRecords, *, stale: bool) -> None:
+        """Name the owner of the live records, whom rewrites ask for them.
 
         A file found damaged or too long is rewritten first; blocks on that, up to a deadline.
 
         Args:
-            snapshot: Called from :meth:`append`, :meth:`sync` and :meth:`close`. When a record is
-                appended it must already contain that record's effect.
+            owner: Outlives the journal's last rewrite.
             stale: Whether the owner did not accept all of :attr:`recovered`.
         """
-        self._snapshot = snapshot
+        self._owner = owner
         self._rewrite_due |= stale
-        self.recovered = replay(b"")
-        self._maintain()
-        if self._tail is not None:
+        self.recovered = Replay(0)
+        if self._maintain():
             # Finished before the first append: an owner that is killed again and again before its
             # rewrites end would otherwise reach the file's bound.
             self.sync()
@@ -242,31 +249,37 @@ class Journal:
         epochs: NDArray[np.int64],
         keys: Sequence[bytes] | None = None,
     ) -> bool:
-        """Write records of one kind; arrays of shape [n]. False when they were lost (counted).
+        """Write records of one kind; arrays of shape [n]. False when some were lost (counted).
 
-        One write into the page cache; never raises on I/O errors, never waits for the device.
+        One write into the page cache for up to :data:`WRITE_RECORDS` of them; never raises on I/O
+        errors, never waits for the device.
 
         Raises:
-            ValueError: a key has not 32 bytes, or the journal is closed.
+            ValueError: a key has not 32 bytes, lengths differ, or the journal is closed.
         """
         if self._stopping.is_set():
             raise ValueError(f"journal {self.path} is closed")
-        data = encode_records(kind, slots, epochs, keys, self._sequence).tobytes()
-        self._sequence += slots.size
-        self._live += slots.size if kind is Kind.PUT else -slots.size
-        with self._lock:
-            self._keep_for_rewrite(data, slots.size)
-            written = self._write(data, slots.size)
+        written = True
+        for begin in range(0, slots.size, WRITE_RECORDS):
+            part = slice(begin, begin + WRITE_RECORDS)
+            some = None if keys is None else keys[part]
+            with self._lock:
+                data = encode_records(kind, slots[part], epochs[part], some, self._sequence)
+                count = len(data) // RECORD_BYTES
+                self._sequence += count
+                self._keep_for_rewrite(data, count)
+                written &= self._write(data, count)
         self._maintain()
         return written
 
     def _keep_for_rewrite(self, data: bytes, count: int) -> None:
-        """Remember what the running rewrite's snapshot does not contain. Lock held."""
+        """Remember what the running rewrite may not have seen. Lock held."""
         if self._tail is None:
             return
         self._tail_records += count
         if self._tail_records > self._num_slots + self._slack:
             self._tail_overflow = True  # the device hangs: that rewrite is void when it ends
+            self._tail.clear()
         if not self._tail_overflow:
             self._tail.append(data)
 
@@ -281,6 +294,7 @@ class Journal:
             else:
                 self._dirty = True
                 self.counters["appended_records"] += count
+                self.counters["writes"] += 1
                 return True
         elif not self._degraded:
             self._degrade(f"its bound of {self.max_bytes} bytes is reached")
@@ -299,28 +313,23 @@ class Journal:
             self._retry_interval_s,
         )
 
-    def _maintain(self) -> None:
-        """Start a rewrite when one is due, none runs, and the last error is long enough ago."""
-        if self._snapshot is None:
-            return
+    def _maintain(self) -> bool:
+        """Ask for a rewrite when one is due, none runs, and the last error is long enough ago."""
+        if self._owner is None:
+            return False
+        live = self._owner.journalled
         with self._lock:
             records = (self._file.end - HEADER_BYTES) // RECORD_BYTES
-            too_long = records > 2 * self._live + self._slack
-            idle = self._tail is None and self._image is None
-            due = (too_long or self._rewrite_due) and time.monotonic() >= self._next_attempt
-            if not (idle and due):
-                return
-            slots, epochs, keys = self._snapshot()
-            image = encode_records(Kind.PUT, slots, epochs, keys, self._sequence)
-            self._sequence += slots.size
-            self._live = slots.size
-            self._image = image.tobytes()
-            self._tail, self._tail_records, self._tail_overflow = [], 0, False
-            self._rewrite_due = False
+            due = records > 2 * live + self._slack or self._rewrite_due
+            idle = self._tail is None and not self._rewrite_asked
+            if not (due and idle and time.monotonic() >= self._next_attempt):
+                return False
+            self._rewrite_asked = True
         if self._thread is None:
-            self._write_out()
+            self._rewrite()
         else:
             self._wake.set()
+        return True
 
     def sync(self, timeout_s: float = 10.0) -> bool:
         """Retry a rewrite that is due, and make all records survive a power loss.
@@ -343,9 +352,9 @@ class Journal:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Rewrite in the owner's order, sync, and release the file. Idempotent.
 
-        Blocks for ``timeout_s`` at most when there is a background thread. False when the device
-        did not answer in time, in which case the file stays open and locked, or when records are
-        missing in it.
+        Blocks until done; with a background thread, until nothing was written for ``timeout_s``.
+        False when the device did not answer in that time, in which case the file stays open and
+        locked, or when records are missing in it.
         """
         if self._closed:
             return True
@@ -358,7 +367,10 @@ class Journal:
         if self._thread is None:
             self._sync_now()
         else:
-            self._thread.join(timeout_s)
+            steps = -1
+            while self._thread.is_alive() and steps != self._steps:
+                steps = self._steps
+                self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.error("journal %s: the device did not answer in %g s", self.path, timeout_s)
                 return False
@@ -372,7 +384,7 @@ class Journal:
         while not self._stopping.is_set():
             woken = self._wake.wait(interval_s)
             self._wake.clear()
-            self._write_out()
+            self._rewrite()
             with self._answer:
                 asked = self._asked
             if not woken or asked > self._answered:
@@ -380,7 +392,7 @@ class Journal:
             with self._answer:
                 self._answered = asked
                 self._answer.notify_all()
-        self._write_out()
+        self._rewrite()
         self._sync_now()
 
     def _sync_now(self) -> None:
@@ -393,6 +405,7 @@ class Journal:
         except OSError as exc:
             self._sync_failed(exc)
         else:
+            self.counters["syncs"] += 1
             self._sync_failing = False
 
     def _sync_failed(self, exc: OSError) -> None:
@@ -405,30 +418,63 @@ class Journal:
             logger.error("journal %s cannot be synced: %s", self.path, exc)
         self._sync_failing = True
 
-    def _write_out(self) -> None:
-        """Write a rewrite that was asked for to disk and put it in the journal's place."""
+    def _rewrite(self) -> None:
+        """Write a new file, if that was asked for, and put it in the journal's place."""
         with self._lock:
-            image, self._image = self._image, None
-        if image is None:
-            return
+            if not self._rewrite_asked or self._owner is None:
+                return
+            self._rewrite_asked = self._rewrite_due = False
+            self._tail, self._tail_records, self._tail_overflow = [], 0, False
+            self._owner.begin_walk()
         replacement: Replacement | None = None
         try:
-            replacement = Replacement(self._file)
-            replacement.write(self._header + image)
-            os.close(self._install(replacement, len(self._header) + len(image)))
-            sync_directory(self.path.parent)
+            replacement = Replacement(self._file, self._header)
+            self._copy_live(self._owner, replacement)
+            # From here on to the end the old file is not synced: whatever a caller of sync() was
+            # told to be safe is in the new one before that takes its name.
+            replacement.sync()
+            os.close(self._install(replacement))
         except OSError as exc:
             self._rewrite_failed(exc, replacement)
+        else:
+            self._sync_now()
 
-    def _install(self, replacement: Replacement, written: int) -> int:
+    def _copy_live(self, owner: LiveRecords, replacement: Replacement) -> None:
+        """Write what is live, and every record appended meanwhile."""
+        next_sync = time.monotonic() + SYNC_INTERVAL_S
+        more = True
+        while more:
+            with self._lock:
+                tail = self._take_tail()
+                # With the lock, so that no record about a slot gets a number below that of an
+                # earlier state of it.
+                records, more = owner.walk(self._sequence)
+                self._sequence += len(records) // RECORD_BYTES
+            replacement.write(records + tail)
+            if time.monotonic() >= next_sync:  # a long rewrite must not hold up what is promised
+                self._sync_now()
+                replacement.sync()
+                next_sync = time.monotonic() + SYNC_INTERVAL_S
+            self._steps += 1
+        with self._lock:
+            tail = self._take_tail()
+        replacement.write(tail)
+
+    def _take_tail(self) -> bytes:
+        """Records appended since the last call. Lock held."""
+        if self._tail is None or self._tail_overflow:
+            raise OSError("it took so long that it is out of date")
+        tail = b"".join(self._tail)
+        self._tail.clear()
+        self._tail_records = 0
+        return tail
+
+    def _install(self, replacement: Replacement) -> int:
         """Add the records appended meanwhile and swap the files; the old descriptor."""
         with self._lock:
-            if self._tail is None or self._tail_overflow:
-                raise OSError("it took so long that it is out of date")
-            tail = b"".join(self._tail)
-            old = replacement.install(written, tail)
+            old = replacement.install(self._take_tail())
             self._tail = None
-            self._dirty = bool(tail)
+            self._dirty = True
             self._sync_failing = False
             if self._degraded:
                 logger.warning("journal %s is complete again", self.path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_ssdkv.store.durable import create_temporary, sync_directory, write_all
 from vllm_ssdkv.store.file_lock import lock_file
 
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 22
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -35,6 +36,7 @@ class JournalFile:
         """
         self.path = path
         self.end = 0
+        self._name_synced = True
         deadline = time.monotonic() + lock_timeout_s
         while True:
             self._fd = os.open(path, _FLAGS, 0o600)
@@ -53,12 +55,19 @@ class JournalFile:
         except FileNotFoundError:
             return False
 
-    def read(self) -> bytearray:
-        """The whole content. Raises OSError."""
-        data = bytearray()
-        while chunk := os.pread(self._fd, _READ_BYTES, len(data)):
-            data += chunk
-        return data
+    def size(self) -> int:
+        """Bytes of the file, left-overs included. Raises OSError."""
+        return os.fstat(self._fd).st_size
+
+    def header(self, nbytes: int) -> bytes:
+        """The first bytes, fewer if there are not so many. Raises OSError."""
+        return os.pread(self._fd, nbytes, 0)
+
+    def pieces(self, begin: int) -> Iterator[bytes]:
+        """The content from an offset on, a few MiB at a time. Blocks. Raises OSError."""
+        while piece := os.pread(self._fd, _READ_BYTES, begin):
+            yield piece
+            begin += len(piece)
 
     def start(self, header: bytes) -> None:
         """Write the header of an empty file and make the file durable. Raises OSError."""
@@ -81,8 +90,11 @@ class JournalFile:
         self.end += len(data)
 
     def sync(self) -> None:
-        """fdatasync. Blocks. Raises OSError."""
+        """Make content and name survive a power loss. Blocks. Raises OSError."""
         os.fdatasync(self._fd)
+        if not self._name_synced:
+            sync_directory(self.path.parent)
+            self._name_synced = True
 
     def close(self) -> None:
         """Close, which drops the lock; idempotent. Raises OSError."""
@@ -94,22 +106,32 @@ class JournalFile:
 class Replacement:
     """A file about to take the journal file's place. Used by one thread.
 
-    ``write`` may run while the old file is appended to; ``install`` may not.
+    ``write`` and ``sync`` may run while the old file is appended to; ``install`` may not.
     """
 
-    def __init__(self, target: JournalFile) -> None:
-        """Create the temporary file. Raises OSError."""
+    def __init__(self, target: JournalFile, header: bytes) -> None:
+        """Create the temporary file, locked, with a header. Raises OSError."""
         self._target = target
         self._fd, self._path = create_temporary(target.path)
+        self._end = 0
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.write(header)
+        except OSError:
+            self.discard()
+            raise
 
     def write(self, data: bytes) -> None:
-        """Write the content so far and sync it. Blocks. Raises OSError."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        write_all(self._fd, data, 0)
+        """Append. Blocks. Raises OSError."""
+        write_all(self._fd, data, self._end)
+        self._end += len(data)
+
+    def sync(self) -> None:
+        """Make what was written so far survive a power loss. Blocks. Raises OSError."""
         os.fsync(self._fd)
 
-    def install(self, written: int, tail: bytes) -> int:
-        """Add ``tail`` behind the ``written`` bytes and take the old file's name and place.
+    def install(self, tail: bytes) -> int:
+        """Append ``tail`` and take the old file's name and place; nothing of it is synced.
 
         Returns:
             The old file's descriptor, for the caller to close where it may block.
@@ -117,11 +139,12 @@ class Replacement:
         Raises:
             OSError: the old file is still in place and valid.
         """
-        write_all(self._fd, tail, written)
+        self.write(tail)
         os.rename(self._path, self._target.path)
         old, self._target._fd = self._target._fd, self._fd
         self._fd = -1
-        self._target.end = written + len(tail)
+        self._target.end = self._end
+        self._target._name_synced = False
         return old
 
     def discard(self) -> None:

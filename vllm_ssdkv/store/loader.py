@@ -19,6 +19,7 @@ from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.files import GROUP, SlotBatch, SlotFiles
 from vllm_ssdkv.store.header import SlotHeader, decode
 from vllm_ssdkv.store.staging import Staging
+from vllm_ssdkv.store.verify import wrong_pages
 from vllm_ssdkv.store.writer import frame_checksums
 
 logger = logging.getLogger(__name__)
@@ -51,21 +52,29 @@ class LoadJob:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """What became of a job. ``bad`` are (slot, epoch) pairs that must not be found again."""
+    """What became of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
+
+    Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
+    for what was found in frames; copies to HBM included.
+    """
 
     request_id: str
     complete: bool = True
     bad: list[tuple[int, int]] = field(default_factory=list)
     tokens_from_dram: int = 0
     tokens_from_ssd: int = 0
+    queued_s: float = 0.0
+    dram_s: float = 0.0
+    ssd_s: float = 0.0
 
 
 class SlotLoader:
     """Runs load jobs in order, one at a time, each reading from all devices at once.
 
-    Every slot that is read is verified: header against key, epoch, slot and rank, pages against
-    their checksums. Slots that need not go to HBM (page mode) are read whole while spare frames
-    last, afterwards only their headers: their pages are streamed and checked when attended to.
+    Every slot that is read is verified: header against key, epoch, slot and rank, pages (all, or by
+    option a sample of them) against their checksums. Slots that need not go to HBM (page mode) are
+    read whole while spare frames last, afterwards only their headers: their pages are streamed and
+    checked when attended to.
 
     No wait for a frame or a read is longer than the deadline.
     """
@@ -86,7 +95,7 @@ class SlotLoader:
         self._headers = headers
         self._copy_in = copy_in
         self._block_tokens = block_tokens
-        self._jobs: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[LoadJob, float] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
         self._overdue: list[tuple[SlotBatch, NDArray[np.int32]]] = []
         self._active = 0
@@ -97,7 +106,7 @@ class SlotLoader:
     def load(self, job: LoadJob) -> None:
         """Queue a job. Never blocks. One thread calls this and :meth:`take_outcomes`."""
         self._active += 1
-        self._jobs.put(job)
+        self._jobs.put((job, time.monotonic()))
 
     def take_outcomes(self) -> list[LoadOutcome]:
         """Jobs that ended since the last call."""
@@ -125,17 +134,18 @@ class SlotLoader:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=_LOOK_S if self._overdue else None)
+                entry = self._jobs.get(timeout=_LOOK_S if self._overdue else None)
             except queue.Empty:
                 self._collect_overdue()
                 continue
-            if job is None:
+            if entry is None:
                 self._collect_overdue()
                 return
-            self._outcomes.put(self._load(job))
+            job, since = entry
+            self._outcomes.put(self._load(job, time.monotonic() - since))
 
-    def _load(self, job: LoadJob) -> LoadOutcome:
-        outcome = LoadOutcome(job.request_id)
+    def _load(self, job: LoadJob, queued_s: float) -> LoadOutcome:
+        outcome = LoadOutcome(job.request_id, queued_s=queued_s)
         try:
             self._load_ranges(job, outcome)
         except Exception:  # whatever it is, the request must not wait for ever
@@ -161,6 +171,7 @@ class SlotLoader:
 
     def _load_range(self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64]) -> None:
         """Load slots ``which`` of the job, all of which go to HBM or none."""
+        begun = time.monotonic()
         frames = self._frames.borrow(job.slots[which])
         here = frames != NO_FRAME
         try:
@@ -170,10 +181,15 @@ class SlotLoader:
         finally:
             self._frames.give_back(frames)
         missing = which[~here]
+        copied = time.monotonic()
         if which[0] >= job.first_in_hbm:
             self._read_to_hbm(job, outcome, missing)
         else:
             self._read_to_dram(job, outcome, missing)
+        if len(missing):
+            outcome.ssd_s += time.monotonic() - copied
+        if here.any():
+            outcome.dram_s += copied - begun
         if outcome.complete:
             outcome.tokens_from_dram += int(here.sum()) * self._block_tokens
             outcome.tokens_from_ssd += len(missing) * self._block_tokens
@@ -305,8 +321,9 @@ class SlotLoader:
         if header is None:
             return False
         geometry = self._files.geometry
-        sums = frame_checksums(self._frames, np.array([frame], dtype=np.int32), geometry)[0]
-        wrong = np.flatnonzero(sums != header.checksums)
+        first = self._frames.address(np.array([frame])) + np.uint64(geometry.header_bytes)
+        which = slice(None) if final else self._files.sampler.choose()
+        _, wrong = wrong_pages(geometry, first, header.checksums[None, :], which)
         if last_try is not None:
             offsets = geometry.header_bytes + wrong * geometry.page_bytes
             right = np.array([len(wrong) == 0])

@@ -1,22 +1,26 @@
 """``store.json``: identity and size of a store, shared by the scheduler and all workers.
 
 A small JSON file, written whole and renamed into place, mode 0600. What it says is checked when it
-is read: types, names and ranges (``docs/format.md``).
+is read: a checksum of the file, types, names and ranges (``docs/format.md``). A copy beside it lets
+``ssdkv fsck`` restore it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from vllm_ssdkv.errors import FingerprintMismatchError, FormatError, StoreError
+from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
@@ -24,7 +28,11 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.placement import Placement, Segment
 
 NAME = "store.json"
+COPY = "store.json.copy"
 VERSION = 1
+
+_UNSEALED = b"0" * 16
+_SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
 
 
 class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,9 +62,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     version: int = VERSION
     store: str
+    model: str
+    """The model's name as it was last given; for people, nothing depends on it."""
     fingerprint: dict[str, str | int]
     kind: str
-    slot_bytes: int
+    layers: int
+    heads: int
+    groups: int
+    payload_bytes: int
     tp_size: int
     devices: list[ManifestDevice]
     """Those that are present in the order of the options, then absent ones that hold slots."""
@@ -70,30 +83,60 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
     opened: int = 0
     """How often a scheduler has opened the store."""
+    last_opened: int = 0
+    """When, in seconds since 1970 (UTC)."""
+    checksum: str = _UNSEALED.decode()
+    """Digits only in the file, see :func:`sealed`."""
 
     @classmethod
-    def create(cls, fingerprint: Fingerprint, geometry: SlotGeometry, tp_size: int) -> Manifest:
+    def create(
+        cls, fingerprint: Fingerprint, geometry: SlotGeometry, tp_size: int, model: str = ""
+    ) -> Manifest:
         """A new store's manifest, without devices."""
         return cls(
             store=str(uuid.uuid4()),
+            model=model,
             fingerprint=dict(fingerprint.fields),
             kind=geometry.kind,
-            slot_bytes=geometry.slot_bytes,
+            layers=geometry.layers,
+            heads=geometry.heads,
+            groups=geometry.groups,
+            payload_bytes=geometry.payload_bytes,
             tp_size=tp_size,
             devices=[],
             segments=[],
             numbers=0,
         )
 
+    @property
+    def geometry(self) -> SlotGeometry:
+        """Shape of the slots."""
+        kind: Literal["opaque", "paged"] = "paged" if self.kind == "paged" else "opaque"
+        return SlotGeometry(kind, self.layers, self.heads, self.groups, self.payload_bytes)
+
     @classmethod
     def load(cls, state: Path) -> Manifest | None:
         """The manifest in a state directory; None when there is none. Blocks on I/O.
 
         Raises:
-            FormatError: it is damaged, or of another version; says how to go on.
+            FormatError: it is damaged, of another version, or missing while its copy is there;
+                says how to go on.
             StoreError: the file cannot be read.
         """
-        path = state / NAME
+        found = cls._read(state / NAME)
+        if found is None and (state / COPY).exists():
+            raise FormatError(
+                f"{state / NAME} is missing, but its copy is there: {_way_out(state)}"
+            )
+        return found
+
+    @classmethod
+    def load_copy(cls, state: Path) -> Manifest | None:
+        """As :meth:`load`, the copy. It may be one save older, after a crash."""
+        return cls._read(state / COPY)
+
+    @classmethod
+    def _read(cls, path: Path) -> Manifest | None:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -107,16 +150,18 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                     f"{path} has format version {version}, this release reads {VERSION}: use "
                     "another directory, or delete this one's content"
                 )
+            _check_seal(data)
             found = msgspec.json.decode(data, type=cls)
             found._check_values()
+            found.checksum = _UNSEALED.decode()
         except (msgspec.MsgspecError, ValueError) as error:
-            raise FormatError(f"{path} is damaged ({error}): delete it") from error
+            raise FormatError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
         return found
 
     def _check_values(self) -> None:
         """Raise ValueError, naming the field, for what no release writes."""
         uuid.UUID(self.store)
-        positive = {"slot_bytes": self.slot_bytes, "tp_size": self.tp_size}
+        positive = {"tp_size": self.tp_size, "numbers": self.numbers}
         for i, device in enumerate(self.devices):
             where = f"devices[{i}]"
             positive |= {f"{where}.capacity": device.capacity}
@@ -150,20 +195,22 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"numbers is {self.numbers}, segments[{i}] is {segment}")
         if min(self.fresh, default=0) < 0:
             raise ValueError(f"fresh is {self.fresh}")
-        if self.opened < 0:
-            raise ValueError(f"opened is {self.opened}")
+        if self.opened < 0 or self.last_opened < 0:
+            raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
+        _ = self.geometry  # which checks its numbers
 
     def save(self, state: Path) -> None:
-        """Replace the file, atomically and durably. Blocks.
+        """Replace the file, then its copy, each atomically and durably. Blocks.
 
         Raises:
             StoreError: the directory cannot be written.
         """
-        data = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-        try:
-            replace_file(state / NAME, data)
-        except OSError as error:
-            raise StoreError(f"{state / NAME}: {error.strerror}") from error
+        data = sealed(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        for name in (NAME, COPY):
+            try:
+                replace_file(state / name, data)
+            except OSError as error:
+                raise StoreError(f"{state / name}: {error.strerror}") from error
 
     def check(self, fingerprint: Fingerprint) -> None:
         """Refuse a store of something else.
@@ -187,17 +234,46 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Devices that the store was last opened with."""
         return [device for device in self.devices if device.present]
 
-    def placement(self, geometry: SlotGeometry) -> Placement:
+    @property
+    def slots(self) -> int:
+        """Slots of the store."""
+        return sum(segment.slots for segment in self.segments)
+
+    def placement(self) -> Placement:
         """Where the slots are.
 
         Raises:
             FormatError: segments overlap.
         """
         try:
-            return Placement(geometry, self.segments, len(self.devices))
+            return Placement(self.geometry, self.segments, len(self.devices))
         except ValueError as error:
             paths = ", ".join(device.path for device in self.devices)
             raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error
+
+
+def sealed(data: bytes) -> bytes:
+    """The text of a manifest with the checksum that belongs to it.
+
+    It is the xxh3-64 of the file with 16 zeros in the place of its 16 hexadecimal digits.
+
+    Raises:
+        ValueError: the text has no such member.
+    """
+    found = _SEAL.search(data)
+    if found is None:
+        raise ValueError("it has no checksum")
+    blank = data[: found.start(1)] + _UNSEALED + data[found.end(1) :]
+    return blank[: found.start(1)] + b"%016x" % checksum_bytes(blank) + blank[found.end(1) :]
+
+
+def _check_seal(data: bytes) -> None:
+    if sealed(data) != data:
+        raise ValueError("its checksum is not that of its content")
+
+
+def _way_out(state: Path) -> str:
+    return f"`ssdkv fsck --repair {state}` restores it, `ssdkv rm {state}` gives the store up"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,18 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.inventory import Sight, look, matched, renumbered
-from vllm_ssdkv.store.journal import SLACK_RECORDS, Journal
+from vllm_ssdkv.store.journal import Journal, journal_bytes
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
 from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.segments import arrange
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.tiers import ArenaPlan
+from vllm_ssdkv.store.trim import trim_new
+from vllm_ssdkv.store.verify import PageSampler
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +54,6 @@ STATE_SLACK = 128 * 1024
 """Room for store.json, directories and the file system's own rounding."""
 
 
-def _journal_bytes(slots: int) -> int:
-    return HEADER_BYTES + RECORD_BYTES * (3 * slots + 2 * SLACK_RECORDS)
-
-
 class StorePlace:
     """Where a store is and how large, as both roles work it out from the same options."""
 
@@ -65,6 +64,7 @@ class StorePlace:
         fingerprint: Fingerprint,
         tp_size: int,
         replica: int | None = None,
+        model: str = "",
         run: str = "",
     ):
         """Args:
@@ -73,6 +73,7 @@ class StorePlace:
         fingerprint: What the KV belongs to.
         tp_size: Number of ranks.
         replica: Number of this data-parallel engine, which has directories of its own.
+        model: Its name, for people who look at the store.
         run: What all processes of this engine, and no others, have in common: the first of them
             to open the store looks at the devices, the others use what it found. Without it each
             one looks.
@@ -84,6 +85,7 @@ class StorePlace:
         self.fingerprint = fingerprint
         self.tp_size = tp_size
         self.run = run or str(uuid4())
+        self.model = model
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
         self.state = self._find_state(config.state_path(key) / below)
         self._key = key
@@ -115,7 +117,7 @@ class StorePlace:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
         slot = self.geometry.units_per_slot * self.geometry.unit_bytes
         data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot
-        return data * self.tp_size + 2 * _journal_bytes(slots) + STATE_SLACK
+        return data * self.tp_size + 2 * journal_bytes(slots) + STATE_SLACK
 
     def manifest(self) -> Manifest:
         """The store's manifest, made if there is none, with today's devices. Blocks on I/O.
@@ -127,7 +129,7 @@ class StorePlace:
         with locked(self.state):
             found = Manifest.load(self.state)
             if found is None:
-                found = Manifest.create(self.fingerprint, self.geometry, self.tp_size)
+                found = Manifest.create(self.fingerprint, self.geometry, self.tp_size, self.model)
             found.check(self.fingerprint)
             if found.run != self.run:
                 self._arrange(found)
@@ -243,7 +245,7 @@ class StorePlace:
                 self._units(device, journal) if device.present else 0 for device in manifest.devices
             ]
             found = arrange(self.geometry, manifest.segments, manifest.weights(), ends, added)
-            journal = 2 * _journal_bytes(found.numbers) + STATE_SLACK
+            journal = 2 * journal_bytes(found.numbers) + STATE_SLACK
         if not found.segments:
             raise ConfigError(
                 f"the devices have no room for a block of "
@@ -338,8 +340,13 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     place.prepare()
     manifest = place.manifest()
     geometry = place.geometry
-    placement = manifest.placement(geometry)
-    plan = ArenaPlan(geometry, place.config.dram_bytes(place.tp_size), place.config.io.staging)
+    placement = manifest.placement()
+    plan = ArenaPlan(
+        geometry,
+        place.config.dram_bytes(place.tp_size),
+        place.config.io.staging,
+        scrub=place.config.io.scrub_rate is not None,
+    )
     paths = [device.path for device in manifest.present()]
     for path in set(place.paths) - set(paths):
         counters.add("device_lost", 1, device=path)
@@ -356,6 +363,8 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
                 lock_timeout_s=LOCK_TIMEOUT_S,
             )
             opened.append(device)
+            if place.config.trim:
+                trim_new(device, path)
             if _claim(place, device, index, rank):
                 counters.add("device_lost", 1, device=path)
             _cut_to_size(device)
@@ -376,6 +385,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         place.fingerprint.digest,
         rank,
         deadline,
+        PageSampler(place.config.io.verify),
     )
     capacities = tuple(device.capacity for device in manifest.present())
     return OpenStore(files, tuple(opened), arena, plan, manifest.numbers, capacities)
@@ -424,17 +434,20 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
 
     Raises:
         StoreLockedError: another engine uses it.
+        FormatError: the option recover is ``strict``, and the journal is damaged.
         StoreError: the journal cannot be opened.
     """
     place.prepare()
     manifest = place.manifest()
-    placement = manifest.placement(place.geometry)
+    placement = manifest.placement()
+    begin = time.monotonic()
     journal = Journal(
         place.state / JOURNAL,
         store=UUID(manifest.store),
         fingerprint=place.fingerprint.digest,
         num_slots=manifest.numbers,
-        on_mismatch="reset",
+        recover=place.config.recover,
+        progress=ProgressLog("ssdkv: recovering the index"),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
     index = SlotIndex(manifest.numbers, journal, open_number=manifest.opened + 1)
@@ -454,7 +467,9 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
                 index.drop(segment.all_slots())
         manifest.fresh = []
         index.quarantine(gone)
+        manifest.model = place.model
         manifest.opened += 1
+        manifest.last_opened = int(time.time())
         manifest.save(place.state)
     counters = counters or Counters()
     saver = BackgroundSaver(place.save_segments, counters)
@@ -462,8 +477,9 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     restriper.settle(LOCK_TIMEOUT_S)
     counts = index.counters
     logger.info(
-        "ssdkv: %d stored blocks recovered, %d dropped, %d damaged journal records",
+        "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",
         counts["recovered"] - counts["dropped"],
+        time.monotonic() - begin,
         counts["dropped"] + counts["out_of_range"],
         counts["journal_corrupt_records"],
     )

@@ -132,13 +132,15 @@ class Superblock:
         fingerprint = Fingerprint.from_json(block[_FIXED.size : _FIXED.size + text_bytes])
         if fingerprint.digest != digest:
             raise FormatError("superblock: fingerprint digest is not that of its fields")
+        if len(fingerprint.canonical) != text_bytes:
+            raise FormatError("superblock: fingerprint text is not written as we write it")
         if kind >= len(_KINDS):
             raise FormatError(f"superblock: kind is {kind}")
         try:
             geometry = SlotGeometry(_KINDS[kind], layers, heads, groups, payload_bytes)
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc
-        return cls(
+        found = cls(
             store=UUID(bytes=store),
             device=UUID(bytes=device),
             rank=rank,
@@ -147,6 +149,9 @@ class Superblock:
             geometry=geometry,
             fingerprint=fingerprint,
         )
+        if found.encode() != block:
+            raise FormatError("superblock: bytes that are zero in this version are not")
+        return found
 
     def require(self, expected: Superblock, path: str) -> None:
         """Check a superblock found at ``path`` against the one expected; the epoch may differ.
@@ -194,7 +199,8 @@ def newest(copies: Sequence[bytes], path: str) -> Superblock | None:
             found = block
     if found is None and errors:
         raise FormatError(
-            f"{path} is not empty and holds no superblock ({'; '.join(errors)}). If its content "
-            "is not needed, delete the file (or zero the first 1 MiB of a raw device)."
+            f"{path} is not empty and holds no superblock ({'; '.join(errors)}). If it is the "
+            "store's, `ssdkv fsck --repair` restores it; if its content is not needed, delete the "
+            "file (or zero the first 1 MiB of a raw device)."
         )
     return found

@@ -20,28 +20,38 @@ from vllm_ssdkv.store.checksum_table import ChecksumTable
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
+from vllm_ssdkv.store.scrub import PIECES, Scrubber
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
+from vllm_ssdkv.store.trim import SlotTrimmer
 from vllm_ssdkv.store.writer import Pending, SlotWriter
 
 logger = logging.getLogger(__name__)
 
 MIN_FRAMES = 8
 
+QUIET_S = 0.5
+"""How long nobody must have asked for anything before the scrub reads: longer than the gap between
+two steps of a request that is being decoded."""
+
 
 class ArenaPlan:
-    """How the DRAM of one rank is divided: staging buffer, headers, frames.
+    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, frames.
 
     Raises ConfigError when the DRAM given is too small for the slot size.
     """
 
-    def __init__(self, geometry: SlotGeometry, dram_bytes: int, staging_bytes: int):
+    def __init__(
+        self, geometry: SlotGeometry, dram_bytes: int, staging_bytes: int, *, scrub: bool = False
+    ):
         # Opaque slots are never streamed: reuse mode spends nothing on it.
         paged = geometry.kind == "paged"
         self.staging_pieces = max(CHUNKS, staging_bytes // geometry.layer_bytes) if paged else 0
         self.header_pieces = HEADERS if paged else 0
         self.staging_bytes = self.staging_pieces * geometry.layer_bytes
-        self.frame_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
+        self.scrub_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
+        self.scrub_pieces = PIECES if scrub else 0
+        self.frame_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
         self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
         if self.frames < MIN_FRAMES:
             needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
@@ -69,7 +79,11 @@ class TieredStore:
         num_slots: int,
         block_tokens: int,
         copy_in: CopyIn,
+        *,
+        trimmer: SlotTrimmer | None = None,
+        scrub_rate: int | None = None,
     ):
+        """``scrub_rate``: bytes per second; the plan has memory for it. None: no scrub."""
         geometry = files.geometry
         self.files = files
         self.arena = arena
@@ -79,11 +93,25 @@ class TieredStore:
         self._checksums = ChecksumTable(num_slots, geometry.pages)
         self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
         headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
-        self._writer = SlotWriter(files, self.frames, self._checksums)
+        self._writer = SlotWriter(files, self.frames, self._checksums, trimmer)
         self._loader = SlotLoader(
             files, self.frames, self._checksums, headers, copy_in, block_tokens
         )
         self._contexts: dict[str, NDArray[np.int64]] = {}
+        self._stream: ContextStream | None = None
+        self._used = time.monotonic()
+        self._scrubber: Scrubber | None = None
+        if scrub_rate is not None:
+            pieces = Staging(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
+            self._scrubber = Scrubber(
+                files,
+                arena,
+                pieces,
+                num_slots,
+                scrub_rate,
+                idle=self.idle,
+                writing=self._writer.writes,
+            )
 
     # ---- write path ----
 
@@ -98,6 +126,7 @@ class TieredStore:
             wait: Where there is no frame at all, wait for writes to free one, up to the I/O
                 deadline (page mode: the data is needed). None after that means there is none.
         """
+        self._used = time.monotonic()
         self._checksums.forget(slots)
         self.frames.forget(slots)
         held = self.frames.take(slots, FrameState.HELD)
@@ -123,6 +152,10 @@ class TieredStore:
         self._checksums.forget(slots)
         self._writer.discard(slots)
 
+    def trim(self, slots: NDArray[np.int64]) -> None:
+        """Slots that hold nothing: their devices may know, if the option ``trim`` is on."""
+        self._writer.trim(slots)
+
     def take_write_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(slot, epoch) pairs written and failed since the last call."""
         return self._writer.take_results()
@@ -131,6 +164,7 @@ class TieredStore:
 
     def load(self, job: LoadJob) -> None:
         """Bring a hit in, in the background."""
+        self._used = time.monotonic()
         self._loader.load(job)
 
     def take_load_outcomes(self) -> list[LoadOutcome]:
@@ -140,6 +174,15 @@ class TieredStore:
     def busy(self) -> bool:
         """Whether writes or loads are under way."""
         return self._writer.pending() > 0 or self._loader.active() > 0
+
+    def idle(self) -> bool:
+        """Whether nothing is under way, and nobody has asked for anything for a while."""
+        streaming = self._stream is not None and not self._stream.closed
+        return not (streaming or self.busy()) and time.monotonic() - self._used > QUIET_S
+
+    def take_scrubbed(self) -> list[tuple[int, int]]:
+        """(slot, epoch) pairs that the scrub found bad since the last call."""
+        return [] if self._scrubber is None else self._scrubber.take_bad()
 
     # ---- contexts (page mode) ----
 
@@ -176,7 +219,11 @@ class TieredStore:
 
     def stream(self, contexts: Sequence[NDArray[np.int64]]) -> ContextStream:
         """Walk over the contexts of one step's rows; starts reading at once."""
-        return ContextStream(self.files, self.frames, self._checksums, self._staging, contexts)
+        self._used = time.monotonic()
+        self._stream = ContextStream(
+            self.files, self.frames, self._checksums, self._staging, contexts
+        )
+        return self._stream
 
     # ---- end ----
 
@@ -188,7 +235,8 @@ class TieredStore:
         """Write what is committed and stop. Memory that an I/O may still touch is leaked, not
         freed."""
         timeout = self.files.deadline_s
-        ended = self._writer.close(timeout)
+        ended = self._scrubber is None or self._scrubber.close(timeout)
+        ended = self._writer.close(timeout) and ended
         ended = self._loader.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
         if ended:

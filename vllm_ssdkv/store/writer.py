@@ -19,6 +19,7 @@ from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
 from vllm_ssdkv.store.header import SlotHeader
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,15 @@ class SlotWriter:
     deadline has failed; its frame is ``WRITING`` until the I/O ends.
     """
 
-    def __init__(self, files: SlotFiles, frames: FrameCache, checksums: ChecksumTable):
+    def __init__(
+        self,
+        files: SlotFiles,
+        frames: FrameCache,
+        checksums: ChecksumTable,
+        trimmer: SlotTrimmer | None = None,
+    ):
+        """With a ``trimmer``, dropped slots are trimmed while there is nothing to write."""
+        self._trimmer = trimmer
         self._files = files
         self._frames = frames
         self._checksums = checksums
@@ -93,9 +102,19 @@ class SlotWriter:
 
     def commit(self, items: Iterable[Pending]) -> None:
         """Queue slots whose frames are ``HELD``. Never blocks."""
+        new = list(items)
         with self._wake:
-            self._queue.extend(items)
+            if self._trimmer is not None:
+                self._trimmer.keep(np.array([item.slot for item in new], dtype=np.int64))
+            self._queue.extend(new)
             self._wake.notify_all()
+
+    def trim(self, slots: NDArray[np.int64]) -> None:
+        """Nobody will read these slots before they are written again. Never blocks."""
+        with self._wake:
+            if self._trimmer is not None:
+                self._trimmer.add(slots)
+                self._wake.notify_all()
 
     def discard(self, slots: NDArray[np.int64]) -> None:
         """These slots will not be needed: drop queued writes and their frames."""
@@ -109,6 +128,11 @@ class SlotWriter:
         """Slots queued or in flight, whose outcome is not known yet."""
         with self._wake:
             return len(self._queue) + self._under_way
+
+    def writes(self, slot: int) -> bool:
+        """Whether a slot is queued, or an I/O may still write to it."""
+        with self._wake:
+            return slot in self._busy or any(item.slot == slot for item in self._queue)
 
     def take_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(slot, epoch) pairs written, and pairs that failed, since the last call."""
@@ -137,17 +161,30 @@ class SlotWriter:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._queue or self._groups or self._stopping):
-                    self._wake.wait(_LOOK_S if self._overdue else None)
-                    self._collect_overdue()
+                trim = self._wait()
                 self._collect_overdue()
-                if not (self._queue or self._groups):
+                if not (self._queue or self._groups or trim is not None):
                     return
                 items = self._next_items() if len(self._groups) < IN_FLIGHT else []
+            if self._trimmer is not None and trim is not None:
+                # In this thread: no write of such a slot can be started before it is over.
+                self._trimmer.discard(trim)
             if items:
                 self._start(items)
-            else:
+            elif self._groups:
                 self._finish_one()
+
+    def _wait(self) -> NDArray[np.int64] | None:
+        """Wait for something to do; slots to trim, if it is that. Lock held."""
+        while not (self._queue or self._groups or self._stopping):
+            pause = None if self._trimmer is None else self._trimmer.wait_s()
+            if self._trimmer is not None and pause == 0:
+                return self._trimmer.take(list(self._busy))
+            if self._overdue:
+                pause = _LOOK_S if pause is None else min(pause, _LOOK_S)
+            self._wake.wait(pause)
+            self._collect_overdue()
+        return None
 
     def _next_items(self) -> list[Pending]:
         """Items to write now. Lock held.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
+from vllm_ssdkv.cli.check_io_uring import io_uring_errno
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.engine.protocol import Batch, IoEngine, Op
@@ -34,6 +38,7 @@ class Rig:
         return len(self.fds) - 1
 
     def open(self, options: EngineOptions) -> IoEngine:
+        skip_if_absent(options.engine)
         engine = open_engine(options, self.fds, self.paths, self.arena)
         self.engines.append(engine)
         return engine
@@ -41,6 +46,21 @@ class Rig:
     @property
     def memory(self) -> NDArray[np.uint8]:
         return self.arena.view(0, self.arena.nbytes)
+
+
+def skip_if_absent(engine: str) -> None:
+    """Skip the test where this machine cannot run ``engine``, by signs outside of the engine."""
+    if engine == "uring" and not _io.has_uring:
+        pytest.skip("this build has no io_uring: liburing was missing")
+    if engine == "uring" and (error := io_uring_errno()):
+        pytest.skip(f"no io_uring on this machine: {os.strerror(error)}")
+    if engine == "kvikio" and find_spec("kvikio") is None:
+        pytest.skip("kvikio is not installed: pip install kvikio-cu12")
+    if engine == "kvikio":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            pytest.skip(f"kvikio needs the CUDA driver: {error}")
 
 
 Submit = Callable[..., Batch]

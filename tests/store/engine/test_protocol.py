@@ -31,8 +31,14 @@ LATE = FaultRule(kind="latency", seconds=0.001)
 
 MOVING = {
     "auto": EngineOptions(),
+    "uring": EngineOptions(engine="uring", queue_depth=3),
+    "uring, one at a time": EngineOptions(engine="uring", queue_depth=1),
+    "throttled(uring)": EngineOptions(engine="uring", throttle=(FAST,)),
+    "faulty(uring) that delays": EngineOptions(engine="uring", faults=(LATE,)),
     "threads": THREADS,
     "threads, one at a time": EngineOptions(engine="threads", queue_depth=1),
+    "kvikio": EngineOptions(engine="kvikio", queue_depth=3),
+    "aiofiles": EngineOptions(engine="aiofiles", queue_depth=3),
     "throttled(threads)": EngineOptions(engine="threads", throttle=(FAST,)),
     "faulty(threads) without a fault": EngineOptions(
         engine="threads", faults=(FaultRule(kind="eio", after=10**9),)
@@ -342,7 +348,9 @@ def held(options: EngineOptions) -> EngineOptions:
     )
 
 
-@parametrised({name: ALL[name] for name in ("threads", "throttled(threads)", "noop")})
+@parametrised(
+    {name: ALL[name] for name in ("uring", "threads", "aiofiles", "throttled(threads)", "noop")}
+)
 def test_a_hung_device_delays_no_other(
     devices: Rig, submit: Submit, options: EngineOptions
 ) -> None:
@@ -365,9 +373,12 @@ WAITS: dict[str, Wait] = {
 }
 
 
+@parametrised({name: ALL[name] for name in ("uring", "threads", "aiofiles")})
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
-def test_a_wait_ends_at_its_time(devices: Rig, submit: Submit, wait: Wait) -> None:
-    batch = submit(devices.open(held(THREADS)), Op.READ, (0, 0, PAGE, 0))
+def test_a_wait_ends_at_its_time(
+    devices: Rig, submit: Submit, options: EngineOptions, wait: Wait
+) -> None:
+    batch = submit(devices.open(held(options)), Op.READ, (0, 0, PAGE, 0))
     assert not wait(batch)
 
 

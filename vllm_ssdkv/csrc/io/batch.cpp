@@ -1,6 +1,9 @@
 #include "io/batch.hpp"
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 namespace ssdkv {
@@ -22,13 +25,26 @@ Batch::Batch(Op op, std::vector<Request> requests)
   }
 }
 
-void Batch::complete(size_t index, int32_t result) noexcept {
-  results_[index].store(result, std::memory_order_release);
-  if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+void Batch::end(size_t count) noexcept {
+  if (left_.fetch_sub(count, std::memory_order_acq_rel) == count) {
     // Under the mutex, or a waiter between its test and its sleep would miss it.
     const std::lock_guard<std::mutex> lock(mutex_);
     ended_.notify_all();
+    write_notice();
   }
+}
+
+void Batch::notify(int eventfd) {
+  Descriptor notice = Descriptor::duplicate(eventfd);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (notice_.get() >= 0) throw std::invalid_argument("the batch has somebody to notify already");
+  notice_ = std::move(notice);
+  if (done()) write_notice();
+}
+
+void Batch::write_notice() noexcept {
+  // A full counter already says that something has ended.
+  if (notice_.get() >= 0) (void)!eventfd_write(notice_.get(), 1);
 }
 
 bool Batch::wait_until(Clock::time_point deadline) {

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "io/descriptor.hpp"
 #include "io/request.hpp"
 
 namespace ssdkv {
@@ -32,19 +33,35 @@ class Batch {
 
   // Called exactly once per request, by whichever thread ended it. The bytes of a read are visible
   // to every thread that has seen done() or wait() return true afterwards.
-  void complete(size_t index, int32_t result) noexcept;
+  void complete(size_t index, int32_t result) noexcept {
+    set(index, result);
+    end(1);
+  }
+  // The same in two steps, for an engine that ends many at once: every set(), then one end().
+  void set(size_t index, int32_t result) noexcept {
+    results_[index].store(result, std::memory_order_release);
+  }
+  void end(size_t count) noexcept;
 
   bool done() const noexcept { return left_.load(std::memory_order_acquire) == 0; }
   bool wait_until(Clock::time_point deadline);
   std::vector<int32_t> results() const;
 
+  // Add 1 to an eventfd when all is done, at once if it is already: for event loops, which cannot
+  // block in wait_until(). Called once at most. The thread that ends the last request does it,
+  // without the interpreter. Duplicates fd; throws std::system_error and std::invalid_argument.
+  void notify(int eventfd);
+
  private:
+  void write_notice() noexcept;
+
   const Op op_;
   const std::vector<Request> requests_;
   const std::unique_ptr<std::atomic<int32_t>[]> results_;
   std::atomic<size_t> left_;
   std::mutex mutex_;
   std::condition_variable ended_;
+  Descriptor notice_;
 };
 
 }  // namespace ssdkv

@@ -1,31 +1,17 @@
-// What the Python bindings of this module share.
+// The parts of this module's Python bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
-#include <cstdint>
-#include <utility>
-#include <vector>
+#include "arrays.hpp"
 
 namespace ssdkv {
 
-template <class T>
-using ArrayIn =
-    nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-template <class T>
-using ArrayOut = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
-
-// Hand a vector to Python as a one-dimensional numpy array that owns it.
-template <class T>
-ArrayOut<T> to_numpy(std::vector<T> values) {
-  auto* owned = new std::vector<T>(std::move(values));
-  const nanobind::capsule owner(owned,
-                                [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return ArrayOut<T>(owned->data(), {owned->size()}, owner);
-}
-
+void bind_cache(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
+#if SSDKV_URING
+void bind_uring(nanobind::module_& m);
+#endif
 
 }  // namespace ssdkv

@@ -1,48 +1,22 @@
 #include "io/device_queue.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <cerrno>
 #include <chrono>
-#include <system_error>
 
 #include "io/file.hpp"
 
 namespace ssdkv {
-namespace {
 
-constexpr size_t kReads = static_cast<size_t>(Op::kRead);
-constexpr size_t kWrites = static_cast<size_t>(Op::kWrite);
-
-// Reads go first because somebody waits for them; but writes must not wait for ever.
-constexpr unsigned kReadsPerWrite = 32;
-
-int duplicate(int fd) {
-  const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-  if (copy < 0) throw std::system_error(errno, std::generic_category(), "duplicating a descriptor");
-  return copy;
-}
-
-}  // namespace
-
-DeviceQueue::DeviceQueue(int fd, std::byte* arena) : fd_(duplicate(fd)), arena_(arena) {}
-
-DeviceQueue::~DeviceQueue() { release(); }
-
-void DeviceQueue::release() noexcept {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
-}
+DeviceQueue::DeviceQueue(int fd, std::byte* arena)
+    : file_(Descriptor::duplicate(fd)), arena_(arena) {}
 
 void DeviceQueue::push(std::list<Share>& share) noexcept {
   const Op op = share.front().batch->op();
   const size_t count = share.front().indices.size();
-  totals_[static_cast<size_t>(op)].submitted.fetch_add(count, std::memory_order_relaxed);
+  totals_.of(op).submitted.fetch_add(count, std::memory_order_relaxed);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& queue = waiting_[static_cast<size_t>(op)];
-    queue.splice(queue.end(), share);
+    waiting_.push(share);
   }
   if (count == 1) {
     work_.notify_one();
@@ -51,50 +25,29 @@ void DeviceQueue::push(std::list<Share>& share) noexcept {
   }
 }
 
-bool DeviceQueue::idle() const {
-  return running_ == 0 && waiting_[kReads].empty() && waiting_[kWrites].empty();
-}
-
 bool DeviceQueue::take(Taken& taken, bool first) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!first && --running_ == 0 && idle()) became_idle_.notify_all();
-  work_.wait(lock, [this] {
-    return stopping_ || !waiting_[kReads].empty() || !waiting_[kWrites].empty();
-  });
-  const bool reads = !waiting_[kReads].empty();
-  const bool writes = !waiting_[kWrites].empty();
-  if (!reads && !writes) return false;
-  const bool write = writes && (!reads || reads_in_row_ >= kReadsPerWrite);
-  reads_in_row_ = write || !writes ? 0 : reads_in_row_ + 1;
-  auto& queue = waiting_[write ? kWrites : kReads];
-  Share& share = queue.front();
-  taken = {share.batch, share.indices[share.next]};
-  if (++share.next == share.indices.size()) queue.pop_front();
+  if (!first && --running_ == 0 && waiting_.empty()) became_idle_.notify_all();
+  work_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
+  if (!waiting_.pop(taken)) return false;
   ++running_;
   return true;
 }
 
 void DeviceQueue::run(const Taken& taken) noexcept {
-  const auto& [batch, index] = taken;
-  const Request& request = batch->request(index);
+  const Op op = taken.batch->op();
+  const Request& request = taken.batch->request(taken.index);
   const auto begin = Clock::now();
   const int32_t result =
-      transfer(fd_, batch->op(), arena_ + request.buffer, request.offset, request.length);
+      transfer(file_.get(), op, arena_ + request.buffer, request.offset, request.length);
   const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
-  end(*batch, index, result, static_cast<uint64_t>(spent.count()));
+  end(taken, result, static_cast<uint64_t>(spent.count()));
 }
 
-void DeviceQueue::end(Batch& batch, uint32_t index, int32_t result, uint64_t nanoseconds) noexcept {
+void DeviceQueue::end(const Taken& taken, int32_t result, uint64_t nanoseconds) noexcept {
   // Counted first, so that whoever sees the batch done sees it in the statistics too.
-  Totals& totals = totals_[static_cast<size_t>(batch.op())];
-  totals.requests.fetch_add(1, std::memory_order_relaxed);
-  totals.nanoseconds.fetch_add(nanoseconds, std::memory_order_relaxed);
-  if (result < 0) {
-    totals.errors.fetch_add(1, std::memory_order_relaxed);
-  } else {
-    totals.bytes.fetch_add(static_cast<uint64_t>(result), std::memory_order_relaxed);
-  }
-  batch.complete(index, result);
+  totals_.of(taken.batch->op()).add_ended(result, nanoseconds);
+  taken.batch->complete(taken.index, result);
 }
 
 void DeviceQueue::serve() noexcept {
@@ -114,23 +67,19 @@ void DeviceQueue::stop() noexcept {
 }
 
 void DeviceQueue::cancel_waiting() noexcept {
-  std::array<std::list<Share>, 2> cancelled;
+  Waiting cancelled;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     cancelled.swap(waiting_);
   }
-  for (auto& queue : cancelled) {
-    for (Share& share : queue) {
-      for (; share.next < share.indices.size(); ++share.next) {
-        end(*share.batch, share.indices[share.next], -ECANCELED, 0);
-      }
-    }
-  }
+  Taken taken;
+  while (cancelled.pop(taken)) end(taken, -ECANCELED, 0);
 }
 
 bool DeviceQueue::wait_idle(Clock::time_point deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return became_idle_.wait_until(lock, deadline, [this] { return idle(); });
+  return became_idle_.wait_until(lock, deadline,
+                                 [this] { return running_ == 0 && waiting_.empty(); });
 }
 
 }  // namespace ssdkv

@@ -1,14 +1,10 @@
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/vector.h>
+#include "io/engine_bindings.hpp"
 
 #include <algorithm>
 #include <chrono>
-#include <memory>
-#include <stdexcept>
 #include <vector>
 
 #include "io/batch.hpp"
-#include "io/bindings.hpp"
 #include "io/file.hpp"
 #include "io/threads_engine.hpp"
 
@@ -20,15 +16,6 @@ namespace {
 
 // How long Ctrl-C may go unnoticed while the main thread waits.
 constexpr std::chrono::milliseconds kSignalPoll{100};
-
-RequestArrays request_arrays(const ArrayIn<uint16_t>& device, const ArrayIn<uint64_t>& offset,
-                             const ArrayIn<uint32_t>& length, const ArrayIn<uint64_t>& buffer) {
-  const size_t n = device.shape(0);
-  if (offset.shape(0) != n || length.shape(0) != n || buffer.shape(0) != n) {
-    throw std::invalid_argument("device, offset, length and buffer differ in length");
-  }
-  return {device.data(), offset.data(), length.data(), buffer.data(), n};
-}
 
 bool wait(Batch& batch, double timeout_s) {
   const auto deadline = deadline_after(timeout_s);
@@ -43,39 +30,39 @@ bool wait(Batch& batch, double timeout_s) {
   }
 }
 
+}  // namespace
+
+RequestArrays request_arrays(const ArrayIn<uint16_t>& device, const ArrayIn<uint64_t>& offset,
+                             const ArrayIn<uint32_t>& length, const ArrayIn<uint64_t>& buffer) {
+  const size_t n = device.shape(0);
+  if (offset.shape(0) != n || length.shape(0) != n || buffer.shape(0) != n) {
+    throw std::invalid_argument("device, offset, length and buffer differ in length");
+  }
+  return {device.data(), offset.data(), length.data(), buffer.data(), n};
+}
+
 Op to_op(int op) {
   if (op != 0 && op != 1) throw std::invalid_argument("op must be 0 (read) or 1 (write)");
   return static_cast<Op>(op);
 }
 
-nb::dict statistics(const ThreadsEngine& engine) {
+nb::dict to_dict(const Statistics& statistics) {
   nb::dict out;
-  for (const auto& [name, value] : engine.statistics()) out[name.c_str()] = value;
+  for (const auto& [name, value] : statistics) out[name.c_str()] = value;
   return out;
 }
-
-}  // namespace
 
 void bind_engines(nb::module_& m) {
   nb::class_<Batch>(m, "Batch")
       .def("done", &Batch::done)
       .def("wait", &wait, "timeout_s"_a)
+      .def("notify", &Batch::notify, "eventfd"_a)
       .def("results", [](const Batch& batch) { return to_numpy(batch.results()); });
 
-  nb::class_<ThreadsEngine>(m, "ThreadsEngine")
-      .def(nb::init<const std::vector<int>&, uint64_t, uint64_t, unsigned>(), "fds"_a,
-           "arena_address"_a, "arena_bytes"_a, "queue_depth"_a)
-      .def(
-          "submit",
-          [](ThreadsEngine& engine, int op, const ArrayIn<uint16_t>& device,
-             const ArrayIn<uint64_t>& offset, const ArrayIn<uint32_t>& length,
-             const ArrayIn<uint64_t>& buffer) {
-            return engine.submit(to_op(op), request_arrays(device, offset, length, buffer));
-          },
-          "op"_a, "device"_a.noconvert(), "offset"_a.noconvert(), "length"_a.noconvert(),
-          "buffer"_a.noconvert())
-      .def("statistics", &statistics)
-      .def("close", &ThreadsEngine::close, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<ThreadsEngine> threads(m, "ThreadsEngine");
+  threads.def(nb::init<const std::vector<int>&, uint64_t, uint64_t, unsigned>(), "fds"_a,
+              "arena_address"_a, "arena_bytes"_a, "queue_depth"_a);
+  bind_protocol(threads);
 
   m.def(
       "check_requests",

@@ -1,10 +1,15 @@
-// Python module vllm_ssdkv._io: everything that touches bytes on devices or in the arena.
+// Python module vllm_ssdkv._io: devices, the arena's bytes, and the tables of its frames.
 #include <nanobind/nanobind.h>
 
 #include "io/bindings.hpp"
 
 NB_MODULE(_io, m) {
-  m.doc() = "Native I/O engines, checksums and copies of vllm_ssdkv.";
+  m.doc() = "Native I/O engines, page cache, checksums and copies of vllm_ssdkv.";
+  ssdkv::bind_cache(m);
   ssdkv::bind_memory(m);
   ssdkv::bind_engines(m);
+#if SSDKV_URING
+  ssdkv::bind_uring(m);
+#endif
+  m.attr("has_uring") = bool{SSDKV_URING};
 }

@@ -3,8 +3,8 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <list>
 #include <stdexcept>
+#include <string>
 
 #include "io/worker_thread.hpp"
 
@@ -57,12 +57,7 @@ std::shared_ptr<Batch> ThreadsEngine::submit(Op op, const RequestArrays& arrays)
   if (forked()) throw std::invalid_argument("the engine is closed: it belongs to the parent");
   auto batch = std::make_shared<Batch>(op, check_requests(arrays, queues_.size(), arena_bytes_));
   // Everything that may fail comes before the first push.
-  std::vector<std::list<Share>> shares(queues_.size());
-  for (uint32_t i = 0; i < batch->size(); ++i) {
-    auto& share = shares[batch->request(i).device];
-    if (share.empty()) share.push_back({batch, {}});
-    share.front().indices.push_back(i);
-  }
+  Shares shares = split(batch, queues_.size());
   const std::lock_guard<std::mutex> lock(submit_mutex_);
   if (closed_) throw std::invalid_argument("the engine is closed");
   for (size_t device = 0; device < shares.size(); ++device) {
@@ -71,23 +66,9 @@ std::shared_ptr<Batch> ThreadsEngine::submit(Op op, const RequestArrays& arrays)
   return batch;
 }
 
-std::vector<std::pair<std::string, uint64_t>> ThreadsEngine::statistics() const {
-  std::vector<std::pair<std::string, uint64_t>> all;
-  for (size_t device = 0; device < queues_.size(); ++device) {
-    for (const Op op : {Op::kRead, Op::kWrite}) {
-      const Totals& totals = queues_[device]->totals(op);
-      const auto add = [&](const char* what, const std::atomic<uint64_t>& value) {
-        all.emplace_back((op == Op::kRead ? "read_" : "write_") + std::string(what) + "." +
-                             std::to_string(device),
-                         value.load(std::memory_order_relaxed));
-      };
-      add("submitted", totals.submitted);
-      add("requests", totals.requests);
-      add("bytes", totals.bytes);
-      add("errors", totals.errors);
-      add("nanoseconds", totals.nanoseconds);
-    }
-  }
+Statistics ThreadsEngine::statistics() const {
+  Statistics all;
+  for (size_t i = 0; i < queues_.size(); ++i) queues_[i]->totals().append_to(all, i);
   return all;
 }
 

@@ -7,9 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "io/batch.hpp"
@@ -31,7 +29,7 @@ class ThreadsEngine {
   std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays);
 
   // Name and value, e.g. {"read_bytes.0", 4096}.
-  std::vector<std::pair<std::string, uint64_t>> statistics() const;
+  Statistics statistics() const;
 
   // Serve what is queued until the deadline, cancel the rest, and give up on threads that still
   // hang in a call: then the result is false and the arena must stay mapped for ever. May be called

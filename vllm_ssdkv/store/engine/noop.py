@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import I32, U16, U32, U64, Op
+from vllm_ssdkv.store.engine.protocol import I32, U16, U32, U64, Op, zero_totals
 
 
 class _Ended:
@@ -43,12 +43,7 @@ class NoopEngine:
         self._arena_bytes = arena.nbytes
         self._lock = threading.Lock()
         self._closed = False
-        self._totals = {
-            f"{op}_{what}.{device}": 0
-            for device in range(devices)
-            for op in ("read", "write")
-            for what in ("submitted", "requests", "bytes", "errors", "nanoseconds")
-        }
+        self._totals = zero_totals(devices)
 
     def submit(self, op: Op, device: U16, offset: U64, length: U32, buffer: U64) -> _Ended:
         """See the protocol."""

@@ -10,16 +10,19 @@ from typing import Literal, TypeAlias, get_args
 
 from vllm_ssdkv.errors import EngineUnavailableError
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.engine.aiofiles import AiofilesEngine
 from vllm_ssdkv.store.engine.faults import FaultRule
 from vllm_ssdkv.store.engine.faulty import FaultyEngine
+from vllm_ssdkv.store.engine.kvikio import KvikioEngine
 from vllm_ssdkv.store.engine.noop import NoopEngine
 from vllm_ssdkv.store.engine.protocol import IoEngine
 from vllm_ssdkv.store.engine.threads import ThreadsEngine
 from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.engine.uring import UringEngine
 
 logger = logging.getLogger(__name__)
 
-EngineKind: TypeAlias = Literal["auto", "threads", "noop"]
+EngineKind: TypeAlias = Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +41,15 @@ class EngineOptions:
 _Opener: TypeAlias = Callable[[EngineOptions, Sequence[int], Arena], IoEngine]
 
 _OPENERS: dict[str, _Opener] = {
+    "uring": lambda options, fds, arena: UringEngine(fds, arena, options.queue_depth),
     "threads": lambda options, fds, arena: ThreadsEngine(fds, arena, options.queue_depth),
+    "kvikio": lambda options, fds, arena: KvikioEngine(fds, arena, options.queue_depth),
+    "aiofiles": lambda options, fds, arena: AiofilesEngine(fds, arena, options.queue_depth),
     "noop": lambda _options, fds, arena: NoopEngine(len(fds), arena),
 }
 
 # What "auto" tries, fastest first. An engine that cannot run here raises EngineUnavailableError.
-_AUTO = ("threads",)
+_AUTO = ("uring", "threads")
 
 
 def open_engine(

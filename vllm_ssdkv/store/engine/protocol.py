@@ -81,3 +81,13 @@ class IoEngine(Protocol):
 
         The engine never closes the device descriptors: they belong to the caller.
         """
+
+
+def zero_totals(devices: int) -> dict[str, int]:
+    """The counters that every engine has, before the first request."""
+    return {
+        f"{op.name.lower()}_{what}.{device}": 0
+        for device in range(devices)
+        for op in Op
+        for what in ("submitted", "requests", "bytes", "errors", "nanoseconds")
+    }

@@ -1,0 +1,189 @@
+"""Command line of the bench for several SSDs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES
+from vllm_ssdkv.profiling.bench_io.files import bench_files
+from vllm_ssdkv.profiling.bench_io.fio import find_fio
+from vllm_ssdkv.profiling.bench_io.model import GEN4
+from vllm_ssdkv.profiling.bench_io.report import machine
+from vllm_ssdkv.profiling.bench_ssds import scenarios
+from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort, Row, UntrustedError
+from vllm_ssdkv.profiling.bench_ssds.setup import Kind, Setup, make_setup
+from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY
+from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, require_fuse
+from vllm_ssdkv.profiling.vssd.system import require_root
+from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
+from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.lanes import lanes_for
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, StripeMap
+
+FULL = Effort(repeats=3, seconds=1.5, blocks=256, requests=32)
+QUICK = Effort(repeats=1, seconds=0.5, blocks=64, requests=32)
+"""32 requests at once are what vLLM's 16 + 16 threads can take."""
+
+_STEP = 4 * MIB
+
+
+def region_bytes(devices: int, blocks: int) -> int:
+    """Bytes of each device's file that the slots need, with equal or unequal shares."""
+    shares = [[1.0] * devices, [*[1.0] * (devices - 1), 1 / scenarios.SLOW_FACTOR]]
+    maps = [StripeMap(GEOMETRY, lanes_for(weights), devices) for weights in shares]
+    units = max(m.device_units(device, blocks) for m in maps for device in range(devices))
+    most = SUPERBLOCK_BYTES + units * GEOMETRY.unit_bytes
+    return -(-most // _STEP) * _STEP
+
+
+def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
+    """All scenarios on these devices, with a table of each as it ends.
+
+    Raises:
+        BenchError: fio does not see the devices that were asked for, or somebody failed.
+    """
+    rows: list[Row] = []
+
+    def add(more: list[Row]) -> None:
+        rows.extend(more)
+        print_rows(console, more)
+
+    arena = Arena(MEMORY_BYTES)
+    try:
+        region = region_bytes(setup.devices, effort.blocks)
+        with bench_files(setup.directories, setup.devices, region) as files:
+            kinds, absent = scenarios.engines(setup, files, arena)
+            for name, reason in absent.items():
+                console.print(f"{name}: absent: {reason}", markup=False)
+            program = find_fio()
+            if setup.kind == "twin":
+                console.print("twins exist inside our engines only: no fio, no vLLM, no pools")
+            elif program is None:
+                console.print("fio is not installed: nobody has shown what the devices can do")
+            else:
+                add(scenarios.emulation(setup, files, program, effort))
+            folders: dict[str, Path] = {}
+            if setup.kind == "fuse":
+                # Not on RAM disks: their limits have no latency, which is what one request feels.
+                folders[scenarios.ONE_DEVICE] = files[0].folder / "vllm"
+                try:
+                    raid = setup.raid0()
+                except BenchError as error:
+                    console.print(f"no RAID-0: {error}", markup=False)
+                else:
+                    folders[scenarios.RAID0] = raid / "vllm"
+                    if program is not None:
+                        add(scenarios.raid_emulation(setup, raid, program, effort))
+            if folders and find_spec("vllm") is None:
+                console.print("vLLM is not installed: only our own requests are measured")
+                folders = {}
+            add(scenarios.scaling(setup, files, arena, effort, kinds))
+            add(scenarios.requests(setup, files, arena, effort, kinds, folders))
+            add(scenarios.sparse(setup, files, arena, effort, kinds))
+    finally:
+        arena.close()
+    return rows
+
+
+def print_rows(console: Console, rows: list[Row]) -> None:
+    """A table for each scenario."""
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        table = Table(box=None, pad_edge=False)
+        table.add_column(scenario, no_wrap=True)
+        table.add_column("op", no_wrap=True)
+        for name in ("SSDs", "at once", "MB/s", "IOPS", "of sum", "s/GB"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            if row.scenario == scenario:
+                table.add_row(
+                    row.what,
+                    row.op,
+                    str(row.devices),
+                    str(row.at_once),
+                    f"{row.bytes_per_s / 1e6:,.0f}",
+                    f"{row.iops:,.0f}",
+                    f"{row.of_sum:.2f}",
+                    f"{row.cpu_s_per_gb:.3f}",
+                )
+        console.print(table)
+
+
+def possible_kinds(console: Console) -> list[Kind]:
+    """What can be made here, virtual SSDs and RAM disks if possible; says why something cannot."""
+    kinds: list[Kind] = []
+    needs: dict[Kind, Callable[[], object]] = {
+        "fuse": require_fuse,
+        "loop": lambda: ThrottleGroup(DEFAULT_FOLDER),
+    }
+    for kind, check in needs.items():
+        try:
+            require_root("emulated SSDs")
+            check()
+        except BenchError as error:
+            console.print(f"no {kind} devices: {error}", markup=False)
+        else:
+            kinds.append(kind)
+    return kinds or ["twin"]
+
+
+def run(
+    kind: Annotated[
+        Kind | None, typer.Option(help="If not given: fuse and loop as root, else twin.")
+    ] = None,
+    devices: Annotated[int, typer.Option(min=2, max=64, help="How many.")] = 8,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Runs; medians count.")
+    ] = None,
+    dilation: Annotated[
+        float, typer.Option(min=1, help="So many times slower than a PCIe 4 drive.")
+    ] = GEN4.dilation,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One short run of each.")] = False,
+) -> None:
+    """Make emulated SSDs, show with fio that they are what they should be, and measure.
+
+    On a machine that is too slow or too busy for them, a larger dilation keeps the ratios.
+    """
+    effort = QUICK if quick else FULL
+    if repeats is not None:
+        effort = Effort(repeats, effort.seconds, effort.blocks, effort.requests)
+    model = GEN4.slower(dilation / GEN4.dilation)
+    console = Console()
+    found: dict[str, list[dict[str, Any]]] = {}
+    untrusted: dict[str, str] = {}
+    try:
+        for each in [kind] if kind else possible_kinds(console):
+            console.rule(f"{devices} {each}")
+            with (
+                tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".ssdkv-") as place,
+                make_setup(each, devices, model, Path(place)) as setup,
+            ):
+                try:
+                    found[each] = [row.plain() for row in measure(setup, effort, console)]
+                except UntrustedError as error:
+                    untrusted[each] = str(error)
+                    typer.echo(f"{each} devices are not measured: {error}", err=True)
+    except BenchError as error:
+        typer.echo(f"bench_ssds: {error}", err=True)
+        raise typer.Exit(1) from error
+    if json_file is not None:
+        document = {"schema": 1, "machine": machine(), "model": model.plain()}
+        document |= {"rows": found, "untrusted": untrusted}
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if not found:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,216 @@
+"""Real vLLM in reuse mode: time to first token of a hit against that of computing the prompt.
+
+Run as ``python -P -m vllm_ssdkv.profiling.bench_ttft``. On the drive as it is and on one slowed by
+the throttled twin; with ``load: always`` and with ``load: auto``. One run fills a store, then one
+engine after the other opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one
+that is on the drive, and the same again from DRAM. Medians over repeats, in milliseconds; every
+ratio is of two measurements in one engine. Each engine is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).resolve().parent.parent / "vllm_ssdkv" / "demo_model"
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+BLOCK = 32
+CHUNK = 1024
+WARM_UP = (512, 4096, 64, 1024)
+"""Hits before the measurement, from which the engine learns."""
+DRIVES = ("as it is", "throttled")
+LOADS = ("always", "auto")
+
+
+def _prompt(length: int, name: str) -> dict[str, list[int]]:
+    """A prompt of ``length`` full blocks and one token more, so that all of it can be found."""
+    source = random.Random(name)
+    return {"prompt_token_ids": [source.randrange(32, 800) for _ in range(length + 1)]}
+
+
+def _engine(job: dict[str, Any]) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in the measuring process only
+    from vllm import LLM
+
+    options = {
+        "devices": job["devices"],
+        "dram_gib": "1GiB",
+        "load": job["load"],
+        "io": {"throttle": job["throttle"]},
+    }
+    transfer = {
+        "kv_connector": "SSDKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+    }
+    return LLM(
+        job["model"],
+        max_model_len=max(LENGTHS) + 64,
+        enforce_eager=True,
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=1,
+        disable_log_stats=False,
+        kv_cache_memory_bytes=128 << 20,
+        kv_transfer_config=transfer,
+    )
+
+
+class _Asker:
+    """Asks one prompt at a time, with nothing left to do from the one before."""
+
+    def __init__(self, job: dict[str, Any]):
+        from vllm import SamplingParams
+
+        self._llm = _engine(job)
+        self._params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+
+    def ask(self, length: int, name: str) -> tuple[float, int]:
+        """Seconds to the first token, and tokens that were not computed. HBM holds no prefix."""
+        (output,) = self._llm.generate([_prompt(length, name)], self._params, use_tqdm=False)
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            self._llm.llm_engine.step()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        return output.metrics.first_token_latency, output.num_cached_tokens or 0
+
+    def close(self) -> None:
+        """End the engine: what is written is journalled."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def fill(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Put every prompt that is to be found into the store."""
+    asker = _Asker(job)
+    for length in LENGTHS:
+        for repeat in range(job["repeats"]):
+            asker.ask(length, f"stored {length} {repeat}")
+    for number, length in enumerate(WARM_UP):
+        asker.ask(length, f"warm {number}")
+    asker.close()
+    return []
+
+
+def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per length."""
+    asker = _Asker(job)
+    news = f"{job['drive']} {job['load']}"
+    for number, length in enumerate(WARM_UP):
+        asker.ask(length, f"news {news} {number}")
+        asker.ask(length, f"warm {number}")
+    rows = []
+    for length in LENGTHS:
+        times: dict[str, list[float]] = {"computed": [], "ssd": [], "dram": []}
+        loaded = {"ssd": 0, "dram": 0}
+        for repeat in range(job["repeats"]):
+            seconds, cached = asker.ask(length, f"news {news} {length} {repeat}")
+            if cached:
+                raise RuntimeError("a prompt that nobody knows was found")
+            times["computed"].append(seconds)
+            for tier in loaded:
+                seconds, cached = asker.ask(length, f"stored {length} {repeat}")
+                times[tier].append(seconds)
+                loaded[tier] += cached
+        rows.append(
+            {
+                "drive": job["drive"],
+                "load": job["load"],
+                "tokens": length,
+                **{f"ttft_{name}": statistics.median(each) for name, each in times.items()},
+                **{f"loaded_{k}": n / length / job["repeats"] for k, n in loaded.items()},
+            }
+        )
+    asker.close()
+    return rows
+
+
+MEASUREMENTS = {"fill": fill, "measure": measure}
+
+
+def _run(measurement: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.bench_ttft"]
+        command += ["--measure", measurement, "--job", json.dumps(job), "--json", out.name]
+        # One thread: vLLM's would spin against the loader's on a machine with few cores.
+        inside = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=900, env=inside
+        )
+        if done.returncode:
+            raise RuntimeError(f"{measurement} failed:\n{done.stderr[-4000:]}")
+        rows: list[dict[str, Any]] = json.loads(Path(out.name).read_text())
+        return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown, times in milliseconds, loaded parts in percent."""
+    lines = [
+        "| drive | load | tokens | computed | hit on SSD | loaded | hit / computed "
+        "| then in DRAM | loaded | hit / computed |",
+        "|---" * 10 + "|",
+    ]
+    for row in rows:
+        computed = row["ttft_computed"]
+        cells = [row["drive"], row["load"], f"{row['tokens']}", f"{computed * 1e3:.1f}"]
+        for tier in ("ssd", "dram"):
+            hit = row[f"ttft_{tier}"]
+            part = row[f"loaded_{tier}"]
+            cells += [f"{hit * 1e3:.1f}", f"{part:.0%}", f"{hit / computed:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure everything, print the table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default=str(MODEL), help="a model directory")
+    parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
+    parser.add_argument("--bandwidth", default="2MiB", help="bytes/s of the slowed drive")
+    parser.add_argument("--latency", type=float, default=0.02, help="seconds per request there")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--measure", choices=sorted(MEASUREMENTS), help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if arguments.measure:
+        rows = MEASUREMENTS[arguments.measure](json.loads(arguments.job))
+        Path(arguments.json).write_text(json.dumps(rows))
+        return
+    slow = [{"bandwidth": arguments.bandwidth, "latency": arguments.latency}]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
+        paths = arguments.dir or [f"{scratch}/0"]
+        for path in paths:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        job: dict[str, Any] = {
+            "model": arguments.model,
+            "devices": [{"path": path, "capacity": "1GiB"} for path in paths],
+            "repeats": arguments.repeats,
+        }
+        _run("fill", {**job, "load": "always", "throttle": []})
+        found = [
+            row
+            for drive, throttle in zip(DRIVES, ([], slow), strict=True)
+            for load in LOADS
+            for row in _run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
+        ]
+    print(table(found))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""A small store on disk, filled and closed, for what looks at stores without their options."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import (
+    BLOCK_TOKENS,
+    PATIENCE_S,
+    Bytes,
+    Slots,
+    array,
+    content,
+    key_of,
+    until,
+)
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import FormatError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
+from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.restripe import Restriper
+from vllm_ssdkv.store.tiers import TieredStore
+
+GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8000)
+"""Pages with padding, a header with unused bytes."""
+
+MODEL = Fingerprint({"model": "tiny", "dtype": "bfloat16"})
+RANKS = 2
+
+
+def name_of(slot: int, rank: int) -> int:
+    """Names the content of a slot on a rank."""
+    return 1000 * (rank + 1) + slot
+
+
+@dataclass(frozen=True)
+class FilledStore:
+    """Where it is. ``slots`` hold what :func:`name_of` says, under ``key_of(slot)``."""
+
+    devices: tuple[Path, ...]
+    state: Path
+    slots: tuple[int, ...]
+    ranks: int = RANKS
+
+    @property
+    def place(self) -> StorePlace:
+        config = SSDKVConfig.from_extra_config(
+            {
+                "mode": "page",
+                "devices": [{"path": d, "capacity": "16MiB", "weight": 1} for d in self.devices],
+                "state_dir": self.state,
+                "dram_gib": "16MiB",
+                "io": {"staging": "4MiB"},
+            }
+        )
+        return StorePlace(config, GEOMETRY, MODEL, self.ranks, model="some/model")
+
+    @property
+    def placement(self) -> Placement:
+        try:
+            manifest = Manifest.load(self.state)
+        except FormatError:
+            manifest = Manifest.load_copy(self.state)
+        assert manifest is not None
+        return manifest.placement()
+
+    def data(self, device: int, rank: int) -> Path:
+        path = self.devices[device]
+        return path if path.is_block_device() else path / f"rank{rank}.data"
+
+    def at(self, slot: int, offset: int) -> tuple[int, int]:
+        """Device and offset in its data files of one byte of a slot."""
+        start = offset // PAGE_ALIGN * PAGE_ALIGN
+        extents = self.placement.extents(array([slot]), start, PAGE_ALIGN)
+        return int(extents.device[0]), int(extents.offset[0]) + offset - start
+
+    def moved(self, devices: Sequence[Path], state: Path) -> FilledStore:
+        return FilledStore(tuple(devices), state, self.slots, self.ranks)
+
+    def fill(self) -> None:
+        """Make the store and write its slots, as an engine does."""
+        place = self.place
+        ranks = [_Rank(place, rank) for rank in range(self.ranks)]
+        index, restriper = open_index(place)
+        slots = index.allocate(max(self.slots) + 1)
+        chosen = array(self.slots)
+        assert set(self.slots) <= set(slots.tolist())
+        keys = [key_of(slot) for slot in self.slots]
+        for rank in ranks:
+            rank.write(chosen, index.epochs(chosen), keys)
+        for slot, key in zip(self.slots, keys, strict=True):
+            assert index.publish(slot, key)
+        index.durable(chosen)
+        index.unpin(slots)
+        self._close(ranks, index, restriper)
+
+    def served(self) -> set[int]:
+        """Open the store: the slots that are found, each read on every rank and right."""
+        place = self.place
+        ranks = [_Rank(place, rank) for rank in range(self.ranks)]
+        index, restriper = open_index(place)
+        found = [slot for slot in self.slots if len(index.lookup([key_of(slot)]))]
+        chosen = array(found)
+        for rank in ranks:
+            if found:
+                rank.read(chosen, index.epochs(chosen))
+        assert index.gauges()["ready"] == len(found)
+        self._close(ranks, index, restriper)
+        return set(found)
+
+    def _close(self, ranks: list[_Rank], index: SlotIndex, restriper: Restriper) -> None:
+        for rank in ranks:
+            rank.close()
+        assert restriper.close()
+        assert index.close()
+
+
+class _Rank:
+    def __init__(self, place: StorePlace, rank: int):
+        self.rank = rank
+        self.opened = open_rank(place, rank, Counters())
+        opened = self.opened
+        self.store = TieredStore(
+            opened.files, opened.arena, opened.plan, opened.num_slots, BLOCK_TOKENS, self._copy_in
+        )
+        self.hbm: dict[int, Bytes] = {}
+
+    def _pages(self, frame: int) -> Bytes:
+        pages = self.store.frames.view(frame)[GEOMETRY.header_bytes :]
+        return pages.reshape(GEOMETRY.pages, -1)
+
+    def _copy_in(self, frames: np.ndarray, block_ids: Slots) -> None:
+        for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):
+            self.hbm[block] = self._pages(frame)[:, : GEOMETRY.payload_bytes].copy()
+
+    def write(self, slots: Slots, epochs: Slots, keys: list[bytes]) -> None:
+        for frame, slot in zip(self.store.hold(slots, wait=True), slots.tolist(), strict=True):
+            pages = self._pages(int(frame))
+            pages[:] = 0xEE
+            pages[:, : GEOMETRY.payload_bytes] = content(GEOMETRY, name_of(slot, self.rank))
+        self.store.commit(slots, epochs, keys)
+        assert self.store.drain(PATIENCE_S)
+        durable, failed = self.store.take_write_results()
+        assert (len(durable), failed) == (len(slots), [])
+
+    def read(self, slots: Slots, epochs: Slots) -> None:
+        keys = tuple(key_of(slot) for slot in slots.tolist())
+        self.store.load(LoadJob("all", slots, epochs, keys, slots + 1))
+        outcomes: list[bool] = []
+        until(
+            lambda: bool(
+                outcomes.extend(o.complete for o in self.store.take_load_outcomes()) or outcomes
+            )
+        )
+        assert outcomes == [True]
+        for slot in slots.tolist():
+            expected = content(GEOMETRY, name_of(slot, self.rank))
+            np.testing.assert_array_equal(self.hbm[slot + 1], expected)
+
+    def close(self) -> None:
+        self.store.close()
+        self.opened.close()
+
+
+def flip(path: Path, offset: int, bits: int = 1) -> None:
+    """Change one byte of a file."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(fd, 1, offset)
+        os.pwrite(fd, bytes([byte ^ bits]), offset)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def loop_devices(folder: Path, count: int) -> Iterator[list[Path]]:
+    """Block devices of 16 MiB; skips the test where there are none."""
+    made: list[str] = []
+    try:
+        for number in range(count):
+            image = folder / f"image{number}"
+            with image.open("wb") as file:
+                file.truncate(16 << 20)
+            made.append(_losetup("--find", "--show", str(image)))
+    except (OSError, subprocess.SubprocessError) as error:
+        for path in made:
+            _losetup("--detach", path)
+        pytest.skip(f"loop devices need root: {error}")
+    try:
+        yield [Path(path) for path in made]
+    finally:
+        for path in made:
+            _losetup("--detach", path)
+
+
+def _losetup(*arguments: str) -> str:
+    command = ["losetup", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    return ended.stdout.strip()

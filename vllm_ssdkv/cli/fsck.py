@@ -1,0 +1,130 @@
+"""``ssdkv fsck``: is a store that no engine uses whole, and repair it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.sizes import approximate_size
+from vllm_ssdkv.store.fsck import examined
+from vllm_ssdkv.store.fsck_report import Report
+from vllm_ssdkv.store.repair import repair as repair_store
+
+PROBLEMS = 1
+CANNOT_CHECK = 2
+
+_SHOWN = 50
+"""Problems that are printed; JSON has more."""
+
+
+def as_json(report: Report, *, repair: bool) -> str:
+    """The report as a JSON object: the fields of :class:`Report`, and whether to repair."""
+    content = {"clean": report.clean, "repair": repair} | dataclasses.asdict(report)
+    return json.dumps(content, indent=2)
+
+
+def render(report: Report, console: Console, *, repair: bool) -> None:
+    """Print what was found, for people."""
+    console.print(
+        f"store {report.store} in {report.state_dir}: {len(report.devices)} device(s), "
+        f"{report.ranks} rank(s), {report.stored} of {report.slots} slots hold a block",
+        highlight=False,
+    )
+    read = approximate_size(report.checked_bytes)
+    console.print(f"{report.checked_slots} slots read and verified, {read}", highlight=False)
+    if report.clean:
+        console.print("clean", style="green")
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for problem in report.problems[:_SHOWN]:
+        state = Text("repaired", "green") if problem.repaired else Text(problem.kind, "bold red")
+        table.add_row(state, Text(problem.subject), Text(problem.text))
+    console.print(table)
+    total = sum(report.counts.values())
+    if total > _SHOWN:
+        console.print(f"and {total - _SHOWN} more")
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(report.counts.items()))
+    console.print(f"{total} problem(s): {counts}; {report.bad} block(s) cannot be served")
+    if repair:
+        console.print(f"{total - report.unrepaired} repaired, {report.unrepaired} left")
+    else:
+        console.print("with --repair, what is wrong is dropped and what is right stays")
+
+
+def check(
+    directories: list[Path], state_dir: Path | None, console: Console, *, repair: bool
+) -> Report:
+    """Check, and on request repair, with a progress bar on the console."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("slots", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        with examined(directories, state_dir, write=repair, progress=progress) as found:
+            if repair:
+                repair_store(found)
+            return found.report
+
+
+def fsck(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="DIR...",
+            help="The store's devices in the order of the option devices; or its state directory "
+            "alone, when they are where they were.",
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory of store.json, when it is on none of the devices."),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop what is wrong; good data is never touched.")
+    ] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is the output."),
+    ] = None,
+) -> None:
+    """Check a store that no engine uses: its files, and every page of every stored block.
+
+    Exits with 0 when all is well, 1 when there are problems (also when they were repaired), 2 when
+    the store cannot be checked.
+    """
+    messages = Console(stderr=True)
+    here = [path.expanduser().absolute() for path in directories or []]
+    state = None if state_dir is None else state_dir.expanduser().absolute()
+    try:
+        report = check(here, state, messages, repair=repair)
+        if json_file not in (None, "-"):
+            Path(str(json_file)).write_text(as_json(report, repair=repair) + "\n", encoding="utf-8")
+    except (SSDKVError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(CANNOT_CHECK) from None
+    if json_file == "-":
+        sys.stdout.write(as_json(report, repair=repair) + "\n")
+    else:
+        render(report, Console(), repair=repair)
+    if not report.clean:
+        raise typer.Exit(PROBLEMS)

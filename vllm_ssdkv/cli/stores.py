@@ -1,0 +1,214 @@
+"""``ssdkv ls``, ``ssdkv inspect``, ``ssdkv rm``: the stores on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.errors import SSDKVError, StoreError
+from vllm_ssdkv.host import default_root
+from vllm_ssdkv.sizes import approximate_size
+from vllm_ssdkv.store.catalog import (
+    StoreDetails,
+    StoreSummary,
+    inspect_store,
+    stores_below,
+    summarize,
+)
+from vllm_ssdkv.store.removal import Removal, plan_removal
+from vllm_ssdkv.store.removal import remove as remove_files
+from vllm_ssdkv.store.stored import find_store
+
+FAILED: Final = 1
+
+_Directories = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="DIR...",
+        help="The store's devices in the order of the option devices; or its state directory "
+        "alone, when they are where they were.",
+    ),
+]
+_StateDir = Annotated[
+    Path | None,
+    typer.Option("--state-dir", help="Directory of store.json, when it is on no device."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (SSDKVError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(FAILED) from None
+
+
+def _absolute(paths: Sequence[Path] | None) -> list[Path]:
+    return [path.expanduser().absolute() for path in paths or []]
+
+
+def _state(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().absolute()
+
+
+def _when(seconds: int) -> str:
+    if not seconds:
+        return "never"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=bool(columns))
+    for column in columns or ("", ""):
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def list_stores(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="DIR...", help="Where to look; default: the cache directory."),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """List the stores in the cache directory, or in DIR, and two folders below.
+
+    Exits with 1 when one of them cannot be read; the others are listed.
+    """
+    found: list[StoreSummary] = []
+    broken: list[str] = []
+    for root in _absolute(directories) or [default_root()]:
+        for state in stores_below(root):
+            try:
+                found.append(summarize(find_store([], state)))
+            except (SSDKVError, OSError) as error:
+                broken.append(f"{state}: {error}")
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(store) for store in found], indent=2))
+    else:
+        table = _table("Store", "Model", "Mode", "Blocks", "On disk", "Last opened")
+        for store in found:
+            opened = "in use" if store.in_use else _when(store.last_opened)
+            table.add_row(
+                Text(store.state_dir),
+                Text(store.model),
+                store.mode,
+                f"{store.stored} of {store.slots}",
+                approximate_size(store.disk_bytes),
+                opened,
+            )
+        Console().print(table if found else "no stores")
+    for line in broken:
+        typer.echo(line, err=True)
+    if broken:
+        raise typer.Exit(FAILED)
+
+
+def inspect(
+    directories: _Directories = None, state_dir: _StateDir = None, as_json: _Json = False
+) -> None:
+    """Show one store: geometry, devices, sizes, what the journal holds. Changes nothing."""
+    with _errors():
+        details = inspect_store(find_store(_absolute(directories), _state(state_dir)))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(details), indent=2))
+    else:
+        _show(details, Console())
+
+
+def _show(details: StoreDetails, console: Console) -> None:
+    summary, geometry = details.summary, details.geometry
+    table = _table()
+    size = approximate_size(summary.block_bytes)
+    for name, value in (
+        ("store", summary.store),
+        ("state directory", summary.state_dir),
+        ("model", summary.model),
+        ("mode", f"{summary.mode}, {summary.ranks} rank(s)"),
+        ("blocks", f"{summary.stored} of {summary.slots}, {size} each on every rank"),
+        ("on disk", approximate_size(summary.disk_bytes)),
+        ("journal", f"{details.journal_bytes} bytes, {details.damaged_records} damaged records"),
+        ("opened", f"{details.opened} times, last {_when(summary.last_opened)}"),
+        ("in use", "yes" if summary.in_use else "no"),
+        ("geometry", ", ".join(f"{name} {value}" for name, value in geometry.items())),
+        ("stripe unit", approximate_size(details.stripe_unit_bytes)),
+        ("fingerprint", ", ".join(f"{k} {v}" for k, v in sorted(details.fingerprint.items()))),
+    ):
+        table.add_row(name, Text(value))
+    if details.problem:
+        table.add_row("problem", Text(details.problem, "bold red"))
+    console.print(table)
+    devices = _table("Device", "Capacity", "Weight", "Files")
+    for device in details.devices:
+        lines = [Text(device.problem, "bold red")] if device.problem else []
+        for file in device.files:
+            wrong = [str(copy) for copy in file.superblocks if isinstance(copy, str)]
+            if file.nbytes < file.expected_bytes:
+                wrong.append(f"{file.expected_bytes} bytes expected")
+            lines.append(Text(f"rank {file.rank}: {approximate_size(file.nbytes)}"))
+            lines += [Text(text, "bold red") for text in wrong]
+        capacity = approximate_size(device.capacity)
+        devices.add_row(Text(device.path), capacity, f"{device.weight:g}", Text("\n").join(lines))
+    console.print(devices)
+
+
+def remove(
+    directories: _Directories = None,
+    state_dir: _StateDir = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
+
+    Exits with 1 when it is in use, or when the answer is no.
+    """
+    with _errors():
+        removal = plan_removal(_absolute(directories), _state(state_dir))
+        if not (removal.files or removal.raw):
+            raise StoreError("nothing of a store is there")
+        if not yes:
+            _ask(removal)
+        remove_files(removal)
+        _remove_cache_folders(removal)
+    for path in removal.missing:
+        typer.echo(f"{path} is not there: nothing was removed from it", err=True)
+    if as_json:
+        content = {
+            "removed": [str(file) for file in removal.files],
+            "wiped": [str(path) for path in removal.raw],
+            "missing": [str(path) for path in removal.missing],
+            "bytes": removal.nbytes,
+        }
+        typer.echo(json.dumps(content, indent=2))
+    else:
+        typer.echo(f"removed, {approximate_size(removal.nbytes)} are free again")
+
+
+def _ask(removal: Removal) -> None:
+    for path in (*removal.files, *removal.raw):
+        typer.echo(str(path), err=True)
+    size = approximate_size(removal.nbytes)
+    if not typer.confirm(f"Remove this store ({size})?", err=True):
+        raise typer.Exit(FAILED)
+
+
+def _remove_cache_folders(removal: Removal) -> None:
+    """Folders that a start without the option devices has made go with the store."""
+    root = default_root()
+    for folder in {file.parent for file in removal.files}:
+        for path in (folder, *folder.parents):
+            if root not in path.parents or any(path.iterdir()):
+                break
+            path.rmdir()

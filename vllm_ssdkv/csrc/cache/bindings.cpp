@@ -1,0 +1,129 @@
+#include "io/bindings.hpp"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "cache/frame_cache.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ssdkv {
+namespace {
+
+// How long Ctrl-C may go unnoticed while the main thread waits.
+constexpr std::chrono::milliseconds kSignalPoll{100};
+
+using SlotArray = ArrayIn<int64_t>;
+using FrameArray = ArrayIn<int32_t>;
+
+template <class T>
+std::span<const T> span(const ArrayIn<T>& array) {
+  return {array.data(), array.shape(0)};
+}
+
+FrameState to_state(int state) {
+  if (state < 0 || static_cast<size_t>(state) >= kFrameStates) {
+    throw std::invalid_argument("no such frame state");
+  }
+  return static_cast<FrameState>(state);
+}
+
+ArrayOut<int32_t> take_within(FrameCache& cache, const SlotArray& slots, int state,
+                              double timeout_s) {
+  const auto deadline = deadline_after(timeout_s);
+  const FrameState wanted = to_state(state);
+  for (;;) {
+    const auto slice = std::min(deadline, Clock::now() + kSignalPoll);
+    std::vector<int32_t> taken;
+    {
+      const nb::gil_scoped_release unlocked;
+      taken = cache.take_until(span(slots), wanted, slice);
+    }
+    if (!taken.empty() || slots.shape(0) == 0 || slice == deadline) {
+      return to_numpy(std::move(taken));
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+}  // namespace
+
+// All but take_within() keep the GIL: they are shorter than getting it back would take. No thread
+// asks for the GIL while it holds the cache's mutex.
+void bind_cache(nb::module_& m) {
+  nb::class_<FrameCache>(m, "FrameCache")
+      .def(nb::init<size_t, size_t>(), "frames"_a, "slots"_a)
+      .def("state", [](const FrameCache& cache,
+                       int64_t frame) { return static_cast<int>(cache.state(frame)); })
+      .def("frame_of", &FrameCache::frame_of, "slot"_a)
+      .def(
+          "count",
+          [](const FrameCache& cache, const std::vector<int>& states) {
+            std::vector<FrameState> wanted;
+            for (const int state : states) wanted.push_back(to_state(state));
+            return cache.count(wanted);
+          },
+          "states"_a)
+      .def("evictions", &FrameCache::evictions)
+      .def(
+          "retain", [](FrameCache& cache, const SlotArray& slots) { cache.retain(span(slots)); },
+          "slots"_a.noconvert())
+      .def(
+          "release",
+          [](FrameCache& cache, const SlotArray& slots) {
+            return to_numpy(cache.release(span(slots)));
+          },
+          "slots"_a.noconvert())
+      .def(
+          "referenced",
+          [](const FrameCache& cache, const SlotArray& slots) {
+            return to_numpy(cache.referenced(span(slots)));
+          },
+          "slots"_a.noconvert())
+      .def(
+          "borrow",
+          [](FrameCache& cache, const SlotArray& slots) {
+            return to_numpy(cache.borrow(span(slots)));
+          },
+          "slots"_a.noconvert())
+      .def(
+          "give_back",
+          [](FrameCache& cache, const FrameArray& frames) { cache.give_back(span(frames)); },
+          "frames"_a.noconvert())
+      .def(
+          "take",
+          [](FrameCache& cache, const SlotArray& slots, int state, bool spare_contexts) {
+            return to_numpy(cache.take(span(slots), to_state(state), spare_contexts));
+          },
+          "slots"_a.noconvert(), "state"_a, "spare_contexts"_a)
+      .def("take_within", &take_within, "slots"_a.noconvert(), "state"_a, "timeout_s"_a)
+      .def(
+          "start_writing",
+          [](FrameCache& cache, const SlotArray& slots) {
+            return to_numpy(cache.start_writing(span(slots)));
+          },
+          "slots"_a.noconvert())
+      .def(
+          "settle",
+          [](FrameCache& cache, const FrameArray& frames, int state) {
+            cache.settle(span(frames), to_state(state));
+          },
+          "frames"_a.noconvert(), "state"_a)
+      .def(
+          "abandon",
+          [](FrameCache& cache, const FrameArray& frames) { cache.abandon(span(frames)); },
+          "frames"_a.noconvert())
+      .def(
+          "forget", [](FrameCache& cache, const SlotArray& slots) { cache.forget(span(slots)); },
+          "slots"_a.noconvert())
+      .def("audit", &FrameCache::audit);
+}
+
+}  // namespace ssdkv

@@ -1,0 +1,412 @@
+#include "index/slot_table.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace ssdkv {
+namespace {
+
+uint64_t checked(uint64_t num_slots) {
+  if (num_slots < 1 || num_slots > kMaxSlots) {
+    throw std::invalid_argument("num_slots is " + std::to_string(num_slots) + ", not in [1, " +
+                                std::to_string(kMaxSlots) + "]");
+  }
+  return num_slots;
+}
+
+const char* name_of(State state) {
+  static constexpr const char* kNames[] = {"FREE", "WRITING", "READY", "PRIVATE", "LOST"};
+  return kNames[static_cast<size_t>(state)];
+}
+
+}  // namespace
+
+SlotTable::SlotTable(uint64_t num_slots)
+    : num_slots_(checked(num_slots)),
+      free_list_(static_cast<uint32_t>(num_slots)),
+      later_list_(free_list_ + 1),
+      used_list_(free_list_ + 2),
+      slots_(num_slots + 3),
+      map_(slots_[0].key.data(), sizeof(Slot), num_slots),
+      cursor_(used_list_) {
+  for (const uint32_t head : {free_list_, later_list_, used_list_}) {
+    slots_[head].next = slots_[head].previous = head;
+  }
+  for (size_t i = 0; i < num_slots_; ++i) link(slots_[i], free_list_);
+  free_ = num_slots_;
+}
+
+size_t SlotTable::nbytes() const { return slots_.nbytes() + map_.nbytes(); }
+
+size_t SlotTable::recover(Replay& replay) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (free_ != num_slots_ || replay.num_slots() > num_slots_) {
+    throw std::invalid_argument("recovery into a table that is in use or too small");
+  }
+  for (const uint32_t number : replay.live()) {
+    Slot& slot = slots_[number];
+    unlink_free(slot);
+    slot.key = replay.newest(number).key;
+    slot.epoch = replay.newest(number).epoch;
+    slot.state = State::kReady;
+    slot.journalled = true;
+    map_.insert(number);
+    make_evictable(slot);
+  }
+  journalled_ = counts_.recovered = replay.live().size();
+  return journalled_;
+}
+
+const SlotTable::Slot& SlotTable::at(int64_t slot) const {
+  check(&slot, 1);
+  return slots_[static_cast<size_t>(slot)];
+}
+
+void SlotTable::check(const int64_t* slots, size_t n) const {
+  for (size_t i = 0; i < n; ++i) {
+    if (slots[i] < 0 || static_cast<uint64_t>(slots[i]) >= num_slots_) {
+      throw std::out_of_range("slot " + std::to_string(slots[i]) + " of " +
+                              std::to_string(num_slots_));
+    }
+  }
+}
+
+// ---- finding ----
+
+std::vector<int64_t> SlotTable::lookup(const std::vector<const Key*>& keys) const {
+  std::vector<int64_t> found;
+  found.reserve(keys.size());
+  for (const Key* key : keys) {
+    const auto slot = map_.find(*key);
+    if (!slot) break;
+    found.push_back(*slot);
+  }
+  return found;
+}
+
+std::vector<int64_t> SlotTable::order() const {
+  std::vector<int64_t> order;
+  order.reserve(evictable_);
+  for (uint32_t i = slots_[used_list_].next; i != used_list_; i = slots_[i].next) {
+    order.push_back(i);
+  }
+  return order;
+}
+
+std::vector<int64_t> SlotTable::free_slots() const {
+  std::vector<int64_t> found;
+  found.reserve(free_ + deferred_);
+  for (size_t i = 0; i < num_slots_; ++i) {
+    if (slots_[i].state == State::kFree) found.push_back(static_cast<int64_t>(i));
+  }
+  return found;
+}
+
+// ---- lists ----
+
+void SlotTable::link(Slot& slot, uint32_t before) {
+  const uint32_t number = number_of(slot);
+  slot.next = before;
+  slot.previous = slots_[before].previous;
+  slots_[slot.previous].next = number;
+  slots_[before].previous = number;
+}
+
+void SlotTable::unlink(Slot& slot) {
+  if (number_of(slot) == cursor_) cursor_ = slot.next;
+  slots_[slot.previous].next = slot.next;
+  slots_[slot.next].previous = slot.previous;
+}
+
+void SlotTable::make_evictable(Slot& slot) {
+  link(slot, used_list_);
+  ++evictable_;
+}
+
+void SlotTable::unlink_evictable(Slot& slot) {
+  unlink(slot);
+  --evictable_;
+}
+
+void SlotTable::make_free(Slot& slot) {
+  slot.state = State::kFree;
+  // In front: what was in use last is handed out first.
+  link(slot, slots_[slot.deferred ? later_list_ : free_list_].next);
+  ++(slot.deferred ? deferred_ : free_);
+}
+
+void SlotTable::unlink_free(Slot& slot) {
+  unlink(slot);
+  --(slot.deferred ? deferred_ : free_);
+}
+
+void SlotTable::release(Slot& slot) {
+  if (slot.quarantined) {
+    slot.state = State::kLost;
+    ++lost_;
+  } else {
+    make_free(slot);
+  }
+}
+
+// ---- allocating ----
+
+std::vector<int64_t> SlotTable::allocate(size_t n, Gone& gone) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (n > obtainable()) throw std::invalid_argument("allocation of more than there is");
+  std::vector<int64_t> taken;
+  taken.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    const bool evict = free_ + deferred_ == 0;
+    const uint32_t list = evict ? used_list_ : free_ != 0 ? free_list_ : later_list_;
+    Slot& slot = slots_[slots_[list].next];
+    if (evict) {
+      unlink_evictable(slot);
+      ++counts_.evictions;
+      forget(slot, gone);
+    } else {
+      unlink_free(slot);
+    }
+    slot.epoch = ++last_epoch_;
+    slot.state = State::kWriting;
+    slot.pins = 1;
+    taken.push_back(number_of(slot));
+  }
+  writing_ += n;
+  pinned_ += n;
+  counts_.allocated += n;
+  return taken;
+}
+
+void SlotTable::touch(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  while (n-- > 0) {
+    Slot& slot = at(slots[n]);
+    if (!is_evictable(slot)) continue;
+    unlink(slot);
+    link(slot, used_list_);
+  }
+}
+
+void SlotTable::pin(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  for (size_t i = 0; i < n; ++i) {
+    const State state = at(slots[i]).state;
+    if (state == State::kFree || state == State::kLost) {
+      throw std::invalid_argument("pin of a slot that holds nothing");
+    }
+  }
+  for (size_t i = 0; i < n; ++i) {
+    Slot& slot = at(slots[i]);
+    if (is_evictable(slot)) {
+      unlink_evictable(slot);
+      ++pinned_;
+    }
+    ++slot.pins;
+  }
+}
+
+void SlotTable::unpin(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  while (n-- > 0) {
+    Slot& slot = at(slots[n]);
+    if (slot.pins == 0) {
+      throw std::invalid_argument("unpin of slot " + std::to_string(slots[n]) +
+                                  ", which is not pinned");
+    }
+    if (--slot.pins != 0) continue;
+    --pinned_;
+    if (slot.state == State::kReady) {
+      make_evictable(slot);
+    } else {
+      writing_ -= slot.state == State::kWriting ? 1 : 0;
+      release(slot);
+    }
+  }
+}
+
+// ---- content ----
+
+bool SlotTable::publish(int64_t number, const Key& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Slot& slot = at(number);
+  if (slot.state == State::kPrivate) return false;
+  if (slot.state != State::kWriting) {
+    throw std::invalid_argument("publish of slot " + std::to_string(number) + ", which is " +
+                                name_of(slot.state));
+  }
+  --writing_;
+  if (map_.find(key)) {
+    slot.state = State::kPrivate;
+    ++counts_.duplicates;
+    return false;
+  }
+  slot.state = State::kReady;
+  slot.key = key;
+  map_.insert(number_of(slot));
+  ++counts_.published;
+  return true;
+}
+
+Stored SlotTable::durable(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < n; ++i) {
+    if (at(slots[i]).state == State::kWriting) {
+      throw std::invalid_argument("slot " + std::to_string(slots[i]) +
+                                  " is durable before it was published");
+    }
+  }
+  Stored stored;
+  for (size_t i = 0; i < n; ++i) {
+    Slot& slot = at(slots[i]);
+    if (slot.state != State::kReady || slot.journalled) continue;
+    slot.journalled = true;
+    slot.walked = walk_;  // the caller's own record is enough
+    ++journalled_;
+    stored.slots.push_back(slots[i]);
+    stored.epochs.push_back(static_cast<int64_t>(slot.epoch));
+    stored.keys.push_back(slot.key);
+  }
+  return stored;
+}
+
+void SlotTable::forget(Slot& slot, Gone& gone) {
+  map_.erase(number_of(slot));
+  if (!slot.journalled) return;
+  slot.journalled = false;
+  --journalled_;
+  gone.slots.push_back(number_of(slot));
+  gone.epochs.push_back(static_cast<int64_t>(slot.epoch));
+}
+
+size_t SlotTable::drop(const int64_t* slots, size_t n, Gone& gone) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  return drop_locked(slots, n, gone);
+}
+
+size_t SlotTable::drop_locked(const int64_t* slots, size_t n, Gone& gone) {
+  size_t dropped = 0;
+  for (size_t i = 0; i < n; ++i) {
+    Slot& slot = at(slots[i]);
+    if (slot.state == State::kReady) {
+      forget(slot, gone);
+      if (is_evictable(slot)) {
+        unlink_evictable(slot);
+        release(slot);
+      } else {
+        slot.state = State::kPrivate;
+      }
+    } else if (slot.state == State::kWriting) {
+      slot.state = State::kPrivate;
+      --writing_;
+    } else {
+      continue;
+    }
+    ++dropped;
+  }
+  counts_.dropped += dropped;
+  return dropped;
+}
+
+size_t SlotTable::quarantine(const int64_t* slots, size_t n, Gone& gone) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  for (size_t i = 0; i < n; ++i) {
+    Slot& slot = at(slots[i]);
+    if (std::exchange(slot.quarantined, true)) continue;
+    ++counts_.quarantined;
+    if (slot.state != State::kFree) continue;
+    unlink_free(slot);
+    release(slot);
+  }
+  return drop_locked(slots, n, gone);
+}
+
+void SlotTable::restore(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < n; ++i) {
+    if (at(slots[i]).state != State::kLost) {
+      throw std::invalid_argument("restore of a slot that is not lost");
+    }
+  }
+  while (n-- > 0) {  // so that the first is handed out first
+    Slot& slot = at(slots[n]);
+    if (slot.state != State::kLost) continue;  // named twice
+    slot.quarantined = slot.deferred = false;
+    --lost_;
+    make_free(slot);
+  }
+}
+
+std::pair<size_t, size_t> SlotTable::usage(int64_t first, size_t n) const {
+  size_t ready = 0, pinned = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const Slot& slot = at(first + static_cast<int64_t>(i));
+    ready += slot.state == State::kReady;
+    pinned += slot.pins > 0;
+  }
+  return {ready, pinned};
+}
+
+void SlotTable::defer(const bool* mask) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = num_slots_; i-- > 0;) {
+    Slot& slot = slots_[i];
+    if (slot.deferred == mask[i]) continue;
+    const bool is_free = slot.state == State::kFree;
+    if (is_free) unlink_free(slot);
+    slot.deferred = mask[i];
+    if (is_free) make_free(slot);
+  }
+}
+
+// ---- the walk ----
+
+void SlotTable::begin_walk() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++walk_;
+  cursor_ = slots_[used_list_].next;
+  walk_visits_ = num_slots_;
+  walk_number_ = 0;
+}
+
+bool SlotTable::walk(uint64_t first_sequence, size_t budget, std::vector<Record>& out) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  budget = std::max(budget, kListCost);
+  return walk_order(budget, first_sequence, out) || walk_numbers(budget, first_sequence, out);
+}
+
+bool SlotTable::walk_order(size_t& budget, uint64_t& sequence, std::vector<Record>& out) {
+  for (; cursor_ != used_list_ && walk_visits_ != 0; --walk_visits_) {
+    if (budget < kListCost) return true;
+    budget -= kListCost;
+    Slot& slot = slots_[cursor_];
+    cursor_ = slot.next;
+    take(slot, sequence, out);
+  }
+  walk_visits_ = 0;
+  return false;
+}
+
+bool SlotTable::walk_numbers(size_t& budget, uint64_t& sequence, std::vector<Record>& out) {
+  for (; walk_number_ != num_slots_; ++walk_number_) {
+    if (budget < kListCost) return true;
+    const size_t before = out.size();
+    take(slots_[walk_number_], sequence, out);
+    budget -= out.size() != before ? kListCost : 1;
+  }
+  return false;
+}
+
+void SlotTable::take(Slot& slot, uint64_t& sequence, std::vector<Record>& out) {
+  if (!slot.journalled || std::exchange(slot.walked, walk_) == walk_) return;
+  out.push_back(sealed(Kind::kPut, number_of(slot), slot.epoch, sequence++, slot.key));
+}
+
+}  // namespace ssdkv

@@ -1,0 +1,162 @@
+// Every slot of a store in one cache line each: what it is, what it holds, whose turn it is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "index/key_map.hpp"
+#include "index/pages.hpp"
+#include "index/record.hpp"
+#include "index/replay.hpp"
+
+namespace ssdkv {
+
+// Slots are numbered in 32 bits, three numbers are heads of lists, and one means "none".
+constexpr uint64_t kMaxSlots = (uint64_t{1} << 31) - 2;
+
+enum class State : uint8_t { kFree = 0, kWriting = 1, kReady = 2, kPrivate = 3, kLost = 4 };
+
+// What one walk() may do while everybody waits: a look at a slot in the list costs a cache miss, a
+// look at the next number next to nothing. Both come to some tenths of a millisecond.
+constexpr size_t kWalkBudget = 16384;
+constexpr size_t kListCost = 16;
+
+// Slots whose journalled content is gone: the journal needs a DEL for each.
+struct Gone {
+  std::vector<int64_t> slots;
+  std::vector<int64_t> epochs;
+};
+
+// Content that the journal needs a PUT for.
+struct Stored {
+  std::vector<int64_t> slots;
+  std::vector<int64_t> epochs;
+  std::vector<Key> keys;
+};
+
+// Counts since the start.
+struct Counts {
+  uint64_t allocated, evictions, published, duplicates, dropped, quarantined, recovered;
+};
+
+// The rules are in store/index.py. Memory: 64 bytes per slot, and 12 in the map of keys.
+//
+// One thread, the owner's, calls everything but walk(), which another one may call meanwhile: a
+// mutex keeps each walk() apart from each call that changes something. Calls that only read need
+// none, because walk() writes nothing that they look at.
+//
+// Slot numbers outside the table throw std::out_of_range, other misuse std::invalid_argument.
+class SlotTable {
+ public:
+  explicit SlotTable(uint64_t num_slots);
+
+  // Take over what a journal says; the table must be fresh. How many slots it holds.
+  size_t recover(Replay& replay);
+
+  std::optional<uint32_t> find(const Key& key) const { return map_.find(key); }
+  // Slots of the longest prefix of keys that is ready.
+  std::vector<int64_t> lookup(const std::vector<const Key*>& keys) const;
+  int64_t epoch(int64_t slot) const { return static_cast<int64_t>(at(slot).epoch); }
+  State state(int64_t slot) const { return at(slot).state; }
+  // Evictable slots, the least recently used first.
+  std::vector<int64_t> order() const;
+  // Slots that hold nothing and nobody uses, by number.
+  std::vector<int64_t> free_slots() const;
+
+  // Take n slots, each pinned once and with a new epoch; at most obtainable() are there.
+  std::vector<int64_t> allocate(size_t n, Gone& gone);
+  void touch(const int64_t* slots, size_t n);
+  void pin(const int64_t* slots, size_t n);
+  void unpin(const int64_t* slots, size_t n);
+  // False when the slot stays private, or was so before.
+  bool publish(int64_t slot, const Key& key);
+  Stored durable(const int64_t* slots, size_t n);
+  size_t drop(const int64_t* slots, size_t n, Gone& gone);
+  size_t quarantine(const int64_t* slots, size_t n, Gone& gone);
+  // Quarantined slots that nobody uses any more are free again, and not deferred.
+  void restore(const int64_t* slots, size_t n);
+  // How many of the slots [first, first + n) are ready, and are pinned.
+  std::pair<size_t, size_t> usage(int64_t first, size_t n) const;
+  // Slots whose entry of `mask` (one per slot) is set are handed out when no other is free.
+  void defer(const bool* mask);
+
+  void set_last_epoch(uint64_t epoch) { last_epoch_ = epoch; }
+  size_t num_slots() const { return num_slots_; }
+  size_t obtainable() const { return free_ + deferred_ + evictable_; }
+  size_t free() const { return free_; }
+  size_t deferred() const { return deferred_; }
+  size_t evictable() const { return evictable_; }
+  size_t ready() const { return map_.size(); }
+  size_t journalled() const { return journalled_; }
+  size_t writing() const { return writing_; }
+  size_t pinned() const { return pinned_; }
+  size_t lost() const { return lost_; }
+  const Counts& counts() const { return counts_; }
+  size_t nbytes() const;
+
+  // Start to walk over everything journalled: what may be evicted in order of use, then the rest
+  // by number. Belongs to the thread that walks.
+  void begin_walk();
+  // Sealed PUT records of the next few, with sequence numbers from `first_sequence`; false when
+  // that was all. Whatever changes between two calls may be in the walk or not: the owner's own
+  // records about it have later sequence numbers than the walk's.
+  bool walk(uint64_t first_sequence, size_t budget, std::vector<Record>& out);
+
+ private:
+  struct alignas(64) Slot {
+    Key key;  // while ready
+    uint64_t epoch;
+    uint32_t next, previous;  // in the list it is in, if any
+    uint32_t pins;
+    uint32_t walked;  // number of the last walk that took it
+    State state;
+    bool journalled;
+    bool quarantined;
+    bool deferred;
+  };
+  static_assert(sizeof(Slot) == 64);
+
+  const Slot& at(int64_t slot) const;
+  Slot& at(int64_t slot) { return const_cast<Slot&>(std::as_const(*this).at(slot)); }
+  void check(const int64_t* slots, size_t n) const;
+  uint32_t number_of(const Slot& slot) const { return static_cast<uint32_t>(&slot - &slots_[0]); }
+  bool is_evictable(const Slot& slot) const {
+    return slot.state == State::kReady && slot.pins == 0;
+  }
+  void link(Slot& slot, uint32_t before);
+  void unlink(Slot& slot);
+  void make_evictable(Slot& slot);
+  void unlink_evictable(Slot& slot);
+  void make_free(Slot& slot);
+  void unlink_free(Slot& slot);
+  void release(Slot& slot);
+  void forget(Slot& slot, Gone& gone);
+  size_t drop_locked(const int64_t* slots, size_t n, Gone& gone);
+  bool walk_order(size_t& budget, uint64_t& sequence, std::vector<Record>& out);
+  bool walk_numbers(size_t& budget, uint64_t& sequence, std::vector<Record>& out);
+  void take(Slot& slot, uint64_t& sequence, std::vector<Record>& out);
+
+  const size_t num_slots_;
+  // Heads of the lists of free, of deferred free and of evictable slots: the last three entries.
+  const uint32_t free_list_;
+  const uint32_t later_list_;
+  const uint32_t used_list_;
+  Pages<Slot> slots_;
+  KeyMap map_;
+  uint64_t last_epoch_ = 0;
+  size_t free_ = 0, deferred_ = 0, evictable_ = 0, journalled_ = 0, writing_ = 0, pinned_ = 0,
+         lost_ = 0;
+  Counts counts_{};
+
+  mutable std::mutex mutex_;
+  uint32_t walk_ = 0;       // number of the walk
+  uint32_t cursor_;         // next evictable slot that the walk will look at, or the list's head
+  size_t walk_visits_ = 0;  // how many it may still look at: the list may grow before its eyes
+  size_t walk_number_ = 0;  // then, the next slot by number
+};
+
+}  // namespace ssdkv

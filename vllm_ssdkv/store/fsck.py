@@ -1,0 +1,302 @@
+"""Check of a whole store that nobody uses: ``ssdkv fsck``. Its repair is in ``repair.py``.
+
+Everything is read that a start of the engine believes: manifest, superblocks, journal, and of every
+stored block, on every rank, the header and the checksum of each page. What is known of the store
+comes from its own files; neither options nor a model are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+from uuid import UUID
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.errors import FormatError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.data_file import read_copies
+from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
+from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.fsck_report import Problem, Report
+from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
+from vllm_ssdkv.store.manifest import NAME, locked
+from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker
+from vllm_ssdkv.store.speed import DeviceSpeed
+from vllm_ssdkv.store.stored import (
+    DataFile,
+    StoredStore,
+    find_store,
+    open_data_file,
+    open_journal,
+    read_journal,
+)
+from vllm_ssdkv.store.superblock import COPY_OFFSETS, Superblock
+
+DEADLINE_S = 60.0
+"""Until a read that has not ended counts as a device that hangs."""
+
+_QUEUE_DEPTH = 32
+_NEVER = 1 << 62
+_DATA_NAME = re.compile(r"rank(\d+)\.data")
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Hears how many slots are done, of how many; a slot counts once per rank."""
+
+
+@dataclass(slots=True)
+class CheckedFile:
+    """One data file and what is wrong with it.
+
+    Attributes:
+        file: None when it is missing.
+        identity: UUID of the file, None when nobody knows it.
+        epoch: Highest epoch of a valid superblock, 0 without one.
+        problem: Of its superblocks, or that it is missing or empty.
+        size_problem: Of its size.
+        proven: Whether a block on it was found to be right, so that it is certainly the store's.
+    """
+
+    device: int
+    rank: int
+    file: DataFile | None
+    identity: UUID | None
+    epoch: int = 0
+    problem: Problem | None = None
+    size_problem: Problem | None = None
+    proven: bool = False
+
+
+@dataclass(slots=True)
+class Examination:
+    """A locked store after its check.
+
+    Attributes:
+        entry: What the journal says, in the order of eviction.
+        good: Per entry whether it is right on every rank, bool.
+        stale: Problems of the manifest.
+        orphans: Data files of ranks that the store does not have.
+    """
+
+    store: StoredStore
+    report: Report
+    files: list[CheckedFile]
+    entry: Entry
+    good: NDArray[np.bool_]
+    stale: list[Problem] = field(default_factory=list)
+    orphans: list[tuple[Path, Problem]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def examined(
+    directories: Sequence[Path],
+    state_dir: Path | None = None,
+    *,
+    write: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Iterator[Examination]:
+    """Check a store, and keep it locked for what the caller does next. Blocks on I/O.
+
+    Args:
+        directories: See :func:`find_store`; likewise ``state_dir``.
+        write: Open the data files for writing, for a repair.
+        progress: Called in this thread.
+
+    Raises:
+        StoreLockedError: somebody uses it.
+        StoreError: it cannot be checked; the text says why and the way out.
+    """
+    with contextlib.ExitStack() as stack:
+        state = find_store(directories, state_dir).state
+        stack.enter_context(locked(state, 0.0))
+        store = find_store(directories, state_dir)  # as it is now that nobody changes it
+        journal = open_journal(store)
+        if journal is not None:
+            stack.callback(os.close, journal)
+        files: list[CheckedFile] = []
+        for rank in range(store.manifest.tp_size):
+            for device, known in enumerate(store.manifest.devices):
+                file = open_data_file(store, device, rank, write=write)
+                if file is not None:
+                    stack.callback(file.close)
+                identity = UUID(known.files[rank]) if known.files[rank] else None
+                files.append(CheckedFile(device, rank, file, identity))
+        examination = _new(store, files)
+        _check_journal(examination, journal)
+        _check_manifest(examination)
+        for checked in files:
+            _check_file(examination, checked)
+        _look_for_orphans(examination)
+        _check_slots(examination, progress)
+        yield examination
+
+
+def _new(store: StoredStore, files: list[CheckedFile]) -> Examination:
+    report = Report(
+        store.manifest.store,
+        str(store.state),
+        [str(path) for path in store.paths],
+        store.manifest.tp_size,
+        store.manifest.slots,
+    )
+    nothing = np.zeros(0, dtype=np.int64)
+    return Examination(store, report, files, Entry(nothing, nothing, []), nothing.astype(np.bool_))
+
+
+def _check_journal(this: Examination, fd: int | None) -> None:
+    found, report = read_journal(this.store, fd), this.report
+    if found.damage:
+        report.add("journal", this.store.journal, found.damage)
+    slots = found.replay.slots
+    if found.replay.corrupt:
+        text = f"{found.replay.corrupt} record(s) do not match their checksums or are incomplete"
+        report.add("journal", this.store.journal, text)
+    this.entry = Entry(slots, found.replay.epochs, found.replay.keys)
+    this.good = np.ones(len(slots), dtype=np.bool_)
+    report.stored = len(slots)
+    beyond = found.replay.out_of_range
+    if beyond:
+        text = f"{beyond} record(s) name slots that the store of {report.slots} does not have"
+        report.add("journal", this.store.journal, text)
+
+
+def _check_manifest(this: Examination) -> None:
+    path, manifest = this.store.state / NAME, this.store.manifest
+    if this.store.damage:
+        this.stale.append(this.report.add("manifest", path, this.store.damage))
+    known = int(this.entry.epochs.max(initial=0)) >> EPOCH_COUNTER_BITS
+    if known > manifest.opened:
+        text = f"it counts {manifest.opened} openings of the store, the journal {known}"
+        this.stale.append(this.report.add("manifest", path, text))
+
+
+# ---- data files ----
+
+
+def _check_file(this: Examination, checked: CheckedFile) -> None:
+    file, path = checked.file, this.store.data_path(checked.device, checked.rank)
+    if file is None:
+        if checked.identity is not None:
+            checked.problem = this.report.add("data_file", path, "it is missing")
+        return
+    _check_superblocks(this, checked, file)
+    needed = this.store.data_bytes(checked.device)
+    text = f"it has {file.nbytes} bytes, the store's {this.report.slots} slots need {needed}"
+    if file.nbytes < needed or (file.nbytes > needed and not file.raw):
+        checked.size_problem = this.report.add("data_file", path, text)
+
+
+def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) -> None:
+    """Raises FormatError for the superblock of another file: nothing may be believed then."""
+    copies = read_copies(file)
+    if checked.identity is None and not any(copy.strip(b"\0") for copy in copies):
+        return  # made, but not claimed yet
+    wrong: list[str] = []
+    for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
+        try:
+            block = Superblock.decode(copy)
+        except FormatError as error:
+            wrong.append(f"at {offset}: {error}")
+            continue
+        identity = checked.identity or block.device
+        if identity != block.device:
+            wrong.append("the manifest knows another file here, this one was made anew")
+            identity = block.device
+        block.require(
+            this.store.superblock(checked.device, checked.rank, identity, block.epoch),
+            str(file.path),
+        )
+        checked.identity, checked.epoch = identity, max(checked.epoch, block.epoch)
+    if wrong:
+        checked.problem = this.report.add("superblock", file.path, "; ".join(wrong))
+
+
+def _look_for_orphans(this: Examination) -> None:
+    for path in this.store.paths:
+        for entry in sorted(path.iterdir()) if path.is_dir() else ():
+            name = _DATA_NAME.fullmatch(entry.name)
+            if name is not None and int(name[1]) >= this.report.ranks:
+                text = f"the store has {this.report.ranks} rank(s): it belongs to none of them"
+                this.orphans.append((entry, this.report.add("orphan", entry, text)))
+
+
+# ---- slots ----
+
+
+def _check_slots(this: Examination, progress: Progress) -> None:
+    inside = np.flatnonzero(this.good)
+    entry = Entry(
+        this.entry.slots[inside],
+        this.entry.epochs[inside],
+        [this.entry.keys[i] for i in inside.tolist()],
+    )
+    total = len(inside) * this.report.ranks
+    progress(0, total)
+    for rank in range(this.report.ranks):
+        right = np.ones(len(inside), dtype=np.bool_)
+        mine = [checked for checked in this.files if checked.rank == rank]
+        if len(inside):
+            _check_rank(this, mine, entry, right, progress, total)
+        for checked in mine:
+            on_it = this.store.placement.touches(checked.device, entry.slots)
+            checked.proven = bool((right & on_it).any())
+        this.good[inside] &= right
+    this.report.bad = this.report.stored - int(this.good.sum())
+
+
+def _check_rank(
+    this: Examination,
+    mine: Sequence[CheckedFile],
+    entry: Entry,
+    right: NDArray[np.bool_],
+    progress: Progress,
+    total: int,
+) -> None:
+    """Clear ``right`` where a slot of this rank is not what it should be."""
+    paths = [str(this.store.data_path(c.device, c.rank)) for c in mine]
+    # Unreadable slots are this check's business, not a reason to give a device up.
+    health = DeviceHealth(paths, DEADLINE_S, Counters(), failures_to_quarantine=_NEVER)
+    placement, rank = this.store.placement, mine[0].rank
+    geometry = placement.geometry
+    plan = BatchPlan(geometry)
+    with contextlib.ExitStack() as stack:
+        arena = Arena(plan.nbytes)
+        stack.callback(arena.close)
+        nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, nowhere)
+        for checked in mine:
+            if checked.file is None:
+                health.quarantine(checked.device, "its data file is missing")
+        engine = open_engine(
+            EngineOptions(queue_depth=_QUEUE_DEPTH),
+            [nowhere if c.file is None else c.file.fd for c in mine],
+            paths,
+            arena,
+        )
+        stack.callback(engine.close, DEADLINE_S)
+        digest = this.store.fingerprint.digest
+        speed = DeviceSpeed(paths, [1.0] * len(paths))
+        files = SlotFiles(
+            geometry, placement, engine, health, speed, Counters(), digest, rank, DEADLINE_S
+        )
+
+        def count(slots: int) -> None:
+            this.report.checked_slots += slots
+            this.report.checked_bytes += slots * geometry.slot_bytes
+            progress(this.report.checked_slots, total)
+
+        for verdict in SlotChecker(files, arena, plan).check(entry, count):
+            right[verdict.index] = False
+            subject = f"slot {entry.slots[verdict.index]}, rank {rank}"
+            this.report.add(verdict.kind, subject, verdict.text)
+    for checked in mine:
+        if checked.file is not None:
+            read_copies(checked.file)  # a device that died meanwhile is no reason to drop slots

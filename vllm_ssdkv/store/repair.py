@@ -1,0 +1,142 @@
+"""The repair of a store after its check: what is wrong is dropped, what is right stays.
+
+Each step leaves a store that is no worse than before, so that a repair may be interrupted and
+started again. The journal comes last: until then nothing that it names is given up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import numpy as np
+
+from vllm_ssdkv.errors import DeviceError, StoreError
+from vllm_ssdkv.store.data_file import read_copies, write_both
+from vllm_ssdkv.store.durable import replace_file, sync_directory
+from vllm_ssdkv.store.file_lock import lock_file
+from vllm_ssdkv.store.file_space import reserve_space
+from vllm_ssdkv.store.fsck import CheckedFile, Examination
+from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
+from vllm_ssdkv.store.records import Kind, encode_header, encode_records
+from vllm_ssdkv.store.stored import DataFile
+from vllm_ssdkv.store.superblock import newest
+
+
+def repair(this: Examination) -> None:
+    """Repair what :func:`vllm_ssdkv.store.fsck.examined` found. Blocks on I/O.
+
+    Problems that are gone afterwards are marked in the report. Not repaired are: a data file with
+    neither a superblock nor a single right block, a raw device that is too small, an orphan that is
+    in use or has no superblock, and a short file on a full file system.
+
+    Raises:
+        StoreError: something cannot be written; what was done so far holds.
+    """
+    if this.report.clean:
+        return
+    for checked in this.files:
+        _repair_superblocks(this, checked)
+        _repair_size(this, checked)
+    _rewrite_manifest(this)
+    for path, problem in this.orphans:
+        try:
+            _remove_orphan(path)
+        except (StoreError, OSError) as error:
+            problem.text += f"; not repaired: {error}"
+        else:
+            this.report.repaired(problem)
+    _rewrite_journal(this)
+
+
+def _repair_superblocks(this: Examination, checked: CheckedFile) -> None:
+    file = checked.file
+    if checked.problem is None:
+        return
+    if file is None:
+        checked.identity = None  # the next start makes it
+        this.report.repaired(checked.problem)
+        return
+    empty = not any(copy.strip(b"\0") for copy in read_copies(file))
+    if not (checked.epoch or checked.proven or empty):
+        return  # it may be anybody's
+    identity = checked.identity or uuid4()
+    checked.identity = identity
+    block = this.store.superblock(checked.device, checked.rank, identity, checked.epoch + 1)
+    write_both(file, block)
+    this.report.repaired(checked.problem)
+
+
+def _repair_size(this: Examination, checked: CheckedFile) -> None:
+    file, problem = checked.file, checked.size_problem
+    if file is None or problem is None or file.raw:
+        return
+    needed = this.store.data_bytes(checked.device)
+    try:
+        if file.nbytes > needed:
+            os.ftruncate(file.fd, needed)
+        else:
+            reserve_space(file.fd, file.path, f"device {checked.device}", needed, created=False)
+    except DeviceError as error:
+        problem.text += f"; not repaired: {error}"
+        return
+    except OSError as error:
+        raise StoreError(f"{file.path}: {error.strerror}") from error
+    this.report.repaired(problem)
+
+
+def _rewrite_manifest(this: Examination) -> None:
+    manifest = this.store.manifest
+    renamed = False
+    for checked in this.files:
+        identity = "" if checked.identity is None else str(checked.identity)
+        files = manifest.devices[checked.device].files
+        renamed |= files[checked.rank] != identity
+        files[checked.rank] = identity
+    if not (renamed or this.stale):
+        return
+    newest_opening = int(this.entry.epochs.max(initial=0)) >> EPOCH_COUNTER_BITS
+    if this.stale:
+        # A copy may be one opening behind: epochs must not be used twice.
+        manifest.opened = max(manifest.opened, newest_opening) + 1
+    manifest.save(this.store.state)
+    for problem in this.stale:
+        this.report.repaired(problem)
+
+
+def _remove_orphan(path: Path) -> None:
+    """Remove a data file that belongs to no rank. Raises StoreError or OSError when somebody uses
+    it, or when it has content and no superblock: then it may be anything.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        lock_file(fd, path, "orphan", time.monotonic())
+        size = os.fstat(fd).st_size
+        newest(read_copies(DataFile(-1, -1, path, fd, size, raw=False)), str(path))
+        path.unlink()
+        sync_directory(path.parent)
+    finally:
+        os.close(fd)
+
+
+def _rewrite_journal(this: Examination) -> None:
+    """Write the right entries, in their order, in the place of the journal."""
+    if this.good.all() and not this.report.counts.get("journal"):
+        return
+    kept = np.flatnonzero(this.good)
+    records = encode_records(
+        Kind.PUT,
+        this.entry.slots[kept],
+        this.entry.epochs[kept],
+        [this.entry.keys[i] for i in kept.tolist()],
+        1,
+    )
+    header = encode_header(UUID(this.store.manifest.store), this.store.fingerprint.digest)
+    path = this.store.journal
+    try:
+        replace_file(path, header + records)
+    except OSError as error:
+        raise StoreError(f"journal {path}: {error.strerror}") from error
+    this.report.repaired_all("journal", "header", "page", "unreadable")

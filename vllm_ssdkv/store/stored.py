@@ -1,0 +1,288 @@
+"""A store as it lies on disk, for commands that have neither its options nor its model."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+from vllm_ssdkv._index import Replay
+from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
+from vllm_ssdkv.store.direct_io import turn_on_direct
+from vllm_ssdkv.store.file_lock import lock_file
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.inventory import look, matched
+from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.open import JOURNAL
+from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.records import HEADER_BYTES, check_header, is_whole
+from vllm_ssdkv.store.superblock import Superblock
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStore:
+    """What the manifest says, and where the parts are.
+
+    Attributes:
+        state: The state directory.
+        manifest: The manifest, or its copy.
+        damage: What is wrong with ``store.json`` or with its copy; empty when nothing is.
+        paths: Directory or raw block device of each device, in stripe order.
+    """
+
+    state: Path
+    manifest: Manifest
+    damage: str
+    paths: tuple[Path, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """Where slots lie.
+
+        Raises:
+            FormatError: the manifest contradicts itself.
+        """
+        return self.manifest.placement()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the KV belongs to."""
+        return Fingerprint(self.manifest.fingerprint)
+
+    @property
+    def journal(self) -> Path:
+        """The journal's path; it may be missing."""
+        return self.state / JOURNAL
+
+    def data_path(self, device: int, rank: int) -> Path:
+        """The data file of a rank, or the block device; it may be missing."""
+        path = self.paths[device]
+        return path if is_raw(path) else path / f"rank{rank}.data"
+
+    def data_bytes(self, device: int) -> int:
+        """Size that a data file has: what its slots need."""
+        return round_up(self.placement.device_bytes(device), PAGE_ALIGN)
+
+    def superblock(self, device: int, rank: int, identity: UUID, epoch: int) -> Superblock:
+        """The superblock that this file has."""
+        return Superblock(
+            store=UUID(self.manifest.store),
+            device=identity,
+            rank=rank,
+            unit_bytes=self.manifest.geometry.unit_bytes,
+            epoch=epoch,
+            geometry=self.manifest.geometry,
+            fingerprint=self.fingerprint,
+        )
+
+
+def is_raw(path: Path) -> bool:
+    """Whether this is a block device, which holds rank 0 by itself."""
+    return path.is_block_device()
+
+
+def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> StoredStore:
+    """The store on these devices. Reads its manifest. Blocks on I/O.
+
+    Args:
+        directories: Its devices, in any order while their data files say who they are; or only the
+            state directory, when the devices are where they were last; may be empty with
+            ``state_dir``.
+        state_dir: The state directory; default: the first of ``directories`` with a manifest.
+
+    Raises:
+        StoreError: there is none, or not so many devices belong to it.
+        FormatError: manifest and copy are both damaged or of another version.
+    """
+    state = state_dir or next((d for d in directories if has_manifest(d)), None)
+    if state is None or not has_manifest(state):
+        looked = ", ".join(map(str, [state_dir] if state_dir else directories))
+        raise StoreError(
+            f"no {NAME} in {looked or 'no directory at all'}: name the devices of a store, or its "
+            "state directory with --state-dir"
+        )
+    manifest, damage = _read_manifest(state)
+    if len(directories) in (len(manifest.devices), len(manifest.present())):
+        return StoredStore(state, manifest, damage, _placed(manifest, directories))
+    if [d for d in directories if d != state]:
+        raise StoreError(
+            f"the store in {state} has {len(manifest.devices)} device(s) "
+            f"({', '.join(d.path for d in manifest.devices)}), {len(directories)} are named: name "
+            "all of them, or only the state directory"
+        )
+    return StoredStore(state, manifest, damage, tuple(Path(d.path) for d in manifest.devices))
+
+
+def _placed(manifest: Manifest, directories: Sequence[Path]) -> tuple[Path, ...]:
+    """Which device is where: by the names in data files, else by path, else in this order."""
+    sights = [look(str(d), manifest.tp_size, manifest.store) for d in directories]
+    numbers = matched(manifest.devices, sights)
+    unseen = [i for i in range(len(manifest.devices)) if i not in numbers]
+    paths = [Path(device.path) for device in manifest.devices]
+    for directory, number in zip(directories, numbers, strict=True):
+        paths[unseen.pop(0) if number is None else number] = directory
+    return tuple(paths)
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether this is the state directory of a store."""
+    return any((directory / name).exists() for name in (NAME, COPY))
+
+
+def _read_manifest(state: Path) -> tuple[Manifest, str]:
+    """The manifest and what is wrong with its two files."""
+    wrong: list[str] = []
+    found: list[Manifest] = []
+    for name, load in ((NAME, Manifest.load), (COPY, Manifest.load_copy)):
+        try:
+            manifest = load(state)
+        except FormatError as error:
+            wrong.append(str(error))
+            continue
+        if manifest is None:
+            wrong.append(f"{state / name} is missing")
+        else:
+            found.append(manifest)
+    if not found:
+        raise FormatError("; ".join(wrong))
+    return found[0], "; ".join(wrong)
+
+
+@dataclass(slots=True)
+class DataFile:
+    """An open data file or block device, locked unless it was only looked at."""
+
+    device: int
+    rank: int
+    path: Path
+    fd: int
+    nbytes: int
+    raw: bool
+
+    def close(self) -> None:
+        """Close it, which drops the lock; idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def open_data_file(
+    store: StoredStore, device: int, rank: int, *, write: bool = False, lock: bool = True
+) -> DataFile | None:
+    """Open one of a store's data files, with O_DIRECT where that works; None when it is missing.
+
+    Args:
+        write: For writing, too.
+        lock: Take the lock that a running engine holds.
+
+    Raises:
+        StoreLockedError: an engine, or another command, uses the store.
+        DeviceError: it cannot be opened, or the directory that holds it is missing.
+    """
+    path = store.data_path(device, rank)
+    what = f"device {device} ({store.paths[device]})"
+    flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    raw = is_raw(store.paths[device])
+    if raw:
+        flags |= os.O_EXCL if lock else 0  # not while it is mounted
+        flags &= ~os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError as error:
+        if not store.paths[device].exists():
+            raise DeviceError(
+                f"{what} does not exist: mount it, or name the directories where the store is now"
+            ) from error
+        return None
+    except OSError as error:
+        raise DeviceError(f"{what}: cannot open {path}: {error.strerror}") from error
+    try:
+        _check_type(fd, path, what, raw=raw)
+        if lock:
+            lock_file(fd, path, what, time.monotonic())
+            turn_on_direct(fd, what, "auto")
+        return DataFile(device, rank, path, fd, os.lseek(fd, 0, os.SEEK_END), raw)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _check_type(fd: int, path: Path, what: str, *, raw: bool) -> None:
+    if not raw and not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise DeviceError(f"{what}: {path} is not a regular file")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJournal:
+    """What the journal says.
+
+    Attributes:
+        replay: Which slot holds what.
+        damage: What is wrong with the file header, or that the file is missing; empty when fine.
+        nbytes: Size of the file.
+    """
+
+    replay: Replay
+    damage: str
+    nbytes: int
+
+
+def open_journal(store: StoredStore, *, lock: bool = True) -> int | None:
+    """Descriptor of the journal, locked; None when it is missing. The caller closes it.
+
+    Raises:
+        StoreLockedError: an engine, or another command, uses the store.
+        StoreError: it cannot be opened.
+    """
+    try:
+        fd = os.open(store.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"journal {store.journal}: {error.strerror}") from error
+    try:
+        if lock:
+            lock_file(fd, store.journal, "journal", time.monotonic())
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
+    """Read the journal. With a damaged header its records count all the same: each is checked
+    against the header of its slot before anybody believes it.
+
+    Raises:
+        StoreError: it cannot be read, or is whole, but not this store's.
+    """
+    replay = Replay(store.manifest.numbers)
+    head, nbytes = b"", 0
+    try:
+        if fd is not None:
+            head = os.pread(fd, HEADER_BYTES, 0)
+            nbytes = len(head)
+            while piece := os.pread(fd, 1 << 24, nbytes):
+                replay.feed(piece)
+                nbytes += len(piece)
+    except OSError as error:
+        raise StoreError(f"journal {store.journal}: {error.strerror}") from error
+    if not nbytes:  # of a store that no scheduler has opened yet, or lost
+        lost = f"{store.journal} is {'missing' if fd is None else 'empty'}"
+        return StoredJournal(replay, lost if store.manifest.opened else "", 0)
+    damage = ""
+    try:
+        check_header(head, UUID(store.manifest.store), store.fingerprint.digest)
+    except FormatError as error:
+        if is_whole(head):
+            raise StoreError(
+                f"{store.journal} is not the journal of this store ({error}): the engine sets it "
+                "aside and starts empty; move it away to check the rest"
+            ) from error
+        damage = f"{store.journal}: {error}"
+    return StoredJournal(replay, damage, nbytes)
