@@ -29,7 +29,8 @@ from vllm_ssdkv.profiling.vssd.system import require_root
 from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
 from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.lanes import lanes_for
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, StripeMap
 
 FULL = Effort(repeats=3, seconds=1.5, blocks=256, requests=32)
 QUICK = Effort(repeats=1, seconds=0.5, blocks=64, requests=32)
@@ -41,8 +42,9 @@ _STEP = 4 * MIB
 def region_bytes(devices: int, blocks: int) -> int:
     """Bytes of each device's file that the slots need, with equal or unequal shares."""
     shares = [[1.0] * devices, [*[1.0] * (devices - 1), 1 / scenarios.SLOW_FACTOR]]
-    maps = [StripeMap(GEOMETRY, weights) for weights in shares]
-    most = max(m.device_bytes(device, blocks) for m in maps for device in range(devices))
+    maps = [StripeMap(GEOMETRY, lanes_for(weights), devices) for weights in shares]
+    units = max(m.device_units(device, blocks) for m in maps for device in range(devices))
+    most = SUPERBLOCK_BYTES + units * GEOMETRY.unit_bytes
     return -(-most // _STEP) * _STEP
 
 

@@ -62,7 +62,7 @@ class Victim:
         config = SSDKVConfig.from_extra_config(
             {
                 "mode": "page",
-                "devices": [{"path": path, "capacity": "16MiB"} for path in devices],
+                "devices": [{"path": path, "capacity": "16MiB", "weight": 1} for path in devices],
                 "state_dir": state_dir,
                 "dram_gib": "16MiB",
                 "io": {"staging": "4MiB", "scrub_rate": "1GiB"},

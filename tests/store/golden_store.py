@@ -21,8 +21,9 @@ from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.header import SlotHeader
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice
+from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.records import Kind
 from vllm_ssdkv.store.superblock import Superblock
 
@@ -35,6 +36,11 @@ WEIGHTS = (2.0, 1.0)
 # 151 blocks of 4096 bytes: two units, the second with an unused end.
 GEOMETRY = SlotGeometry("opaque", 3, 1, 1, 204_000)
 FINGERPRINT = Fingerprint({"model": "golden", "layers": 3, "dtype": "bfloat16"})
+# A row of three slots over both devices, then a slot on the second device alone.
+SEGMENTS = (
+    Segment(0, 3, 3, (0, 1, 0), (Extent(0, 0, 4), Extent(1, 0, 2))),
+    Segment(3, 1, 1, (1,), (Extent(1, 2, 2),)),
+)
 SLOTS = 4
 RANK = 0
 
@@ -70,19 +76,14 @@ def slot_bytes(slot: int) -> NDArray[np.uint8]:
 
 def data_files() -> list[bytes]:
     """The data file of each device."""
-    stripes = StripeMap(GEOMETRY, WEIGHTS)
-    files = [
-        np.zeros(stripes.device_bytes(d, SLOTS), dtype=np.uint8) for d in range(stripes.devices)
-    ]
+    placement = Placement(GEOMETRY, SEGMENTS, len(DEVICES))
+    files = [np.zeros(placement.device_bytes(d), dtype=np.uint8) for d in range(len(DEVICES))]
     for device, file in enumerate(files):
         block = Superblock(
             store=STORE,
             device=DEVICES[device],
             rank=RANK,
-            device_index=device,
-            devices=stripes.devices,
-            lanes=stripes.lanes,
-            unit_bytes=stripes.unit_bytes,
+            unit_bytes=GEOMETRY.unit_bytes,
             epoch=1,
             geometry=GEOMETRY,
             fingerprint=FINGERPRINT,
@@ -92,7 +93,7 @@ def data_files() -> list[bytes]:
             file[copy.copy_offset : copy.copy_offset + data.size] = data
     for slot in CONTENT:
         data = slot_bytes(slot)
-        extents = stripes.extents(np.array([slot]), 0, GEOMETRY.slot_bytes)
+        extents = placement.extents(np.array([slot]), 0, GEOMETRY.slot_bytes)
         for device, offset, length, at in zip(
             extents.device, extents.offset, extents.length, extents.buffer, strict=True
         ):
@@ -128,7 +129,7 @@ def journal(directory: Path) -> bytes:
 
 def manifest(directory: Path) -> bytes:
     """What ``store.json`` holds."""
-    stripes = StripeMap(GEOMETRY, WEIGHTS)
+    placement = Placement(GEOMETRY, SEGMENTS, len(DEVICES))
     mine = Manifest(
         store=str(STORE),
         model="golden/model",
@@ -139,16 +140,18 @@ def manifest(directory: Path) -> bytes:
         groups=GEOMETRY.groups,
         payload_bytes=GEOMETRY.payload_bytes,
         tp_size=1,
-        slots=SLOTS,
         devices=[
             ManifestDevice(
                 path=f"/ssd{d}",
-                capacity=stripes.device_bytes(d, SLOTS),
+                capacity=placement.device_bytes(d),
                 weight=WEIGHTS[d],
                 files=[str(DEVICES[d])],
             )
             for d in range(len(WEIGHTS))
         ],
+        segments=list(SEGMENTS),
+        numbers=SLOTS,
+        run="golden",
         opened=2,
         last_opened=1_700_000_000,
     )
