@@ -108,6 +108,16 @@ def test_nothing_given_is_a_valid_config() -> None:
     assert made.io.staging == 64 * MIB
 
 
+def test_weights_are_given_or_to_be_measured() -> None:
+    def weights(*given: float | None) -> tuple[float, ...] | None:
+        entries = [{"path": f"/{i}", "weight": weight} for i, weight in enumerate(given)]
+        return build({"devices": entries}).device_weights()
+
+    assert weights() == weights(None) == (1.0,)
+    assert weights(None, None) is None
+    assert weights(None, 3, None) == (1.0, 3.0, 1.0)
+
+
 def test_everything_given(tmp_path: Path) -> None:
     made = build(
         {

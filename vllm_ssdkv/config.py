@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -79,15 +80,19 @@ class DeviceConfig(OptionModel):
         ),
     ] = None
     weight: Annotated[
-        float,
+        float | None,
         Field(
             gt=0,
             le=64,
             description="Share of the data relative to the other devices. Give a "
-            "device that is twice as fast twice the weight.",
+            "device that is twice as fast twice the weight. Where another device has one, null "
+            "is 1.",
         ),
-        Reason("Equal devices need no weights."),
-    ] = 1.0
+        Reason(
+            "null everywhere: several devices are measured when they are first used (64 MiB or "
+            "0.3 s each), and the store remembers the result, so that restarts change nothing."
+        ),
+    ] = None
     tbw: Annotated[
         int | None,
         Field(
@@ -356,14 +361,23 @@ class SSDKVConfig(OptionModel):
             return tuple(device.path for device in self.devices)
         return (str(default_root() / model_key),)
 
-    def device_weights(self) -> tuple[float, ...]:
-        """One weight per entry of :meth:`device_paths`."""
-        return tuple(device.weight for device in self.devices) or (1.0,)
+    def device_weights(self) -> tuple[float, ...] | None:
+        """One weight per entry of :meth:`device_paths`; None: they are to be measured."""
+        given = [device.weight for device in self.devices]
+        if len(given) > 1 and not any(given):
+            return None
+        return tuple(weight or 1.0 for weight in given) or (1.0,)
 
-    def device_capacities(self, model_key: str) -> tuple[int, ...]:
+    def device_capacities(
+        self, model_key: str, known: Mapping[str, int] = MappingProxyType({})
+    ) -> tuple[int, ...]:
         """Bytes per entry of :meth:`device_paths`, all ranks together.
 
         Reads the free space where no capacity was given.
+
+        Args:
+            model_key: Name of the model's default directory.
+            known: Path to the capacity that an existing store has there; options go before it.
 
         Raises:
             ConfigError: a device cannot be examined, or has less room than a store needs.
@@ -371,7 +385,9 @@ class SSDKVConfig(OptionModel):
         given = tuple(device.capacity for device in self.devices) or (None,)
         found: list[int] = []
         for path, capacity in zip(self.device_paths(model_key), given, strict=True):
-            if capacity is None:
+            if capacity is None and path in known:
+                found.append(known[path])
+            elif capacity is None:
                 found.append(_examined_capacity(path))
             else:
                 found.append(capacity)

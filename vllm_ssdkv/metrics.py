@@ -65,7 +65,7 @@ class Metric:
 _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
-_DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost"))
+_DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost", "restriped"))
 _JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
@@ -150,8 +150,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
+    _counter(
+        "manifest_restores", "files", "Manifests that were damaged and restored from their copy."
+    ),
     _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
+    _counter("manifest_errors", "errors", "Times the manifest could not be saved."),
     _gauge("slots_ready", "slots", "Slots that can be found."),
     _gauge("slots_free", "slots", "Slots that hold nothing."),
     _gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
@@ -200,6 +204,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         "1 while the device is in service, 0 once any rank has taken it out.",
         _DEVICE,
         combine="min",
+    ),
+    _gauge(
+        "device_share",
+        "0 to 1",
+        "Share of the device in what is stored now, lowered while it is slow or lost.",
+        _DEVICE,
     ),
     Metric(
         "info",

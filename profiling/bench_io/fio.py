@@ -29,10 +29,14 @@ def find_fio() -> str | None:
 
 
 def reserved_huge_bytes(meminfo: str) -> int:
-    """Bytes of huge pages that are reserved and free, from the text of /proc/meminfo."""
-    free = re.search(r"^HugePages_Free:\s+(\d+)$", meminfo, re.MULTILINE)
-    size = re.search(r"^Hugepagesize:\s+(\d+) kB$", meminfo, re.MULTILINE)
-    return int(free[1]) * int(size[1]) * 1024 if free and size else 0
+    """Bytes of huge pages that are reserved and nobody's yet, from the text of /proc/meminfo."""
+
+    def number(name: str) -> int:
+        found = re.search(rf"^{name}:\s+(\d+)", meminfo, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    pages = max(0, number("HugePages_Free") - number("HugePages_Rsvd"))
+    return pages * number("Hugepagesize") * 1024
 
 
 def memory_options(case: Case) -> tuple[list[str], dict[str, str], str]:
@@ -41,7 +45,7 @@ def memory_options(case: Case) -> tuple[list[str], dict[str, str], str]:
     Our arena is anonymous memory on transparent huge pages. fio gets pages of that size too: from
     the reserved pool if that is large enough, else from malloc, which is told to ask for them.
     """
-    per_device = -(-case.depth * case.nbytes // _HUGE_PAGE) + 1
+    per_device = -(-case.depth * case.nbytes // _HUGE_PAGE) + 2  # fio aligns, and rounds up
     if reserved_huge_bytes(_MEMINFO.read_text()) >= per_device * case.devices * _HUGE_PAGE:
         return ["--mem=shmhuge"], {}, "shmhuge"
     tunables = ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1")))
@@ -120,6 +124,8 @@ class FioContender:
             "--thread",
             "--overwrite=1",
             "--fallocate=none",
+            # Everybody else writes the same buffers again and again; changing them costs fio CPU.
+            "--scramble_buffers=0",
         ]
         if self._registered:
             command += ["--registerfiles", "--fixedbufs"]

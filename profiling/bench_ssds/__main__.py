@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,8 @@ from vllm_ssdkv.profiling.vssd.system import require_root
 from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
 from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.lanes import lanes_for
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, StripeMap
 
 FULL = Effort(repeats=3, seconds=1.5, blocks=256, requests=32)
 QUICK = Effort(repeats=1, seconds=0.5, blocks=64, requests=32)
@@ -40,18 +42,24 @@ _STEP = 4 * MIB
 def region_bytes(devices: int, blocks: int) -> int:
     """Bytes of each device's file that the slots need, with equal or unequal shares."""
     shares = [[1.0] * devices, [*[1.0] * (devices - 1), 1 / scenarios.SLOW_FACTOR]]
-    maps = [StripeMap(GEOMETRY, weights) for weights in shares]
-    most = max(m.device_bytes(device, blocks) for m in maps for device in range(devices))
+    maps = [StripeMap(GEOMETRY, lanes_for(weights), devices) for weights in shares]
+    units = max(m.device_units(device, blocks) for m in maps for device in range(devices))
+    most = SUPERBLOCK_BYTES + units * GEOMETRY.unit_bytes
     return -(-most // _STEP) * _STEP
 
 
 def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
     """All scenarios on these devices, with a table of each as it ends.
 
+    Block-layer limits count in slices of 100 ms, so runs on throttled RAM disks take a second at
+    the least.
+
     Raises:
         BenchError: fio does not see the devices that were asked for, or somebody failed.
     """
     rows: list[Row] = []
+    if setup.kind == "loop":
+        effort = replace(effort, seconds=max(effort.seconds, 1.0))
 
     def add(more: list[Row]) -> None:
         rows.extend(more)
@@ -155,7 +163,7 @@ def run(
     """
     effort = QUICK if quick else FULL
     if repeats is not None:
-        effort = Effort(repeats, effort.seconds, effort.blocks, effort.requests)
+        effort = replace(effort, repeats=repeats)
     model = GEN4.slower(dilation / GEN4.dilation)
     console = Console()
     found: dict[str, list[dict[str, Any]]] = {}

@@ -15,6 +15,7 @@ from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.open import EngineKind, EngineOptions, open_engine
 from vllm_ssdkv.store.engine.protocol import U32, Batch, Op
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
+from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
 
 GEOMETRY = SlotGeometry(kind="opaque", layers=31, heads=1, groups=1, payload_bytes=32 * 1024)
@@ -46,7 +47,7 @@ class SlotRequests:
         arena: Arena,
         rules: tuple[ThrottleRule, ...],
     ) -> None:
-        self.stripes = StripeMap(GEOMETRY, weights)
+        self.stripes = StripeMap(GEOMETRY, lanes_for(weights), len(weights))
         self._who = f"ssdkv {kind}"
         self._files = files
         self._arena = arena

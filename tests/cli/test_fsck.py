@@ -73,7 +73,7 @@ def test_json_says_it_all(store: FilledStore, tmp_path: Path, where: str) -> Non
         "state_dir": str(store.state),
         "devices": [str(path) for path in store.devices],
         "ranks": RANKS,
-        "slots": store.place.sized(None)[1],
+        "slots": store.placement.slots,
         "stored": len(SLOTS),
         "bad": 1,
         "checked_slots": len(SLOTS) * RANKS,

@@ -49,7 +49,9 @@ from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.restripe import Restriper
 from vllm_ssdkv.store.wear import WearLedger
 
 BLOCK = 16
@@ -135,6 +137,7 @@ class Rank:
     """One worker."""
 
     number: int
+    placement: Placement
     pace: Pace
     slots: dict[int, Slot] = field(default_factory=dict)
     contexts: dict[str, list[int]] = field(default_factory=dict)
@@ -143,6 +146,10 @@ class Rank:
     loads: deque[Load] = field(default_factory=deque)
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
+    lost: set[int] = field(default_factory=set)
+    """Devices that the scheduler knows to be out of use."""
+    owner: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Slot whose bytes are at a place, a device and an offset."""
     no_frames: bool = False
     """DRAM is full: what is to be saved is skipped."""
     report: RankReport = field(default_factory=RankReport)
@@ -151,6 +158,8 @@ class Rank:
     invalid: set[int] = field(default_factory=set)
 
     def begin(self, plan: SSDKVMetadata) -> None:
+        if plan.segments is not None:
+            self.placement.change(plan.segments)
         for name in plan.forget:
             self.contexts.pop(name, None)
             self.poisoned.discard(name)
@@ -189,6 +198,7 @@ class Rank:
                 self.report.skipped.append((slot, epoch))
                 continue
             assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
+            self.overwrite(slot)
             self.slots[slot] = Slot(epoch, list(hbm[block]))
         commit = plan.commit
         for slot, epoch, key in zip(
@@ -199,6 +209,16 @@ class Rank:
                 held.key = key
                 self.writes.append((slot, epoch))
         self.loads.extend(plan.loads)
+
+    def overwrite(self, slot: int) -> None:
+        """Forget what was at the slot's place."""
+        self.owner = {place: other for place, other in self.owner.items() if other != slot}
+        one = torch.tensor([slot]).numpy()
+        extents = self.placement.extents(one, 0, self.placement.geometry.slot_bytes)
+        for place in zip(extents.device.tolist(), extents.offset.tolist(), strict=True):
+            assert place[0] not in self.lost, "a slot on a lost device is handed out"
+            self.slots.pop(self.owner.get(place, slot), None)
+            self.owner[place] = slot
 
     def end_write(self, good: bool) -> None:
         """The oldest write ends."""
@@ -253,6 +273,33 @@ class Rank:
         return found
 
 
+class SavedAtOnce:
+    """A manifest that takes no time."""
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+
+    def saved(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def segments_of(slots: int) -> list[Segment]:
+    """Ten slots each, of one unit, on two devices in turn."""
+    made: list[Segment] = []
+    for first in range(0, slots, 10):
+        count = min(10, slots - first)
+        begin = first // 2
+        extents = (Extent(0, begin, (count + 1) // 2), Extent(1, begin, count // 2))
+        made.append(Segment(first, count, count, (0, 1), extents))
+    return made
+
+
 class Simulation:
     """An engine. ``depth`` 2 schedules a step before the last one's output is known, as vLLM does
     on GPUs; 1 does not, as on CPUs.
@@ -274,8 +321,12 @@ class Simulation:
         self.paged = extra["mode"] == "page"
         geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
         assert geometry.slot_bytes == SLOT_BYTES
-        self.stripes = StripeMap(geometry, [1.0] * DEVICES)
         self.index = index or SlotIndex(slots, None)
+        segments = segments_of(self.index.num_slots)
+        self.placement = Placement(geometry, segments, DEVICES)
+        restriper = Restriper(
+            self.index, self.placement, [1.0] * DEVICES, SavedAtOnce(), Counters()
+        )
         self.pace = pace or Pace()
 
         paths = [f"device{i}" for i in range(DEVICES)]
@@ -288,7 +339,7 @@ class Simulation:
         self.ours = SSDKVScheduler(
             options,
             self.index,
-            self.stripes,
+            restriper,
             paths,
             BLOCK,
             MAX_MODEL_LEN,
@@ -326,7 +377,10 @@ class Simulation:
             )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.ranks = [Rank(number, self.pace) for number in range(ranks)]
+        self.ranks = [
+            Rank(number, Placement(geometry, segments, DEVICES), self.pace)
+            for number in range(ranks)
+        ]
         for rank in self.ranks:
             rank.report.frames = frames
         self.hbm: dict[int, Symbols] = {}
@@ -376,7 +430,7 @@ class Simulation:
         """A device dies on every rank."""
         slots = torch.arange(self.index.num_slots).numpy()
         for rank in self.ranks:
-            rank.broken.update(slots[self.stripes.touches(device, slots)].tolist())
+            rank.broken.update(slots[rank.placement.touches(device, slots)].tolist())
             rank.report.lost_devices.append(device)
 
     def step(self) -> SSDKVMetadata | None:
@@ -433,13 +487,14 @@ class Simulation:
         assert all(not rank.contexts for rank in self.ranks)
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        manager = self.ours._manager
+        manager = self.ours._recomputations.manager
         assert manager is None or not manager.send_back
 
     # ---- the workers ----
 
     def _execute(self, output: SchedulerOutput, plan: SSDKVMetadata) -> ModelRunnerOutput:
         for rank in self.ranks:
+            rank.lost = set(self.ours._shares._lost)
             rank.begin(plan)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

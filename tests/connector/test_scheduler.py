@@ -17,7 +17,7 @@ from tests.e2e.models import make_llama
 from vllm_ssdkv.errors import StoreFailedError
 
 RUNS = 25
-FAULTS = ("write", "load", "break", "full", "lose")
+FAULTS = ("write", "load", "break", "full", "lose", "slow")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,8 @@ class Turmoil:
             rank.broken.add(self.random.choice(sorted(rank.slots)))
         elif kind == "full":
             rank.no_frames = not rank.no_frames
+        elif kind == "slow":
+            rank.report.speeds.append((self.random.randrange(2), self.random.choice([0.2, 1.0])))
         elif kind == "lose" and not self.lost:
             self.lost = True
             self.run.lose_device(self.random.randrange(2))

@@ -5,6 +5,7 @@ Standard input is one JSON object. Both roles of the store live in this process.
 - ``V [...]``: the numbers of the blocks that a restart found, each read and right
 - ``X n``: block n is about to be dropped
 - ``D n``: block n is durable
+- ``L``: the journal has lost records
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Victim:
     def __init__(self, devices: list[str], state_dir: str, *, encrypted: bool):
         options: dict[str, object] = {
             "mode": "page",
-            "devices": [{"path": path, "capacity": "16MiB"} for path in devices],
+            "devices": [{"path": path, "capacity": "16MiB", "weight": 1} for path in devices],
             "state_dir": state_dir,
             "dram_gib": "18MiB" if encrypted else "16MiB",
-            "io": {"staging": "4MiB"},
+            "io": {"staging": "4MiB", "scrub_rate": "1GiB"},
         }
         if encrypted:
             os.environ["SSDKV_VICTIM_KEY"] = "5a" * 32
@@ -84,7 +85,11 @@ class Victim:
             self.opened.num_slots,
             BLOCK_TOKENS,
             self._copy_in,
+            config.io.scrub_rate,
         )
+        # Not only when the store rests: kills, writes and the scrub shall meet.
+        assert self.store._scrubber is not None
+        self.store._scrubber._idle = lambda: True
         self.under_way: dict[int, int] = {}
 
     def _payloads(self, frame: int) -> NDArray[np.uint8]:
@@ -152,6 +157,12 @@ class Victim:
         for slot, number in zip(slots.tolist(), numbers, strict=True):
             assert self.index.publish(slot, key_of(number))
             self.under_way[slot] = number
+        self._tell_of_loss()
+
+    def _tell_of_loss(self) -> None:
+        """A disk too slow for the journal, which is bounded: it says so, and no promise holds."""
+        if self.index.counters["journal_lost_records"]:
+            say("L", 0)
 
     def duplicate(self, number: int) -> None:
         """The same block once more: it must stay private and its slot must come back."""
@@ -163,10 +174,15 @@ class Victim:
         """Report what was written."""
         durable, failed = self.store.take_write_results()
         assert not failed, failed
+        # A slot that was overwritten between two reads is reported with the epoch it had before.
+        bad = [(s, e) for s, e in self.store.take_scrubbed() if e == self.index.epoch(s)]
+        assert not bad, bad
+        self._tell_of_loss()
         for slot, epoch in durable:
             assert epoch == self.index.epoch(slot)
             number = self.under_way.pop(slot)
             self.index.durable(slot)
+            self._tell_of_loss()
             say("D", number)
             if number % DUPLICATE_EVERY == 0:
                 self.duplicate(number)

@@ -237,7 +237,7 @@ def kill(
 ) -> Killed:
     """Kill engines over one store; the last one ends properly and must have lost no slot."""
     options = page_mode(
-        [{"path": str(path), "capacity": "16MiB"} for path in devices],
+        [{"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices],
         window=WINDOW,
         dram=SMALL_DRAM,
     )

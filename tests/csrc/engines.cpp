@@ -14,9 +14,13 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <system_error>
 
 #include "io/file.hpp"
 #include "io/threads_engine.hpp"
+#if SSDKV_URING
+#include "io/uring_engine.hpp"
+#endif
 #include "suite.hpp"
 
 namespace ssdkv::test {
@@ -136,13 +140,35 @@ Hang hung_memory(Memory& memory, const Devices& devices) {
   return {devices.fds[0], [fd] { close(fd); }};
 }
 
+#if SSDKV_URING
+// io_uring reads a pipe as if it were a device: a request that the kernel has and does not end. (It
+// would touch memory as above in the one thread that serves all devices.)
+Hang hung_pipe(Memory&, const Devices&) {
+  int ends[2];
+  check(pipe(ends) == 0, "a pipe");
+  return {ends[0], [writer = ends[1]] {
+            const std::vector<char> page(kPage);
+            check(write(writer, page.data(), kPage) == kPage, "a page comes");
+          }};
+}
+#endif
+
+template <class Native>
+std::unique_ptr<Engine> make(const std::vector<int>& fds, std::byte* arena, size_t nbytes,
+                             unsigned queue_depth) {
+  try {
+    return std::make_unique<Wrapped<Native>>(fds, reinterpret_cast<uint64_t>(arena),
+                                             uint64_t{nbytes}, queue_depth);
+  } catch (const std::system_error& error) {
+    skip(error.what());  // a kernel without io_uring, say
+  }
+}
+
 const Kind kEngines[] = {
-    {"threads",
-     [](const std::vector<int>& fds, std::byte* arena, size_t nbytes, unsigned depth) {
-       return std::unique_ptr<Engine>(new Wrapped<ThreadsEngine>(
-           fds, reinterpret_cast<uint64_t>(arena), uint64_t{nbytes}, depth));
-     },
-     hung_memory},
+    {"threads", make<ThreadsEngine>, hung_memory},
+#if SSDKV_URING
+    {"uring", make<UringEngine>, hung_pipe},
+#endif
 };
 
 struct Requests {

@@ -65,6 +65,7 @@ using Tests = std::vector<Test>;
 
 Tests memory_tests();
 Tests cache_tests();
+Tests index_tests();
 Tests engine_tests();
 Tests team_tests();
 Tests attention_tests();

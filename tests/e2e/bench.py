@@ -132,9 +132,9 @@ class Bench:
 
     def flip(self, slot: int, offset: int) -> None:
         """Change one bit of a slot on its device, past everything."""
-        stripes = self.scheduler._stripes
+        placement = self.scheduler._restriper.placement
         start = offset // 4096 * 4096
-        extents = stripes.extents(np.array([slot]), start, 4096)
+        extents = placement.extents(np.array([slot]), start, 4096)
         file = Path(self.paths[int(extents.device[0])]) / "rank0.data"
         flip_bit(file, int(extents.offset[0]) + offset - start)
 

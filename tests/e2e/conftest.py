@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,18 +30,19 @@ def stock(models: dict[str, Path]) -> Stock:
 
 
 @pytest.fixture(scope="module")
-def devices() -> Iterator[Callable[..., list[dict[str, str]]]]:
+def devices() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Make n devices on a real filesystem, as entries of the option ``devices``."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="ssdkv-e2e-", dir=disk_directory()) as root:
 
-        def make(count: int = 2, capacity: str = "64MiB") -> list[dict[str, str]]:
+        def make(count: int = 2, capacity: str = "64MiB") -> list[dict[str, Any]]:
             first = len(list(Path(root).iterdir()))
             paths = [Path(root, f"ssd{index}") for index in range(first, first + count)]
             for path in paths:
                 path.mkdir(mode=0o700)
-            return [{"path": str(path), "capacity": capacity} for path in paths]
+            # All of them are on one disk: what is measured there would be noise.
+            return [{"path": str(path), "capacity": capacity, "weight": 1} for path in paths]
 
         yield make
 
@@ -64,7 +66,7 @@ def log() -> Iterator[list[str]]:
 def bench(
     models: dict[str, Path],
     stock: Stock,
-    devices: Callable[..., list[dict[str, str]]],
+    devices: Callable[..., list[dict[str, Any]]],
     tmp_path: Path,
 ) -> Iterator[Callable[..., Bench]]:
     """Start an engine over four devices whose faults can be switched."""

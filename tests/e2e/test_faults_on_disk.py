@@ -14,7 +14,7 @@ from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
 from vllm_ssdkv.errors import FormatError, StoreError
-from vllm_ssdkv.store.manifest import NAME
+from vllm_ssdkv.store.manifest import COPY, NAME
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.superblock import COPY_OFFSETS
 
@@ -31,7 +31,7 @@ QUIET = ("checksum_failures", "header_mismatches", "load_failures", "journal_cor
 
 def test_pages_that_change_under_running_requests(bench: StartBench, log: list[str]) -> None:
     here = bench()
-    geometry = here.scheduler._stripes.geometry
+    geometry = here.scheduler._restriper.placement.geometry
     struck: list[int] = []
 
     def strike(step: int) -> None:
@@ -103,7 +103,7 @@ def filled(bench: StartBench, mode: str = "page") -> tuple[Bench, list[int]]:
 @pytest.mark.parametrize("part", ["header", "page"])
 def test_slots_that_changed(bench: StartBench, mode: str, part: str, log: list[str]) -> None:
     here, slots = filled(bench, mode)
-    geometry = here.scheduler._stripes.geometry
+    geometry = here.scheduler._restriper.placement.geometry
     struck = (3, 40, 70)
     for number in struck:
         page = geometry.page_offset(number % geometry.pages)
@@ -185,11 +185,13 @@ def test_what_identifies_the_store_changed(bench: StartBench) -> None:
         here.start()
     for offset in COPY_OFFSETS:
         flip_bit(data, offset + 100)
-    manifest = Path(here.paths[0], NAME)
-    flip_bit(manifest, 1)
-    with pytest.raises(StoreError, match=f"{manifest} is damaged"):
+    manifests = [Path(here.paths[0], name) for name in (NAME, COPY)]
+    for path in manifests:
+        flip_bit(path, 1)
+    with pytest.raises(StoreError, match=f"{manifests[1]} is damaged"):
         here.start()
-    flip_bit(manifest, 1)
+    for path in manifests:
+        flip_bit(path, 1)
     here.start()
     here.ask()
     assert here.count("hit_tokens") > 0

@@ -21,7 +21,7 @@ def test_a_page_that_goes_bad_while_nobody_asks(bench: StartBench) -> None:
     here = bench("reuse", io={"scrub_rate": "1GiB"})
     here.ask()
     slots = here.stored(0)
-    geometry = here.scheduler._stripes.geometry
+    geometry = here.scheduler._restriper.placement.geometry
     here.flip(slots[7], geometry.page_offset(1) + 500)
     worker = get_kv_transfer_group().worker
     deadline = time.monotonic() + HANG_S
@@ -40,7 +40,7 @@ def test_a_page_that_goes_bad_while_nobody_asks(bench: StartBench) -> None:
     assert here.count("scrub_bytes") > len(slots) * geometry.slot_bytes
     here.assert_clean()
 
-    extents = here.scheduler._stripes.extents(np.array(slots[3:4]), 0, 4096)
+    extents = here.scheduler._restriper.placement.extents(np.array(slots[3:4]), 0, 4096)
     here.engine.close()
     paths = [Path(path) for path in here.paths]
     with examined(paths) as found:

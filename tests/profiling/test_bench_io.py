@@ -292,8 +292,9 @@ def test_fio_uses_reserved_huge_pages_where_they_suffice(
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(fio, "_MEMINFO", meminfo)
     case = Case(Op.READ, MIB, 8, 2)
-    for free, expected in ((9, "malloc on transparent huge pages"), (10, "shmhuge")):
-        meminfo.write_text(f"HugePages_Free:    {free}\nHugepagesize:       2048 kB\n")
+    for free, expected in ((14, "malloc on transparent huge pages"), (15, "shmhuge")):
+        lines = (f"HugePages_Free:  {free}", "HugePages_Rsvd:  3", "Hugepagesize:  2048 kB")
+        meminfo.write_text("\n".join(lines))
         assert fio.memory_options(case)[2] == expected
     meminfo.write_text("MemFree: 1 kB\n")
     assert "glibc.malloc.hugetlb=1" in fio.memory_options(case)[1]["GLIBC_TUNABLES"]

@@ -26,6 +26,7 @@ from vllm_ssdkv.profiling.bench_ssds.vllm_requests import VllmRequests
 from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import StripeMap
 
 BLOCKS = 6
@@ -48,7 +49,8 @@ def files(tmp_path: Path) -> Iterator[list[BenchFile]]:
 def test_every_slot_lies_inside_the_region(devices: int, blocks: int) -> None:
     region = command.region_bytes(devices, blocks)
     for weights in ([1.0] * devices, [*[1.0] * (devices - 1), 1 / scenarios.SLOW_FACTOR]):
-        extents = StripeMap(GEOMETRY, weights).extents(np.arange(blocks), 0, GEOMETRY.slot_bytes)
+        stripes = StripeMap(GEOMETRY, lanes_for(weights), devices)
+        extents = stripes.extents(np.arange(blocks), 0, GEOMETRY.slot_bytes)
         assert int((extents.offset + extents.length).max()) <= region
     assert region % (4 * MIB) == 0
 

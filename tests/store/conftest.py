@@ -20,11 +20,15 @@ from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
+from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
@@ -61,6 +65,14 @@ def content(geometry: SlotGeometry, name: int) -> Bytes:
     """Payloads that belong to a key, [pages, payload_bytes]."""
     random = np.random.default_rng(name)
     return random.integers(0, 256, (geometry.pages, geometry.payload_bytes), dtype=np.uint8)
+
+
+def striped(geometry: SlotGeometry, weights: Sequence[float], slots: int) -> Placement:
+    """One segment of so many slots over all devices."""
+    lanes = lanes_for(weights)
+    stripes = StripeMap(geometry, lanes, len(weights))
+    extents = [Extent(d, 0, stripes.device_units(d, slots)) for d in range(len(weights))]
+    return Placement(geometry, [Segment(0, slots, slots, lanes, tuple(extents))], len(weights))
 
 
 def until(condition: Callable[[], bool], what: str = "it") -> None:
@@ -117,7 +129,7 @@ class StoreRig:
     def place(self, slot: int, offset: int) -> tuple[int, int]:
         """Device and offset in its file of one byte of a slot."""
         start = offset // PAGE_ALIGN * PAGE_ALIGN
-        extents = self.files.stripes.extents(array([slot]), start, PAGE_ALIGN)
+        extents = self.files.placement.extents(array([slot]), start, PAGE_ALIGN)
         return int(extents.device[0]), int(extents.offset[0]) + offset - start
 
     def flip(self, slot: int, offset: int, bits: int = 1) -> None:
@@ -263,17 +275,20 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         weights: Sequence[float] | None = None,
         deadline_s: float = PATIENCE_S,
         queue_depth: int = 4,
+        throttle: Sequence[ThrottleRule] = (),
+        placement: Placement | None = None,
         scrub_rate: int | None = None,
         verify: VerifyMode = "all",
     ) -> StoreRig:
-        stripes = StripeMap(geometry, weights or [1.0] * devices)
-        directories = tmp_devices(stripes.devices)
+        if placement is None:
+            placement = striped(geometry, weights or [1.0] * devices, slots)
+        directories = tmp_devices(placement.devices)
         opened = [
             open_device(
                 path,
                 index=index,
                 rank=RANK,
-                nbytes=round_up(stripes.device_bytes(index, slots), PAGE_ALIGN),
+                nbytes=round_up(placement.device_bytes(index), PAGE_ALIGN),
                 direct="auto",
                 lock_timeout_s=0.0,
             )
@@ -283,17 +298,23 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
         control = tmp_path / f"faults{len(rigs)}.json"
-        options = EngineOptions(engine="threads", queue_depth=queue_depth, fault_file=str(control))
+        options = EngineOptions(
+            engine="threads",
+            queue_depth=queue_depth,
+            fault_file=str(control),
+            throttle=tuple(throttle),
+        )
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
+        speed = DeviceSpeed(health.paths, weights or [1.0] * placement.devices)
         sealer: Sealer = (
             CipherSealer(geometry, DIGEST, RANK, arena, SLOTS_KEY)
             if geometry.encrypted
             else ChecksumSealer(geometry, DIGEST, RANK, arena, PageSampler(verify))
         )
         files = SlotFiles(
-            geometry, stripes, engine, health, counters, DIGEST, RANK, deadline_s, sealer
+            geometry, placement, engine, health, speed, counters, DIGEST, RANK, deadline_s, sealer
         )
         rig: StoreRig
 

@@ -23,12 +23,16 @@ from tests.store.conftest import (
     until,
 )
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.restripe import Restriper
 from vllm_ssdkv.store.tiers import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8000)
@@ -65,7 +69,7 @@ class FilledStore:
         config = SSDKVConfig.from_extra_config(
             {
                 "mode": "page",
-                "devices": [{"path": d, "capacity": "16MiB"} for d in self.devices],
+                "devices": [{"path": d, "capacity": "16MiB", "weight": 1} for d in self.devices],
                 "state_dir": self.state,
                 "dram_gib": "16MiB",
                 "io": {"staging": "4MiB"},
@@ -75,8 +79,13 @@ class FilledStore:
         return StorePlace(config, self.geometry, MODEL, self.ranks, model="some/model")
 
     @property
-    def stripes(self) -> StripeMap:
-        return StripeMap(self.geometry, [1.0] * len(self.devices))
+    def placement(self) -> Placement:
+        try:
+            manifest = Manifest.load(self.state)
+        except FormatError:
+            manifest = Manifest.load_copy(self.state)
+        assert manifest is not None
+        return manifest.placement()
 
     def data(self, device: int, rank: int) -> Path:
         path = self.devices[device]
@@ -85,7 +94,7 @@ class FilledStore:
     def at(self, slot: int, offset: int) -> tuple[int, int]:
         """Device and offset in its data files of one byte of a slot."""
         start = offset // PAGE_ALIGN * PAGE_ALIGN
-        extents = self.stripes.extents(array([slot]), start, PAGE_ALIGN)
+        extents = self.placement.extents(array([slot]), start, PAGE_ALIGN)
         return int(extents.device[0]), int(extents.offset[0]) + offset - start
 
     def moved(self, devices: Sequence[Path], state: Path) -> FilledStore:
@@ -95,7 +104,7 @@ class FilledStore:
         """Make the store and write its slots, as an engine does."""
         place = self.place
         ranks = [_Rank(place, rank) for rank in range(self.ranks)]
-        index, _ = open_index(place)
+        index, restriper = open_index(place)
         slots = index.allocate(max(self.slots) + 1)
         chosen = array(self.slots)
         assert set(self.slots) <= set(slots.tolist())
@@ -106,25 +115,26 @@ class FilledStore:
             assert index.publish(slot, key)
         index.durable(chosen)
         index.unpin(slots)
-        self._close(ranks, index)
+        self._close(ranks, index, restriper)
 
     def served(self) -> set[int]:
         """Open the store: the slots that are found, each read on every rank and right."""
         place = self.place
         ranks = [_Rank(place, rank) for rank in range(self.ranks)]
-        index, _ = open_index(place)
+        index, restriper = open_index(place)
         found = [slot for slot in self.slots if len(index.lookup([key_of(slot)]))]
         chosen = array(found)
         for rank in ranks:
             if found:
                 rank.read(chosen, index.epochs(chosen))
         assert index.gauges()["ready"] == len(found)
-        self._close(ranks, index)
+        self._close(ranks, index, restriper)
         return set(found)
 
-    def _close(self, ranks: list[_Rank], index: SlotIndex) -> None:
+    def _close(self, ranks: list[_Rank], index: SlotIndex, restriper: Restriper) -> None:
         for rank in ranks:
             rank.close()
+        assert restriper.close()
         assert index.close()
 
 

@@ -24,8 +24,9 @@ from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.header import SlotHeader
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice
+from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.records import Kind
 from vllm_ssdkv.store.store_key import StoreKey
 from vllm_ssdkv.store.superblock import Superblock
@@ -50,11 +51,23 @@ def epoch(counter: int) -> int:
     return 2 * 2**40 + counter
 
 
+def segments(units: int) -> tuple[Segment, ...]:
+    """A row of three slots over both devices, then a slot on the second device alone.
+
+    ``units`` are those of a slot.
+    """
+    return (
+        Segment(0, 3, 3, (0, 1, 0), (Extent(0, 0, 2 * units), Extent(1, 0, units))),
+        Segment(3, 1, 1, (1,), (Extent(1, units, units),)),
+    )
+
+
 @dataclass(frozen=True)
 class Golden:
     """One golden store; ``key_id`` is empty for the plain one."""
 
     geometry: SlotGeometry
+    segments: tuple[Segment, ...]
     key_id: bytes = b""
 
     def page(self, slot: int, number: int) -> NDArray[np.uint8]:
@@ -102,19 +115,14 @@ class Golden:
 
     def data_files(self) -> list[bytes]:
         """The data file of each device."""
-        stripes = StripeMap(self.geometry, WEIGHTS)
-        files = [
-            np.zeros(stripes.device_bytes(d, SLOTS), dtype=np.uint8) for d in range(stripes.devices)
-        ]
+        placement = Placement(self.geometry, self.segments, len(DEVICES))
+        files = [np.zeros(placement.device_bytes(d), dtype=np.uint8) for d in range(len(DEVICES))]
         for device, file in enumerate(files):
             block = Superblock(
                 store=STORE,
                 device=DEVICES[device],
                 rank=RANK,
-                device_index=device,
-                devices=stripes.devices,
-                lanes=stripes.lanes,
-                unit_bytes=stripes.unit_bytes,
+                unit_bytes=self.geometry.unit_bytes,
                 epoch=1,
                 geometry=self.geometry,
                 fingerprint=FINGERPRINT,
@@ -125,7 +133,7 @@ class Golden:
                 file[copy.copy_offset : copy.copy_offset + data.size] = data
         for slot in CONTENT:
             data = self.slot_bytes(slot)
-            extents = stripes.extents(np.array([slot]), 0, self.geometry.slot_bytes)
+            extents = placement.extents(np.array([slot]), 0, self.geometry.slot_bytes)
             for device, offset, length, at in zip(
                 extents.device, extents.offset, extents.length, extents.buffer, strict=True
             ):
@@ -135,7 +143,7 @@ class Golden:
 
     def manifest(self, directory: Path) -> bytes:
         """What ``store.json`` holds."""
-        stripes = StripeMap(self.geometry, WEIGHTS)
+        placement = Placement(self.geometry, self.segments, len(DEVICES))
         mine = Manifest(
             store=str(STORE),
             fingerprint=dict(FINGERPRINT.fields),
@@ -146,17 +154,19 @@ class Golden:
             groups=self.geometry.groups,
             payload_bytes=self.geometry.payload_bytes,
             tp_size=1,
-            slots=SLOTS,
             devices=[
                 ManifestDevice(
                     path=f"/ssd{d}",
-                    capacity=stripes.device_bytes(d, SLOTS),
+                    capacity=placement.device_bytes(d),
                     weight=WEIGHTS[d],
                     files=[str(DEVICES[d])],
                 )
                 for d in range(len(WEIGHTS))
             ],
             key_id=self.key_id.hex(),
+            segments=list(self.segments),
+            numbers=SLOTS,
+            run="golden",
             opened=2,
             last_opened=1_700_000_000,
         )
@@ -181,9 +191,11 @@ class Golden:
 
 STORES = {
     # 151 blocks of 4096 bytes: two units, the second with an unused end.
-    "plain": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000)),
+    "plain": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000), segments(2)),
     # Small, because it does not compress.
-    "encrypted": Golden(SlotGeometry("paged", 2, 1, 1, 1000, encrypted=True), KEY.key_id),
+    "encrypted": Golden(
+        SlotGeometry("paged", 2, 1, 1, 1000, encrypted=True), segments(1), KEY.key_id
+    ),
 }
 
 

@@ -36,7 +36,7 @@ def test_a_store_in_one_line(store: FilledStore) -> None:
     found = summary(store)
     assert (found.model, found.mode, found.ranks) == ("some/model", "page", RANKS)
     assert (found.stored, found.block_bytes) == (len(SLOTS), GEOMETRY.slot_bytes)
-    assert found.slots == store.place.sized(None)[1]
+    assert found.slots == store.placement.slots
     assert 0 <= time.time() - found.last_opened < 600
     files = [f for d in (*store.devices, store.state) for f in d.iterdir()]
     assert found.disk_bytes == sum(f.stat().st_blocks * 512 for f in files)
@@ -68,7 +68,7 @@ def test_all_of_a_store(store: FilledStore) -> None:
     assert details.problem == ""
     assert details.geometry["slot_bytes"] == GEOMETRY.slot_bytes
     assert details.geometry["layers"] == GEOMETRY.layers
-    assert details.stripe_unit_bytes == store.stripes.unit_bytes
+    assert details.stripe_unit_bytes == store.placement.geometry.unit_bytes
     assert details.fingerprint == dict(MODEL.fields)
     assert (details.opened, details.damaged_records, details.key_id) == (1, 0, "")
     assert details.journal_bytes == (store.state / "journal").stat().st_size

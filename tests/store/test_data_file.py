@@ -17,12 +17,11 @@ from vllm_ssdkv.errors import DeviceError, FingerprintMismatchError, FormatError
 from vllm_ssdkv.store.data_file import claim, read_superblock, write_superblock
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock
 
 STORE = UUID(int=1)
 GEOMETRY = SlotGeometry("paged", 2, 2, 1, 8192)
-STRIPES = StripeMap(GEOMETRY, [1.0, 2.0])
 MODEL = Fingerprint({"model": "tiny"})
 
 
@@ -45,19 +44,16 @@ def take(
     known: str = "",
     *,
     store: UUID = STORE,
-    index: int = 1,
     rank: int = 0,
     fingerprint: Fingerprint = MODEL,
-    stripes: StripeMap = STRIPES,
+    geometry: SlotGeometry = GEOMETRY,
 ) -> str:
     return claim(
         device,
         store=store,
         known=known,
-        index=index,
         rank=rank,
-        stripes=stripes,
-        geometry=GEOMETRY,
+        geometry=geometry,
         fingerprint=fingerprint,
         key_id=bytes(16),
     )
@@ -74,8 +70,7 @@ def test_a_new_file_gets_a_name_and_keeps_it(device: OpenDevice) -> None:
     name = take(device)
     first = superblock(device)
     assert str(first.device) == name
-    assert (first.store, first.device_index, first.rank) == (STORE, 1, 0)
-    assert first.lanes == STRIPES.lanes
+    assert (first.store, first.rank, first.unit_bytes) == (STORE, 0, GEOMETRY.unit_bytes)
     assert take(device, name) == name
     assert superblock(device).epoch > first.epoch
     # Killed after the superblock was written, before the manifest was saved.
@@ -96,9 +91,8 @@ def test_a_file_that_should_be_there_is_replaced_and_said(
     [
         ({"store": UUID(int=2)}, FormatError, "store"),
         ({"known": str(UUID(int=3))}, FormatError, "device"),
-        ({"index": 0}, FormatError, "device_index"),
         ({"rank": 1}, FormatError, "rank"),
-        ({"stripes": StripeMap(GEOMETRY, [1.0, 1.0])}, FormatError, "lanes"),
+        ({"geometry": SlotGeometry("paged", 4, 2, 1, 8192)}, FormatError, "unit_bytes"),
         ({"fingerprint": Fingerprint({"model": "huge"})}, FingerprintMismatchError, "huge"),
     ],
 )

@@ -218,9 +218,10 @@ def test_journal_records(fuzz_seconds: float) -> None:
         for sequence, kind, slot, epoch, key in sorted(valid, key=lambda record: record[0]):
             by_slot[slot] = (sequence, kind, epoch, key)
         by_key: dict[bytes, tuple[int, int]] = {}
-        # Only forged records share a sequence number: slots decide then.
-        for _, slot in sorted((record[0], slot) for slot, record in by_slot.items()):
-            _, kind, epoch, key = by_slot[slot]
+        # We never write a sequence twice; forged records may have it, and have no order then.
+        for slot, (_, kind, epoch, key) in sorted(
+            by_slot.items(), key=lambda item: (item[1][0], item[0])
+        ):
             if kind == PUT:
                 by_key.pop(key, None)
                 by_key[key] = (slot, epoch)

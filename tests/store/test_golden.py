@@ -24,7 +24,6 @@ from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.layout import StripeMap
 from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.store_key import StoreKey, block_name
@@ -86,9 +85,7 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
     manifest = Manifest.load(tmp_path)
     assert manifest is not None
     manifest.check_key(golden.key_id)
-    paths = [device.path for device in manifest.devices]
-    weights = [device.weight for device in manifest.devices]
-    manifest.check(writer.FINGERPRINT, paths, weights)
+    manifest.check(writer.FINGERPRINT)
     journal = Journal(
         tmp_path / "journal",
         store=UUID(manifest.store),
@@ -99,14 +96,15 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
     index = SlotIndex(writer.SLOTS, journal, open_number=manifest.opened)
     assert index.counters["journal_corrupt_records"] == 0
     assert index.gauges()["ready"] == 3
-    stripes = StripeMap(geometry, weights)
-    data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(stripes.devices)]
-    for device in range(stripes.devices):
+    placement = manifest.placement()
+    data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(placement.devices)]
+    for device in range(placement.devices):
         copies = [bytes(data[device][at : at + BLOCK_BYTES]) for at in COPY_OFFSETS]
         block = newest(copies, "golden")
         assert block is not None
         assert block.epoch == 2
-        assert (block.lanes, block.unit_bytes) == (stripes.lanes, stripes.unit_bytes)
+        assert block.unit_bytes == geometry.unit_bytes
+        assert data[device].size == placement.device_bytes(device)
         assert (block.geometry, block.key_id.strip(b"\0")) == (geometry, golden.key_id)
         assert str(block.device) == manifest.devices[device].files[0]
         assert Superblock.decode(copies[1]).epoch == 1
@@ -120,7 +118,7 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
         assert index.lookup([key]).tolist() == [slot]
         assert index.epoch(slot) == writer.epoch(counter)
         whole = arena.view(0, geometry.slot_bytes)
-        found = stripes.extents(np.array([slot]), 0, whole.size)
+        found = placement.extents(np.array([slot]), 0, whole.size)
         for at in range(found.device.size):
             begin, length = int(found.offset[at]), int(found.length[at])
             source = data[int(found.device[at])][begin : begin + length]
@@ -188,7 +186,6 @@ STORE = "5d5a2f0e-8c5b-4b1e-9a63-0d2f6a4c7b10"
 TEXT = b'{"dtype":"bfloat16","layers":3,"model":"golden"}'
 DIGEST = hashlib.blake2b(TEXT, digest_size=16).hexdigest()
 PAYLOAD, PAGE, HEADER, UNIT = 204_000, 204_800, 4096, 311_296
-LANES = [0, 1, 0]
 
 
 def test_superblock_as_documented(files: dict[str, bytes]) -> None:
@@ -202,9 +199,6 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
                 "store": STORE,
                 "device": f"00000000-0000-4000-8000-00000000000{'ab'[device]}",
                 "rank": 0,
-                "device_index": device,
-                "devices": 2,
-                "lane_count": len(LANES),
                 "epoch": epoch,
                 "kind": 0,
                 "layers": 3,
@@ -219,28 +213,33 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
             }
             found = fields("Superblock", block, constants)
             assert found.keys() == constants.keys()
-            (start,) = [offset for offset, _, _, name in table("Superblock") if name == "lanes"]
-            lanes = np.frombuffer(block, "<u2", len(LANES), start)
-            assert lanes.tolist() == LANES
-            rest = block[start + 2 * len(LANES) : -8]
+            (start,) = [offset for offset, _, _, name in table("Superblock") if name == "text"]
+            rest = block[start:-8]
             assert rest == TEXT.ljust(len(rest), b"\0")
 
 
 def documented_slot(files: dict[str, bytes], slot: int) -> bytes:
     """Read a slot by the rules under "Striping", one unit after the other."""
     units = 2
-    row, phase = divmod(slot, len(LANES))
+    (segment,) = [
+        s
+        for s in json.loads(files["store.json"])["segments"]
+        if s["first"] <= slot < s["first"] + s["slots"]
+    ]
+    lanes = segment["lanes"]
+    begin_on = {extent["device"]: extent["begin"] for extent in segment["extents"]}
+    row, phase = divmod(slot - segment["first"], len(lanes))
     pieces = []
     for unit in range(units):
-        device = LANES[(slot + unit) % len(LANES)]
+        device = lanes[(phase + unit) % len(lanes)]
         order = [
             (s, u)
-            for s in range(len(LANES))
+            for s in range(len(lanes))
             for u in range(units)
-            if LANES[(s + u) % len(LANES)] == device
+            if lanes[(s + u) % len(lanes)] == device
         ]
         place = row * len(order) + order.index((phase, unit))
-        begin = 1_048_576 + place * UNIT
+        begin = 1_048_576 + (begin_on[device] + place) * UNIT
         pieces.append(files[f"device{device}.data"][begin : begin + UNIT])
     return b"".join(pieces)
 
@@ -297,10 +296,10 @@ def test_encrypted_superblock_as_documented(encrypted: dict[str, bytes]) -> None
 def test_encrypted_slot_as_documented(
     encrypted: dict[str, bytes], slot: int, key: str, counter: int
 ) -> None:
-    # One unit per slot: slots 0, 2 and 3 follow each other on device 0, slot 1 is on device 1.
-    place = {0: 0, 3: 2, 1: 0}[slot]
+    # One unit per slot: slots 0 and 2 follow each other on device 0, slots 1 and 3 on device 1.
+    device, place = {0: (0, 0), 1: (1, 0), 3: (1, 1)}[slot]
     begin = 1_048_576 + place * SMALL_SLOT
-    data = encrypted[f"device{LANES[slot % 3]}.data"][begin : begin + SMALL_SLOT]
+    data = encrypted[f"device{device}.data"][begin : begin + SMALL_SLOT]
     constants: dict[str, Value] = {
         "slot": slot,
         "pages": 2,
@@ -378,10 +377,23 @@ def test_manifest_as_documented(files: dict[str, bytes]) -> None:
     text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("\n## ")[0]
     members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
     found = json.loads(files["store.json"])
-    kinds = {"integer": int, "text": str, "list": list, "object": dict, "number": (int, float)}
-    outer = {name: kind for name, kind in members.items() if "." not in name}
-    inner = {name.partition(".")[2]: kind for name, kind in members.items() if "." in name}
-    for content, expected in ((found, outer), *((d, inner) for d in found["devices"])):
+    kinds = {
+        "integer": int,
+        "text": str,
+        "list": list,
+        "object": dict,
+        "number": (int, float),
+        "boolean": bool,
+    }
+    parts: list[tuple[dict[str, object], str]] = [(found, "")]
+    for name in ("devices", "segments"):
+        parts += [(entry, f"{name}[].") for entry in found[name]]
+    for content, prefix in parts:
+        expected = {
+            name.removeprefix(prefix): kind
+            for name, kind in members.items()
+            if name.startswith(prefix) and "." not in name.removeprefix(prefix)
+        }
         assert content.keys() == expected.keys()
         for name, kind in expected.items():
             assert isinstance(content[name], kinds[kind]), name

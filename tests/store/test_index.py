@@ -274,8 +274,10 @@ def test_deferred_slots_are_handed_out_after_other_free_ones() -> None:
     index = SlotIndex(5, None)
     store(index, 1)
     index.defer(np.array([True, True, True, False, False]))
-    assert index.gauges()["free"] == 4
+    assert (index.gauges()["free"], index.free_now()) == (4, 2)
+    assert index.usage(0, 3) == (1, 0)
     assert index.allocate(3).tolist() == [3, 4, 1]
+    assert index.usage(0, 3) == (1, 1)
     index.unpin(slots_of(1, 3))
     index.defer(np.array([False, False, False, True, False]))
     assert index.allocate(4).tolist() == [1, 2, 3, 0]  # the last one was evicted
@@ -432,3 +434,65 @@ while True:
     # The step that was cut off may have evicted one more and stored one more.
     assert set(range(last - 14, last + 1)) <= recovered <= set(range(last - 15, last + 2))
     assert index.counters["journal_corrupt_records"] <= 1
+
+
+# ---- slots that are taken away and come back ----
+
+
+def test_restored_slots_are_handed_out_first_lowest_on_top() -> None:
+    index = SlotIndex(8, None)
+    index.quarantine(slots_of(2, 3, 6))
+    assert index.gauges()["lost"] == 3
+    assert index.free_now() == 5
+    index.restore(slots_of(3, 6))
+    assert index.allocate(3).tolist() == [3, 6, 0]
+    assert index.gauges()["lost"] == 1
+    with pytest.raises(ValueError, match="not lost"):
+        index.restore(slots_of(2, 3))
+    assert index.gauges()["lost"] == 1
+    index.unpin(slots_of(3, 6, 0))
+    index.quarantine(slots_of(3))
+    assert index.gauges()["lost"] == 2
+
+
+def test_deferred_slots_are_handed_out_last() -> None:
+    index = SlotIndex(6, None)
+    mask = np.array([True, False, True, False, False, False])
+    index.defer(mask)
+    assert index.free_now() == 4
+    assert index.available() == index.gauges()["free"] == 6
+    assert index.allocate(5).tolist() == [1, 3, 4, 5, 0]
+    # One that is given back keeps its place at the end of the line; so does an evicted one.
+    index.unpin(slots_of(0, 4))
+    assert index.free_now() == 1
+    assert index.allocate(1).tolist() == [4]
+    (slot,) = index.allocate(1).tolist()
+    assert slot in (0, 2)
+    with pytest.raises(ValueError, match="mask of"):
+        index.defer(mask[:3])
+    index.unpin(slots_of(1, 3))
+    index.defer(np.zeros(6, dtype=np.bool_))
+    assert index.free_now() == index.gauges()["free"] == 3
+
+
+def test_a_quarantine_takes_deferred_slots_too_and_restoring_ends_it() -> None:
+    index = SlotIndex(4, None)
+    index.defer(np.array([True, True, False, False]))
+    index.quarantine(slots_of(1, 2))
+    assert (index.free_now(), index.gauges()["free"]) == (1, 2)
+    index.restore(slots_of(1))
+    assert (index.free_now(), index.gauges()["free"]) == (2, 3)
+    assert index.allocate(3).tolist() == [1, 3, 0]
+
+
+def test_usage_counts_what_can_be_found_and_what_is_pinned() -> None:
+    index = SlotIndex(8, None)
+    slots = index.allocate(4)
+    for slot in (0, 1):
+        index.publish(slot, key(slot))
+    index.unpin(slots_of(0))
+    assert index.usage(0, 8) == (2, 3)
+    assert index.usage(0, 1) == (1, 0)
+    assert index.usage(2, 2) == (0, 2)
+    assert index.usage(4, 4) == (0, 0)
+    assert len(slots) == 4

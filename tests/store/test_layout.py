@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import (
     MAX_SLOT_BYTES,
     MERGE_BYTES,
@@ -34,7 +35,13 @@ weight_lists = st.one_of(
     st.integers(1, 9).map(lambda n: [1.0] * n),
     st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.5, 7.0]), min_size=1, max_size=6),
 )
-maps = st.builds(StripeMap, geometries(), weight_lists)
+
+
+def striped(geometry: SlotGeometry, weights: list[float]) -> StripeMap:
+    return StripeMap(geometry, lanes_for(weights), len(weights))
+
+
+maps = st.builds(striped, geometries(), weight_lists)
 
 
 @given(geometries())
@@ -137,7 +144,7 @@ def test_slots_never_overlap_and_fill_the_device(stripes: StripeMap, num_slots: 
         order = np.argsort(extents.offset[mine])
         begin = extents.offset[mine][order].astype(np.int64)
         end = begin + extents.length[mine][order].astype(np.int64)
-        size = stripes.device_bytes(device, num_slots)
+        size = SUPERBLOCK_BYTES + stripes.device_units(device, num_slots) * stripes.unit_bytes
         assert bool((begin[1:] >= end[:-1]).all())
         assert bool((begin >= SUPERBLOCK_BYTES).all())
         assert bool((end <= size).all())
@@ -146,10 +153,8 @@ def test_slots_never_overlap_and_fill_the_device(stripes: StripeMap, num_slots: 
         assert size - used <= slack * num_slots
         gaps = begin[1:] - end[:-1]
         assert gaps.size == 0 or int(gaps.max()) <= slack
-    total = sum(stripes.device_bytes(d, num_slots) for d in range(stripes.devices))
-    assert total == stripes.devices * SUPERBLOCK_BYTES + num_slots * (
-        stripes.units_per_slot * stripes.unit_bytes
-    )
+    total = sum(stripes.device_units(d, num_slots) for d in range(stripes.devices))
+    assert total == num_slots * stripes.units_per_slot
 
 
 @settings(max_examples=60, deadline=None)
@@ -181,22 +186,20 @@ def test_touches_agrees_with_extents(stripes: StripeMap, first: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(maps, st.data())
 def test_max_slots_is_the_largest_that_fits(stripes: StripeMap, data: st.DataObject) -> None:
-    span = 30 * stripes.units_per_slot * stripes.unit_bytes
-    capacities = [
-        data.draw(st.integers(0, SUPERBLOCK_BYTES + span)) for _ in range(stripes.devices)
-    ]
+    span = 30 * stripes.units_per_slot
+    rooms = [data.draw(st.integers(0, span)) for _ in range(stripes.devices)]
 
     def fits(num_slots: int) -> bool:
-        return all(stripes.device_bytes(d, num_slots) <= c for d, c in enumerate(capacities))
+        return all(stripes.device_units(d, num_slots) <= room for d, room in enumerate(rooms))
 
-    most = stripes.max_slots(capacities)
+    most = stripes.max_slots(rooms)
     assert most == 0 or fits(most)
     assert not fits(most + 1)
 
 
 def test_one_layer_of_many_slots_loads_all_devices_equally() -> None:
     shape = SlotGeometry("paged", 32, 8, 1, 8192)
-    stripes = StripeMap(shape, [1.0] * 8)
+    stripes = striped(shape, [1.0] * 8)
     layer = stripes.extents(np.arange(800), shape.layer_offset(7), shape.layer_bytes)
     load = np.bincount(layer.device, weights=layer.length, minlength=8)
     assert load.tolist() == [load[0]] * 8
@@ -204,20 +207,20 @@ def test_one_layer_of_many_slots_loads_all_devices_equally() -> None:
 
 def test_a_slow_device_gets_its_share_only() -> None:
     shape = SlotGeometry("opaque", 32, 1, 1, 65536)
-    stripes = StripeMap(shape, [1.0, 1.0, 1.0, 0.2])
-    load = [stripes.device_bytes(d, 16_000) - SUPERBLOCK_BYTES for d in range(4)]
+    stripes = striped(shape, [1.0, 1.0, 1.0, 0.2])
+    load = [stripes.device_units(d, 16_000) for d in range(4)]
     assert load[3] / load[0] == pytest.approx(0.2, rel=0.03)
 
 
 def test_a_single_device_reads_a_slot_in_few_requests() -> None:
-    stripes = StripeMap(SlotGeometry("opaque", 32, 1, 1, 262_144), [1.0])
+    stripes = striped(SlotGeometry("opaque", 32, 1, 1, 262_144), [1.0])
     whole = stripes.extents(np.arange(2), 0, stripes.geometry.slot_bytes)
     assert stripes.units_per_slot == 17
     assert whole.slot_index.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_impossible_requests_are_refused() -> None:
-    stripes = StripeMap(SlotGeometry("opaque", 1, 1, 1, 4096), [1.0, 1.0])
+    stripes = striped(SlotGeometry("opaque", 1, 1, 1, 4096), [1.0, 1.0])
     slot_bytes = stripes.geometry.slot_bytes
     with pytest.raises(ValueError, match="leave the slot"):
         stripes.extents(np.array([0]), 1, slot_bytes)
@@ -230,9 +233,12 @@ def test_impossible_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="device 2"):
         stripes.touches(2, np.array([0]))
     with pytest.raises(ValueError, match="device -1"):
-        stripes.device_bytes(-1, 1)
+        stripes.device_units(-1, 1)
     with pytest.raises(ValueError, match="num_slots"):
-        stripes.device_bytes(0, -1)
-    with pytest.raises(ValueError, match="capacities"):
+        stripes.device_units(0, -1)
+    with pytest.raises(ValueError, match="rooms"):
         stripes.max_slots([1])
+    for lanes in ([], [0, 2], [-1]):
+        with pytest.raises(ValueError, match="lanes"):
+            StripeMap(stripes.geometry, lanes, 2)
     assert stripes.extents(np.empty(0, dtype=np.int64), 0, 1).device.shape == (0,)

@@ -20,7 +20,8 @@ from vllm_ssdkv.errors import (
 )
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest, locked, sealed
+from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest, ManifestDevice, locked, sealed
+from vllm_ssdkv.store.placement import Extent, Segment
 
 SHAPE = SlotGeometry("paged", 2, 3, 1, 8192)
 MODEL = Fingerprint({"model": "tiny", "layers": 2})
@@ -29,8 +30,17 @@ WEIGHTS = (1.0, 2.5)
 DEADLINE_S = 20.0
 
 
+SEGMENT = Segment(0, 4, 3, (0, 1), (Extent(0, 0, 2), Extent(1, 0, 2)))
+
+
 def manifest() -> Manifest:
-    return Manifest.create(MODEL, SHAPE, 2, 50, PATHS, (1 << 30, 1 << 31), WEIGHTS, "a/model")
+    made = Manifest.create(MODEL, SHAPE, 2, "a/model")
+    for path, capacity, weight in zip(PATHS, (1 << 30, 1 << 31), WEIGHTS, strict=True):
+        device = ManifestDevice(path=path, capacity=capacity, weight=weight, files=["", ""])
+        made.devices.append(device)
+    made.segments = [SEGMENT]
+    made.numbers = 4
+    return made
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -71,12 +81,34 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         "groups": 1,
         "payload_bytes": 8192,
         "tp_size": 2,
-        "slots": 50,
         "devices": [
-            {"path": "/a", "capacity": 1 << 30, "weight": 1.0, "files": ["", ""], "fresh": []},
-            {"path": "/b", "capacity": 1 << 31, "weight": 2.5, "files": ["", ""], "fresh": []},
+            {
+                "path": path,
+                "capacity": capacity,
+                "weight": weight,
+                "rate": 0.0,
+                "files": ["", ""],
+                "present": True,
+                "fresh": [],
+            }
+            for path, capacity, weight in (("/a", 1 << 30, 1.0), ("/b", 1 << 31, 2.5))
         ],
         "key_id": "",
+        "segments": [
+            {
+                "first": 0,
+                "numbers": 4,
+                "slots": 3,
+                "lanes": [0, 1],
+                "extents": [
+                    {"device": 0, "begin": 0, "units": 2},
+                    {"device": 1, "begin": 0, "units": 2},
+                ],
+            }
+        ],
+        "numbers": 4,
+        "fresh": [],
+        "run": "",
         "opened": 0,
         "last_opened": 0,
     }
@@ -89,7 +121,6 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         ("store", 5),
         ("layers", 0),
         ("payload_bytes", 1 << 31),
-        ("slots", 0),
         ("last_opened", -1),
         ("tp_size", 1),
         ("tp_size", -1),
@@ -104,9 +135,18 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         ("devices.path", None),
         ("devices.capacity", 0),
         ("devices.weight", 0),
+        ("devices.rate", -1),
         ("devices.files", [""]),
         ("devices.files", ["", "x"]),
         ("devices.fresh", [2]),
+        ("devices.present", 1),
+        ("numbers", 3),
+        ("fresh", [-1]),
+        ("segments.first", -1),
+        ("segments.lanes", [0, 2]),
+        ("segments.extents", [{"device": 2, "begin": 0, "units": 2}]),
+        ("segments.extents", [{"device": 0, "begin": -1, "units": 2}]),
+        ("segments.unknown", 1),
     ],
 )
 def test_impossible_values_are_refused(tmp_path: Path, field: str, value: object) -> None:
@@ -115,7 +155,7 @@ def test_impossible_values_are_refused(tmp_path: Path, field: str, value: object
     content = json.loads(path.read_bytes())
     outer, _, inner = field.partition(".")
     if inner:
-        content["devices"][1][inner] = value
+        content[outer][-1][inner] = value
     else:
         content[outer] = value
     path.write_bytes(sealed(json.dumps(content, indent=1).encode()))
@@ -170,17 +210,24 @@ def test_an_unreadable_or_unwritable_place_is_a_store_error(tmp_path: Path) -> N
         pass
 
 
-def test_options_that_do_not_fit_are_refused_and_named() -> None:
+def test_a_store_of_something_else_is_refused_and_named() -> None:
     mine = manifest()
-    mine.check(MODEL, PATHS, WEIGHTS)
-    mine.check(MODEL, ("/moved", "/b"), WEIGHTS)  # a store may be mounted elsewhere
+    mine.check(MODEL)
     other = Fingerprint({"model": "large", "layers": 2})
-    with pytest.raises(FingerprintMismatchError, match=r"'/a|/a, /b.*model: 'tiny' != 'large'"):
-        mine.check(other, PATHS, WEIGHTS)
-    with pytest.raises(StoreError, match=r"made on 2 device.*options name 1 \(/a\)"):
-        mine.check(MODEL, PATHS[:1], WEIGHTS[:1])
-    with pytest.raises(StoreError, match=r"/b weight 2.5"):
-        mine.check(MODEL, PATHS, (1.0, 1.0))
+    with pytest.raises(FingerprintMismatchError, match=r"/a, /b .*model: 'tiny' != 'large'"):
+        mine.check(other)
+
+
+def test_what_it_says_of_devices_and_slots() -> None:
+    mine = manifest()
+    assert mine.weights() == [1.0, 2.5]
+    mine.devices[0].present = False
+    assert mine.weights() == [0.0, 2.5]
+    assert [device.path for device in mine.present()] == ["/b"]
+    assert mine.placement().slots == 3
+    mine.segments = [SEGMENT, SEGMENT]
+    with pytest.raises(FormatError, match=r"segments: .* overlap"):
+        mine.placement()
 
 
 def test_changes_exclude_each_other(tmp_path: Path) -> None:
@@ -229,7 +276,8 @@ def test_waiting_for_the_lock_ends(tmp_path: Path) -> None:
     ],
 )
 def test_another_key_is_refused(made: bytes, given: bytes, text: str) -> None:
-    mine = Manifest.create(MODEL, SHAPE, 2, 50, PATHS, (1 << 30, 1 << 31), WEIGHTS, "a/model", made)
+    mine = Manifest.create(MODEL, SHAPE, 2, "a/model", made)
+    mine.devices = manifest().devices
     mine.check_key(made)
     with pytest.raises(KeyMismatchError, match=text) as caught:
         mine.check_key(given)

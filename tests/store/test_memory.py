@@ -121,6 +121,7 @@ def test_memory_is_flat(
     work.victim.close()
     assert work.streamed > 0
     assert counts["ready"] > 0
+    del work
 
     warm, late = samples[SAMPLES // 3 : 2 * SAMPLES // 3], samples[2 * SAMPLES // 3 :]
     grown = min(s.rss for s in late) - min(s.rss for s in warm)

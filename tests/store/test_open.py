@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -30,6 +31,7 @@ from vllm_ssdkv.errors import (
 )
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
@@ -50,14 +52,20 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -> StorePlace:  # noqa: ANN401 - any option
     chosen: dict[str, Any] = {
         "mode": "page",
-        "devices": [{"path": d, "capacity": CAPACITY} for d in paths],
+        "devices": [{"path": d, "capacity": CAPACITY, "weight": 1} for d in paths],
         "dram_gib": "20MiB",
         "io": {"staging": "4MiB"},
     }
     tp_size, replica = options.pop("tp_size", 1), options.pop("replica", None)
+    run = options.pop("run", "")
     config = SSDKVConfig.from_extra_config(chosen | options)
     geometry = PAGED if config.encryption is None else PAGED_ENCRYPTED
-    return StorePlace(config, geometry, fingerprint, tp_size, replica)
+    return StorePlace(config, geometry, fingerprint, tp_size, replica, run=run)
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
 
 
 @pytest.fixture
@@ -109,13 +117,14 @@ def test_a_new_store_fits_its_capacity(
     devices = tmp_devices(3)
     where = place(devices)
     store = opened(where)
-    index, stripes = open_index(where)
-    assert index.num_slots == store.num_slots > 60
+    index, restriper = open_index(where)
+    placement = restriper.placement
+    assert index.num_slots == store.num_slots == placement.slots > 60
     assert index.gauges()["free"] == index.num_slots
-    assert stripes.devices == 3
+    assert placement.devices == 3
     assert max(used(devices)) <= CAPACITY
-    # One slot more would not fit.
-    sizes = [stripes.device_bytes(d, index.num_slots + 3) for d in range(3)]
+    # No device has room for one slot more.
+    sizes = [placement.device_bytes(d) + 2 * PAGED.slot_bytes for d in range(3)]
     assert max(sizes) + (CAPACITY - min(used(devices))) > CAPACITY
     assert (devices[0] / JOURNAL).exists()
     assert stat.S_IMODE((devices[0] / NAME).stat().st_mode) == 0o600
@@ -167,7 +176,8 @@ def test_a_lost_device_loses_what_touched_it(
 ) -> None:
     devices = tmp_devices(3)
     close(opened(place(devices)))
-    index, stripes = open_index(place(devices))
+    index, restriper = open_index(place(devices))
+    placement = restriper.placement
     keys = fill(index, 12)
     index.close()
     shutil.rmtree(devices[1])
@@ -176,7 +186,7 @@ def test_a_lost_device_loses_what_touched_it(
     assert counters.total("device_lost", device=str(devices[1])) == 1
     assert counters.total("device_lost", device=str(devices[0])) == 0
     index, _ = open_index(place(devices))
-    touched = {s for s in keys if stripes.touches(1, array([s]))[0]}
+    touched = {s for s in keys if placement.touches(1, array([s]))[0]}
     assert 0 < len(touched) < len(keys)
     assert found(index, keys) == set(keys) - touched
     index.close()
@@ -201,15 +211,16 @@ def test_a_device_lost_twice_before_the_scheduler_looked(
     shutil.rmtree(devices[1])
     for _ in range(2):
         close(opened(place(devices)))
-    index, stripes = open_index(place(devices))
-    assert not any(stripes.touches(1, array([s]))[0] for s in found(index, keys))
+    index, restriper = open_index(place(devices))
+    touches = restriper.placement.touches
+    assert not any(touches(1, array([s]))[0] for s in found(index, keys))
     index.close()
 
 
 def test_capacity_may_change(tmp_devices: Callable[[int], list[Path]], opened: Opened) -> None:
     devices = tmp_devices(2)
-    plain = [str(d) for d in devices]
-    larger = [{"path": d, "capacity": 2 * CAPACITY} for d in devices]
+    plain = [{"path": d, "weight": 1} for d in devices]
+    larger = [{"path": d, "capacity": 2 * CAPACITY, "weight": 1} for d in devices]
     close(opened(place(devices)))
     index, _ = open_index(place(devices))
     small, keys = index.num_slots, fill(index, index.num_slots)
@@ -231,20 +242,28 @@ def test_a_lowered_capacity_gives_space_back(
     tmp_devices: Callable[[int], list[Path]], opened: Opened
 ) -> None:
     devices = tmp_devices(2)
-    larger = [{"path": d, "capacity": 2 * CAPACITY} for d in devices]
+    larger = [{"path": d, "capacity": 2 * CAPACITY, "weight": 1} for d in devices]
     close(opened(place(devices, devices=larger)))
-    index, _ = open_index(place(devices, devices=larger))
+    index, restriper = open_index(place(devices, devices=larger))
+    before = {segment.first: segment.lanes for segment in restriper.placement.segments}
     keys = fill(index, index.num_slots)
     index.close()
     store = opened(place(devices))
-    index, stripes = open_index(place(devices))
+    index, restriper = open_index(place(devices))
     assert index.num_slots == store.num_slots < len(keys)
     assert max(used(devices)) <= CAPACITY
-    assert found(index, keys) == set(range(index.num_slots))
+    kept = {
+        slot
+        for segment in restriper.placement.segments
+        if before.get(segment.first) == segment.lanes
+        for slot in segment.all_slots().tolist()
+    }
+    assert found(index, keys) == kept
+    assert len(kept) > 0.9 * index.num_slots
     assert index.counters["out_of_range"] == len(keys) - index.num_slots
     for device, path in enumerate(devices):
         size = (path / "rank0.data").stat().st_size
-        assert size - 4096 < stripes.device_bytes(device, index.num_slots) <= size
+        assert size == restriper.placement.device_bytes(device)
     index.close()
 
 
@@ -293,10 +312,6 @@ def test_other_options_for_the_same_directories_are_refused(
     other = Fingerprint({"model": "huge"})
     with pytest.raises(FingerprintMismatchError, match="model: 'tiny' != 'huge'"):
         open_rank(place(devices, fingerprint=other), 0, Counters())
-    with pytest.raises(StoreError, match="made on 2 device"):
-        open_rank(place(devices[:1]), 0, Counters())
-    with pytest.raises(FormatError, match="device"):
-        open_rank(place(devices[::-1], state_dir=str(devices[0])), 0, Counters())
     assert opened(place(devices)).num_slots > 0
 
 
@@ -308,10 +323,10 @@ def test_without_its_manifest_a_store_is_refused_untouched(
     (devices[0] / NAME).unlink()
     before = (devices[1] / "rank0.data").read_bytes()
     with pytest.raises(FormatError, match="its copy is there: `ssdkv fsck --repair"):
-        open_rank(place(devices), 0, Counters())
+        open_rank(place(devices, recover="strict"), 0, Counters())
     assert not (devices[0] / NAME).exists()
     (devices[0] / COPY).unlink()
-    with pytest.raises(FormatError, match=r"belongs to another store .* delete it"):
+    with pytest.raises(FormatError, match=r"belongs to another store.* delete it"):
         open_rank(place(devices), 0, Counters())
     assert (devices[1] / "rank0.data").read_bytes() == before
     for device in devices:
@@ -331,9 +346,47 @@ def test_a_flipped_byte_in_the_manifest_is_refused(
         spoiled[position] ^= 1 << position % 7
         path.write_bytes(spoiled)
         with pytest.raises(FormatError, match=str(path)):
-            open_rank(place(devices), 0, Counters())
+            open_rank(place(devices, recover="strict"), 0, Counters())
     path.write_bytes(data)
     close(open_rank(place(devices), 0, Counters()))
+
+
+@pytest.mark.parametrize("first", ["rank", "index"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
+def test_a_damaged_manifest_is_restored_from_its_copy(
+    tmp_devices: Callable[[int], list[Path]],
+    opened: Opened,
+    caplog: pytest.LogCaptureFixture,
+    first: str,
+    damage: str,
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 7)
+    index.close()
+    path = devices[0] / NAME
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        changed = whole.replace(b'"opened": 1', b'"opened": 7')
+        path.write_bytes(whole[:99] if damage == "cut" else changed)
+    where = place(devices)
+    if first == "rank":
+        close(opened(where))
+    index, _ = open_index(where)
+    assert found(index, keys) == set(keys)
+    assert where.counters.total("manifest_restores") == 1
+    assert sum(f"{path}" in m and "restored from its copy" in m for m in caplog.messages) == 1
+    restored = Manifest.load(devices[0])
+    assert restored is not None
+    assert (restored.store, restored.opened) == (json.loads(whole)["store"], 2)
+    index.close()
+    for name in (NAME, COPY):
+        (devices[0] / name).write_bytes(b"{")
+    with pytest.raises(FormatError, match=f"{devices[0] / COPY} is damaged"):
+        open_index(place(devices))
 
 
 def test_what_a_start_does_with_a_damaged_journal(
@@ -534,3 +587,202 @@ def test_the_geometry_must_be_that_of_the_options(tmp_path: Path) -> None:
     config = SSDKVConfig.from_extra_config({"devices": [tmp_path], "encryption": option})
     with pytest.raises(ValueError, match="encrypted slots: False"):
         StorePlace(config, PAGED, MODEL, 1)
+
+
+# ---- several drives, coming and going ----
+
+
+def widths(index: SlotIndex, restriper: Any) -> set[frozenset[int]]:  # noqa: ANN401
+    """Sets of devices that slots are striped over."""
+    return {frozenset(s.lanes) for s in restriper.placement.segments if s.slots}
+
+
+def test_the_order_of_devices_and_their_paths_do_not_matter(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, index.num_slots)
+    before = restriper.placement
+    index.close()
+    where = {s: before.extents(array([s]), 0, PAGED.slot_bytes) for s in (0, 1, 2)}
+    moved = devices[2].with_name("elsewhere")
+    devices[2].rename(moved)
+    turned = [moved, devices[1], devices[0]]
+    with caplog.at_level(logging.INFO):
+        counters = Counters()
+        close(opened(place(turned), counters=counters))
+        index, restriper = open_index(place(turned))
+    assert f"device {devices[2]} is at {moved} now" in caplog.text
+    assert all(counters.total("device_lost", device=str(d)) == 0 for d in turned)
+    assert found(index, keys) == set(keys)
+    for slot, old in where.items():
+        new = restriper.placement.extents(array([slot]), 0, PAGED.slot_bytes)
+        assert (2 - new.device).tolist() == old.device.tolist()
+        assert new.offset.tolist() == old.offset.tolist()
+    assert not restriper._stale
+    index.close()
+
+
+def test_two_devices_that_change_places(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """By path alone each would be taken for the other."""
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 20)
+    index.close()
+    spare = devices[1].with_name("spare")
+    devices[1].rename(spare)
+    devices[2].rename(devices[1])
+    spare.rename(devices[2])
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    assert found(index, keys) == set(keys)
+    assert not restriper._stale
+    index.close()
+
+
+def test_a_removed_device_costs_what_touched_it_and_comes_back(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, index.num_slots // 2)
+    placement, total = restriper.placement, index.num_slots
+    touched = {s for s in keys if placement.touches(2, array([s]))[0]}
+    assert 0 < len(touched) < len(keys)
+    index.close()
+
+    store = opened(place(devices[:2]))
+    assert [d.path.parent for d in store.devices] == devices[:2]
+    index, restriper = open_index(place(devices[:2]))
+    assert f"device {devices[2]} is not among the devices any more" in caplog.text
+    assert found(index, keys) == set(keys) - touched
+    assert frozenset({0, 1}) in widths(index, restriper)  # what held nothing
+    assert 0.6 * total < restriper.placement.slots < total
+    new = fill(index, 5)
+    index.close()
+    close(store)
+
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        close(opened(place(devices)))
+        index, restriper = open_index(place(devices))
+    assert f"device {devices[2]} is back" in caplog.text
+    assert found(index, new) == set(new)
+    assert found(index, keys) == set(keys) - touched - set(new)
+    gauges = index.gauges()
+    assert gauges["free"] + gauges["ready"] > 0.8 * total
+    index.close()
+
+
+def test_an_added_device_adds_its_room_and_loses_nothing(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices[:2])))
+    index, restriper = open_index(place(devices[:2]))
+    total = index.num_slots
+    keys = fill(index, total // 2)
+    index.close()
+    with caplog.at_level(logging.INFO):
+        close(opened(place(devices)))
+        index, restriper = open_index(place(devices))
+    assert f"device {devices[2]} is added" in caplog.text
+    assert found(index, keys) == set(keys)
+    assert {frozenset({0, 1}), frozenset({0, 1, 2})} <= widths(index, restriper)
+    gauges = index.gauges()
+    assert gauges["ready"] + gauges["free"] == restriper.placement.slots > total
+    assert max(used(devices)) <= CAPACITY
+    # Slots handed out now use all three; those of the old kind come last.
+    slots = index.allocate(5)
+    new = [restriper.placement.touches(d, slots) for d in range(3)]
+    assert new[2].any()
+    index.close()
+    # Opened once more, nothing changes.
+    before = restriper.placement.segments
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    assert restriper.placement.segments == before
+    assert found(index, keys) == set(keys)
+    index.close()
+
+
+def test_a_device_that_is_gone_does_not_keep_the_store_from_starting(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root,) = tmp_devices(1)
+    devices = [root / "a", root / "b", root / "mnt" / "c"]
+    for device in devices:
+        device.mkdir(parents=True)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    placement, keys = restriper.placement, fill(index, 30)
+    index.close()
+    (root / "mnt").rename(root / "pulled")
+    counters = Counters()
+    store = opened(place(devices), counters=counters)
+    assert len(store.devices) == 2
+    assert counters.total("device_lost", device=str(devices[2])) == 1
+    assert f"device {devices[2]} does not exist" in caplog.text
+    index, _ = open_index(place(devices))
+    assert found(index, keys) == {s for s in keys if not placement.touches(2, array([s]))[0]}
+    index.close()
+    close(store)
+    (root / "pulled").rename(root / "mnt")
+    assert len(opened(place(devices)).devices) == 3
+
+
+def test_the_processes_of_one_engine_see_the_same_devices(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """A drive that appears after the first of them looked is used after the next start."""
+    (root,) = tmp_devices(1)
+    devices = [root / "a", root / "mnt" / "b"]
+    for device in devices:
+        device.mkdir(parents=True)
+    close(opened(place(devices, run="one")))
+    (root / "mnt").rename(root / "away")
+    first = opened(place(devices, tp_size=1, run="two"))
+    (root / "away").rename(root / "mnt")
+    index, restriper = open_index(place(devices, run="two"))
+    assert len(first.devices) == 1
+    assert frozenset({0}) in widths(index, restriper)
+    every = np.arange(index.num_slots, dtype=np.int64)
+    assert index.gauges()["lost"] >= restriper.placement.touches(1, every).sum() > 0
+    index.close()
+    close(first)
+    assert len(opened(place(devices, run="three")).devices) == 2
+
+
+def test_copies_of_a_drive_are_refused(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices[:1])))
+    shutil.copy(devices[0] / "rank0.data", devices[1] / "rank0.data")
+    with pytest.raises(DeviceError, match=f"{devices[0]} and {devices[1]} hold copies"):
+        open_rank(place(devices), 0, Counters())
+
+
+def test_other_weights_change_new_slots_only(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, index.num_slots // 2)
+    index.close()
+    heavy = [
+        {"path": d, "capacity": CAPACITY, "weight": w} for d, w in zip(devices, (3, 1), strict=True)
+    ]
+    close(opened(place(devices, devices=heavy)))
+    index, restriper = open_index(place(devices, devices=heavy))
+    assert found(index, keys) == set(keys)
+    shares = {s.lanes.count(1) / len(s.lanes) for s in restriper.placement.segments}
+    assert {0.25, 0.5} <= shares
+    index.close()

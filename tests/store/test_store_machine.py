@@ -86,7 +86,7 @@ class Store:
             path.mkdir(exist_ok=True)
         options: dict[str, object] = {
             "mode": "page",
-            "devices": [{"path": str(path), "capacity": "16MiB"} for path in devices],
+            "devices": [{"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices],
             "state_dir": str(root / "state"),
             "dram_gib": "40MiB",
             "io": {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(self.control)},
@@ -100,7 +100,8 @@ class Store:
         self.place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.counters = Counters()
         self.opened = open_rank(self.place, 0, self.counters)
-        self.index, self.stripes = open_index(self.place)
+        self.index, self.restriper = open_index(self.place)
+        self.restripe()
         self.hbm: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self.tiers = TieredStore(
             self.opened.files,
@@ -127,7 +128,10 @@ class Store:
         durable, failed = self.tiers.take_write_results()
         for device in self.opened.files.health.take_news():
             slots = np.arange(self.index.num_slots, dtype=np.int64)
-            self.index.quarantine(slots[self.stripes.touches(device, slots)])
+            self.index.quarantine(slots[self.restriper.placement.touches(device, slots)])
+            weights = list(self.restriper.weights)
+            weights[device] = 0.0
+            self.restriper.reweigh(weights)
         for slot, epoch in durable:
             if self.index.epoch(slot) == epoch:
                 self.index.durable(slot)
@@ -139,6 +143,13 @@ class Store:
             self.index.unpin(np.array([slot], dtype=np.int64))
             if (slot, self.index.epoch(slot)) in failed:
                 self.tiers.discard(np.array([slot], dtype=np.int64))
+
+    def restripe(self) -> None:
+        """What a step of the scheduler begins with."""
+        self.restriper.step()
+        segments = self.restriper.take_segments()
+        if segments is not None:
+            self.opened.files.placement.change(segments)
 
     def settle(self) -> None:
         """Every write is reported."""
@@ -152,6 +163,7 @@ class Store:
 
     def store(self, names: Sequence[int]) -> None:
         """Store blocks as a step does; those that find no slot or frame are skipped."""
+        self.restripe()
         for name in names:
             try:
                 slots = self.index.allocate(1)
@@ -242,6 +254,7 @@ class Store:
         self.settle()
         self.tiers.close()
         self.opened.close()
+        assert self.restriper.close()
         assert self.index.close()
 
 
@@ -362,7 +375,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.damaged = True
         for name in self.some(picks):
             slot = self.store.index.lookup([key_of(name)])
-            extent = self.store.stripes.extents(slot, at // PAGE_ALIGN * PAGE_ALIGN, PAGE_ALIGN)
+            extent = self.store.restriper.placement.extents(
+                slot, at // PAGE_ALIGN * PAGE_ALIGN, PAGE_ALIGN
+            )
             path = self.root / f"ssd{int(extent.device[0])}" / "rank0.data"
             with path.open("r+b") as file:
                 file.seek(int(extent.offset[0]) + at % PAGE_ALIGN)

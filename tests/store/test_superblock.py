@@ -20,9 +20,6 @@ BLOCK = Superblock(
     store=UUID(int=1),
     device=UUID(int=2),
     rank=1,
-    device_index=2,
-    devices=3,
-    lanes=(0, 1, 2, 0),
     unit_bytes=524288,
     epoch=6,
     geometry=SlotGeometry("paged", 2, 3, 1, 8192),
@@ -40,7 +37,6 @@ def refreshed(block: bytearray) -> bytes:
     store=st.uuids(),
     device=st.uuids(),
     rank=st.integers(0, 2**32 - 1),
-    lanes=st.lists(st.integers(0, 65535), max_size=200).map(tuple),
     epoch=st.integers(0, 2**64 - 1),
     kind=st.sampled_from(["opaque", "paged"]),
     fields=st.dictionaries(st.text(max_size=8), st.integers(), max_size=8),
@@ -50,7 +46,6 @@ def test_round_trip(
     store: UUID,
     device: UUID,
     rank: int,
-    lanes: tuple[int, ...],
     epoch: int,
     kind: str,
     fields: dict[str, str | int],
@@ -58,7 +53,7 @@ def test_round_trip(
 ) -> None:
     shape = SlotGeometry(kind, 5, 1, 1, 12345, any(key_id))  # type: ignore[arg-type]  # sampled
     model = Fingerprint(fields)
-    block = Superblock(store, device, rank, 4, 9, lanes, 4096, epoch, shape, model, key_id)
+    block = Superblock(store, device, rank, 4096, epoch, shape, model, key_id)
     data = block.encode()
     assert len(data) == BLOCK_BYTES
     assert Superblock.decode(data) == block
@@ -90,22 +85,20 @@ def test_well_summed_nonsense_is_refused() -> None:
         Superblock.decode(refreshed(data))
     for field, value in (
         ("kind", 7),
-        ("lane count", 2**32 - 1),
+        ("text_bytes", 2**32 - 1),
         ("layers", 0),
         ("cipher", 2),
     ):
         data = bytearray(BLOCK.encode())
-        at = {"lane count": 60, "kind": 72, "layers": 76, "cipher": 120}[field]
+        at = {"text_bytes": 116, "kind": 72, "layers": 76, "cipher": 120}[field]
         data[at : at + 4] = value.to_bytes(4, "little")
         with pytest.raises(FormatError, match=field):
             Superblock.decode(refreshed(data))
 
 
 def test_encoding_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="does not fit"):
         replace(BLOCK, fingerprint=Fingerprint({"x": "y" * 4000})).encode()
-    with pytest.raises(ValueError, match="do not fit"):
-        replace(BLOCK, lanes=(0,) * 2000).encode()
     with pytest.raises(ValueError, match="superblock"):
         replace(BLOCK, rank=-1).encode()
 
@@ -147,9 +140,6 @@ def test_requirements_name_what_differs() -> None:
         ("store", UUID(int=9)),
         ("device", UUID(int=9)),
         ("rank", 0),
-        ("device_index", 0),
-        ("devices", 9),
-        ("lanes", (0,)),
         ("unit_bytes", 4096),
         ("geometry", SlotGeometry("opaque", 2, 1, 1, 8192)),
         ("geometry", replace(BLOCK.geometry, encrypted=True)),

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.store.conftest import OPAQUE, PATIENCE_S, MakeStore, StoreRig, array, until
+from tests.store.conftest import OPAQUE, PATIENCE_S, MakeStore, StoreRig, array, striped, until
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store import trim
 from vllm_ssdkv.store.device import OpenDevice, open_device
-from vllm_ssdkv.store.layout import StripeMap
 from vllm_ssdkv.store.trim import BYTES_PER_SECOND, SlotTrimmer, _joined, trim_new
 from vllm_ssdkv.store.writer import SlotWriter
 
@@ -35,7 +34,7 @@ class Rig:
         self.now = 50.0
         self.trimmed: Trimmed = []
         self.counters = Counters()
-        self.stripes = StripeMap(OPAQUE, [1.0] * devices)
+        self.placement = striped(OPAQUE, [1.0] * devices, SLOTS)
         self.refuse: set[int] = set()
         opened = [
             OpenDevice(Path(f"/{i}"), 100 + i, 1 << 30, True, True, False) for i in range(devices)
@@ -43,7 +42,7 @@ class Rig:
         self.trimmer = SlotTrimmer(
             opened,
             [f"/{i}" for i in range(devices)],
-            self.stripes,
+            self.placement,
             SLOTS,
             self.counters,
             discard=self.discard,
@@ -57,7 +56,7 @@ class Rig:
 
     def pieces(self, slots: list[int]) -> set[tuple[int, int]]:
         """Device and offset of every 4 KiB of these slots."""
-        extents = self.stripes.extents(array(slots), 0, OPAQUE.slot_bytes)
+        extents = self.placement.extents(array(slots), 0, OPAQUE.slot_bytes)
         return {
             (int(d), at)
             for d, o, n in zip(extents.device, extents.offset, extents.length, strict=True)
@@ -137,7 +136,7 @@ def test_files_keep_their_space(tmp_path: Path) -> None:
     file.write_bytes(bytes(MIB))
     with file.open("r+b") as stream:
         device = OpenDevice(file, stream.fileno(), MIB, False, True, False)
-        trimmer = SlotTrimmer([device], ["x"], StripeMap(OPAQUE, [1.0]), SLOTS, Counters())
+        trimmer = SlotTrimmer([device], ["x"], striped(OPAQUE, [1.0], SLOTS), SLOTS, Counters())
         trimmer.add(np.arange(10))
         assert trimmer.wait_s() is None
 

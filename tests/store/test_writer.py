@@ -58,7 +58,7 @@ def state_of(rig: StoreRig, slot: int) -> FrameState | None:
 def on_disk(rig: StoreRig, slot: int) -> np.ndarray:
     """A slot's bytes, read past the engine."""
     geometry, image = rig.geometry, bytearray()
-    extents = rig.files.stripes.extents(array([slot]), 0, geometry.slot_bytes)
+    extents = rig.files.placement.extents(array([slot]), 0, geometry.slot_bytes)
     for device, offset, length in zip(extents.device, extents.offset, extents.length, strict=True):
         with open(rig.devices[int(device)].path, "rb") as file:
             file.seek(int(offset))

@@ -76,9 +76,10 @@ def _rows(
 def _on_this_machine(config: SSDKVConfig) -> list[tuple[str, str]]:
     paths = config.device_paths(_MODEL_KEY)
     capacities = config.device_capacities(_MODEL_KEY)
-    weights = config.device_weights()
+    given = config.device_weights()
+    weights = [f"{w:g}" for w in given] if given else ["measured at start"] * len(paths)
     rows = [
-        (f"device {path}", f"{format_size(capacity // 2**20 * 2**20)}, weight {weight:g}")
+        (f"device {path}", f"{format_size(capacity // 2**20 * 2**20)}, weight {weight}")
         for path, capacity, weight in zip(paths, capacities, weights, strict=True)
     ]
     rows.append(("state directory", str(config.state_path(_MODEL_KEY))))

@@ -127,7 +127,8 @@ class DemoPlan:
         capacity = ceil(1.5 * content / len(self.stores)) + _JOURNAL_ROOM
         return {
             "mode": "page",
-            "devices": [{"path": path, "capacity": capacity} for path in self.stores],
+            # All on one disk, so there is nothing to measure.
+            "devices": [{"path": path, "capacity": capacity, "weight": 1} for path in self.stores],
             "dram_gib": f"{self.dram_bytes}B",
             "hbm_window_tokens": WINDOW_TOKENS,
             "io": {"staging": _STAGING},

@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_ssdkv.store.placement import Segment
+
 SlotArray = NDArray[np.int64]
 
 PROBE = "ssdkv probe"
@@ -130,6 +132,8 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Requests whose contexts the worker drops, before the deltas above are applied."""
     discard: list[int] = field(default_factory=list)
     """Slots whose frames are worthless: dropped, or never to be committed."""
+    segments: tuple[Segment, ...] | None = None
+    """Where the slots of this and later plans are; None: as before."""
     trim: SlotArray | None = None
     """Slots that hold nothing any more, after many were dropped at once."""
     timed: bool = False
@@ -149,6 +153,8 @@ class RankReport:
     poisoned: list[str] = field(default_factory=list)
     """Requests whose context could not be read this step; they must be computed again."""
     lost_devices: list[int] = field(default_factory=list)
+    speeds: list[tuple[int, float]] = field(default_factory=list)
+    """Devices, and the share of its weight that each of them is worth from now on."""
     loads: list[LoadTime] = field(default_factory=list)
     """Loads that ended."""
     steps: list[tuple[int, float]] = field(default_factory=list)
@@ -167,6 +173,7 @@ class RankReport:
             or self.bad
             or self.poisoned
             or self.lost_devices
+            or self.speeds
             or self.loads
             or self.steps
             or self.written

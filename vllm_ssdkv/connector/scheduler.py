@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.device_shares import DeviceShares
 from vllm_ssdkv.connector.failed_loads import FailedLoads
 from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
@@ -29,13 +30,13 @@ from vllm_ssdkv.connector.messages import (
     Save,
     SSDKVMetadata,
 )
-from vllm_ssdkv.connector.recomputations import MAX_RECOMPUTATIONS, Recomputations
+from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
-from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.restripe import Restriper
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -52,7 +53,7 @@ class SSDKVScheduler:
         self,
         config: SSDKVConfig,
         index: SlotIndex,
-        stripes: StripeMap,
+        restriper: Restriper,
         device_paths: Sequence[str],
         block_tokens: int,
         max_model_len: int,
@@ -66,8 +67,9 @@ class SSDKVScheduler:
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
-        self._stripes = stripes
-        self._device_paths = tuple(device_paths)
+        self._restriper = restriper
+        self._shares = DeviceShares(restriper, device_paths)
+        self._recomputations = Recomputations(counters)
         self._block = block_tokens
         self._max_tokens = max_model_len
         self._ranks = ranks
@@ -80,9 +82,6 @@ class SSDKVScheduler:
         self._requests: dict[str, RequestState] = {}
         self._step = 0
         self._hbm: KVCacheManager | None = None
-        self._manager: TieredManager | None = None
-        self._lost: set[int] = set()
-        self._recomputations = Recomputations()
         # What the next plan carries.
         self._loads: list[Load] = []
         self._contexts: list[ContextDelta] = []
@@ -106,7 +105,7 @@ class SSDKVScheduler:
         self._hbm = hbm
         for manager in hbm.coordinator.single_type_managers:
             if isinstance(manager, TieredManager):
-                self._manager = manager
+                self._recomputations.manager = manager
 
     # ---- admission ----
 
@@ -148,26 +147,26 @@ class SSDKVScheduler:
         return int(tokens) // self._block + 1
 
     def _can_admit(self, request: Request) -> bool:
-        if self._recomputations.too_many(request.request_id):
+        if self._recomputations.too_often(request.request_id):
             raise StoreFailedError(
-                f"the context of request {request.request_id} was lost "
-                f"{MAX_RECOMPUTATIONS} times in a row; devices out of use: {self._lost_paths()}"
+                f"the context of request {request.request_id} was lost {MAX_RECOMPUTATIONS} times "
+                f"in a row; devices out of use: {self._shares.lost_paths()}"
             )
         needed = self._blocks_needed(request)
         if self._index.available() >= needed:
             return True
+        self._restriper.step()
+        if self._restriper.under_way:
+            return False
         in_use = any(state.reserved or state.slots for state in self._requests.values())
         # Slots that are being written or loaded are free again soon.
         if not (in_use or self._writing or self._loading):
             raise StoreFailedError(
                 f"request {request.request_id} needs {needed} slots, {self._index.available()} "
-                f"can be had; devices out of use: {self._lost_paths()}. Replace them and restart, "
-                "or raise their capacity"
+                f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "
+                "restart, or raise their capacity"
             )
         return False
-
-    def _lost_paths(self) -> str:
-        return ", ".join(self._device_paths[d] for d in sorted(self._lost)) or "none"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has allocated HBM blocks; ``external`` tokens are to come from the store."""
@@ -226,6 +225,7 @@ class SSDKVScheduler:
     def plan(self, output: SchedulerOutput) -> SSDKVMetadata:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
+        self._restriper.step()
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None and state.born < self._step:
@@ -256,6 +256,7 @@ class SSDKVScheduler:
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
+        plan.segments = self._restriper.take_segments()
         plan.trim, self._trim = self._trim, None
         return plan
 
@@ -305,7 +306,7 @@ class SSDKVScheduler:
                 try:
                     slot = int(self._index.allocate(1, reserved=reserved)[0])
                 except StoreFullError:  # as when a lost device took reserved slots with it
-                    self._send_back(state.request_id)
+                    self._recomputations.send_back(state)
                     break
                 self._index.pin(np.array([slot], dtype=np.int64))
                 self._held[slot] = self._index.epoch(slot)
@@ -407,6 +408,7 @@ class SSDKVScheduler:
                 received = [*received, PROBE]
             for device in report.lost_devices:
                 self._lose_device(device)
+            self._shares.value(rank, report.speeds)
             for slot, epoch in report.durable:
                 if self._last_rank_done(slot, epoch):
                     written.append(slot)
@@ -419,8 +421,10 @@ class SSDKVScheduler:
                 if epoch in (-1, self._index.epoch(slot)):
                     self._drop(slot, "read_error")
             for request_id in report.poisoned:
-                self._disown_steps(request_id)
-                self._send_back(request_id)
+                state = self._requests.get(request_id)
+                if state is not None:
+                    self._recomputations.disown_steps(state)
+                    self._recomputations.send_back(state)
         self._all_ranks_done(written)
         for request_id in received:
             slots = self._loading.pop(request_id, None)
@@ -468,7 +472,7 @@ class SSDKVScheduler:
         if slot in self._in_contexts and self._index.epoch(slot) == epoch:
             for state in self._requests.values():
                 if slot in state.slots:
-                    self._send_back(state.request_id)
+                    self._recomputations.send_back(state)
 
     def _drop(self, slot: int, cause: str) -> None:
         # Several ranks, or a load and the scrub, may tell of the same slot.
@@ -483,38 +487,17 @@ class SSDKVScheduler:
         self._discard.extend(slot for slot in slots if self._index.state(slot) in gone)
 
     def _lose_device(self, device: int) -> None:
-        if device in self._lost:
+        if not self._shares.lose(device):
             return
-        self._lost.add(device)
         everything = np.arange(self._index.num_slots, dtype=np.int64)
-        dropped = self._index.quarantine(everything[self._stripes.touches(device, everything)])
+        touched = self._restriper.placement.touches(device, everything)
+        dropped = self._index.quarantine(everything[touched])
+        self._shares.reweigh()
+        self._restriper.step()
         self.counters.add("slots_dropped", dropped, cause="device_lost")
         logger.error(
-            "ssdkv: %d stored blocks on %s are out of reach", dropped, self._device_paths[device]
+            "ssdkv: %d stored blocks on %s are out of reach", dropped, self._shares.paths[device]
         )
-
-    def _disown_steps(self, request_id: str) -> None:
-        """Have vLLM drop what a request samples in steps that are under way.
-
-        They attend to what could not be read, as the step did that told of it. vLLM recognises
-        that one by an invalid block, but not the next, which it has scheduled already on a GPU.
-        This is the mark that it sets itself when it preempts a request.
-        """
-        state = self._requests.get(request_id)
-        if state is not None and state.running:
-            state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
-            state.request.drop_stale_output = True
-
-    def _send_back(self, request_id: str) -> None:
-        """Have vLLM preempt a request, so that it starts again from what the store still has."""
-        state = self._requests.get(request_id)
-        if self._manager is None or state is None or not state.running:
-            return
-        if request_id not in self._manager.send_back:
-            reached = state.request.num_tokens + len(state.slots)
-            self._recomputations.lost(request_id, reached)
-            self.counters.add("recomputed_requests", 1, cause="context")
-        self._manager.send_back.add(request_id)
 
     # ---- the end of a request ----
 
@@ -575,11 +558,16 @@ class SSDKVScheduler:
 
     def update_gauges(self) -> None:
         """Refresh the gauges that this process owns."""
+        weights = self._restriper.weights
+        for path, weight in zip(self._shares.paths, weights, strict=True):
+            share = weight / sum(weights) if weight else 0.0
+            self.counters.set("device_share", share, device=path)
         self._choice.update_gauges()
-        self._policy.update_gauges(self._device_paths)
+        self._policy.update_gauges(self._shares.paths)
         self._index_metrics.update()
 
     def close(self) -> None:
-        """Make the journal durable, and the count of what was written."""
+        """Make journal, manifest and the count of what was written durable."""
+        self._restriper.close()
         self._index.close()
         self._policy.close()

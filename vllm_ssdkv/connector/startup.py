@@ -21,8 +21,8 @@ from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import StripeMap
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.wear import WearLedger
 
 if TYPE_CHECKING:
@@ -49,8 +49,12 @@ def _identify(
     identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     parallel = vllm_config.parallel_config
     replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
+    # The engine's id may be one that the user gave it, for ever.
+    run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
     model = str(vllm_config.model_config.model)
-    place = StorePlace(config, layout.geometry, identity, layout.tp_size, replica, model)
+    place = StorePlace(
+        config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run
+    )
     return _Identity(layout, identity, place)
 
 
@@ -79,7 +83,7 @@ def open_worker(
     found = _identify(config, vllm_config, kv_cache_config)
     _check_backend(config, vllm_config, kv_cache_config)
     rank = int(get_tensor_model_parallel_rank())
-    counters = Counters()
+    counters = found.place.counters
     opened = open_rank(found.place, rank, counters)
     counters.set(
         "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
@@ -104,13 +108,13 @@ def open_scheduler(
         # vLLM reads the policy after this constructor. Its default ends requests whose load
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
-    index, stripes = open_index(found.place)
-    counters = Counters()
+    counters = found.place.counters
+    index, restriper = open_index(found.place, counters)
     scheduler = SSDKVScheduler(
         config,
         index,
-        stripes,
-        found.place.paths,
+        restriper,
+        [device.path for device in found.place.stored().devices],
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
         found.layout.tp_size,
@@ -123,15 +127,17 @@ def open_scheduler(
             ranks=found.layout.tp_size,
             counters=counters,
         ),
-        _write_policy(config, found, stripes, index.num_slots, counters),
+        _write_policy(config, found, restriper.placement, index.num_slots, counters),
         found.place.name_key(),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
-    if config.mode == "page" and index.num_slots < longest:
+    gauges = index.gauges()
+    slots = gauges["free"] + gauges["ready"]
+    if config.mode == "page" and slots < longest:
         scheduler.close()
         needed = found.place.capacity_for(longest)
         raise ConfigError(
-            f"the store has {index.num_slots} slots of {found.layout.block_tokens} tokens, a "
+            f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "
             f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
             f"raise the capacity of the devices to {format_size(needed)} in all, or lower "
             "--max-model-len"
@@ -140,13 +146,18 @@ def open_scheduler(
 
 
 def _write_policy(
-    config: SSDKVConfig, found: _Identity, stripes: StripeMap, num_slots: int, counters: Counters
+    config: SSDKVConfig,
+    found: _Identity,
+    placement: Placement,
+    num_slots: int,
+    counters: Counters,
 ) -> WritePolicy:
     manifest = found.place.stored()
     # A data file that was not made yet has no UUID: its path names it until the next start.
     names = [device.files[0] or device.path for device in manifest.devices]
     ranks = found.layout.tp_size
-    share = [ranks * stripes.device_bytes(d, num_slots) / num_slots for d in range(stripes.devices)]
+    bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
+    share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
     wear = WearLedger(found.place.state, names, counters)
     return WritePolicy(config, wear, share, num_slots, counters)
 

@@ -112,7 +112,7 @@ class SSDKVWorker:
             return None
         files, opened = self._opened.files, self._opened
         return SlotTrimmer(
-            opened.devices, files.health.paths, files.stripes, opened.num_slots, self.counters
+            opened.devices, files.health.paths, files.placement, opened.num_slots, self.counters
         )
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
@@ -125,6 +125,8 @@ class SSDKVWorker:
     def begin(self, plan: SSDKVMetadata) -> None:
         """Before the forward pass: contexts are brought up to date and their reads started."""
         store = self.store
+        if plan.segments is not None:
+            store.files.placement.change(plan.segments)
         self._attending = bool(plan.rows)
         for request_id in plan.forget:
             store.drop_context(request_id)
@@ -227,6 +229,7 @@ class SSDKVWorker:
         self._report_writes()
         self._report.bad.extend(self._store.take_scrubbed())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
+        self._report.speeds.extend(self._opened.files.speed.take_news())
         self._watch_devices()
 
     def _report_writes(self) -> None:

@@ -178,7 +178,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
             "header_bytes": geometry.header_bytes,
             "slot_bytes": geometry.slot_bytes,
         },
-        stripe_unit_bytes=store.stripes.unit_bytes,
+        stripe_unit_bytes=store.manifest.geometry.unit_bytes,
         fingerprint=dict(manifest.fingerprint),
         devices=tuple(_device(store, number) for number in range(len(store.paths))),
         journal_bytes=journal.nbytes,

@@ -13,7 +13,7 @@ from typing import Protocol
 from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.store.device import OpenDevice
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,23 @@ def read_superblock(device: OpenDevice) -> Superblock | None:
         for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
             _warn_of_damage(device, offset, copy)
     return found
+
+
+def peek_superblock(path: Path) -> Superblock | None:
+    """As :func:`read_superblock`, of a file or block device that is neither open nor locked.
+
+    Raises:
+        FormatError: there is data, but no valid superblock.
+        OSError: it cannot be opened or read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        return newest([os.pread(fd, BLOCK_BYTES, at) for at in COPY_OFFSETS], str(path))
+    finally:
+        os.close(fd)
 
 
 def _warn_of_damage(device: OpenDevice, offset: int, copy: bytes) -> None:
@@ -95,9 +112,7 @@ def claim(
     *,
     store: uuid.UUID,
     known: str,
-    index: int,
     rank: int,
-    stripes: StripeMap,
     geometry: SlotGeometry,
     fingerprint: Fingerprint,
     key_id: bytes,
@@ -125,10 +140,7 @@ def claim(
         store=store,
         device=mine,
         rank=rank,
-        device_index=index,
-        devices=stripes.devices,
-        lanes=stripes.lanes,
-        unit_bytes=stripes.unit_bytes,
+        unit_bytes=geometry.unit_bytes,
         epoch=1 if found is None else found.epoch + 1,
         geometry=geometry,
         fingerprint=fingerprint,

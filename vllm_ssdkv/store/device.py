@@ -90,7 +90,7 @@ def open_device(
     what = f"device {index} ({place})"
     mode = _mode_of(place, what)
     if mode is None:
-        _make_directory(place, what)
+        make_directory(place, what)
     elif stat.S_ISREG(mode):
         raise DeviceError(f"{what} is a file; name the directory that shall hold the data")
     elif stat.S_ISBLK(mode):
@@ -102,7 +102,12 @@ def open_device(
         return _open_block_device(place, what, nbytes, direct, lock_timeout_s)
     elif not stat.S_ISDIR(mode):
         raise DeviceError(f"{what} is neither a directory nor a block device")
-    return _open_data_file(place / f"rank{rank}.data", what, nbytes, direct, lock_timeout_s)
+    return _open_data_file(data_file_path(place, rank), what, nbytes, direct, lock_timeout_s)
+
+
+def data_file_path(directory: Path, rank: int) -> Path:
+    """The data file of a rank on a device that is a directory."""
+    return directory / f"rank{rank}.data"
 
 
 def _mode_of(path: Path, what: str) -> int | None:
@@ -114,7 +119,12 @@ def _mode_of(path: Path, what: str) -> int | None:
         raise DeviceError(f"{what} cannot be looked at: {error}") from error
 
 
-def _make_directory(path: Path, what: str) -> None:
+def make_directory(path: Path, what: str) -> None:
+    """Make the directory of a device unless it is there; its parent must be.
+
+    Raises:
+        DeviceError: it cannot be made; the text says what to do.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:

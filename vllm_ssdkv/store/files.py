@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.protocol import PENDING, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
-from vllm_ssdkv.store.layout import Extents, SlotGeometry, StripeMap
+from vllm_ssdkv.store.layout import Extents, SlotGeometry
+from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.sealer import Sealer
+from vllm_ssdkv.store.speed import BatchWatch, DeviceSpeed
 
 GROUP = 64
 """Most whole slots per submission."""
@@ -20,18 +22,23 @@ GROUP = 64
 GROUP_BYTES = 64 * 1024 * 1024
 """Most bytes of whole slots per submission: what is queued must end well before the deadline."""
 
+_FIRST_LOOK_S = 0.001
+"""How soon a waiting batch looks which devices have done their part; then in growing intervals."""
+
 _LOOK_S = 0.1
 """How often a waiting batch looks whether the devices it waits for were given up meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotFiles:
-    """Slots on the devices of one rank. Immutable; its methods may be called from any thread."""
+    """Slots on the devices of one rank. Only the placement ever changes, when the scheduler says so
+    (:meth:`Placement.change`). Methods may be called from any thread."""
 
     geometry: SlotGeometry
-    stripes: StripeMap
+    placement: Placement
     engine: IoEngine
     health: DeviceHealth
+    speed: DeviceSpeed
     counters: Counters
     fingerprint: bytes
     rank: int
@@ -58,7 +65,7 @@ class SlotFiles:
             length: Bytes per slot, a multiple of 4096.
             buffers: Arena offset per slot, [n].
         """
-        extents = self.stripes.extents(slots, offset, length)
+        extents = self.placement.extents(slots, offset, length)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
         sent = np.flatnonzero(~self.health.out_of_use(extents.device))
         batch = self.engine.submit(
@@ -68,8 +75,10 @@ class SlotFiles:
             extents.length[sent],
             buffers[extents.slot_index[sent]] + inside[sent],
         )
-        deadline = time.monotonic() + self.deadline_s
-        return SlotBatch(self, op, len(slots), length, extents, sent, batch, deadline)
+        now = time.monotonic()
+        watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], now)
+        deadline = now + self.deadline_s
+        return SlotBatch(self, op, len(slots), length, extents, sent, batch, watch, deadline)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +93,7 @@ class SlotBatch:
     extents: Extents
     sent: NDArray[np.int64]
     batch: Batch
+    watch: BatchWatch
     deadline: float
     """Time of the monotonic clock, counted from the submission."""
 
@@ -93,8 +103,9 @@ class SlotBatch:
         Ends early when only devices out of use are still to answer. Call it once: failures are
         counted here.
         """
-        while not self.over(_LOOK_S):
-            pass
+        pause = _FIRST_LOOK_S
+        while not self.over(pause):
+            pause = min(_LOOK_S, 1.2 * pause)
         name = "read" if self.op is Op.READ else "write"
         device, length = self.extents.device[self.sent], self.extents.length[self.sent]
         good = np.zeros(len(self.extents.device), dtype=np.bool_)
@@ -105,7 +116,10 @@ class SlotBatch:
     def over(self, timeout_s: float) -> bool:
         """Whether :meth:`wait` would return at once; blocks for ``timeout_s`` at most."""
         remaining = self.deadline - time.monotonic()
-        if self.batch.wait(max(0.0, min(timeout_s, remaining))) or remaining <= timeout_s:
+        done = self.batch.wait(max(0.0, min(timeout_s, remaining)))
+        if not self.watch.done:
+            self.watch.look(self.batch, time.monotonic())
+        if done or remaining <= timeout_s:
             return True
         return bool(self.files.health.out_of_use(self.extents.device[self._pending()]).all())
 

@@ -31,6 +31,7 @@ from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.manifest import NAME, locked
 from vllm_ssdkv.store.sealer import ChecksumSealer
 from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker
+from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.stored import (
     DataFile,
     StoredStore,
@@ -246,7 +247,7 @@ def _check_slots(this: Examination, progress: Progress) -> None:
         if len(inside):
             _check_rank(this, mine, entry, right, progress, total)
         for checked in mine:
-            on_it = this.store.stripes.touches(checked.device, entry.slots)
+            on_it = this.store.placement.touches(checked.device, entry.slots)
             checked.proven = bool((right & on_it).any())
         this.good[inside] &= right
     this.report.bad = this.report.stored - int(this.good.sum())
@@ -264,8 +265,9 @@ def _check_rank(
     paths = [str(this.store.data_path(c.device, c.rank)) for c in mine]
     # Unreadable slots are this check's business, not a reason to give a device up.
     health = DeviceHealth(paths, DEADLINE_S, Counters(), failures_to_quarantine=_NEVER)
-    stripes, rank = this.store.stripes, mine[0].rank
-    plan = BatchPlan(stripes.geometry)
+    placement, rank = this.store.placement, mine[0].rank
+    geometry = placement.geometry
+    plan = BatchPlan(geometry)
     with contextlib.ExitStack() as stack:
         arena = Arena(plan.nbytes)
         stack.callback(arena.close)
@@ -283,14 +285,15 @@ def _check_rank(
         stack.callback(engine.close, DEADLINE_S)
         digest = this.store.fingerprint.digest
         # Checksums are over the bytes on the drives: an encrypted store needs no key here.
-        sealer = ChecksumSealer(stripes.geometry, digest, rank, arena)
+        sealer = ChecksumSealer(geometry, digest, rank, arena)
+        speed = DeviceSpeed(paths, [1.0] * len(paths))
         files = SlotFiles(
-            stripes.geometry, stripes, engine, health, Counters(), digest, rank, DEADLINE_S, sealer
+            geometry, placement, engine, health, speed, Counters(), digest, rank, DEADLINE_S, sealer
         )
 
         def count(slots: int) -> None:
             this.report.checked_slots += slots
-            this.report.checked_bytes += slots * stripes.geometry.slot_bytes
+            this.report.checked_bytes += slots * geometry.slot_bytes
             progress(this.report.checked_slots, total)
 
         for verdict in SlotChecker(files, arena, plan).check(entry, count):

@@ -2,9 +2,9 @@
 
 A slot is *free*, *writing* (allocated, not yet findable), *ready* (findable by its key), *private*
 (in use, but not findable: a duplicate, or dropped while pinned) or *lost* (on a device that is out
-of service). ``publish`` makes it findable in this process; ``durable`` makes it findable after a
-restart, too. A slot is handed out again only after the journal was told that its old content is
-gone.
+of service, or a number that no slot has now). ``publish`` makes it findable in this process;
+``durable`` makes it findable after a restart, too. A slot is handed out again only after the
+journal was told that its old content is gone.
 
 **Eviction order** is LRU over ready, unpinned slots. A prefix is useless without its head, so
 slots given together (to :meth:`SlotIndex.touch` or :meth:`SlotIndex.unpin`) are taken as a chain,
@@ -302,6 +302,14 @@ class SlotIndex:
         self._table.defer(mask)
 
     # ---- numbers and ends ----
+
+    def usage(self, first: int, slots: int) -> tuple[int, int]:
+        """How many of the slots ``[first, first + slots)`` can be found, and are pinned."""
+        return self._table.usage(first, slots)
+
+    def free_now(self) -> int:
+        """Slots that are free and not deferred."""
+        return self._table.free
 
     @property
     def nbytes(self) -> int:

@@ -14,8 +14,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.lanes import lanes_for
-
 U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
@@ -138,6 +136,16 @@ class SlotGeometry:
         """Bytes of header and pages."""
         return self.header_bytes + self.pages * self.page_bytes
 
+    @property
+    def units_per_slot(self) -> int:
+        """Stripe units a slot is cut into."""
+        return -(-self.slot_bytes // (STRIPE_UNIT // self.quantum * self.quantum))
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a stripe unit; the last of a slot may be partly unused."""
+        return round_up(-(-self.slot_bytes // self.units_per_slot), self.quantum)
+
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer's first page inside the slot."""
         return self.header_bytes + layer * self.layer_bytes
@@ -173,38 +181,39 @@ class StripeMap:
     same piece of many slots spreads over all devices. ``n_lanes`` consecutive slots form a row.
     A row takes the same number of bytes on every lane, rows follow each other without gaps, and
     inside a row a device holds its units ordered by slot, then unit: one slot's share of a device
-    is one contiguous range.
+    is one contiguous range. A store has one such map per list of lanes in use; where the rows of
+    each begin on a device is told by :class:`vllm_ssdkv.store.placement.Placement`.
 
     Attributes:
         geometry: The slot's shape.
         lanes: Device of each lane.
-        devices: Number of devices.
+        devices: Number of devices; some may have no lane.
         units_per_slot: Units a slot is cut into.
         unit_bytes: Bytes of a unit, a multiple of 4096 and at most :data:`STRIPE_UNIT`, except
             that every unit of a slot has the same size, so that the last may be partly unused
             (less than one quantum per unit).
 
     Raises:
-        ValueError: as :func:`lanes_for`, or more than 65535 devices.
+        ValueError: no lanes, a lane on no device, or more than 65535 devices.
     """
 
-    def __init__(self, geometry: SlotGeometry, weights: Sequence[float]) -> None:
+    def __init__(self, geometry: SlotGeometry, lanes: Sequence[int], devices: int) -> None:
         self.geometry = geometry
-        self.lanes = lanes_for(weights)
-        self.devices = len(weights)
+        self.lanes = tuple(lanes)
+        self.devices = devices
         if self.devices > 0xFFFF:
             raise ValueError(f"{self.devices} devices; at most 65535")
-        quantum = geometry.quantum
-        largest = STRIPE_UNIT // quantum * quantum
-        self.units_per_slot = -(-geometry.slot_bytes // largest)
-        self.unit_bytes = round_up(-(-geometry.slot_bytes // self.units_per_slot), quantum)
+        if not lanes or not all(0 <= device < devices for device in lanes):
+            raise ValueError(f"lanes {list(lanes)} on {devices} devices")
+        self.units_per_slot = geometry.units_per_slot
+        self.unit_bytes = geometry.unit_bytes
 
         n, units = len(self.lanes), self.units_per_slot
-        lanes = np.asarray(self.lanes, dtype=np.int64)
+        lane_devices = np.asarray(self.lanes, dtype=np.int64)
         phase = np.arange(n, dtype=np.int64)[:, None]
         unit = np.arange(units, dtype=np.int64)[None, :]
         # [phase, unit]: the device, and the unit's place among the units of its device in the row.
-        self._device: I64 = lanes[(phase + unit) % n]
+        self._device: I64 = lane_devices[(phase + unit) % n]
         self._place: I64 = np.empty((n, units), dtype=np.int64)
         # [phase + 1, device]: units of the row's first `phase` slots on the device.
         self._before: I64 = np.zeros((n + 1, self.devices), dtype=np.int64)
@@ -284,8 +293,8 @@ class StripeMap:
         column: NDArray[np.bool_] = self._touches[:, device]
         return column[np.asarray(slots, dtype=np.int64) % len(self.lanes)]
 
-    def device_bytes(self, device: int, num_slots: int) -> int:
-        """Exact file size that slots ``[0, num_slots)`` need, superblock area included.
+    def device_units(self, device: int, num_slots: int) -> int:
+        """Units that slots ``[0, num_slots)`` take on a device.
 
         Raises:
             ValueError: there is no such device, or ``num_slots`` is negative.
@@ -294,26 +303,22 @@ class StripeMap:
         if num_slots < 0:
             raise ValueError(f"num_slots is {num_slots}")
         rows, rest = divmod(num_slots, len(self.lanes))
-        units = rows * int(self._row_units[device]) + int(self._before[rest, device])
-        return SUPERBLOCK_BYTES + units * self.unit_bytes
+        return rows * int(self._row_units[device]) + int(self._before[rest, device])
 
-    def max_slots(self, capacities: Sequence[int]) -> int:
-        """Largest ``num_slots`` for which every device's file fits its capacity (bytes each).
+    def max_slots(self, rooms: Sequence[int]) -> int:
+        """Largest ``num_slots`` whose units fit the room (units) of every device that has a lane.
 
         Raises:
-            ValueError: not one capacity per device.
+            ValueError: not one room per device.
         """
-        if len(capacities) != self.devices:
-            raise ValueError(f"{len(capacities)} capacities for {self.devices} devices")
-        units = [(c - SUPERBLOCK_BYTES) // self.unit_bytes for c in capacities]
-        if min(units) < 0:
+        if len(rooms) != self.devices:
+            raise ValueError(f"rooms of {len(rooms)} of {self.devices} devices")
+        used = np.flatnonzero(self._row_units)
+        have = np.asarray(rooms, dtype=np.int64)[used]
+        if int(have.min()) < 0:
             return 0
-        row_units: list[int] = self._row_units.tolist()
-        rows = min(have // per_row for have, per_row in zip(units, row_units, strict=True))
-        left = np.asarray(
-            [have - rows * per_row for have, per_row in zip(units, row_units, strict=True)]
-        )
-        fits = np.all(self._before <= left, axis=1)
+        rows = int((have // self._row_units[used]).min())
+        fits = np.all(self._before[:, used] <= have - rows * self._row_units[used], axis=1)
         return rows * len(self.lanes) + int(np.flatnonzero(fits)[-1])
 
     def _check_device(self, device: int) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 NAME = "store.json"
@@ -46,8 +47,12 @@ class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     path: str
     capacity: int
     weight: float
+    rate: float = 0.0
+    """Bytes per second that it was measured to read at; 0: it never was."""
     files: list[str]
     """UUID of each rank's data file; empty until the rank has made it."""
+    present: bool = True
+    """Whether the store was last opened with it."""
     fresh: list[int] = []
     """Ranks whose data file was made anew since the scheduler last opened the store."""
 
@@ -72,12 +77,19 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     groups: int
     payload_bytes: int
     tp_size: int
-    slots: int
-    """Slots of the store when a scheduler last opened it."""
     devices: list[ManifestDevice]
+    """Those that are present in the order of the options, then absent ones that hold slots."""
     key_id: str
     """Names the key that the store is encrypted with (:attr:`StoreKey.key_id`), in hexadecimal
     digits; empty for a store that is not encrypted."""
+    segments: list[Segment]
+    numbers: int
+    """Slot numbers are below this."""
+    fresh: list[int] = []
+    """First slots of segments that were made since the scheduler last opened the store."""
+    run: str = ""
+    """The engine that has arranged devices and segments: its other processes take them as they are.
+    """
     opened: int = 0
     """How often a scheduler has opened the store."""
     last_opened: int = 0
@@ -91,14 +103,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         fingerprint: Fingerprint,
         geometry: SlotGeometry,
         tp_size: int,
-        slots: int,
-        paths: Sequence[str],
-        capacities: Sequence[int],
-        weights: Sequence[float],
         model: str = "",
         key_id: bytes = b"",
     ) -> Manifest:
-        """A new store's manifest."""
+        """A new store's manifest, without devices."""
         return cls(
             store=str(uuid.uuid4()),
             model=model,
@@ -109,12 +117,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             groups=geometry.groups,
             payload_bytes=geometry.payload_bytes,
             tp_size=tp_size,
-            slots=slots,
             key_id=key_id.hex(),
-            devices=[
-                ManifestDevice(path=path, capacity=capacity, weight=weight, files=[""] * tp_size)
-                for path, capacity, weight in zip(paths, capacities, weights, strict=True)
-            ],
+            devices=[],
+            segments=[],
+            numbers=0,
         )
 
     @property
@@ -177,12 +183,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def _check_values(self) -> None:
         """Raise ValueError, naming the field, for what no release writes."""
         uuid.UUID(self.store)
-        positive = {"tp_size": self.tp_size, "slots": self.slots}
+        positive = {"tp_size": self.tp_size, "numbers": self.numbers}
         for i, device in enumerate(self.devices):
             where = f"devices[{i}]"
             positive |= {f"{where}.capacity": device.capacity}
             if not (isfinite(device.weight) and device.weight > 0):
                 raise ValueError(f"{where}.weight is {device.weight}")
+            if not (isfinite(device.rate) and device.rate >= 0):
+                raise ValueError(f"{where}.rate is {device.rate}")
             if len(device.files) != self.tp_size:
                 raise ValueError(f"{where}.files has {len(device.files)} entries")
             for file in device.files:
@@ -199,6 +207,18 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("devices is empty")
         if len(bytes.fromhex(self.key_id)) not in (0, KEY_ID_BYTES):
             raise ValueError(f"key_id is {self.key_id!r}")
+        if not any(device.present for device in self.devices):
+            raise ValueError("no device is present")
+        for i, segment in enumerate(self.segments):
+            numbers = (segment.first, segment.numbers, segment.slots)
+            named = {*segment.lanes, *(extent.device for extent in segment.extents)}
+            low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
+            if low < 0 or not named <= set(range(len(self.devices))):
+                raise ValueError(f"segments[{i}] is {segment}")
+            if segment.first + segment.numbers > self.numbers:
+                raise ValueError(f"numbers is {self.numbers}, segments[{i}] is {segment}")
+        if min(self.fresh, default=0) < 0:
+            raise ValueError(f"fresh is {self.fresh}")
         if self.opened < 0 or self.last_opened < 0:
             raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
         _ = self.geometry  # which checks its numbers
@@ -233,30 +253,44 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "name other directories in devices, or delete the content of these"
         )
 
-    def check(
-        self, fingerprint: Fingerprint, paths: Sequence[str], weights: Sequence[float]
-    ) -> None:
-        """Refuse options that do not fit the store.
+    def check(self, fingerprint: Fingerprint) -> None:
+        """Refuse a store of something else.
 
         Raises:
-            FingerprintMismatchError: it holds KV of something else.
-            StoreError: the list of devices has changed.
+            FingerprintMismatchError: it holds KV of another model or layout.
         """
-        stored = Fingerprint(self.fingerprint)
-        differences = stored.differences(fingerprint)
+        differences = Fingerprint(self.fingerprint).differences(fingerprint)
         if differences:
             raise FingerprintMismatchError(
                 f"the store on {', '.join(d.path for d in self.devices)} holds KV of another model "
                 f"or layout (stored != configured): {'; '.join(differences)}. Name other "
                 "directories in devices, or delete the content of these"
             )
-        if len(paths) != len(self.devices) or [d.weight for d in self.devices] != list(weights):
-            raise StoreError(
-                f"the store was made on {len(self.devices)} device(s) "
-                f"({', '.join(f'{d.path} weight {d.weight:g}' for d in self.devices)}), the "
-                f"options name {len(paths)} ({', '.join(paths)}): restore the list and the "
-                "weights, or delete the store's content"
-            )
+
+    def weights(self) -> list[float]:
+        """Weight of each device; 0 for one that is not present."""
+        return [device.weight if device.present else 0.0 for device in self.devices]
+
+    def present(self) -> list[ManifestDevice]:
+        """Devices that the store was last opened with."""
+        return [device for device in self.devices if device.present]
+
+    @property
+    def slots(self) -> int:
+        """Slots of the store."""
+        return sum(segment.slots for segment in self.segments)
+
+    def placement(self) -> Placement:
+        """Where the slots are.
+
+        Raises:
+            FormatError: segments overlap.
+        """
+        try:
+            return Placement(self.geometry, self.segments, len(self.devices))
+        except ValueError as error:
+            paths = ", ".join(device.path for device in self.devices)
+            raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error
 
 
 def sealed(data: bytes) -> bytes:

@@ -10,14 +10,15 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import numpy as np
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError, DeviceError, StoreError
+from vllm_ssdkv.errors import ConfigError, DeviceError, FormatError, StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
@@ -29,12 +30,18 @@ from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.inventory import Sight, look, matched, renumbered
 from vllm_ssdkv.store.journal import Journal, journal_bytes
 from vllm_ssdkv.store.key_source import read_key
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
-from vllm_ssdkv.store.manifest import Manifest, locked
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
+from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
+from vllm_ssdkv.store.placement import Segment
+from vllm_ssdkv.store.probe import read_rates, weights_of
 from vllm_ssdkv.store.recovery import ProgressLog
+from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
+from vllm_ssdkv.store.segments import arrange
+from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 from vllm_ssdkv.store.tiers import ArenaPlan
 from vllm_ssdkv.store.trim import trim_new
@@ -62,14 +69,23 @@ class StorePlace:
         tp_size: int,
         replica: int | None = None,
         model: str = "",
+        run: str = "",
     ):
-        """``replica``: number of this data-parallel engine, which has directories of its own.
-        ``model``: its name, for people who look at the store.
+        """Args:
+        config: The options.
+        geometry: Shape of the slots.
+        fingerprint: What the KV belongs to.
+        tp_size: Number of ranks.
+        replica: Number of this data-parallel engine, which has directories of its own.
+        model: Its name, for people who look at the store.
+        run: What all processes of this engine, and no others, have in common: the first of them
+            to open the store looks at the devices, the others use what it found. Without it each
+            one looks.
 
         Blocks while the key of an encrypted store is fetched, which has a deadline.
 
         Raises:
-            ConfigError: the devices have no room for a single slot, or the key cannot be had.
+            ConfigError: the key cannot be had.
             ValueError: the geometry is not that of the option ``encryption``.
         """
         key = fingerprint.digest.hex()[:16]
@@ -78,15 +94,23 @@ class StorePlace:
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.tp_size = tp_size
+        self.run = run or str(uuid4())
         self.model = model
         self.key = None if config.encryption is None else read_key(config.encryption)
         if geometry.encrypted != (self.key is not None):
             raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
+        self.counters = Counters()
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
-        self.state = config.state_path(key) / below
-        self.stripes = StripeMap(geometry, config.device_weights())
+        self.state = self._find_state(config.state_path(key) / below)
         self._key = key
         self._nested = not config.devices or replica is not None
+
+    def _find_state(self, default: Path) -> Path:
+        """Where the state is: the order of devices may change, and with it the default."""
+        if self.config.state_dir is not None:
+            return default
+        holding = (Path(p) for p in self.paths if os.path.exists(Path(p, NAME)))
+        return next(holding, default)
 
     def prepare(self) -> None:
         """Make the directories that nobody named by hand. Those that somebody did must exist, or
@@ -103,64 +127,32 @@ class StorePlace:
             raise ConfigError(f"state_dir {self.state}: neither it nor its parent exists")
         _make_directory(self.state, parents=False)
 
-    def sized(self, known: Manifest | None) -> tuple[tuple[int, ...], int]:
-        """Capacity of each device (all ranks) and the number of slots.
-
-        A device without a capacity in the options keeps the one it was created with.
-
-        Raises:
-            ConfigError: the devices have no room for a single slot.
-        """
-        capacities = list(self.config.device_capacities(self._key))
-        for i, device in enumerate(self.config.devices or (None,)):
-            if known is not None and (device is None or device.capacity is None):
-                capacities[i] = known.devices[i].capacity
-        per_rank = [c // self.tp_size for c in capacities]
-        slots = self.stripes.max_slots(per_rank)
-        home = self._state_device()
-        if home is not None:
-            # The journal and, while it is rewritten, its successor share the device's capacity.
-            journal = 2 * journal_bytes(slots) + STATE_SLACK
-            per_rank[home] = (capacities[home] - journal) // self.tp_size
-            slots = self.stripes.max_slots([max(0, c) for c in per_rank]) if slots else 0
-        if slots < 1:
-            raise ConfigError(
-                f"the devices have no room for a block of "
-                f"{format_size(self.geometry.slot_bytes)}: capacities are "
-                f"{', '.join(format_size(c) for c in capacities)} for {self.tp_size} rank(s)"
-            )
-        return tuple(capacities), slots
-
     def capacity_for(self, slots: int) -> int:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
-        data = sum(self.stripes.device_bytes(d, slots) for d in range(self.stripes.devices))
+        slot = self.geometry.units_per_slot * self.geometry.unit_bytes
+        data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot
         return data * self.tp_size + 2 * journal_bytes(slots) + STATE_SLACK
 
     def manifest(self) -> Manifest:
-        """The store's manifest, made if there is none. Blocks on I/O.
+        """The store's manifest, made if there is none, with today's devices. Blocks on I/O.
 
         Raises:
             FingerprintMismatchError, KeyMismatchError, FormatError, StoreError: it does not fit
                 these options.
+            ConfigError: the devices have no room for a single slot.
         """
         with locked(self.state):
-            found = Manifest.load(self.state)
+            found = self._load_manifest()
             if found is None:
-                capacities, slots = self.sized(None)
                 found = Manifest.create(
-                    self.fingerprint,
-                    self.geometry,
-                    self.tp_size,
-                    slots,
-                    self.paths,
-                    capacities,
-                    self.config.device_weights(),
-                    self.model,
-                    self.key_id,
+                    self.fingerprint, self.geometry, self.tp_size, self.model, self.key_id
                 )
+            found.check(self.fingerprint)
+            found.check_key(self.key_id)
+            if found.run != self.run:
+                self._arrange(found)
+                found.run = self.run
                 found.save(self.state)
-        found.check(self.fingerprint, self.paths, self.config.device_weights())
-        found.check_key(self.key_id)
         return found
 
     @property
@@ -192,6 +184,158 @@ class StorePlace:
         slots_key = self.key.slots(UUID(self.stored().store), rank)
         return CipherSealer(self.geometry, digest, rank, arena, slots_key)
 
+    def _load_manifest(self) -> Manifest | None:
+        try:
+            return Manifest.load(self.state)
+        except FormatError as damage:
+            if self.config.recover == "strict":
+                raise
+            found = Manifest.load_copy(self.state)
+            if found is None:
+                raise
+            logger.warning("ssdkv: %s: restored from its copy", damage)
+            found.save(self.state)
+            self.counters.add("manifest_restores")
+            return found
+
+    def _arrange(self, manifest: Manifest) -> None:
+        """Bring the manifest's devices and segments up to date."""
+        sights = [look(path, self.tp_size, manifest.store) for path in self.paths]
+        before = manifest.devices
+        there = {id(device) for device in manifest.present()}
+        numbers = matched(before, sights)
+        manifest.devices = self._present(before, sights, numbers)
+        in_use = {device for segment in manifest.segments for device in segment.lanes}
+        number: dict[int, int] = {}
+        for old, device in enumerate(before):
+            device.present = any(device is d for d in manifest.devices)
+            if not device.present and old in in_use:
+                manifest.devices.append(device)
+            for new, other in enumerate(manifest.devices):
+                if other is device:
+                    number[old] = new
+        manifest.segments = renumbered(manifest.segments, number)
+        added = [i for i, d in enumerate(manifest.present()) if id(d) not in there]
+        self._divide(manifest, added)
+
+    def _present(
+        self,
+        known: Sequence[ManifestDevice],
+        sights: Sequence[Sight],
+        numbers: Sequence[int | None],
+    ) -> list[ManifestDevice]:
+        """Devices that are there, in the order of the options; logs what has changed."""
+        sizes = {
+            sight.path: known[number].capacity
+            for sight, number in zip(sights, numbers, strict=True)
+            if number is not None
+        }
+        found: list[ManifestDevice] = []
+        for i, (sight, number) in enumerate(zip(sights, numbers, strict=True)):
+            if sight.missing and number is None:
+                raise DeviceError(f"device {i} ({sight.path}) {sight.missing}")
+            if number is None:
+                device = ManifestDevice(
+                    path=sight.path, capacity=0, weight=0, files=[""] * self.tp_size
+                )
+                if known:
+                    logger.info("ssdkv: device %s is added", sight.path)
+            else:
+                device = known[number]
+                if device.path != sight.path:
+                    logger.info("ssdkv: device %s is at %s now", device.path, sight.path)
+            device.path = sight.path
+            if sight.missing:
+                logger.error(
+                    "ssdkv: device %s %s; the store runs without it, what lay on it is computed "
+                    "again",
+                    sight.path,
+                    sight.missing,
+                )
+                continue
+            if not device.present:
+                logger.info("ssdkv: device %s is back", sight.path)
+            found.append(device)
+        for old, device in enumerate(known):
+            if device.present and old not in numbers:
+                logger.warning(
+                    "ssdkv: device %s is not among the devices any more, what lay on it is "
+                    "computed again",
+                    device.path,
+                )
+        if not found:
+            raise DeviceError(f"no device is left of {', '.join(self.paths)}")
+        capacities = self.config.device_capacities(self._key, sizes)
+        by_path = dict(zip(self.paths, capacities, strict=True))
+        for device in found:
+            device.capacity = by_path[device.path]
+        self._weigh(found)
+        return found
+
+    def _weigh(self, devices: Sequence[ManifestDevice]) -> None:
+        """Give devices the weights of the options, or those that they were measured to have.
+
+        Raises:
+            DeviceError: a device cannot be measured.
+        """
+        given = self.config.device_weights()
+        if given is None and len(devices) > 1:
+            new = [i for i, device in enumerate(devices) if not device.rate]
+            if new:
+                io = self.config.io
+                paths = [device.path for device in devices]
+                rates = read_rates(paths, new, io.engine_options(), io.direct, io.deadline)
+                for i, rate in zip(new, rates, strict=True):
+                    devices[i].rate = rate
+            given = tuple(weights_of([device.rate for device in devices]))
+            by_path = dict(zip((d.path for d in devices), given, strict=True))
+        else:
+            by_path = dict(zip(self.paths, given or (1.0,) * len(self.paths), strict=True))
+        for device in devices:
+            device.weight = by_path[device.path]
+
+    def _divide(self, manifest: Manifest, added: Sequence[int]) -> None:
+        """Give the present devices' capacity to segments.
+
+        Raises:
+            ConfigError: there is no room for a single slot.
+        """
+        journal = 0
+        for _ in range(2):  # how large the journal may become is known only after the first time
+            ends = [
+                self._units(device, journal) if device.present else 0 for device in manifest.devices
+            ]
+            found = arrange(self.geometry, manifest.segments, manifest.weights(), ends, added)
+            journal = 2 * journal_bytes(found.numbers) + STATE_SLACK
+        if not found.segments:
+            raise ConfigError(
+                f"the devices have no room for a block of "
+                f"{format_size(self.geometry.slot_bytes)}: capacities are "
+                f"{', '.join(format_size(d.capacity) for d in manifest.present())} for "
+                f"{self.tp_size} rank(s)"
+            )
+        manifest.segments, manifest.numbers = found.segments, found.numbers
+        manifest.fresh += [segment.first for segment in found.made]
+
+    def _units(self, device: ManifestDevice, journal: int) -> int:
+        """Units that each rank's data file may have on a device."""
+        room = device.capacity
+        if Path(device.path) == self.state or Path(device.path) in self.state.parents:
+            # The journal and, while it is rewritten, its successor share the device's capacity.
+            room -= journal
+        return max(0, room // self.tp_size - SUPERBLOCK_BYTES) // self.geometry.unit_bytes
+
+    def save_segments(self, segments: Sequence[Segment]) -> None:
+        """Replace the segments in the manifest. Blocks on I/O.
+
+        Raises:
+            StoreError: it cannot be saved.
+        """
+        with locked(self.state):
+            manifest = self.stored()
+            manifest.segments = list(segments)
+            manifest.save(self.state)
+
     def stored(self) -> Manifest:
         """The manifest as it is on disk now; who changes it holds the lock.
 
@@ -202,12 +346,6 @@ class StorePlace:
         if found is None:
             raise StoreError(f"{self.state}: store.json was removed while the store was opened")
         return found
-
-    def _state_device(self) -> int | None:
-        for i, path in enumerate(self.paths):
-            if Path(path) == self.state or Path(path) in self.state.parents:
-                return i
-        return None
 
 
 def _make_directory(path: Path, *, parents: bool) -> None:
@@ -226,6 +364,7 @@ class OpenStore:
     arena: Arena
     plan: ArenaPlan
     num_slots: int
+    """Slot numbers are below this."""
     capacities: tuple[int, ...]
     key_id: bytes
 
@@ -242,7 +381,7 @@ class OpenStore:
             f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
             f"{format_size(self.plan.staging_bytes)} staging",
             *lines,
-            f"store {self.num_slots} blocks of {format_size(slot)} per rank, engine "
+            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank, engine "
             f"{self.files.engine.name}",
             f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
             if self.key_id
@@ -267,22 +406,26 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     """
     place.prepare()
     manifest = place.manifest()
-    capacities, num_slots = place.sized(manifest)
     geometry = place.geometry
+    placement = manifest.placement()
     plan = ArenaPlan(
         geometry,
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
         scrub=place.config.io.scrub_rate is not None,
     )
+    paths = [device.path for device in manifest.present()]
+    for path in set(place.paths) - set(paths):
+        counters.add("device_lost", 1, device=path)
+        counters.set("device_state", 0, device=path)
     opened: list[OpenDevice] = []
     try:
-        for index, path in enumerate(place.paths):
+        for index, path in enumerate(paths):
             device = open_device(
                 path,
                 index=index,
                 rank=rank,
-                nbytes=round_up(place.stripes.device_bytes(index, num_slots), PAGE_ALIGN),
+                nbytes=round_up(placement.device_bytes(index), PAGE_ALIGN),
                 direct=place.config.io.direct,
                 lock_timeout_s=LOCK_TIMEOUT_S,
             )
@@ -294,9 +437,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
             _cut_to_size(device)
         arena = Arena(plan.nbytes)
         sealer = place.sealer(rank, arena)
-        engine = open_engine(
-            place.config.io.engine_options(), [d.fd for d in opened], list(place.paths), arena
-        )
+        engine = open_engine(place.config.io.engine_options(), [d.fd for d in opened], paths, arena)
     except BaseException:
         for device in opened:
             device.close()
@@ -304,16 +445,18 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     deadline = place.config.io.deadline
     files = SlotFiles(
         geometry,
-        place.stripes,
+        placement,
         engine,
-        DeviceHealth(place.paths, deadline, counters),
+        DeviceHealth(paths, deadline, counters),
+        DeviceSpeed(paths, [device.weight for device in manifest.present()]),
         counters,
         place.fingerprint.digest,
         rank,
         deadline,
         sealer,
     )
-    return OpenStore(files, tuple(opened), arena, plan, num_slots, capacities, place.key_id)
+    capacities = tuple(device.capacity for device in manifest.present())
+    return OpenStore(files, tuple(opened), arena, plan, manifest.numbers, capacities, place.key_id)
 
 
 def _cut_to_size(device: OpenDevice) -> None:
@@ -338,9 +481,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
             device,
             store=UUID(manifest.store),
             known=known,
-            index=index,
             rank=rank,
-            stripes=place.stripes,
             geometry=place.geometry,
             fingerprint=place.fingerprint,
             key_id=place.key_id or bytes(KEY_ID_BYTES),
@@ -348,15 +489,17 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
         if found == known:
             return False
         entry.files[rank] = found
-        entry.path = place.paths[index]
         if known:
             entry.fresh.append(rank)
         manifest.save(place.state)
         return bool(known)
 
 
-def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
+def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Restriper]:
     """Open and recover the index of the store whose data files the workers hold. Blocks on I/O.
+
+    Returns:
+        The index, and what keeps the placement of its slots up to date.
 
     Raises:
         StoreLockedError: another engine uses it.
@@ -364,32 +507,43 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
         StoreError: the journal cannot be opened.
     """
     place.prepare()
-    capacities, num_slots = place.sized(place.manifest())
-    manifest = place.stored()
+    manifest = place.manifest()
+    placement = manifest.placement()
     begin = time.monotonic()
     journal = Journal(
         place.state / JOURNAL,
         store=UUID(manifest.store),
         fingerprint=place.fingerprint.digest,
-        num_slots=num_slots,
+        num_slots=manifest.numbers,
         recover=place.config.recover,
         progress=ProgressLog("ssdkv: recovering the index"),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
-    index = SlotIndex(num_slots, journal, open_number=manifest.opened + 1)
-    slots = np.arange(num_slots, dtype=np.int64)
+    index = SlotIndex(manifest.numbers, journal, open_number=manifest.opened + 1)
+    slots = np.arange(manifest.numbers, dtype=np.int64)
     with locked(place.state):
         manifest = place.stored()
+        gone = ~placement.holds(slots)
         for device, entry in enumerate(manifest.devices):
-            entry.capacity = capacities[device]
-            if entry.fresh:
-                index.drop(slots[place.stripes.touches(device, slots)])
+            touched = placement.touches(device, slots)
+            if not entry.present:
+                gone |= touched
+            elif entry.fresh:
+                index.drop(slots[touched])
                 entry.fresh = []
-        manifest.slots = num_slots
+        for segment in placement.segments:
+            if segment.first in manifest.fresh:
+                index.drop(segment.all_slots())
+        manifest.fresh = []
+        index.quarantine(gone)
         manifest.model = place.model
         manifest.opened += 1
         manifest.last_opened = int(time.time())
         manifest.save(place.state)
+    counters = counters or Counters()
+    saver = BackgroundSaver(place.save_segments, counters)
+    restriper = Restriper(index, placement, manifest.weights(), saver, counters)
+    restriper.settle(LOCK_TIMEOUT_S)
     counts = index.counters
     logger.info(
         "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",
@@ -398,4 +552,4 @@ def open_index(place: StorePlace) -> tuple[SlotIndex, StripeMap]:
         counts["dropped"] + counts["out_of_range"],
         counts["journal_corrupt_records"],
     )
-    return index, place.stripes
+    return index, restriper

@@ -15,9 +15,11 @@ from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
 from vllm_ssdkv.store.direct_io import turn_on_direct
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import PAGE_ALIGN, StripeMap, round_up
+from vllm_ssdkv.store.inventory import look, matched
+from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL
+from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.records import HEADER_BYTES, check_header, is_whole
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 from vllm_ssdkv.store.superblock import Superblock
@@ -40,9 +42,13 @@ class StoredStore:
     paths: tuple[Path, ...]
 
     @property
-    def stripes(self) -> StripeMap:
-        """Where slots lie."""
-        return StripeMap(self.manifest.geometry, [d.weight for d in self.manifest.devices])
+    def placement(self) -> Placement:
+        """Where slots lie.
+
+        Raises:
+            FormatError: the manifest contradicts itself.
+        """
+        return self.manifest.placement()
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -61,21 +67,17 @@ class StoredStore:
 
     def data_bytes(self, device: int) -> int:
         """Size that a data file has: what its slots need."""
-        return round_up(self.stripes.device_bytes(device, self.manifest.slots), PAGE_ALIGN)
+        return round_up(self.placement.device_bytes(device), PAGE_ALIGN)
 
     def superblock(self, device: int, rank: int, identity: UUID, epoch: int) -> Superblock:
         """The superblock that this file has."""
-        stripes = self.stripes
         return Superblock(
             store=UUID(self.manifest.store),
             device=identity,
             rank=rank,
-            device_index=device,
-            devices=stripes.devices,
-            lanes=stripes.lanes,
-            unit_bytes=stripes.unit_bytes,
+            unit_bytes=self.manifest.geometry.unit_bytes,
             epoch=epoch,
-            geometry=stripes.geometry,
+            geometry=self.manifest.geometry,
             fingerprint=self.fingerprint,
             key_id=bytes.fromhex(self.manifest.key_id) or bytes(KEY_ID_BYTES),
         )
@@ -90,8 +92,9 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     """The store on these devices. Reads its manifest. Blocks on I/O.
 
     Args:
-        directories: Its devices in the order of the options; or only the state directory, when the
-            devices are where they were last; may be empty with ``state_dir``.
+        directories: Its devices, in any order while their data files say who they are; or only the
+            state directory, when the devices are where they were last; may be empty with
+            ``state_dir``.
         state_dir: The state directory; default: the first of ``directories`` with a manifest.
 
     Raises:
@@ -106,15 +109,26 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
             "state directory with --state-dir"
         )
     manifest, damage = _read_manifest(state)
-    if len(directories) == len(manifest.devices):
-        return StoredStore(state, manifest, damage, tuple(directories))
+    if len(directories) in (len(manifest.devices), len(manifest.present())):
+        return StoredStore(state, manifest, damage, _placed(manifest, directories))
     if [d for d in directories if d != state]:
         raise StoreError(
             f"the store in {state} has {len(manifest.devices)} device(s) "
             f"({', '.join(d.path for d in manifest.devices)}), {len(directories)} are named: name "
-            "all of them in this order, or only the state directory"
+            "all of them, or only the state directory"
         )
     return StoredStore(state, manifest, damage, tuple(Path(d.path) for d in manifest.devices))
+
+
+def _placed(manifest: Manifest, directories: Sequence[Path]) -> tuple[Path, ...]:
+    """Which device is where: by the names in data files, else by path, else in this order."""
+    sights = [look(str(d), manifest.tp_size, manifest.store) for d in directories]
+    numbers = matched(manifest.devices, sights)
+    unseen = [i for i in range(len(manifest.devices)) if i not in numbers]
+    paths = [Path(device.path) for device in manifest.devices]
+    for directory, number in zip(directories, numbers, strict=True):
+        paths[unseen.pop(0) if number is None else number] = directory
+    return tuple(paths)
 
 
 def has_manifest(directory: Path) -> bool:
@@ -249,7 +263,7 @@ def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
     Raises:
         StoreError: it cannot be read, or is whole, but not this store's.
     """
-    replay = Replay(store.manifest.slots)
+    replay = Replay(store.manifest.numbers)
     head, nbytes = b"", 0
     try:
         if fd is not None:

@@ -26,10 +26,9 @@ _KINDS: tuple[Literal["opaque"], Literal["paged"]] = ("opaque", "paged")
 _CIPHERS = (False, True)
 """Whether slots are encrypted, with AES-256-GCM."""
 
-# magic, version, block_bytes, store, device, rank, device_index, devices, lane count, epoch,
-# kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,
-# key id, reserved
-_FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sII16s4x")
+# magic, version, block_bytes, store, device, rank, reserved, epoch, kind, layers, heads, groups,
+# payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher, key id, reserved
+_FIXED = struct.Struct("<8s2I16s16sI12xQ4IQI16sII16s4x")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 
@@ -42,10 +41,7 @@ class Superblock:
         store: The store's identity, equal on all its devices and in the manifest.
         device: This data file's identity.
         rank: Tensor-parallel rank whose data the file holds.
-        device_index: Position of the device in the stripe.
-        devices: Number of devices in the stripe.
-        lanes: Device of each lane (:attr:`StripeMap.lanes`).
-        unit_bytes: Stripe unit (:attr:`StripeMap.unit_bytes`).
+        unit_bytes: Stripe unit (:attr:`SlotGeometry.unit_bytes`).
         epoch: Grows with every write of the superblock.
         geometry: Shape of the slots.
         fingerprint: What the KV inside belongs to.
@@ -56,9 +52,6 @@ class Superblock:
     store: UUID
     device: UUID
     rank: int
-    device_index: int
-    devices: int
-    lanes: tuple[int, ...]
     unit_bytes: int
     epoch: int
     geometry: SlotGeometry
@@ -74,7 +67,7 @@ class Superblock:
         """The block, 4096 bytes.
 
         Raises:
-            ValueError: lanes and fingerprint do not fit, or a number does not fit its field.
+            ValueError: the fingerprint does not fit, or a number does not fit its field.
         """
         text = self.fingerprint.canonical
         shape = self.geometry
@@ -89,9 +82,6 @@ class Superblock:
                 self.store.bytes,
                 self.device.bytes,
                 self.rank,
-                self.device_index,
-                self.devices,
-                len(self.lanes),
                 self.epoch,
                 _KINDS.index(shape.kind),
                 shape.layers,
@@ -104,16 +94,13 @@ class Superblock:
                 _CIPHERS.index(shape.encrypted),
                 self.key_id,
             )
-            lanes = struct.pack(f"<{len(self.lanes)}H", *self.lanes)
         except struct.error as exc:
             raise ValueError(f"superblock: {exc}") from exc
-        variable = lanes + text
-        if _FIXED.size + len(variable) > _BODY:
+        if _FIXED.size + len(text) > _BODY:
             raise ValueError(
-                f"superblock: {len(self.lanes)} lanes and a fingerprint of {len(text)} bytes "
-                f"do not fit {BLOCK_BYTES} bytes"
+                f"superblock: a fingerprint of {len(text)} bytes does not fit {BLOCK_BYTES} bytes"
             )
-        block[_FIXED.size : _FIXED.size + len(variable)] = variable
+        block[_FIXED.size : _FIXED.size + len(text)] = text
         _TAIL.pack_into(block, _BODY, checksum_bytes(memoryview(block)[:_BODY]))
         return bytes(block)
 
@@ -132,9 +119,6 @@ class Superblock:
             store,
             device,
             rank,
-            device_index,
-            devices,
-            lane_count,
             epoch,
             kind,
             layers,
@@ -153,11 +137,9 @@ class Superblock:
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
                 raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
-        text_start = _FIXED.size + 2 * lane_count
-        if text_start + text_bytes > _BODY:
-            raise FormatError(f"superblock: lane count {lane_count} or text {text_bytes} too large")
-        lanes = struct.unpack_from(f"<{lane_count}H", block, _FIXED.size)
-        fingerprint = Fingerprint.from_json(block[text_start : text_start + text_bytes])
+        if _FIXED.size + text_bytes > _BODY:
+            raise FormatError(f"superblock: text_bytes is {text_bytes}, too large")
+        fingerprint = Fingerprint.from_json(block[_FIXED.size : _FIXED.size + text_bytes])
         if fingerprint.digest != digest:
             raise FormatError("superblock: fingerprint digest is not that of its fields")
         if len(fingerprint.canonical) != text_bytes:
@@ -176,9 +158,6 @@ class Superblock:
             store=UUID(bytes=store),
             device=UUID(bytes=device),
             rank=rank,
-            device_index=device_index,
-            devices=devices,
-            lanes=lanes,
             unit_bytes=unit_bytes,
             epoch=epoch,
             geometry=geometry,
@@ -207,7 +186,7 @@ class Superblock:
             if field.name != "epoch" and found != wanted:
                 raise FormatError(
                     f"{path}: superblock: {field.name} is {found}, expected {wanted}. The data "
-                    "file belongs to another store or device list; restore the list or delete it."
+                    "file belongs to another store; name another place, or delete it."
                 )
 
 

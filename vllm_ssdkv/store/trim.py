@@ -23,7 +23,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import GIB, MIB
 from vllm_ssdkv.store.data_file import read_superblock
 from vllm_ssdkv.store.device import OpenDevice
-from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class SlotTrimmer:
         self,
         devices: Sequence[OpenDevice],
         labels: Sequence[str],
-        stripes: StripeMap,
+        placement: Placement,
         num_slots: int,
         counters: Counters,
         *,
@@ -85,13 +85,13 @@ class SlotTrimmer:
         """``labels`` name the devices in metrics and the log."""
         self._fds = {i: d.fd for i, d in enumerate(devices) if is_block_device(d.fd)}
         self._labels = tuple(labels)
-        self._stripes = stripes
+        self._placement = placement
         self._counters = counters
         self._discard = discard
         self._clock = clock
         self._waiting = np.zeros(num_slots, dtype=np.bool_)
         self._count = 0
-        self._slot_bytes = stripes.geometry.slot_bytes
+        self._slot_bytes = placement.geometry.slot_bytes
         self._due_at = 0.0
 
     def add(self, slots: I64) -> None:
@@ -124,7 +124,7 @@ class SlotTrimmer:
 
     def discard(self, slots: I64) -> None:
         """Trim a batch. A device that refuses is not asked again."""
-        extents = self._stripes.extents(slots, 0, self._slot_bytes)
+        extents = self._placement.extents(slots, 0, self._slot_bytes)
         for device, fd in list(self._fds.items()):
             mine = extents.device == device
             offset = extents.offset[mine].astype(np.int64)

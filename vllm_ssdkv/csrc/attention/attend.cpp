@@ -139,8 +139,10 @@ void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
     const Plan plan;
   } context{kernels, problem, make_plan(problem, rows, threads)};
   const Plan& plan = context.plan;
+  // All or one: OpenMP ends and starts threads when a team's size changes.
+  const std::int64_t team = plan.threads > 1 ? threads : 1;
   run_tasks(
-      static_cast<std::int64_t>(plan.tasks.size()), plan.threads,
+      static_cast<std::int64_t>(plan.tasks.size()), team,
       kernels.scratch_bytes(plan.most_rows, problem.layout.head_size),
       [](void* opaque, std::int64_t i, std::byte* scratch) {
         const auto& c = *static_cast<Context*>(opaque);
@@ -148,7 +150,7 @@ void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
       },
       &context);
   run_tasks(
-      static_cast<std::int64_t>(plan.folds.size()), plan.threads, 0,
+      static_cast<std::int64_t>(plan.folds.size()), team, 0,
       [](void* opaque, std::int64_t i, std::byte*) {
         const auto& c = *static_cast<Context*>(opaque);
         const Fold& fold = c.plan.folds[static_cast<std::size_t>(i)];

@@ -85,8 +85,7 @@ bool team_available() { return parallel_region() != nullptr; }
 void run_tasks(std::int64_t tasks, std::int64_t threads, std::size_t scratch_bytes, TeamWork work,
                void* context) {
   const ParallelRegion parallel = parallel_region();
-  // A team smaller than torch's would end threads that torch starts again: few tasks do not shrink
-  // it.
+  // Few tasks do not make the team smaller: that would end threads which torch starts again.
   const bool alone = parallel == nullptr || threads <= 1 || tasks <= 1;
   auto& scratch = team_scratch(alone ? 1 : static_cast<std::size_t>(threads), scratch_bytes);
   Region region{work, context, tasks, scratch};

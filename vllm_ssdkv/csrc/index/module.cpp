@@ -1,6 +1,7 @@
 // Python module vllm_ssdkv._index: which slot holds which block, and the records of the journal.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <optional>
 #include <stdexcept>
@@ -175,6 +176,7 @@ void bind_table(nb::module_& m) {
           "state",
           [](const SlotTable& self, int64_t slot) { return static_cast<int>(self.state(slot)); },
           "slot"_a)
+      .def("usage", &SlotTable::usage, "first"_a, "n"_a)
       .def("order", [](const SlotTable& self) { return to_numpy(self.order()); })
       .def("free_slots", [](const SlotTable& self) { return to_numpy(self.free_slots()); })
       .def("allocate", &allocate, "n"_a)

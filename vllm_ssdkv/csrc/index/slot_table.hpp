@@ -62,6 +62,8 @@ class SlotTable {
   std::vector<int64_t> lookup(const std::vector<const Key*>& keys) const;
   int64_t epoch(int64_t slot) const { return static_cast<int64_t>(at(slot).epoch); }
   State state(int64_t slot) const { return at(slot).state; }
+  // How many of the n slots from `first` on are ready, and pinned.
+  std::pair<size_t, size_t> usage(int64_t first, size_t n) const;
   // Evictable slots, the least recently used first.
   std::vector<int64_t> order() const;
   // Slots that hold nothing and nobody uses, by number.

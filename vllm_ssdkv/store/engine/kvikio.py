@@ -84,8 +84,9 @@ def _load() -> Any:  # noqa: ANN401  # an untyped package
         import kvikio
         import kvikio.defaults
 
-        # Only a file makes it load the driver.
-        kvikio.CuFile(os.devnull, "r").close()
+        # It loads the driver at the first transfer, and every one would fail.
+        with kvikio.CuFile("/dev/zero", "r") as file:
+            file.pread(np.empty(1, np.uint8), 1).get()
     except ImportError as error:
         raise EngineUnavailableError(
             f"the package kvikio is missing ({error}); pip install kvikio-cu12"

@@ -1,0 +1,218 @@
+"""Slow devices: found when they are, not when they are not; and new slots then avoid them."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import PATIENCE_S, MakeStore, array, key_of
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import segments as dividing
+from vllm_ssdkv.store.engine.protocol import PENDING
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.lanes import lanes_for
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.placement import Placement, Segment
+from vllm_ssdkv.store.restripe import Restriper
+from vllm_ssdkv.store.segments import arrange
+from vllm_ssdkv.store.speed import WINDOW_S, WINDOWS, BatchWatch, DeviceSpeed
+
+PATHS = ("/a", "/b", "/c", "/d")
+MB = 1 << 20
+
+
+class Clock:
+    """Batches over all devices, one after the other, each device with a rate in bytes a second."""
+
+    def __init__(self, weights: list[float]):
+        self.speed = DeviceSpeed(PATHS[: len(weights)], weights)
+        self.now = 100.0
+
+    def run(self, seconds: float, rates: list[float], parts: list[int]) -> dict[int, float]:
+        end = self.now + seconds
+        while self.now < end:
+            took = [part / rate for part, rate in zip(parts, rates, strict=True)]
+            for device in np.argsort(took).tolist():
+                self.speed.served(device, parts[device], self.now, self.now + took[device])
+            self.now += max(took)
+        return dict(self.speed.take_news())
+
+
+SLOW_ENOUGH = (WINDOWS + 2) * WINDOW_S
+
+
+def test_equal_devices_are_left_alone() -> None:
+    clock = Clock([1.0] * 4)
+    assert clock.run(20.0, [100.0 * MB, 90.0 * MB, 110.0 * MB, 80.0 * MB], [4 * MB] * 4) == {}
+
+
+def test_a_slow_device_is_found_and_forgiven(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock([1.0] * 4)
+    rates = [100.0 * MB, 100.0 * MB, 20.0 * MB, 100.0 * MB]
+    with caplog.at_level(logging.INFO):
+        assert clock.run(SLOW_ENOUGH, rates, [4 * MB] * 4) == {2: pytest.approx(0.2)}
+        # With less to do it is as slow as before, and nothing is said again.
+        assert clock.run(10.0, rates, [5 * MB, 5 * MB, MB, 5 * MB]) == {}
+        assert clock.run(10.0, rates, [4 * MB] * 4) == {}
+        assert [r.getMessage() for r in caplog.records if "/c is slow: 0.20" in r.getMessage()]
+        assert len(caplog.records) == 1
+        rates[2] = 100.0 * MB
+        assert clock.run(SLOW_ENOUGH, rates, [5 * MB, 5 * MB, MB, 5 * MB]) == {2: 1.0}
+    assert "/c is as fast again" in caplog.text
+
+
+def test_weights_are_what_devices_are_compared_with() -> None:
+    clock = Clock([4.0, 1.0])
+    assert clock.run(10.0, [400.0 * MB, 100.0 * MB], [4 * MB, MB]) == {}
+    assert clock.run(SLOW_ENOUGH, [400.0 * MB, 50.0 * MB], [4 * MB, MB]) == {1: pytest.approx(0.5)}
+
+
+def test_a_short_pause_is_no_slowness() -> None:
+    clock = Clock([1.0] * 2)
+    for _ in range(6):
+        assert clock.run((WINDOWS - 2) * WINDOW_S, [100.0 * MB, 10.0 * MB], [MB] * 2) == {}
+        assert clock.run(4 * WINDOW_S, [100.0 * MB] * 2, [MB] * 2) == {}
+
+
+def test_waiting_behind_the_batch_before_is_not_the_device_s_time() -> None:
+    """Two batches in flight: the second one's part begins when the first one's has ended."""
+    speed = DeviceSpeed(PATHS[:2], [1.0, 1.0])
+    for turn in range(200):
+        begin = turn * 0.05
+        for batch in range(2):
+            for device in range(2):
+                end = begin + (batch + 1) * 0.02
+                speed.served(device, 2 * MB, begin + 0.001 * batch, end)
+    assert speed.take_news() == []
+    # A window has at most its own length of busy time.
+    assert speed._busy.max() <= WINDOW_S
+
+
+class Results:
+    """A batch whose requests end one after the other."""
+
+    def __init__(self, count: int):
+        self.values = np.full(count, PENDING, dtype=np.int32)
+
+    def results(self) -> np.ndarray:
+        return self.values
+
+
+def test_parts_count_only_if_somebody_looked_in_time() -> None:
+    devices = np.array([0, 1, 0, 1], dtype=np.uint16)
+    lengths = np.array([MB] * 4, dtype=np.uint32)
+    seen: list[tuple[int, int, float, float]] = []
+
+    class Spy(DeviceSpeed):
+        def served(self, device: int, nbytes: int, begin: float, end: float) -> None:
+            seen.append((device, nbytes, begin, end))
+
+    speed = Spy(PATHS[:2], [1.0, 1.0])
+    late, watch = Results(4), BatchWatch(speed, devices, lengths, 10.0)
+    late.values[:] = MB
+    watch.look(late, 11.0)
+    assert watch.done
+    assert seen == []
+
+    good, watch = Results(4), BatchWatch(speed, devices, lengths, 10.0)
+    for now, ended in ((10.1, []), (10.2, [0, 2]), (10.3, [1]), (10.9, []), (11.0, [3])):
+        good.values[ended] = MB
+        watch.look(good, now)
+    assert seen == [(0, 2 * MB, 10.0, 10.2), (1, 2 * MB, 10.0, 11.0)]
+    # A part that is too small, and then one device alone, tell nothing.
+    assert BatchWatch(speed, devices, np.array([MB, 4096, MB, 4096], dtype=np.uint32), 0.0).done
+
+
+class SavedAtOnce:
+    def put(self, segments: list[Segment]) -> None: ...
+
+    def saved(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_new_slots_soon_use_the_devices_as_they_are(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
+    """One device at a fifth of its speed, a full store: bytes per device approach the optimum."""
+    geometry = SlotGeometry("opaque", 1, 1, 1, 130_000)
+    speeds = [1.0] * devices
+    speeds[1] = 0.2
+    # Eight segments of ten rows, of the lanes that they will have.
+    monkeypatch.setattr(dividing, "SEGMENTS", 8)
+    ends = [8 * 10 * len(lanes_for(speeds)) // devices] * devices
+    found = arrange(geometry, [], [1.0] * devices, ends)
+    worker, owner = (Placement(geometry, found.segments, devices) for _ in range(2))
+    rate = 120e6 / devices
+    rig = make_store(
+        geometry,
+        slots=found.numbers,
+        frames=64,
+        devices=devices,
+        placement=worker,
+        throttle=[ThrottleRule(device=d, bandwidth=rate * s) for d, s in enumerate(speeds)],
+    )
+    index = SlotIndex(found.numbers, None)
+    index.unpin(index.allocate(found.numbers))
+    restriper = Restriper(index, owner, [1.0] * devices, SavedAtOnce(), Counters())
+    names = 0
+    written = np.zeros(devices)
+
+    def turn(batch: int) -> None:
+        nonlocal names
+        restriper.step()
+        segments = restriper.take_segments()
+        if segments is not None:
+            worker.change(segments)
+        slots = index.allocate(batch)
+        before = [rig.total("bytes_written", device=p) for p in rig.paths]
+        rig.write(dict.fromkeys(slots.tolist(), 0))
+        for slot in slots.tolist():
+            index.publish(slot, key_of(names))
+            names += 1
+        index.unpin(slots)
+        after = [rig.total("bytes_written", device=p) for p in rig.paths]
+        written[:] += np.array(after) - np.array(before)
+
+    def efficiency() -> float:
+        """Of the time that these bytes need, the part that the best division would need."""
+        times = written / np.array(speeds)
+        return float(written.sum() / sum(speeds) / times.max())
+
+    for _ in range(2):
+        turn(64)
+    news: dict[int, float] = dict(rig.files.speed.take_news())
+    end = time.monotonic() + PATIENCE_S
+    while not news:
+        assert time.monotonic() < end, "nobody noticed"
+        turn(64)
+        news |= dict(rig.files.speed.take_news())
+    assert list(news) == [1]
+    assert news[1] == pytest.approx(0.2, abs=0.051)
+    restriper.reweigh([news.get(d, 1.0) for d in range(devices)])
+    restriper.step()  # which empties a segment
+    written[:] = 0
+    share = len(lanes_for(speeds)) * 2
+    for _ in range(6):
+        turn(share)
+    assert efficiency() >= 0.9
+    lost = restriper.placement.slots - index.gauges()["ready"] - index.gauges()["free"]
+    assert lost == 0
+
+
+def test_small_reads_are_not_watched(make_store: MakeStore) -> None:
+    rig = make_store()
+    rig.write({0: 1, 1: 2})
+    batch = rig.files.submit(0, array([0, 1]), 0, 4096, np.array([0, 4096], dtype=np.uint64))  # type: ignore[arg-type]
+    assert batch.watch.done
+    assert batch.wait().all()

@@ -1,0 +1,60 @@
+"""Requests whose context cannot be read: vLLM preempts them, and they compute what is missing."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_ssdkv.connector.cache_spec import TieredManager
+from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.metrics import Counters
+
+MAX_RECOMPUTATIONS: Final = 8
+"""A request whose context was lost this often, and that got no further between, is not helped by
+one more try."""
+
+
+class Recomputations:
+    """Sends requests back, and counts how often. Used by the scheduler's thread.
+
+    Attributes:
+        manager: The part of vLLM's block manager that refuses blocks to requests, so that vLLM
+            preempts them; None in reuse mode, where nothing is sent back.
+    """
+
+    def __init__(self, counters: Counters):
+        self.manager: TieredManager | None = None
+        self._counters = counters
+        # How often a request's context was lost in a row, and how far it had got by then.
+        self._lost: dict[str, tuple[int, int]] = {}
+
+    def send_back(self, state: RequestState) -> None:
+        """Have vLLM preempt a request, so that it starts again from what the store still has."""
+        if self.manager is None or not state.running:
+            return
+        if state.request_id not in self.manager.send_back:
+            tries, furthest = self._lost.get(state.request_id, (0, 0))
+            reached = state.request.num_tokens + len(state.slots)
+            self._lost[state.request_id] = (
+                (1, reached) if reached > furthest else (tries + 1, furthest)
+            )
+            self._counters.add("recomputed_requests", 1, cause="context")
+        self.manager.send_back.add(state.request_id)
+
+    def disown_steps(self, state: RequestState) -> None:
+        """Have vLLM drop what a request samples in steps that are under way.
+
+        They attend to what could not be read, as the step did that told of it. vLLM recognises
+        that one by an invalid block, but not the next, which it has scheduled already on a GPU.
+        This is the mark that it sets itself when it preempts a request.
+        """
+        if state.running:
+            state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
+            state.request.drop_stale_output = True
+
+    def too_often(self, request_id: str) -> bool:
+        """Whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
+        return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._lost.pop(request_id, None)

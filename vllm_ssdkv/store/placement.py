@@ -1,0 +1,274 @@
+"""Placement: which slots a store has, and on which devices each of them lies.
+
+A store is a list of *segments*, like a logical volume of LVM. A segment is a range of slot numbers
+striped over some devices by a list of lanes of its own; on each of these devices it owns one
+extent. Devices come and go, and change their speed, segment by segment: one that holds nothing is
+striped anew over the devices of that day (:mod:`vllm_ssdkv.store.restripe`), the others stay as
+they are. What this file computes is the on-disk format (``docs/format.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.layout import I64, SUPERBLOCK_BYTES, Extents, SlotGeometry, StripeMap
+
+
+class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Units ``[begin, begin + units)`` of a device's data file, counted behind the superblock; at
+    least one."""
+
+    device: int
+    begin: int
+    units: int
+
+    @property
+    def end(self) -> int:
+        """First unit behind it."""
+        return self.begin + self.units
+
+
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Slots ``[first, first + slots)``, striped over devices by one list of lanes.
+
+    Attributes:
+        first: Number of the first slot.
+        numbers: Slot numbers that belong to the segment; the first ``slots`` of them are in use.
+        slots: Slots.
+        lanes: Device of each lane.
+        extents: What the segment owns of each device, at most one per device. It may own parts of
+            devices on which it has no lane.
+    """
+
+    first: int
+    numbers: int
+    slots: int
+    lanes: tuple[int, ...]
+    extents: tuple[Extent, ...]
+
+    def rooms(self, devices: int) -> list[int]:
+        """Units it owns of each device."""
+        rooms = [0] * devices
+        for extent in self.extents:
+            rooms[extent.device] = extent.units
+        return rooms
+
+    def all_slots(self) -> I64:
+        """Numbers of its slots, int64, shape [slots]."""
+        return np.arange(self.first, self.first + self.slots, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tables:
+    """Segments that have slots, by ascending number, as arrays."""
+
+    segments: tuple[Segment, ...]
+    maps: tuple[StripeMap, ...]
+    first: I64
+    """[segments]"""
+    slots: I64
+    """[segments]"""
+    map_of: I64
+    """[segments]: index of the map."""
+    begin: I64
+    """[segments, devices]: bytes before the first unit on the device."""
+    numbers: int
+
+
+_NOTHING = Extents(
+    device=np.zeros(0, dtype=np.uint16),
+    offset=np.zeros(0, dtype=np.uint64),
+    length=np.zeros(0, dtype=np.uint32),
+    slot_index=np.zeros(0, dtype=np.int64),
+    buffer=np.zeros(0, dtype=np.uint64),
+)
+
+
+class Placement:
+    """Maps (slot, byte) to (device, byte). Any thread may use it while another one changes it:
+    each call sees the segments as they were at one moment.
+
+    Attributes:
+        geometry: The slots' shape.
+        devices: Number of devices that segments may name.
+    """
+
+    def __init__(self, geometry: SlotGeometry, segments: Sequence[Segment], devices: int) -> None:
+        """Raises:
+        ValueError: segments overlap, name another device, or exceed their extents.
+        """
+        self.geometry = geometry
+        self.devices = devices
+        self._tables = self._build(segments)
+
+    def change(self, segments: Sequence[Segment]) -> None:
+        """Have these segments from now on.
+
+        Raises:
+            ValueError: as the constructor; nothing is changed.
+        """
+        self._tables = self._build(segments)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """As they were given."""
+        return self._tables.segments
+
+    @property
+    def numbers(self) -> int:
+        """Slot numbers are below this; not every number has a slot."""
+        return self._tables.numbers
+
+    @property
+    def slots(self) -> int:
+        """Slots there are."""
+        return int(self._tables.slots.sum())
+
+    def _build(self, segments: Sequence[Segment]) -> _Tables:
+        live = sorted((s for s in segments if s.slots), key=lambda s: s.first)
+        maps = dict.fromkeys(s.lanes for s in live)
+        stripes = tuple(StripeMap(self.geometry, lanes, self.devices) for lanes in maps)
+        index = {lanes: i for i, lanes in enumerate(maps)}
+        begin = np.zeros((len(live), self.devices), dtype=np.int64)
+        for i, segment in enumerate(live):
+            for extent in segment.extents:
+                begin[i, extent.device] = extent.begin * self.geometry.unit_bytes
+        tables = _Tables(
+            tuple(segments),
+            stripes,
+            np.array([s.first for s in live], dtype=np.int64),
+            np.array([s.slots for s in live], dtype=np.int64),
+            np.array([index[s.lanes] for s in live], dtype=np.int64),
+            begin,
+            max((s.first + s.numbers for s in segments), default=0),
+        )
+        self._check(segments, tables)
+        return tables
+
+    def _check(self, segments: Sequence[Segment], tables: _Tables) -> None:
+        end = 0
+        for segment in sorted(segments, key=lambda s: (s.first, s.numbers)):
+            if segment.first < end or not 0 <= segment.slots <= segment.numbers:
+                raise ValueError(f"segment at slot {segment.first}: numbers overlap")
+            end = segment.first + segment.numbers
+            if len({e.device for e in segment.extents}) < len(segment.extents):
+                raise ValueError(f"segment at slot {segment.first}: two extents on one device")
+            if not segment.slots:
+                continue
+            stripes = tables.maps[tables.map_of[np.searchsorted(tables.first, segment.first)]]
+            rooms = segment.rooms(self.devices)
+            for device in set(segment.lanes):
+                if stripes.device_units(device, segment.slots) > rooms[device]:
+                    raise ValueError(
+                        f"segment at slot {segment.first}: {segment.slots} slots exceed its "
+                        f"extent on device {device}"
+                    )
+        ends = [0] * self.devices
+        for extent in sorted((e for s in segments for e in s.extents), key=lambda e: e.begin):
+            if extent.units < 1 or extent.begin < ends[extent.device]:
+                raise ValueError(f"extents overlap on device {extent.device} at {extent.begin}")
+            ends[extent.device] = extent.end
+
+    # ---- where ----
+
+    def extents(self, slots: I64, offset: int | I64, length: int) -> Extents:
+        """Requests that cover bytes ``[offset, offset + length)`` of each slot.
+
+        As :meth:`StripeMap.extents`, ordered by slot index, then position.
+
+        Raises:
+            ValueError: a slot does not exist, the range leaves the slot, or shapes differ.
+        """
+        tables = self._tables
+        slots = np.asarray(slots, dtype=np.int64)
+        segment, inside = _find(tables, slots)
+        if not bool((inside >= 0).all()):
+            raise ValueError(f"there is no slot {int(slots[inside < 0][0])}")
+        if not tables.maps:
+            return _NOTHING
+        map_of = tables.map_of[segment]
+        if slots.size == 0 or bool((map_of == map_of[0]).all()):
+            stripes = tables.maps[int(map_of[0]) if slots.size else 0]
+            return _moved(tables, stripes.extents(inside, offset, length), segment)
+        starts = np.broadcast_to(np.asarray(offset, dtype=np.int64), slots.shape)
+        parts: list[Extents] = []
+        for number in np.unique(map_of).tolist():
+            mine = np.flatnonzero(map_of == number)
+            found = tables.maps[number].extents(inside[mine], starts[mine], length)
+            slot_index = mine[found.slot_index]
+            shift = ((slot_index - found.slot_index) * length).astype(np.uint64)
+            parts.append(
+                Extents(found.device, found.offset, found.length, slot_index, found.buffer + shift)
+            )
+        return _moved(tables, _joined(parts), segment)
+
+    def touches(self, device: int, slots: I64) -> NDArray[np.bool_]:
+        """Per slot (int64, shape [n]) whether any byte of it lies on the device; bool, [n].
+
+        A number without a slot touches nothing.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        if not 0 <= device < self.devices:
+            raise ValueError(f"device {device} of {self.devices}")
+        tables = self._tables
+        segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
+        touched = np.zeros(len(inside), dtype=np.bool_)
+        for number, stripes in enumerate(tables.maps):
+            mine = np.flatnonzero((inside >= 0) & (tables.map_of[segment] == number))
+            touched[mine] = stripes.touches(device, inside[mine])
+        return touched
+
+    def holds(self, slots: I64) -> NDArray[np.bool_]:
+        """Whether there is a slot of each number (int64, shape [n]); bool, [n]."""
+        _, inside = _find(self._tables, np.asarray(slots, dtype=np.int64))
+        return inside >= 0
+
+    def device_bytes(self, device: int) -> int:
+        """File size that the segments need on a device, superblock area included."""
+        ends = [
+            extent.end
+            for segment in self._tables.segments
+            for extent in segment.extents
+            if extent.device == device
+        ]
+        return SUPERBLOCK_BYTES + max(ends, default=0) * self.geometry.unit_bytes
+
+
+def _find(tables: _Tables, slots: I64) -> tuple[I64, I64]:
+    """Segment of each slot, and its index inside, or -1 where there is no such slot."""
+    if tables.first.size == 0:
+        return np.zeros_like(slots), np.full_like(slots, -1)
+    segment = np.maximum(np.searchsorted(tables.first, slots, side="right") - 1, 0)
+    inside = slots - tables.first[segment]
+    return segment, np.where((inside >= 0) & (inside < tables.slots[segment]), inside, -1)
+
+
+def _moved(tables: _Tables, extents: Extents, segment: I64) -> Extents:
+    """The extents where their segments' rows begin."""
+    begin = tables.begin[segment[extents.slot_index], extents.device]
+    return Extents(
+        extents.device,
+        extents.offset + begin.astype(np.uint64),
+        extents.length,
+        extents.slot_index,
+        extents.buffer,
+    )
+
+
+def _joined(parts: Sequence[Extents]) -> Extents:
+    buffer = np.concatenate([part.buffer for part in parts])
+    order = np.argsort(buffer, kind="stable")
+    return Extents(
+        np.concatenate([part.device for part in parts])[order],
+        np.concatenate([part.offset for part in parts])[order],
+        np.concatenate([part.length for part in parts])[order],
+        np.concatenate([part.slot_index for part in parts])[order],
+        buffer[order],
+    )

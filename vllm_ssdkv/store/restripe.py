@@ -1,0 +1,261 @@
+"""Bringing the segments of a store up to date: striping them anew, one after the other.
+
+Devices that were added, went away or changed their speed change what lanes a segment should have.
+The slots of one that has others cannot move. So it is emptied when its place is needed for new
+slots, which is when something would have to be evicted in any case, and striped anew over the
+devices of that day. Until then its slots can be read, and new ones go there last.
+
+The journal is told that the old slots are gone before the manifest has the new segment, and the new
+slots are handed out after the manifest has it. So a restart at any instant finds each slot where it
+was written, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.placement import Placement, Segment
+from vllm_ssdkv.store.segments import best_lanes, restriped
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 4
+"""A quarter of a segment's slots is free before the next segment is emptied."""
+
+_RETRY_S = 5.0
+
+
+class SegmentSaver(Protocol):
+    """Writes segments into the manifest."""
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        """Have these in the manifest soon. Never blocks."""
+
+    def saved(self) -> bool:
+        """Whether the manifest has what was put last."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until :meth:`saved`; False when the time ran out."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Save what was put, and stop; False when that was not possible in time."""
+
+
+class BackgroundSaver:
+    """Saves in a thread: the scheduler must not wait for a disk. One thread calls the methods."""
+
+    def __init__(self, save: Callable[[Sequence[Segment]], None], counters: Counters):
+        """``save`` blocks, and raises StoreError when it fails; it is tried again then."""
+        self._save = save
+        self._counters = counters
+        self._wake = threading.Condition()
+        self._wanted: Sequence[Segment] | None = None
+        self._busy = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        """See the protocol."""
+        with self._wake:
+            self._wanted = segments
+            self._wake.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="ssdkv-manifest", daemon=True
+                )
+                self._thread.start()
+
+    def saved(self) -> bool:
+        """See the protocol."""
+        with self._wake:
+            return self._wanted is None and not self._busy
+
+    def wait(self, timeout_s: float) -> bool:
+        """See the protocol."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._wanted is None and not self._busy, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """See the protocol."""
+        done = self.wait(timeout_s)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._wanted is not None or self._stopping)
+                if self._stopping or self._wanted is None:
+                    return
+                segments, self._wanted, self._busy = self._wanted, None, True
+            failed = self._failed(segments)
+            with self._wake:
+                self._busy = False
+                if failed and self._wanted is None:
+                    self._wanted = segments
+                self._wake.notify_all()
+                if failed:
+                    self._wake.wait_for(lambda: self._stopping, _RETRY_S)
+
+    def _failed(self, segments: Sequence[Segment]) -> bool:
+        try:
+            self._save(segments)
+        except StoreError:
+            self._counters.add("manifest_errors", 1)
+            logger.exception("ssdkv: store.json cannot be saved; it is tried again")
+            return True
+        return False
+
+
+class Restriper:
+    """Decides which segments are striped anew, and does it. Single-threaded, with the index."""
+
+    def __init__(
+        self,
+        index: SlotIndex,
+        placement: Placement,
+        weights: Sequence[float],
+        saver: SegmentSaver,
+        counters: Counters,
+    ):
+        """``weights`` by device, 0 for one that is not there."""
+        self.placement = placement
+        self.weights = list(weights)
+        self._index = index
+        self._saver = saver
+        self._counters = counters
+        self._stale: list[Segment] = []
+        # First slot of a segment that was emptied, and its successor, until the manifest has it.
+        self._successors: dict[int, Segment] = {}
+        self._news = False
+        self._look = True
+        self._judge()
+
+    def reweigh(self, weights: Sequence[float]) -> None:
+        """Devices are to have these shares of what is striped from now on."""
+        self.weights = list(weights)
+        self._judge()
+
+    def step(self) -> None:
+        """Do what is due. Never blocks."""
+        if self._successors and self._saver.saved():
+            self._finish()
+        if self._stale and not self._successors:
+            self._begin()
+
+    def settle(self, timeout_s: float) -> None:
+        """Do what can be done now, and wait for the manifest: at start, nothing else waits.
+
+        Raises:
+            StoreError: the manifest could not be saved in time.
+        """
+        self.step()
+        if not self._saver.wait(timeout_s):
+            raise StoreError(f"store.json could not be saved within {timeout_s:g} s")
+        self.step()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether slots are about to come back."""
+        return bool(self._successors)
+
+    def take_segments(self) -> tuple[Segment, ...] | None:
+        """The segments, if they have changed since the last call: the workers must hear of it
+        before they hear of slots that are allocated from now on."""
+        if not self._news:
+            return None
+        self._news = False
+        return self.placement.segments
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Save what has changed; False when that was not possible in time."""
+        return self._saver.close(timeout_s)
+
+    # ---- how ----
+
+    def _judge(self) -> None:
+        """Which segments have the wrong lanes."""
+        self._stale = [s for s in self.placement.segments if best_lanes(s, self.weights) != s.lanes]
+        self._look = True
+        mask = np.zeros(self._index.num_slots, dtype=np.bool_)
+        for segment in self._stale:
+            mask[segment.first : segment.first + segment.slots] = True
+        self._index.defer(mask)
+
+    def _begin(self) -> None:
+        """Empty the segments that hold nothing, and those whose place is needed."""
+        index = self._index
+        wanted = max(s.slots for s in self._stale) // AHEAD
+        coming = index.free_now()
+        if coming > wanted and not self._look:
+            return
+        self._look = False
+        usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
+        for segment in sorted(self._stale, key=lambda s: usage[s.first]):
+            ready, pinned = usage[segment.first]
+            if pinned or (ready and coming > wanted):
+                continue
+            successor = self._successor(segment)
+            coming += successor.slots
+            dropped = index.quarantine(segment.all_slots())
+            self._successors[segment.first] = successor
+            self._counters.add("slots_dropped", dropped, cause="restriped")
+            logger.info(
+                "ssdkv: slots %d to %d are striped anew, %d stored blocks were given up for it",
+                segment.first,
+                segment.first + segment.slots - 1,
+                dropped,
+            )
+        if self._successors:
+            self._saver.put(self._wanted())
+
+    def _wanted(self) -> list[Segment]:
+        return [self._successors.get(s.first, s) for s in self.placement.segments]
+
+    def _successor(self, segment: Segment) -> Segment:
+        placement = self.placement
+        lanes = best_lanes(segment, self.weights)
+        new = restriped(placement.geometry, segment, lanes, placement.devices)
+        first, numbers = self._numbers(segment, new.slots)
+        slots = min(new.slots, numbers)
+        return Segment(first, slots, slots, lanes, segment.extents)
+
+    def _numbers(self, segment: Segment, wanted: int) -> tuple[int, int]:
+        """First of ``wanted`` slot numbers that no other segment has, or of as many as there are.
+
+        Its own place where that suffices: the numbers stay together.
+        """
+        others = [s for s in self.placement.segments if s is not segment]
+        taken = [self._successors.get(s.first, s) for s in others]
+        gaps: list[tuple[int, int]] = []
+        at = 0
+        for begin, size in sorted((s.first, s.numbers) for s in taken):
+            gaps.append((at, begin - at))
+            at = begin + size
+        gaps.append((at, self._index.num_slots - at))
+        fitting = [gap for gap in gaps if gap[1] >= wanted]
+        for begin, size in fitting:
+            if begin <= segment.first < begin + size:
+                return min(segment.first, begin + size - wanted), wanted
+        return (fitting[0][0], wanted) if fitting else max(gaps, key=lambda gap: gap[1])
+
+    def _finish(self) -> None:
+        """The manifest has the successors: their slots may be used."""
+        self.placement.change(self._wanted())
+        slots = np.concatenate([s.all_slots() for s in self._successors.values()])
+        self._successors = {}
+        self._news = True
+        self._index.restore(slots)
+        self._judge()
