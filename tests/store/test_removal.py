@@ -39,8 +39,9 @@ def test_all_of_it_goes_and_nothing_else(store: FilledStore) -> None:
         file.write_text("mine")
     (store.state / "journal.rejected").touch()
     (store.state / "store.json.tmp").touch()
+    (store.state / "wear.json").touch()
     found = plan_removal(store.devices, store.state)
-    assert len(found.files) == 2 * RANKS + len((NAME, COPY, "journal")) + 2
+    assert len(found.files) == 2 * RANKS + len((NAME, COPY, "journal")) + 3
     assert {file.name for file in found.files[-2:]} == {NAME, COPY}, "the manifest goes last"
     assert found.nbytes == sum(f.stat().st_blocks * 512 for f in found.files)
     assert (found.raw, found.missing) == ((), ())

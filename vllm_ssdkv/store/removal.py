@@ -18,10 +18,19 @@ from vllm_ssdkv.store.manifest import COPY, NAME
 from vllm_ssdkv.store.open import JOURNAL
 from vllm_ssdkv.store.stored import find_store, is_raw
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, MAGIC
+from vllm_ssdkv.store.wear import NAME as WEAR
 
 _DATA = re.compile(r"rank\d+\.data")
 _MANIFESTS = (NAME, COPY)
-_OTHERS = (JOURNAL, f"{JOURNAL}.tmp", f"{JOURNAL}.rejected", f"{NAME}.tmp", f"{COPY}.tmp")
+_OTHERS = (
+    JOURNAL,
+    f"{JOURNAL}.tmp",
+    f"{JOURNAL}.rejected",
+    WEAR,
+    f"{WEAR}.tmp",
+    f"{NAME}.tmp",
+    f"{COPY}.tmp",
+)
 
 
 def files_of_store(directory: Path) -> list[Path]:
