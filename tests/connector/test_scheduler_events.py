@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -13,66 +11,21 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
+from tests.connector.events import Make, end, hits, prompt, stored
 from tests.connector.simulation import (
     BLOCK,
     CHUNK,
     WINDOW,
-    Pace,
     Simulation,
     answer,
-    engine_config,
 )
-from tests.e2e.models import make_llama
-from vllm_ssdkv.connector.messages import PROBE, RankReport
+from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.errors import StoreFailedError
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
 
 ONE_REQUEST = -(-(WINDOW - 1 + CHUNK) // BLOCK) + 1
 """HBM blocks that page mode needs for one request, whatever its length."""
-
-Make = Callable[..., Simulation]
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VllmConfig]:
-    model = make_llama(tmp_path_factory.mktemp("model") / "llama", layers=1)
-    return {mode: engine_config(model, mode) for mode in ("page", "reuse")}
-
-
-@pytest.fixture
-def page(configs: dict[str, VllmConfig]) -> Make:
-    return lambda **options: Simulation(configs["page"], **options)
-
-
-@pytest.fixture
-def reuse(configs: dict[str, VllmConfig]) -> Make:
-    return lambda **options: Simulation(configs["reuse"], **options)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, 500) for _ in range(length)]
-
-
-def hits(run: Simulation, name: str) -> list[int]:
-    """Blocks of each load that was planned for the request."""
-    return [len(load.slots) for plan in run.plans for load in plan.loads if load.request_id == name]
-
-
-def stored(run: Simulation, *prompts: list[int]) -> None:
-    """Ask these prompts and let everything end, so that they are in the store but not in HBM."""
-    for number, tokens in enumerate(prompts):
-        run.add(f"stored {number}", tokens, 1)
-    run.run()
-    assert run.scheduler.reset_prefix_cache()
-
-
-def end(run: Simulation, *names: str) -> None:
-    run.run()
-    run.check_answers(names)
-    run.check_idle()
-
 
 # ---- admission ----
 
@@ -301,80 +254,6 @@ def test_a_reset_of_the_cache_frees_slots_to_be_trimmed(reuse: Make) -> None:
     assert sorted(plan.trim.tolist()) == list(range(60))
     end(run, "a")
     assert run.plans[-1].trim is None
-
-
-# ---- load or compute ----
-
-
-def ask_again(run: Simulation, tokens: list[int], times: int) -> list[int]:
-    """Blocks that were loaded each time a stored prompt was asked for again."""
-    loaded = []
-    for _ in range(times):
-        name = str(len(run.requests))
-        run.add(name, tokens, 4)
-        run.run()
-        run.check_answers([name])
-        run.check_idle()
-        assert run.scheduler.reset_prefix_cache()
-        loaded.append(sum(hits(run, name)))
-    return loaded
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_hits_on_a_slow_drive_are_computed_after_the_first(
-    reuse: Make, depth: int, ranks: int
-) -> None:
-    run = reuse(pace=Pace(token_s=0.001, block_s=1.0), depth=depth, ranks=ranks)
-    stored(run, prompt(100))
-    allocated = run.index.counters["allocated"]
-    assert ask_again(run, prompt(100), 4) == [6, 0, 0, 0]
-    assert run.ours.counters.total("hit_tokens_computed") == 3 * 6 * BLOCK
-    assert run.index.counters["allocated"] == allocated, "what is stored is not stored again"
-
-
-def test_hits_on_a_fast_drive_are_loaded(reuse: Make) -> None:
-    run = reuse(pace=Pace(token_s=0.001, block_s=0.0001))
-    stored(run, prompt(100))
-    assert ask_again(run, prompt(100), 4) == [6, 6, 6, 6]
-    assert run.ours.counters.total("hit_tokens_computed") == 0
-
-
-def test_page_mode_loads_in_any_case(page: Make) -> None:
-    run = page(pace=Pace(token_s=0.001, block_s=1.0))
-    stored(run, prompt(100))
-    assert ask_again(run, prompt(100), 3) == [6, 6, 6]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_drive_that_is_fast_again_is_used_again(reuse: Make, depth: int) -> None:
-    run = reuse(pace=Pace(token_s=0.001, block_s=1.0), depth=depth)
-    stored(run, prompt(100))
-    assert ask_again(run, prompt(100), 2) == [6, 0]
-    run.pace.block_s = 0.0001
-    loaded = []
-    for _ in range(5):
-        run.pace.now += 60.0
-        loaded += ask_again(run, prompt(100), 1)
-    computed = loaded.count(0)
-    assert 1 <= computed <= 2
-    assert loaded == [0] * computed + [6] * (5 - computed)
-    probes = [load for plan in run.plans for load in plan.loads if load.request_id == PROBE]
-    assert len(probes) == run.ours.counters.total("load_probes") == computed
-    assert not any(load.block_ids.any() for load in probes), "a probe touches no block of HBM"
-
-
-def test_a_probe_that_finds_bad_bytes_drops_them(reuse: Make) -> None:
-    run = reuse(pace=Pace(token_s=0.001, block_s=1.0))
-    stored(run, prompt(100))
-    assert ask_again(run, prompt(100), 2) == [6, 0]
-    run.pace.now += 60.0
-    run.ranks[0].broken.update(run.ranks[0].slots)
-    assert ask_again(run, prompt(100), 1) == [0]
-    assert run.ours.counters.total("slots_dropped", cause="read_error") >= 1
-
-
-# ---- loads that fail ----
 
 
 @pytest.mark.parametrize("mode", ["page", "reuse"])

@@ -85,7 +85,7 @@ class Victim:
             self.opened.num_slots,
             BLOCK_TOKENS,
             self._copy_in,
-            config.io.scrub_rate,
+            scrub_rate=config.io.scrub_rate,
         )
         # Not only when the store rests: kills, writes and the scrub shall meet.
         assert self.store._scrubber is not None

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.cipher import CipherSealer
@@ -26,6 +29,7 @@ from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.open import OpenStore, StorePlace, open_rank
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.speed import DeviceSpeed
@@ -339,3 +343,29 @@ def _plan(geometry: SlotGeometry, frames: int, staging: int, scrub: bool) -> Are
     empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub)
     nbytes = empty.frame_offset + frames * geometry.slot_bytes
     return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for another process to let go of a store."""
+    monkeypatch.setattr(opening, "LOCK_TIMEOUT_S", 0.1)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small store has several."""
+    monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., OpenStore]]:
+    """Open ranks; what a test does not close is closed after it."""
+    with ExitStack() as stack:
+
+        def open_one(where: StorePlace, rank: int = 0, counters: Counters | None = None) -> Any:  # noqa: ANN401
+            store = open_rank(where, rank, counters or Counters())
+            stack.callback(store.close)
+            stack.callback(store.files.engine.close, PATIENCE_S)
+            return store
+
+        yield open_one

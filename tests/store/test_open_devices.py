@@ -1,0 +1,219 @@
+"""Devices that are added, removed, moved, missing or copied between two openings of a store."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import PAGED, array
+from tests.store.opening import CAPACITY, Opened, close, fill, found, place, used
+from vllm_ssdkv.errors import (
+    DeviceError,
+)
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.open import open_index, open_rank
+
+pytestmark = pytest.mark.usefixtures("impatient", "small_segments")
+
+
+def widths(index: SlotIndex, restriper: Any) -> set[frozenset[int]]:  # noqa: ANN401
+    """Sets of devices that slots are striped over."""
+    return {frozenset(s.lanes) for s in restriper.placement.segments if s.slots}
+
+
+def test_the_order_of_devices_and_their_paths_do_not_matter(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, index.num_slots)
+    before = restriper.placement
+    index.close()
+    where = {s: before.extents(array([s]), 0, PAGED.slot_bytes) for s in (0, 1, 2)}
+    moved = devices[2].with_name("elsewhere")
+    devices[2].rename(moved)
+    turned = [moved, devices[1], devices[0]]
+    with caplog.at_level(logging.INFO):
+        counters = Counters()
+        close(opened(place(turned), counters=counters))
+        index, restriper = open_index(place(turned))
+    assert f"device {devices[2]} is at {moved} now" in caplog.text
+    assert all(counters.total("device_lost", device=str(d)) == 0 for d in turned)
+    assert found(index, keys) == set(keys)
+    for slot, old in where.items():
+        new = restriper.placement.extents(array([slot]), 0, PAGED.slot_bytes)
+        assert (2 - new.device).tolist() == old.device.tolist()
+        assert new.offset.tolist() == old.offset.tolist()
+    assert not restriper._stale
+    index.close()
+
+
+def test_two_devices_that_change_places(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """By path alone each would be taken for the other."""
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, 20)
+    index.close()
+    spare = devices[1].with_name("spare")
+    devices[1].rename(spare)
+    devices[2].rename(devices[1])
+    spare.rename(devices[2])
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    assert found(index, keys) == set(keys)
+    assert not restriper._stale
+    index.close()
+
+
+def test_a_removed_device_costs_what_touched_it_and_comes_back(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, index.num_slots // 2)
+    placement, total = restriper.placement, index.num_slots
+    touched = {s for s in keys if placement.touches(2, array([s]))[0]}
+    assert 0 < len(touched) < len(keys)
+    index.close()
+
+    store = opened(place(devices[:2]))
+    assert [d.path.parent for d in store.devices] == devices[:2]
+    index, restriper = open_index(place(devices[:2]))
+    assert f"device {devices[2]} is not among the devices any more" in caplog.text
+    assert found(index, keys) == set(keys) - touched
+    assert frozenset({0, 1}) in widths(index, restriper)  # what held nothing
+    assert 0.6 * total < restriper.placement.slots < total
+    new = fill(index, 5)
+    index.close()
+    close(store)
+
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        close(opened(place(devices)))
+        index, restriper = open_index(place(devices))
+    assert f"device {devices[2]} is back" in caplog.text
+    assert found(index, new) == set(new)
+    assert found(index, keys) == set(keys) - touched - set(new)
+    gauges = index.gauges()
+    assert gauges["free"] + gauges["ready"] > 0.8 * total
+    index.close()
+
+
+def test_an_added_device_adds_its_room_and_loses_nothing(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_devices(3)
+    close(opened(place(devices[:2])))
+    index, restriper = open_index(place(devices[:2]))
+    total = index.num_slots
+    keys = fill(index, total // 2)
+    index.close()
+    with caplog.at_level(logging.INFO):
+        close(opened(place(devices)))
+        index, restriper = open_index(place(devices))
+    assert f"device {devices[2]} is added" in caplog.text
+    assert found(index, keys) == set(keys)
+    assert {frozenset({0, 1}), frozenset({0, 1, 2})} <= widths(index, restriper)
+    gauges = index.gauges()
+    assert gauges["ready"] + gauges["free"] == restriper.placement.slots > total
+    assert max(used(devices)) <= CAPACITY
+    # Slots handed out now use all three; those of the old kind come last.
+    slots = index.allocate(5)
+    new = [restriper.placement.touches(d, slots) for d in range(3)]
+    assert new[2].any()
+    index.close()
+    # Opened once more, nothing changes.
+    before = restriper.placement.segments
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    assert restriper.placement.segments == before
+    assert found(index, keys) == set(keys)
+    index.close()
+
+
+def test_a_device_that_is_gone_does_not_keep_the_store_from_starting(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root,) = tmp_devices(1)
+    devices = [root / "a", root / "b", root / "mnt" / "c"]
+    for device in devices:
+        device.mkdir(parents=True)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    placement, keys = restriper.placement, fill(index, 30)
+    index.close()
+    (root / "mnt").rename(root / "pulled")
+    counters = Counters()
+    store = opened(place(devices), counters=counters)
+    assert len(store.devices) == 2
+    assert counters.total("device_lost", device=str(devices[2])) == 1
+    assert f"device {devices[2]} does not exist" in caplog.text
+    index, _ = open_index(place(devices))
+    assert found(index, keys) == {s for s in keys if not placement.touches(2, array([s]))[0]}
+    index.close()
+    close(store)
+    (root / "pulled").rename(root / "mnt")
+    assert len(opened(place(devices)).devices) == 3
+
+
+def test_the_processes_of_one_engine_see_the_same_devices(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """A drive that appears after the first of them looked is used after the next start."""
+    (root,) = tmp_devices(1)
+    devices = [root / "a", root / "mnt" / "b"]
+    for device in devices:
+        device.mkdir(parents=True)
+    close(opened(place(devices, run="one")))
+    (root / "mnt").rename(root / "away")
+    first = opened(place(devices, tp_size=1, run="two"))
+    (root / "away").rename(root / "mnt")
+    index, restriper = open_index(place(devices, run="two"))
+    assert len(first.devices) == 1
+    assert frozenset({0}) in widths(index, restriper)
+    every = np.arange(index.num_slots, dtype=np.int64)
+    assert index.gauges()["lost"] >= restriper.placement.touches(1, every).sum() > 0
+    index.close()
+    close(first)
+    assert len(opened(place(devices, run="three")).devices) == 2
+
+
+def test_copies_of_a_drive_are_refused(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices[:1])))
+    shutil.copy(devices[0] / "rank0.data", devices[1] / "rank0.data")
+    with pytest.raises(DeviceError, match=f"{devices[0]} and {devices[1]} hold copies"):
+        open_rank(place(devices), 0, Counters())
+
+
+def test_other_weights_change_new_slots_only(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, index.num_slots // 2)
+    index.close()
+    heavy = [
+        {"path": d, "capacity": CAPACITY, "weight": w} for d, w in zip(devices, (3, 1), strict=True)
+    ]
+    close(opened(place(devices, devices=heavy)))
+    index, restriper = open_index(place(devices, devices=heavy))
+    assert found(index, keys) == set(keys)
+    shares = {s.lanes.count(1) / len(s.lanes) for s in restriper.placement.segments}
+    assert {0.25, 0.5} <= shares
+    index.close()
