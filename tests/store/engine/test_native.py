@@ -104,6 +104,7 @@ def test_a_forgotten_engine_ends_its_threads_and_descriptors(
     rig: Rig, submit: Submit, one_at_a_time: EngineOptions
 ) -> None:
     rig.add_device(bytes(PAGE))
+    gc.collect()  # what earlier tests left behind must not go now
     before, descriptors = tasks(), len(os.listdir("/proc/self/fd"))
     engine = rig.open(one_at_a_time)
     started = tasks() - before
