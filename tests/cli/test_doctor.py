@@ -79,7 +79,7 @@ def test_entry_point(values: list[str], allowed: str | None, level: Level) -> No
 
 def test_native_modules_are_there_and_name_their_instruction_set() -> None:
     found = by_subject(check_software.native_modules())
-    assert set(found) == {"_io", "_kernels"}
+    assert set(found) == {"_io", "_index", "_kernels"}
     assert {finding.level for finding in found.values()} == {Level.OK}
     assert "instruction set" in found["_kernels"].text
 

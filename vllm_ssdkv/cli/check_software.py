@@ -120,10 +120,18 @@ def entry_points() -> list[Finding]:
     return [entry_point(points, os.environ.get("VLLM_PLUGINS"))]
 
 
+NATIVE_MODULES: Final = (
+    ("_io", "checksums, page cache and disk I/O"),
+    ("_index", "which slot holds which block"),
+    ("_kernels", "CPU attention"),
+)
+"""Name, and what it does."""
+
+
 def native_modules() -> list[Finding]:
-    """The two extension modules, and the instruction set that the kernels chose."""
+    """The extension modules, and the instruction set that the kernels chose."""
     findings: list[Finding] = []
-    for name, purpose in (("_io", "checksums and disk I/O"), ("_kernels", "CPU attention")):
+    for name, purpose in NATIVE_MODULES:
         try:
             module = importlib.import_module(f"vllm_ssdkv.{name}")
         except ImportError as error:
