@@ -65,8 +65,10 @@ install_packages() {
     as_root=(sudo -n)
   fi
   say "installing system packages: $*"
-  "${as_root[@]}" apt-get update -q </dev/null
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
+  # Without a network this must end soon.
+  local patience=(-o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1)
+  "${as_root[@]}" apt-get "${patience[@]}" update -q </dev/null
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
     --no-install-recommends "$@" </dev/null
 }
 
