@@ -78,6 +78,8 @@ def main(ending: str) -> None:
     print("isolated", flush=True)
 
     if ending == "interrupt":
+        # A shell starts background jobs with the signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print("abandoned", flush=True)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         hung.wait(3600.0)  # Ctrl-C must end this, and the process
