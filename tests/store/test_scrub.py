@@ -254,6 +254,7 @@ def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
         until(lambda: 0 in rig.files.health.quarantined, "the end of the device")
 
 
+@pytest.mark.usefixtures("restless")
 def test_a_read_that_hangs_ends_with_the_store(make_store: MakeStore) -> None:
     rig = make_store(slots=SLOTS, scrub_rate=1 << 30, deadline_s=0.3)
     rig.write(NAMES)
