@@ -120,6 +120,12 @@ class SlotBatch:
         self._count(good, name)
         return ~self._slots_of(~good)
 
+    def readable(self) -> NDArray[np.bool_]:
+        """Slots, [slots], of which every byte has arrived by now."""
+        good = np.zeros(len(self.extents.device), dtype=np.bool_)
+        good[self.sent] = self.batch.results() == self.extents.length[self.sent].astype(np.int64)
+        return ~self._slots_of(~good)
+
     def over(self, timeout_s: float) -> bool:
         """Whether :meth:`wait` would return at once; blocks for ``timeout_s`` at most."""
         remaining = self.deadline - time.monotonic()
