@@ -21,6 +21,7 @@ from tests.store.conftest import (
     until,
 )
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.unsealer import Unsealing
 
 
 def context(rig: StoreRig, names: dict[int, int], request: str = "r") -> None:
@@ -185,6 +186,49 @@ def test_every_flipped_bit_poisons_the_rows_that_need_it(
     finally:
         rig.flip(2, offset, 1 << bit)
     rig.assert_rows(rig.walk([0, 1], [3, 2, 4]), [700, 701], [703, 702, 704])
+
+
+@pytest.fixture(params=["beside", "forward pass"])
+def who_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which thread checks what has arrived; otherwise it is whichever is first."""
+    take = Unsealing.take
+
+    def take_when_done(asked: Unsealing[object], timeout_s: float) -> object:
+        until(lambda: not asked.wanted(), "the work beside the forward pass")
+        return take(asked, timeout_s)
+
+    def take_back(asked: Unsealing[object], timeout_s: float) -> object:
+        found = take(asked, timeout_s)
+        assert found is None
+        return found
+
+    beside = request.param == "beside"
+    monkeypatch.setattr(Unsealing, "take", take_when_done if beside else take_back)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_whoever_checks_the_outcome_is_the_same(
+    make_store: MakeStore, geometry: SlotGeometry, who_checks: str
+) -> None:
+    rig = make_store(geometry, slots=64, frames=8, staging=16)
+    if who_checks == "forward pass":
+        assert rig.store._unsealer.close(PATIENCE_S)
+    names = stored(rig, range(40))
+    context(rig, names)
+    away(rig, list(names))
+    rig.flip(7, geometry.page_offset(geometry.pages - 1))
+    rig.faults({"kind": "eio", "op": "read", "count": 2}, {"kind": "corrupt", "count": 2})
+    for _ in range(2):
+        walk = rig.walk(range(6), range(5, 30), range(30, 40), [7])
+        rig.assert_rows(
+            walk, [names[s] for s in range(6)], None, [names[s] for s in range(30, 40)], None
+        )
+        assert set(walk.bad) == {7}
+    assert rig.total("checksum_failures") == 4  # twice in each walk, where rows share the slot
+    assert sum(rig.total("io_errors", device=path, kind="eio") for path in rig.paths) == 2
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
 
 
 def test_a_slot_without_known_checksums_is_never_attended_to(

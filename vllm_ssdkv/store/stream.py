@@ -2,7 +2,8 @@
 
 Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
-layer borders, so layer i's reads overlap layer i - 1's compute.
+layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
+unsealed in a thread beside the compute (:mod:`vllm_ssdkv.store.unsealer`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import collections
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
+from vllm_ssdkv.store.unsealer import Unsealer, Unsealing
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,16 @@ class _Chunk:
         return _Chunk(self.slots[which], self.index[which], self.row[which])
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What is known of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
+    whether their seals are ``known`` [n]."""
+
+    which: NDArray[np.int64]
+    same: NDArray[np.bool_]
+    known: NDArray[np.bool_]
+
+
 @dataclass(slots=True)
 class _Read:
     """One chunk of one layer; ``pieces`` are its blocks' places in the arena."""
@@ -60,6 +73,8 @@ class _Read:
     pieces: U64
     batch: SlotBatch | None
     """None where nothing needs to be read: every row is poisoned."""
+    unsealing: Unsealing[_Checked] | None = None
+    """Touches the pieces until it is taken or stopped."""
     retry: tuple[NDArray[np.int64], SlotBatch] | None = None
     """Positions in the chunk that were read again, and that read."""
 
@@ -81,6 +96,7 @@ class ContextStream:
         frames: FrameCache,
         seals: SealTable,
         staging: Staging,
+        unsealer: Unsealer,
         contexts: Sequence[NDArray[np.int64]],
     ):
         """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
@@ -89,6 +105,7 @@ class ContextStream:
         self._frames = frames
         self._seals = seals
         self._staging = staging
+        self._unsealer = unsealer
         self._rows = len(contexts)
         self.closed = False
         self.poisoned: set[int] = set()
@@ -166,7 +183,9 @@ class ContextStream:
             size = self._files.geometry.layer_bytes
             offset = self._files.geometry.layer_offset(layer)
             batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
-            self._reads.append(_Read(chunk, layer, pieces, batch))
+            read = _Read(chunk, layer, pieces, batch)
+            read.unsealing = self._unsealer.after(batch.batch, partial(self._check_all, read))
+            self._reads.append(read)
             self._next += 1
 
     def _hopeless(self, chunk: _Chunk) -> bool:
@@ -185,9 +204,14 @@ class ContextStream:
         chunk = read.chunk
         if read.batch is None or self._hopeless(chunk):
             return None
+        checked = None
+        if read.unsealing is not None:
+            checked = read.unsealing.take(self._files.deadline_s)
         good = read.batch.wait()
         base = np.uint64(self._frames.arena.address) + read.pieces
-        self._verify(read, read.batch, np.arange(len(good)), good, final=False)
+        if checked is None:
+            checked = self._check(read, np.flatnonzero(good), final=False)
+        self._verify(read.batch, np.arange(len(good)), good, checked, final=False)
         held = read.batch.held()
         again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
         if len(again):
@@ -211,7 +235,8 @@ class ContextStream:
         batch = self._files.submit(Op.READ, slots, offset, size, read.pieces[which])
         read.retry = (which, batch)
         good[which] = batch.wait()
-        self._verify(read, batch, which, good, final=True)
+        checked = self._check(read, which[good[which]], final=True)
+        self._verify(batch, which, good, checked, final=True)
         blamed = slots[~good[which] & ~batch.held() & ~batch.out_of_reach()].tolist()
         if blamed:
             self.bad.extend(blamed)
@@ -222,38 +247,50 @@ class ContextStream:
                 blamed[:8],
             )
 
-    def _verify(
-        self,
-        read: _Read,
-        batch: SlotBatch,
-        asked: NDArray[np.int64],
-        good: NDArray[np.bool_],
-        *,
-        final: bool,
-    ) -> None:
-        """Check the pages of blocks that arrived, and unseal them; clears ``good``, [chunk].
+    def _check_all(self, read: _Read) -> _Checked:
+        """Check a chunk that has been read; in the unsealer's thread."""
+        arrived = np.zeros(0, dtype=np.int64)
+        if read.batch is not None:
+            arrived = np.flatnonzero(read.batch.readable())
+        return self._check(read, arrived, final=False)
 
-        ``asked`` are the blocks of the chunk that ``batch`` read, in its order.
-        """
-        position = np.flatnonzero(good[asked])  # in the batch
-        which = asked[position]  # in the chunk
-        geometry = self._files.geometry
-        pages = geometry.pages_per_layer
+    def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
+        """Check the pages of blocks that arrived, and unseal them."""
+        pages = self._files.geometry.pages_per_layer
         first = read.layer * pages
         seals, known = self._seals.get(read.chunk.slots[which], first, pages)
         same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
-        good[which] = same.all(axis=1) & known
+        return _Checked(which, same, known)
+
+    def _verify(
+        self,
+        batch: SlotBatch,
+        asked: NDArray[np.int64],
+        good: NDArray[np.bool_],
+        checked: _Checked,
+        *,
+        final: bool,
+    ) -> None:
+        """Believe of the blocks ``asked``, which ``batch`` read in this order, those that match.
+
+        Clears ``good``, [chunk], for the others.
+        """
+        known, which = checked.known, checked.which
+        position = np.flatnonzero(np.isin(asked, which))  # in the batch
+        good[which] = checked.same.all(axis=1) & known
         right = np.zeros(len(asked), dtype=np.bool_)
         right[position] = good[which]
-        row, page = np.nonzero(~same & known[:, None])
+        row, page = np.nonzero(~checked.same & known[:, None])
         if not final:  # it is read again before anything is accused
             row, page = row[:0], page[:0]
         self._files.counters.add("checksum_failures", len(row))
-        batch.verified(right, position[row], page * geometry.page_bytes)
+        batch.verified(right, position[row], page * self._files.geometry.page_bytes)
 
     def _give_back(self, read: _Read) -> None:
         if read.batch is None:
             return
+        if read.unsealing is not None:
+            read.unsealing.stop(self._files.deadline_s)
         held = read.batch.held()
         if read.retry is not None:
             which, batch = read.retry

@@ -24,6 +24,7 @@ from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
 from vllm_ssdkv.store.trim import SlotTrimmer
+from vllm_ssdkv.store.unsealer import Unsealer
 from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class TieredStore:
         )
         sealer = files.sealer
         self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
+        self._unsealer = Unsealer()
         self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
         headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
         images = None
@@ -235,7 +237,9 @@ class TieredStore:
     def stream(self, contexts: Sequence[NDArray[np.int64]]) -> ContextStream:
         """Walk over the contexts of one step's rows; starts reading at once."""
         self._used = time.monotonic()
-        self._stream = ContextStream(self.files, self.frames, self._seals, self._staging, contexts)
+        self._stream = ContextStream(
+            self.files, self.frames, self._seals, self._staging, self._unsealer, contexts
+        )
         return self._stream
 
     # ---- end ----
@@ -251,6 +255,7 @@ class TieredStore:
         ended = self._scrubber is None or self._scrubber.close(timeout)
         ended = self._writer.close(timeout) and ended
         ended = self._loader.close(timeout) and ended
+        ended = self._unsealer.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
         if ended:
             self.arena.close()
