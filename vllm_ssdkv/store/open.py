@@ -477,6 +477,12 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
         manifest = place.stored()
         entry = manifest.devices[index]
         known = entry.files[rank]
+
+        def renamed(name: str) -> None:
+            entry.files[rank] = name
+            entry.fresh = sorted({*entry.fresh, rank})
+            manifest.save(place.state)
+
         found = claim(
             device,
             store=UUID(manifest.store),
@@ -485,14 +491,12 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
             geometry=place.geometry,
             fingerprint=place.fingerprint,
             key_id=place.key_id or bytes(KEY_ID_BYTES),
+            renamed=renamed,
         )
-        if found == known:
-            return False
-        entry.files[rank] = found
-        if known:
-            entry.fresh.append(rank)
-        manifest.save(place.state)
-        return bool(known)
+        if not known:  # found again, should we be killed here: its superblock names the store
+            entry.files[rank] = found
+            manifest.save(place.state)
+        return known not in ("", found)
 
 
 def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Restriper]:
