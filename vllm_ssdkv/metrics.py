@@ -151,7 +151,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
     _counter(
-        "manifest_restores", "files", "Manifests that were damaged and restored from their copy."
+        "manifest_restores",
+        "files",
+        "Manifests that were damaged and restored, from their copy or from superblocks.",
     ),
     _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),

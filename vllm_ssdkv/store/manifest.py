@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from vllm_ssdkv.errors import (
+    DamagedError,
     FingerprintMismatchError,
     FormatError,
     KeyMismatchError,
@@ -141,13 +142,13 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The manifest in a state directory; None when there is none. Blocks on I/O.
 
         Raises:
-            FormatError: it is damaged, of another version, or missing while its copy is there;
-                says how to go on.
+            DamagedError: it is damaged, or missing while its copy is there; says how to go on.
+            FormatError: it is of another version.
             StoreError: the file cannot be read.
         """
         found = cls._read(state / NAME)
         if found is None and (state / COPY).exists():
-            raise FormatError(
+            raise DamagedError(
                 f"{state / NAME} is missing, but its copy is there: {_way_out(state)}"
             )
         return found
@@ -177,7 +178,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             found._check_values()
             found.checksum = _UNSEALED.decode()
         except (msgspec.MsgspecError, ValueError) as error:
-            raise FormatError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
+            raise DamagedError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
         return found
 
     def _check_values(self) -> None:

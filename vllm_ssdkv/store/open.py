@@ -18,7 +18,7 @@ from uuid import UUID, uuid4
 import numpy as np
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError, DeviceError, FormatError, StoreError
+from vllm_ssdkv.errors import ConfigError, DamagedError, DeviceError, FormatError, StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
@@ -37,6 +37,7 @@ from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, 
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
 from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
+from vllm_ssdkv.store.rebuild import rebuilt
 from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
@@ -190,13 +191,33 @@ class StorePlace:
         except FormatError as damage:
             if self.config.recover == "strict":
                 raise
-            found = Manifest.load_copy(self.state)
+            try:
+                found = Manifest.load_copy(self.state)
+            except DamagedError:
+                found = None
             if found is None:
-                raise
-            logger.warning("ssdkv: %s: restored from its copy", damage)
-            found.save(self.state)
+                found = self._rebuild(damage)
+            else:
+                logger.warning("ssdkv: %s: restored from its copy", damage)
+                found.save(self.state)
             self.counters.add("manifest_restores")
             return found
+
+    def _rebuild(self, damage: FormatError) -> Manifest:
+        """A manifest from superblocks, which is not saved yet."""
+        if not isinstance(damage, DamagedError):
+            raise damage
+        try:
+            found = rebuilt(self.paths, self.fingerprint, self.geometry, self.tp_size, self.key_id)
+        except StoreError as error:
+            raise FormatError(f"{damage}; nor can it be made from superblocks: {error}") from error
+        logger.error(
+            "ssdkv: %s: made anew, as is its copy, from the superblocks of store %s; what was "
+            "stored is computed again",
+            damage,
+            found.store,
+        )
+        return found
 
     def _arrange(self, manifest: Manifest) -> None:
         """Bring the manifest's devices and segments up to date."""
@@ -228,7 +249,7 @@ class StorePlace:
         sizes = {
             sight.path: known[number].capacity
             for sight, number in zip(sights, numbers, strict=True)
-            if number is not None
+            if number is not None and known[number].capacity
         }
         found: list[ManifestDevice] = []
         for i, (sight, number) in enumerate(zip(sights, numbers, strict=True)):
