@@ -30,9 +30,9 @@ hold."""
 READ_AHEAD = 4
 """Reads in flight: while the oldest is checked and copied, the devices work on the others."""
 
-PIECES = 16
-"""Reads that a hit is cut into, unless they would be too small or too large: the end of the last
-one is the only part that nothing is read beside."""
+SHARE = 5
+"""A read takes a fifth of what is left to be read: large ones cost less, and the smaller the last
+one is, the sooner the hit is there once nothing is read any more."""
 
 PIECE_BYTES = 2 * 1024 * 1024
 """A smaller read is over before the next one is prepared."""
@@ -276,9 +276,11 @@ class SlotLoader:
 
         With ``wait``, and nothing in flight, wait for memory.
         """
-        piece = self._piece(hit)
-        most = max(2, min(READ_AHEAD, GROUP_BYTES // (piece * self._files.geometry.slot_bytes)))
-        while len(hit.todo) and hit.outcome.complete and len(hit.reads) < most:
+        while len(hit.todo) and hit.outcome.complete:
+            piece = self._piece(len(hit.todo))
+            in_flight = piece * self._files.geometry.slot_bytes
+            if len(hit.reads) >= max(2, min(READ_AHEAD, GROUP_BYTES // in_flight)):
+                return
             if self._stopping:
                 hit.outcome.complete = False
                 return
@@ -293,12 +295,11 @@ class SlotLoader:
             if not started:
                 return
 
-    def _piece(self, hit: _Hit) -> int:
-        """Slots to read at once: a part of the hit, so that others are read meanwhile."""
+    def _piece(self, left: int) -> int:
+        """Slots to read at once, of so many that are left."""
         size = self._files.geometry.slot_bytes
         least = max(PIECE_BYTES, self._files.placement.devices * DEVICE_BYTES)
-        part = len(hit.job.slots) * size // PIECES
-        nbytes = min(max(least, part), GROUP_BYTES // READ_AHEAD)
+        nbytes = min(max(least, left * size // SHARE), GROUP_BYTES // READ_AHEAD)
         most = min(self._files.group, self._frames.frames // READ_AHEAD)
         return max(1, min(nbytes // size, most))
 
