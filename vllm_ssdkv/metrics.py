@@ -137,6 +137,23 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "checksum_failures", "pages", "Pages whose data does not match their checksum or tag."
     ),
+    _counter(
+        "bad_copies",
+        "slots",
+        "Copies of slots on the device that were found wrong or out of date, while there was "
+        "another copy (replicas).",
+        _DEVICE,
+    ),
+    _counter(
+        "single_copies",
+        "slots",
+        "Slots stored with one copy only, because the device of the other one failed (replicas).",
+    ),
+    _counter(
+        "mended_copies",
+        "slots",
+        "Copies of slots that the scrub wrote anew from the other copy (replicas).",
+    ),
     _counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
     _counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
     _counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),

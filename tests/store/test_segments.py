@@ -17,7 +17,7 @@ from vllm_ssdkv.store.segments import (
     MIN_SHARE,
     SEGMENTS,
     arrange,
-    best_lanes,
+    best_striping,
     lanes_over,
     restriped,
 )
@@ -100,7 +100,7 @@ def test_a_new_store_uses_its_devices(
     check_inside(geometry, segments, weights, ends)
     assert numbers == sum(s.slots for s in segments)
     assert all(a.first + a.slots == b.first for a, b in pairwise(segments))
-    assert all(best_lanes(s, weights) == s.lanes for s in segments)
+    assert all(best_striping(s, weights).lanes == s.lanes for s in segments)
     usable = [d for d, weight in enumerate(weights) if weight]
     left = list(ends)
     for segment in segments:
@@ -140,7 +140,7 @@ def test_an_added_device_gets_its_share_of_every_segment() -> None:
     wider, made, more = arrange(ONE, segments, weights, ends, [2])
     assert [s.first for s in wider] == [s.first for s in segments]
     assert [s.slots for s in wider] == [s.slots for s in segments]
-    anew = [restriped(ONE, s, best_lanes(s, weights), DEVICES) for s in wider]
+    anew = [restriped(ONE, s, best_striping(s, weights), DEVICES) for s in wider]
     assert {frozenset(s.lanes) for s in anew} == {frozenset({0, 1, 2})}
     assert sum(s.slots for s in anew) == 960
     assert made == []
@@ -151,7 +151,7 @@ def test_a_removed_device_leaves_what_does_not_touch_it() -> None:
     _, segments, numbers = arrange(ONE, [], [1.0] * 3, [300] * 3)
     after, made, same = arrange(ONE, segments, [1.0, 0.0, 1.0], [300, 0, 300])
     assert (after, made, same) == (segments, [], numbers)
-    narrower = [restriped(ONE, s, best_lanes(s, [1.0, 0.0, 1.0]), 3) for s in after]
+    narrower = [restriped(ONE, s, best_striping(s, [1.0, 0.0, 1.0]), 3) for s in after]
     assert sum(s.slots for s in narrower) == 600
 
 
@@ -161,8 +161,8 @@ def test_lanes_that_are_as_good_are_left() -> None:
     segment = segments[0]
     assert segment.lanes == (1, 0, 1)
     turned = Segment(0, 9, 9, (1, 1, 0), segment.extents)
-    assert best_lanes(turned, [1.0, 2.0]) == turned.lanes
-    assert best_lanes(turned, [1.0, 1.0]) == (0, 1)
-    assert best_lanes(turned, [0.0, 0.0]) == turned.lanes
+    assert best_striping(turned, [1.0, 2.0]).lanes == turned.lanes
+    assert best_striping(turned, [1.0, 1.0]).lanes == (0, 1)
+    assert best_striping(turned, [0.0, 0.0]).lanes == turned.lanes
     with pytest.raises(ValueError, match="weights"):
         lanes_over([0], [0.0])

@@ -39,6 +39,7 @@ from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
 from vllm_ssdkv.store.rebuild import rebuilt
 from vllm_ssdkv.store.recovery import ProgressLog
+from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.segments import arrange
@@ -131,7 +132,7 @@ class StorePlace:
     def capacity_for(self, slots: int) -> int:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
         slot = self.geometry.units_per_slot * self.geometry.unit_bytes
-        data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot
+        data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot * self.config.replicas
         return data * self.tp_size + 2 * journal_bytes(slots) + STATE_SLACK
 
     def manifest(self) -> Manifest:
@@ -237,6 +238,10 @@ class StorePlace:
                     number[old] = new
         manifest.segments = renumbered(manifest.segments, number)
         added = [i for i, d in enumerate(manifest.present()) if id(d) not in there]
+        for device in before:
+            # What it misses: this opening if it is away, those before if it is back.
+            if not device.present:
+                device.missed(manifest.opened + 1, manifest.opened + 2)
         self._divide(manifest, added)
 
     def _present(
@@ -326,7 +331,14 @@ class StorePlace:
             ends = [
                 self._units(device, journal) if device.present else 0 for device in manifest.devices
             ]
-            found = arrange(self.geometry, manifest.segments, manifest.weights(), ends, added)
+            found = arrange(
+                self.geometry,
+                manifest.segments,
+                manifest.weights(),
+                ends,
+                added,
+                self.config.replicas,
+            )
             journal = 2 * journal_bytes(found.numbers) + STATE_SLACK
         if not found.segments:
             raise ConfigError(
@@ -346,8 +358,9 @@ class StorePlace:
             room -= journal
         return max(0, room // self.tp_size - SUPERBLOCK_BYTES) // self.geometry.unit_bytes
 
-    def save_segments(self, segments: Sequence[Segment]) -> None:
-        """Replace the segments in the manifest. Blocks on I/O.
+    def save_segments(self, segments: Sequence[Segment], weights: Sequence[float]) -> None:
+        """Replace the segments in the manifest, and note devices that are out of use, whose weight
+        is 0. Blocks on I/O.
 
         Raises:
             StoreError: it cannot be saved.
@@ -355,6 +368,9 @@ class StorePlace:
         with locked(self.state):
             manifest = self.stored()
             manifest.segments = list(segments)
+            for device, weight in zip(manifest.devices, weights, strict=True):
+                if not weight:
+                    device.missed(manifest.opened, manifest.opened + 1)
             manifest.save(self.state)
 
     def stored(self) -> Manifest:
@@ -402,7 +418,8 @@ class OpenStore:
             f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
             f"{format_size(self.plan.staging_bytes)} staging",
             *lines,
-            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank, engine "
+            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank"
+            f"{', each of them twice' if self.files.placement.most_copies > 1 else ''}, engine "
             f"{self.files.engine.name}",
             f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
             if self.key_id
@@ -435,7 +452,8 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         place.config.io.staging,
         scrub=place.config.io.scrub_rate is not None,
     )
-    paths = [device.path for device in manifest.present()]
+    present = manifest.present()
+    paths = [device.path for device in present]
     for path in set(place.paths) - set(paths):
         counters.add("device_lost", 1, device=path)
         counters.set("device_state", 0, device=path)
@@ -455,6 +473,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
                 trim_new(device, path)
             if _claim(place, device, index, rank):
                 counters.add("device_lost", 1, device=path)
+                present[index].missed(0, manifest.opened + 1)
             _cut_to_size(device)
         arena = Arena(plan.nbytes)
         sealer = place.sealer(rank, arena)
@@ -464,19 +483,23 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
             device.close()
         raise
     deadline = place.config.io.deadline
+    absent = len(manifest.devices) - len(present)
+    health = DeviceHealth(paths, deadline, counters, absent=absent)
+    speed = DeviceSpeed(paths, [device.weight for device in present])
     files = SlotFiles(
         geometry,
         placement,
         engine,
-        DeviceHealth(paths, deadline, counters),
-        DeviceSpeed(paths, [device.weight for device in manifest.present()]),
+        health,
+        speed,
         counters,
         place.fingerprint.digest,
         rank,
         deadline,
         sealer,
+        Replicas(health, speed, manifest.numbers, [device.gap for device in present]),
     )
-    capacities = tuple(device.capacity for device in manifest.present())
+    capacities = tuple(device.capacity for device in present)
     return OpenStore(files, tuple(opened), arena, plan, manifest.numbers, capacities, place.key_id)
 
 
@@ -502,6 +525,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
         def renamed(name: str) -> None:
             entry.files[rank] = name
             entry.fresh = sorted({*entry.fresh, rank})
+            entry.missed(0, manifest.opened + 1)
             manifest.save(place.state)
 
         found = claim(
@@ -548,14 +572,12 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     slots = np.arange(manifest.numbers, dtype=np.int64)
     with locked(place.state):
         manifest = place.stored()
-        gone = ~placement.holds(slots)
-        for device, entry in enumerate(manifest.devices):
-            touched = placement.touches(device, slots)
-            if not entry.present:
-                gone |= touched
-            elif entry.fresh:
-                index.drop(slots[touched])
-                entry.fresh = []
+        absent = np.array([not entry.present for entry in manifest.devices], dtype=np.bool_)
+        empty = absent | [bool(entry.fresh) for entry in manifest.devices]
+        index.drop(slots[placement.lost(empty, slots)])
+        for entry in manifest.present():
+            entry.fresh = []
+        gone = ~placement.holds(slots) | placement.lost(absent, slots)
         for segment in placement.segments:
             if segment.first in manifest.fresh:
                 index.drop(segment.all_slots())
@@ -566,8 +588,13 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
         manifest.last_opened = int(time.time())
         manifest.save(place.state)
     counters = counters or Counters()
-    saver = BackgroundSaver(place.save_segments, counters)
-    restriper = Restriper(index, placement, manifest.weights(), saver, counters)
+
+    def save(segments: Sequence[Segment]) -> None:
+        place.save_segments(segments, restriper.weights)
+
+    saver = BackgroundSaver(save, counters)
+    replicas = place.config.replicas
+    restriper = Restriper(index, placement, manifest.weights(), saver, counters, replicas)
     restriper.settle(LOCK_TIMEOUT_S)
     counts = index.counters
     logger.info(
