@@ -30,7 +30,8 @@ from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
-from vllm_ssdkv.store.open import OpenStore, StorePlace, open_rank
+from vllm_ssdkv.store.open import StorePlace, open_rank
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer

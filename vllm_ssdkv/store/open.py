@@ -11,7 +11,6 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -22,7 +21,7 @@ from vllm_ssdkv.errors import ConfigError, DamagedError, DeviceError, FormatErro
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cipher import CipherSealer, libcrypto_version
+from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.data_file import claim
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import open_engine
@@ -35,6 +34,7 @@ from vllm_ssdkv.store.journal import Journal, journal_bytes
 from vllm_ssdkv.store.key_source import read_key
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
 from vllm_ssdkv.store.rebuild import rebuilt
@@ -390,46 +390,6 @@ def _make_directory(path: Path, *, parents: bool) -> None:
         path.mkdir(mode=0o700, parents=parents, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot make the directory {path}: {error.strerror}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class OpenStore:
-    """One rank's open data files, engine and memory."""
-
-    files: SlotFiles
-    devices: tuple[OpenDevice, ...]
-    arena: Arena
-    plan: ArenaPlan
-    num_slots: int
-    """Slot numbers are below this."""
-    capacities: tuple[int, ...]
-    key_id: bytes
-
-    def describe(self) -> list[str]:
-        """Lines of the start-up summary."""
-        slot = self.files.geometry.slot_bytes
-        lines = [
-            f"SSD  {device.path.parent}: up to {format_size(capacity)}"
-            f"{'' if device.direct else ', page cache in use (no O_DIRECT)'}"
-            f"{'' if device.preallocated else ', not preallocated'}"
-            for device, capacity in zip(self.devices, self.capacities, strict=True)
-        ]
-        return [
-            f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
-            f"{format_size(self.plan.staging_bytes)} staging",
-            *lines,
-            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank"
-            f"{', each of them twice' if self.files.placement.most_copies > 1 else ''}, engine "
-            f"{self.files.engine.name}",
-            f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
-            if self.key_id
-            else "encryption off",
-        ]
-
-    def close(self) -> None:
-        """Release the data files and their locks. The store's threads must have ended."""
-        for device in self.devices:
-            device.close()
 
 
 def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
