@@ -47,7 +47,7 @@ GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=200_
 DEVICES = 3
 BLOCK_TOKENS = 32
 DEADLINE_S = 0.4
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 FAULTS = st.sampled_from(
     [
