@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = Path(__file__).resolve().parent.parent / "vllm_ssdkv" / "demo_model"
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 32
 CHUNK = 1024
 WARM_UP = (512, 4096, 64, 1024)
