@@ -3,8 +3,9 @@
 Run as ``python -P -m vllm_ssdkv.profiling.bench_ttft``. On the drive as it is and on one slowed by
 the throttled twin; with ``load: always`` and with ``load: auto``. One run fills a store, then one
 engine after the other opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one
-that is on the drive, and the same again from DRAM. Medians over repeats, in milliseconds; every
-ratio is of two measurements in one engine, one right after the other. Each engine is a process of its own.
+that is on the drive, and the same again from DRAM. Medians over repeats, in milliseconds; a ratio
+is the median of those of two measurements that followed each other. Each engine is a process of its
+own.
 """
 
 from __future__ import annotations
