@@ -63,6 +63,18 @@ def answer_line(custom_id: str, reply: Reply) -> bytes:
     return _line(custom_id, response, None)
 
 
+def run_batch_line(custom_id: str, reply: Reply) -> bytes:
+    """The line of an answered request as ``vllm run-batch`` has it: errors are not in the body."""
+    if reply.succeeded:
+        return answer_line(custom_id, reply)
+    response = {
+        "status_code": reply.status,
+        "request_id": _identifier("req"),
+        "body": None,
+    }
+    return _line(custom_id, response, msgspec.Raw(reply.body))
+
+
 def failure_line(problem: LineError, number: int | None = None) -> bytes:
     """The line of a request that was never sent; ``number`` is its line in the input."""
     error: dict[str, object] = {

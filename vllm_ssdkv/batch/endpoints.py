@@ -5,6 +5,7 @@ Follows ``vllm.entrypoints.launchers.run_batch`` of vLLM 0.32; tests/contract pi
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -103,6 +104,10 @@ class Endpoints:
             raise NoReplyError(str(error)) from error
         except Exception as error:  # noqa: BLE001 - vLLM's own handlers make a response of any
             result = create_error_response(error)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # vLLM makes an error response of a cancellation ("Client disconnected").
+            raise asyncio.CancelledError
         reply = _reply(result)
         if self._engine.errored and not reply.succeeded:
             raise NoReplyError("the engine has ended")
