@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from vllm_ssdkv.batch import parameters
+from vllm_ssdkv.batch import openapi, parameters
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import file_object
 from vllm_ssdkv.batch.jobs import batch_object
@@ -55,7 +55,7 @@ def _full(error: OSError | sqlite3.Error) -> ApiError:
     return ApiError(507, f"The server cannot store this: {type(error).__name__}.")
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra=openapi.CREATE_FILE)
 async def create_file(request: Request) -> Response:
     """Take a file in."""
     service = _service(request)
@@ -84,7 +84,7 @@ async def create_file(request: Request) -> Response:
     return JSONResponse(file_object(row))
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", openapi_extra=openapi.LIST_FILES)
 async def list_files(request: Request) -> Response:
     """A page of files."""
     service = _service(request)
@@ -139,7 +139,7 @@ async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
             yield piece
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", openapi_extra=openapi.CREATE_BATCH)
 async def create_batch(request: Request) -> Response:
     """Begin a batch."""
     service = _service(request)
@@ -152,7 +152,7 @@ async def create_batch(request: Request) -> Response:
     return JSONResponse(batch_object(row))
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", openapi_extra=openapi.LIST_BATCHES)
 async def list_batches(request: Request) -> Response:
     """A page of batches, newest first."""
     service = _service(request)
