@@ -6,21 +6,15 @@ schemathesis`).
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import subprocess
-import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
-from tests.batch.served import DEADLINE_S, KEYS, serving
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.sizes import MIB
+from tests.batch.served import DEADLINE_S, KEYS
 
 EXAMPLES = int(os.environ.get("SSDKV_SOAK_ROUNDS", "20")) * 10
 PROGRAM = shutil.which("schemathesis")
@@ -30,39 +24,6 @@ pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.skipif(PROGRAM is None, reason="schemathesis is not installed"),
 ]
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    """A served API, whose requests are answered at once, on a socket of its own."""
-    started, stop = threading.Event(), threading.Event()
-    found: list[str] = []
-
-    async def serve() -> None:
-        config = BatchConfig(capacity=64 * MIB, max_batches=50)
-        async with serving(tmp_path / "jobs", config=config) as served:
-            # The app's own lifespan would run the batches a second time.
-            settings = uvicorn.Config(served.app, port=0, log_level="warning", lifespan="off")
-            server = uvicorn.Server(settings)
-            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-            task = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            found.append(f"http://127.0.0.1:{port}")
-            started.set()
-            while not stop.is_set():
-                await asyncio.sleep(0.05)
-            server.should_exit = True
-            await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert started.wait(DEADLINE_S)
-    yield found[0]
-    stop.set()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
 
 
 def test_no_request_is_a_fault_of_the_server(url: str, tmp_path: Path) -> None:

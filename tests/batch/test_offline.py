@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from typer.testing import CliRunner
 
-from tests.batch.served import Model, chat_line, jsonl
+from tests.batch.served import DEADLINE_S, KEYS, Model, chat_line, jsonl
 from vllm_ssdkv.batch import offline
 from vllm_ssdkv.batch.answering import NoReplyError
 from vllm_ssdkv.batch.answers import Reply, run_batch_line
@@ -164,6 +166,35 @@ def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert code == 0, text
     assert seen == [path, output, "m", ["--max-model-len", "99", "--enforce-eager"]]
     assert json.loads(text.splitlines()[-1])["failed"] == 1
+
+
+def test_batches_of_a_server(url: str, tmp_path: Path) -> None:
+    client = openai.OpenAI(api_key=KEYS[0], base_url=f"{url}/v1", max_retries=0)
+    file = client.files.create(file=written(tmp_path, ["a", "b"]), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+
+    def ask(*arguments: str, key: str = KEYS[0]) -> tuple[int, str]:
+        result = CliRunner().invoke(
+            app, ["batch", *arguments, "--url", f"{url}/v1"], env={"OPENAI_API_KEY": key}
+        )
+        return result.exit_code, result.output
+
+    deadline = time.monotonic() + DEADLINE_S
+    while (shown := json.loads(ask("show", batch.id)[1]))["status"] != "completed":
+        assert time.monotonic() < deadline, shown
+    assert shown["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    code, text = ask("ls", "--json")
+    assert (code, [one["id"] for one in json.loads(text)]) == (0, [batch.id])
+    code, text = ask("ls")
+    assert code == 0
+    assert "completed" in text
+    code, text = ask("cancel", batch.id)
+    assert code == 1
+    assert "409: Cannot cancel a batch with status 'completed'." in text
+    assert ask("show", "../files")[0] == 1
+    assert ask("ls", key="wrong") == (1, f"{url}/v1: 401: Unauthorized\n")
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
