@@ -244,7 +244,37 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
 )
 
-BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
+BATCH_METRICS: Final[tuple[Metric, ...]] = (
+    _gauge("batches_unended", "batches", "Batches that have not ended."),
+    _counter(
+        "batches_ended",
+        "batches",
+        "Batches that have ended.",
+        Label("outcome", ("completed", "failed", "expired", "cancelled")),
+    ),
+    _counter(
+        "batch_requests",
+        "requests",
+        "Requests of batches that got a line in the output file or the error file.",
+        Label("outcome", ("completed", "failed")),
+    ),
+    _gauge("batch_requests_running", "requests", "Requests of batches that run now."),
+    _counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
+    _counter(
+        "batch_saved_tokens",
+        "tokens",
+        "Those whose KV was found in a cache, so that their prefill was saved.",
+    ),
+    _gauge("batch_bytes", "bytes", "Size of the files and results of the Batch API."),
+    _counter(
+        "batch_errors",
+        "errors",
+        "Times the batch runner could not read or write its files; it tries again.",
+    ),
+)
+"""Metrics of the Batch API. They live in the API server, not in the engine."""
+
+BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in (*METRICS, *BATCH_METRICS)}
 
 
 def metric_key(name: str, labels: dict[str, str]) -> str:

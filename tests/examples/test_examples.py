@@ -193,7 +193,7 @@ def wait_for_journal(cache: Path, blocks: int) -> None:
         time.sleep(0.1)
 
 
-def test_run_batch(variables: dict[str, str], tmp_path: Path) -> None:
+def test_a_batch_of_a_file(variables: dict[str, str], tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     run([str(EXAMPLES / "run_batch.sh"), str(results)], variables, tmp_path)
     requests = [json.loads(line) for line in (EXAMPLES / "batch.jsonl").read_text().splitlines()]
