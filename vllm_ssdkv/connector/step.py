@@ -34,7 +34,7 @@ class PagedStep:
         self._rows = tuple(rows)
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
         self._layers = {name: i for i, name in enumerate(layout.layer_names)}
-        self._pages = layout.geometry.pages
+        self._pages = layout.geometry.kv_pages
         none = np.zeros(0, dtype=np.int64)
         contexts = []
         self._hopeless: set[int] = set()

@@ -239,7 +239,7 @@ class ContextStream:
         which = asked[position]  # in the chunk
         geometry = self._files.geometry
         pages = geometry.pages_per_layer
-        first = read.layer * pages
+        first = geometry.first_page(read.layer)
         seals, known = self._seals.get(read.chunk.slots[which], first, pages)
         same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
         good[which] = same.all(axis=1) & known
