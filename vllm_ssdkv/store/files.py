@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.protocol import PENDING, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.joined import submit_joined
 from vllm_ssdkv.store.layout import Extents, SlotGeometry
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.sealer import Sealer
@@ -51,7 +52,14 @@ class SlotFiles:
         return max(1, min(GROUP, GROUP_BYTES // self.geometry.slot_bytes))
 
     def submit(
-        self, op: Op, slots: NDArray[np.int64], offset: int, length: int, buffers: U64
+        self,
+        op: Op,
+        slots: NDArray[np.int64],
+        offset: int | NDArray[np.int64],
+        length: int,
+        buffers: U64,
+        *,
+        joined: bool = False,
     ) -> SlotBatch:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
@@ -61,20 +69,25 @@ class SlotFiles:
         Args:
             op: Direction.
             slots: Slot numbers, [n].
-            offset: Byte offset within each slot, a multiple of 4096.
+            offset: Byte offset within each slot, one for all or one each, [n]: multiples of 4096.
             length: Bytes per slot, a multiple of 4096.
             buffers: Arena offset per slot, [n].
+            joined: Neighbours, on the device and in the arena, go to the engine as one request.
         """
         extents = self.placement.extents(slots, offset, length)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
         sent = np.flatnonzero(~self.health.out_of_use(extents.device))
-        batch = self.engine.submit(
-            op,
+        requests = (
             extents.device[sent],
             extents.offset[sent],
             extents.length[sent],
             buffers[extents.slot_index[sent]] + inside[sent],
         )
+        batch: Batch
+        if joined:
+            batch = submit_joined(self.engine, op, *requests)
+        else:
+            batch = self.engine.submit(op, *requests)
         now = time.monotonic()
         watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], now)
         deadline = now + self.deadline_s

@@ -36,6 +36,10 @@ class Seals:
     opening: U64
     marks: U64
 
+    def part(self, which: NDArray[np.int64]) -> Seals:
+        """Those of some slots, indices [k]."""
+        return Seals(self.opening[which], self.marks[which])
+
     @classmethod
     def of(cls, parts: Sequence[Seals]) -> Seals:
         """Several as one, at least one."""
