@@ -288,7 +288,11 @@ def hkdf(salt: bytes, info: bytes, length: int = 32) -> bytes:
 
 
 def test_encrypted_superblock_as_documented(encrypted: dict[str, bytes]) -> None:
-    found = fields("Superblock", encrypted["device0.data"][:4096], {"cipher": 1, "kind": 1, "layers": 2, "summary_pages": 1})
+    found = fields(
+        "Superblock",
+        encrypted["device0.data"][:4096],
+        {"cipher": 1, "kind": 1, "layers": 2, "summary_pages": 1},
+    )
     assert found["key_id"] == hkdf(b"", b"vllm-ssdkv key id", 16).hex()
     assert json.loads(encrypted["store.json"])["key_id"] == found["key_id"]
 

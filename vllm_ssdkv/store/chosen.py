@@ -74,13 +74,14 @@ class ChosenContexts:
 
     def _choose_rows(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> None:
         """As many rows as there is room for summaries, in order."""
-        room = self._summaries.rows
         kept: list[int] = []
+        taken = np.zeros(0, dtype=np.int64)
         for row in rows:
-            if len(contexts[row]) > room:
+            more = np.union1d(taken, contexts[row])  # rows share slots
+            if len(more) > self._summaries.rows:
                 self.left_out.add(row)
                 continue
-            room -= len(contexts[row])
+            taken = more
             kept.append(row)
         self.rows = np.array(kept, dtype=np.int64)
 

@@ -81,7 +81,8 @@ class PageCache:
             parts.append(part)
             count -= len(part)
             refilled = refilled and len(part) == 0
-        return np.concatenate([*parts, np.zeros(0, dtype=np.int32)]).astype(np.int32)
+        taken: NDArray[np.int32] = np.concatenate([*parts, np.zeros(0, dtype=np.int32)])
+        return taken
 
     def bind(self, places: NDArray[np.int32], keys: NDArray[np.int64]) -> None:
         """These taken places, [n], hold these pages now, checked and readable."""

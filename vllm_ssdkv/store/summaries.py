@@ -20,6 +20,11 @@ NO_ROW = -1
 _ALIGN = 64
 
 
+def summary_pages(kv_pages: int, page_tokens: int) -> int:
+    """Pages that hold the summaries of so many pages of KV."""
+    return -(-kv_pages // page_tokens)
+
+
 def summary_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
     """Bytes of the summaries of one slot, without padding."""
     return geometry.kv_pages * (geometry.payload_bytes // page_tokens)
