@@ -43,7 +43,7 @@ from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.segments import arrange
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
-from vllm_ssdkv.store.tiers import ArenaPlan
+from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.trim import trim_new
 from vllm_ssdkv.store.verify import PageSampler
 
@@ -379,7 +379,7 @@ class OpenStore:
         ]
         return [
             f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
-            f"{format_size(self.plan.staging_bytes)} staging",
+            f"{format_size(self.plan.staging_bytes)} staging{self._choice()}",
             *lines,
             f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank, engine "
             f"{self.files.engine.name}",
@@ -387,6 +387,13 @@ class OpenStore:
             if self.key_id
             else "encryption off",
         ]
+
+    def _choice(self) -> str:
+        if not self.plan.page_places:
+            return ""
+        return (
+            f", {self.plan.page_places} single pages, summaries of {self.plan.summary_rows} blocks"
+        )
 
     def close(self) -> None:
         """Release the data files and their locks. The store's threads must have ended."""
@@ -408,11 +415,18 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     manifest = place.manifest()
     geometry = place.geometry
     placement = manifest.placement()
+    choice = None
+    if geometry.summary_pages:
+        sparse = place.config.sparse
+        choice = ChoiceMemory(
+            place.config.page_tokens, manifest.numbers, sparse.page_cache, sparse.summaries
+        )
     plan = ArenaPlan(
         geometry,
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
         scrub=place.config.io.scrub_rate is not None,
+        choice=choice,
     )
     paths = [device.path for device in manifest.present()]
     for path in set(place.paths) - set(paths):
