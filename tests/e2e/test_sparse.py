@@ -12,11 +12,18 @@ import pytest
 
 from tests.e2e.engine import Engine
 from tests.e2e.workload import kv_tokens, page_mode
-from vllm_ssdkv.cli.recall import MODEL_DIR, TASKS, Question, ask
+from vllm_ssdkv.cli.recall import MODEL_DIR, Question, Task, ask
 
 WINDOW, CHUNK, BLOCK = 64, 512, 16
 BUDGET = 1 / 8
-QUESTIONS = [ask(task, tokens, 1) for task in TASKS for tokens in (2048, 3000)]
+TASKS: tuple[Task, ...] = ("single", "copy")
+"""An eighth of so short a context has no room for the others' many needles; docs/accuracy.md has
+all tasks at all lengths."""
+QUESTIONS = [
+    ask(task, tokens, seed) for task in TASKS for tokens in (2048, 3000) for seed in (1, 2)
+]
+LISTS = 6
+"""The model has 3 layers with 2 KV heads."""
 PAGE_BYTES = 4096
 """K and V of 16 tokens of a KV head of the model."""
 
@@ -65,6 +72,13 @@ class Recall:
         self.engine.settle()
         return sum(got[n] == q.answer for n, q in zip(names, questions, strict=True))
 
+    def count(self, name: str, **labels: str) -> float:
+        """A metric; 0 while a counter that names devices has not counted."""
+        try:
+            return self.engine.ssdkv(name, **labels)
+        except KeyError:
+            return 0.0
+
     def faults(self, *rules: dict[str, Any]) -> None:
         fresh = self.control.with_suffix(".new")
         fresh.write_text(json.dumps(rules))
@@ -90,16 +104,14 @@ def test_an_eighth_of_the_context_is_enough(recall: Recall) -> None:
     assert recall.right() == len(QUESTIONS)
     selected = engine.ssdkv("sparse_pages_selected")
     assert 0 < selected <= BUDGET * engine.ssdkv("sparse_pages_in_context")
-    # Each decoded token but the first of an answer, in 3 layers with 2 KV heads.
+    # The first token of an answer comes from the prompt's last one.
     tokens = sum(len(question.answer) - 1 for question in QUESTIONS)
-    assert engine.ssdkv("sparse_selections") == 6 * tokens
+    assert engine.ssdkv("sparse_selections") == LISTS * tokens
     fetched = [engine.ssdkv("sparse_pages_fetched", tier=t) for t in ("dram", "page_cache", "ssd")]
     assert sum(fetched) == selected
     assert fetched[2] > 0
     assert engine.ssdkv("sparse_rows_exact") == 0
     assert 0 < engine.ssdkv("sparse_missing_mass") < engine.ssdkv("sparse_selections")
-    for part in ("select", "wait", "attend", "merge"):
-        assert engine.ssdkv("attention_seconds", part=part) > 0
     for name in ("checksum_failures", "load_failures", "slots_dropped", "recomputed_requests"):
         assert engine.ssdkv(name) == 0, name
 
@@ -108,23 +120,22 @@ def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> N
     recall.engine.close()
     recall.start()
     engine = recall.engine
-    read: list[float] = []
+    seen: list[tuple[float, float]] = []
 
     def note(step: int) -> None:
-        if not engine.scheduler.waiting and all(
-            request.num_output_tokens for request in engine.scheduler.running
-        ):
-            read.append(engine.ssdkv("bytes_read"))
+        running = engine.scheduler.running
+        if not engine.scheduler.waiting and all(r.num_output_tokens for r in running):
+            seen.append((recall.count("bytes_read"), recall.count("sparse_pages_in_context")))
 
-    long = [question for question in QUESTIONS if question.task == "copy"]
-    before = engine.ssdkv("sparse_pages_in_context")
-    assert before == 0
-    assert recall.right(long, note) == len(long)
-    assert engine.ssdkv("hit_tokens", tier="ssd") >= sum(len(q.prompt) - BLOCK for q in long)
-    context = engine.ssdkv("sparse_pages_in_context") * PAGE_BYTES
-    # What exact attention would have read in these steps is all of the context.
-    assert 0 < read[-1] - read[0] <= 0.16 * context
-    assert engine.ssdkv("context_pages_streamed") == 0
+    asked = [question for question in QUESTIONS if question.task == "copy"]
+    assert recall.right(asked, note) == len(asked)
+    assert recall.count("hit_tokens", tier="ssd") >= sum(len(q.prompt) - BLOCK for q in asked)
+    # The last tokens of a prompt, which are no full block, are computed, and exactly: one walk.
+    walk = sum(len(question.prompt) // BLOCK for question in asked) * LISTS
+    assert 0 < recall.count("context_pages_streamed") <= walk
+    # While tokens were decoded. What exact attention reads is all of the context.
+    read, context = (last - first for first, last in zip(seen[0], seen[-1], strict=True))
+    assert 0 < read <= 0.16 * context * PAGE_BYTES
 
 
 def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
@@ -137,15 +148,14 @@ def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
     assert recall.right() == len(QUESTIONS)
 
 
-def test_a_window_alone_does_not_know_the_answers(
-    recall: Recall, devices: Callable[..., list[dict[str, Any]]]
-) -> None:
-    """Same budget, same questions: so these questions tell selectors apart."""
+def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
+    """Same budget, same questions, and the same store: so the questions tell selectors apart."""
     recall.engine.close()
-    blind = Recall(devices(2), "window", recall.control.with_name("none.json"), {"budget": BUDGET})
+    blind = Recall(recall.places, "window", recall.control.with_name("none"), {"budget": BUDGET})
     blind.start()
     try:
-        chains = [question for question in QUESTIONS if question.task == "chain"]
-        assert blind.right(chains) == 0
+        assert blind.right() == 0
+        assert blind.count("hit_tokens", tier="ssd") > 0
+        assert blind.count("sparse_pages_selected") > 0
     finally:
         blind.engine.close()
