@@ -196,6 +196,15 @@ def gcm_open(
     """
 
 def gcm_authenticate(
-    key: NDArray[np.uint8], page: int, data: NDArray[np.uint8]
+    keys: NDArray[np.uint8], page: int, data: NDArray[np.uint8]
 ) -> NDArray[np.uint8]:
-    """The tag [16] of an empty text with ``data`` [m] as associated data; the nonce as above."""
+    """Tags [n * 16] of empty texts with each row of ``data`` [n, m] as associated data.
+
+    Keys are [n, 32]; the nonce as above. The errors are those of :func:`gcm_seal`.
+    """
+
+def hmac_sha256(key: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """HMAC-SHA256 under one key [k] of each row of ``data`` [n, m]; [n * 32].
+
+    The errors are those of :func:`gcm_seal`.
+    """

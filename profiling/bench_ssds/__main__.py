@@ -36,6 +36,8 @@ FULL = Effort(repeats=3, seconds=1.5, blocks=256, requests=32)
 QUICK = Effort(repeats=1, seconds=0.5, blocks=64, requests=32)
 """32 requests at once are what vLLM's 16 + 16 threads can take."""
 
+SCENARIOS = frozenset({"scaling", "requests", "sparse"})
+
 _STEP = 4 * MIB
 
 
@@ -48,8 +50,10 @@ def region_bytes(devices: int, blocks: int) -> int:
     return -(-most // _STEP) * _STEP
 
 
-def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
-    """All scenarios on these devices, with a table of each as it ends.
+def measure(
+    setup: Setup, effort: Effort, console: Console, only: frozenset[str] = SCENARIOS
+) -> list[Row]:
+    """The scenarios on these devices, with a table of each as it ends.
 
     Block-layer limits count in slices of 100 ms, so runs on throttled RAM disks take a second at
     the least.
@@ -94,9 +98,12 @@ def measure(setup: Setup, effort: Effort, console: Console) -> list[Row]:
             if folders and find_spec("vllm") is None:
                 console.print("vLLM is not installed: only our own requests are measured")
                 folders = {}
-            add(scenarios.scaling(setup, files, arena, effort, kinds))
-            add(scenarios.requests(setup, files, arena, effort, kinds, folders))
-            add(scenarios.sparse(setup, files, arena, effort, kinds))
+            if "scaling" in only:
+                add(scenarios.scaling(setup, files, arena, effort, kinds))
+            if "requests" in only:
+                add(scenarios.requests(setup, files, arena, effort, kinds, folders))
+            if "sparse" in only:
+                add(scenarios.sparse(setup, files, arena, effort, kinds))
     finally:
         arena.close()
     return rows
@@ -154,6 +161,9 @@ def run(
     dilation: Annotated[
         float, typer.Option(min=1, help="So many times slower than a PCIe 4 drive.")
     ] = GEN4.dilation,
+    only: Annotated[
+        str, typer.Option(help="Of scaling, requests, sparse; all if not given.")
+    ] = ",".join(sorted(SCENARIOS)),
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One short run of each.")] = False,
 ) -> None:
@@ -161,6 +171,13 @@ def run(
 
     On a machine that is too slow or too busy for them, a larger dilation keeps the ratios.
     """
+    chosen = frozenset(only.split(","))
+    if not chosen <= SCENARIOS:
+        raise typer.BadParameter(
+            f"{', '.join(sorted(chosen - SCENARIOS))!r} is no scenario; there are "
+            f"{', '.join(sorted(SCENARIOS))}",
+            param_hint="--only",
+        )
     effort = QUICK if quick else FULL
     if repeats is not None:
         effort = replace(effort, repeats=repeats)
@@ -176,7 +193,7 @@ def run(
                 make_setup(each, devices, model, Path(place)) as setup,
             ):
                 try:
-                    found[each] = [row.plain() for row in measure(setup, effort, console)]
+                    found[each] = [row.plain() for row in measure(setup, effort, console, chosen)]
                 except UntrustedError as error:
                     untrusted[each] = str(error)
                     typer.echo(f"{each} devices are not measured: {error}", err=True)

@@ -150,8 +150,9 @@ class Rank:
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
     """Slot whose bytes are at a place, a device and an offset."""
-    no_frames: bool = False
-    """DRAM is full: what is to be saved is skipped."""
+    no_frames: int = 0
+    """DRAM is full: in so many steps, what is to be saved is skipped. A real worker waits for a
+    frame as long as for a device before it skips anything, so this does not go on for long."""
     report: RankReport = field(default_factory=RankReport)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -191,10 +192,13 @@ class Rank:
 
     def end(self, plan: SSDKVMetadata, hbm: dict[int, Symbols], spoiled: set[int]) -> None:
         items = zip(plan.save.slots, plan.save.epochs, plan.save.block_ids, strict=True)
+        full = self.no_frames > 0
+        if full and len(plan.save.slots):
+            self.no_frames -= 1
         for slot, epoch, block in ((int(a), int(b), int(c)) for a, b, c in items):
             self.slots.pop(slot, None)
             self.broken.discard(slot)
-            if self.no_frames or slot in spoiled:
+            if full or slot in spoiled:
                 self.report.skipped.append((slot, epoch))
                 continue
             assert len(hbm[block]) == BLOCK, "a block is saved before it is full"

@@ -48,6 +48,9 @@ class Turmoil:
         )
         self.faults = 6 if faulty else 0
         self.lost = False
+        self.full = 3
+        """Steps that may still find DRAM full. With the other faults they cannot be more than a
+        request survives without getting further."""
         self.aborted: set[str] = set()
         self.prefixes = [[self.random.randrange(3, 500) for _ in range(100)] for _ in range(2)]
 
@@ -60,7 +63,7 @@ class Turmoil:
             )[0]
             event(number)
         for rank in self.run.ranks:
-            rank.no_frames = False
+            rank.no_frames = 0
         self.run.run()
         self.run.check_answers(name for name in self.run.requests if name not in self.aborted)
         self.run.check_idle()
@@ -104,8 +107,10 @@ class Turmoil:
             rank.end_load(False, self.run.hbm, self.run.content)
         elif kind == "break" and rank.slots:
             rank.broken.add(self.random.choice(sorted(rank.slots)))
-        elif kind == "full":
-            rank.no_frames = not rank.no_frames
+        elif kind == "full" and self.full:
+            steps = self.random.randint(1, self.full)
+            rank.no_frames += steps
+            self.full -= steps
         elif kind == "slow":
             rank.report.speeds.append((self.random.randrange(2), self.random.choice([0.2, 1.0])))
         elif kind == "lose" and not self.lost:

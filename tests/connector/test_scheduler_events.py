@@ -186,10 +186,10 @@ def test_one_rank_that_fails_fails_the_slot(reuse: Make) -> None:
 
 def test_what_finds_no_room_in_dram_is_skipped(reuse: Make) -> None:
     run = reuse(slots=60)
-    run.ranks[0].no_frames = True
+    run.ranks[0].no_frames = 1000
     run.add("a", prompt(100), 4)
     run.run()
-    run.ranks[0].no_frames = False
+    run.ranks[0].no_frames = 0
     assert run.index.gauges()["ready"] == 0
     end(run, "a")
 
@@ -198,11 +198,20 @@ def test_page_mode_starts_again_when_a_block_was_not_held(page: Make) -> None:
     run = page(slots=60)
     run.add("a", prompt(100), 20)
     run.step()
-    run.ranks[0].no_frames = True
+    run.ranks[0].no_frames = 1
     run.step()
-    run.ranks[0].no_frames = False
+    assert not run.ranks[0].no_frames
     end(run, "a")
     assert run.ours.counters.total("recomputed_requests", cause="context") == 1
+
+
+def test_page_mode_gives_up_where_nothing_can_be_held(page: Make) -> None:
+    run = page(slots=60)
+    run.add("a", prompt(100), 20)
+    run.ranks[0].no_frames = 1000
+    with pytest.raises(StoreFailedError, match="request a was lost 8 times in a row"):
+        run.run()
+    assert run.ours.counters.total("recomputed_requests", cause="context") == 9
 
 
 # ---- contexts that cannot be read ----
@@ -381,6 +390,24 @@ def test_a_slow_device_gets_less_of_what_is_stored_later(page: Make) -> None:
     end(run, "c")
     run.ours.update_gauges()
     assert run.ours.counters.snapshot_delta()["device_share|device=device1"] == 0.5
+
+
+def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
+    """With its share at a fifth, ten slots are left of seventeen; requests need eleven."""
+    run = page(slots=17)
+    run.ranks[0].report.speeds.append((0, 0.2))
+    run.add("a", prompt(20), 4)
+    end(run, "a")
+    assert run.ours._restriper.weights == [0.2, 1.0]
+    for name in "bcd":  # segments are striped anew one after the other
+        run.add(name, prompt(150, ord(name)), 20)
+        end(run, name)
+    assert run.ours._restriper.weights == [1.0, 1.0]
+    assert run.ours._restriper.placement.slots == 17
+    run.ranks[0].report.speeds.append((0, 0.5))  # known, and no help
+    run.add("e", prompt(150), 20)
+    end(run, "e")
+    assert run.ours._restriper.weights == [1.0, 1.0]
 
 
 def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:

@@ -6,6 +6,7 @@ Standard input is one JSON object. Both roles of the store live in this process.
 - ``X n``: block n is about to be dropped
 - ``D n``: block n is durable
 - ``L``: the journal has lost records
+- ``C {...}``: what it has done so far, of all that a kill shall meet
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from dataclasses import replace
@@ -38,6 +40,7 @@ BLOCK_TOKENS = 32
 CHAIN = 4
 DROP_EVERY = 13
 DUPLICATE_EVERY = 29
+READ_EVERY = 11
 PATIENCE_S = 30.0
 
 
@@ -75,8 +78,11 @@ class Victim:
         vars(opening)["Journal"] = functools.partial(Journal, slack_records=64)
         geometry = replace(GEOMETRY, encrypted=encrypted)
         place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
-        self.opened: OpenStore = open_rank(place, 0, Counters())
+        self.counters = Counters()
+        self.opened: OpenStore = open_rank(place, 0, self.counters)
         self.index: SlotIndex = open_index(place)[0]
+        assert self.index._journal is not None
+        self.journal: Journal = self.index._journal
         self.copied: dict[int, NDArray[np.uint8]] = {}
         self.store = TieredStore(
             self.opened.files,
@@ -91,6 +97,9 @@ class Victim:
         assert self.store._scrubber is not None
         self.store._scrubber._idle = lambda: True
         self.under_way: dict[int, int] = {}
+        self.newest: list[int] = []
+        """Blocks that became durable a short while ago."""
+        self.reads = 0
 
     def _payloads(self, frame: int) -> NDArray[np.uint8]:
         pages = self.store.frames.view(frame)[self.opened.files.geometry.header_bytes :]
@@ -184,6 +193,7 @@ class Victim:
             self.index.durable(slot)
             self._tell_of_loss()
             say("D", number)
+            self.newest = [*self.newest[-2 * CHAIN :], number]
             if number % DUPLICATE_EVERY == 0:
                 self.duplicate(number)
             if number % DROP_EVERY == 0:
@@ -191,10 +201,39 @@ class Victim:
                 self.index.drop(slot)
             self.index.unpin(np.array([slot], dtype=np.int64))
 
+    def read(self) -> None:
+        """A request finds some of the newest blocks."""
+        slots = {
+            number: slot
+            for number in random.sample(self.newest, min(CHAIN, len(self.newest)))
+            for slot in self.index.lookup([key_of(number)]).tolist()
+        }
+        if slots:
+            self._load(list(slots), np.array(list(slots.values()), dtype=np.int64))
+            self.reads += 1
+
+    def done(self) -> dict[str, float]:
+        """How often happened what a kill shall meet."""
+        counts = self.index.counters
+        return {
+            "writes": counts["published"],
+            "evictions": counts["evictions"],
+            "rewrites": counts["journal_rewrites"],
+            "scrubbed": self.counters.total("scrub_bytes"),
+            "reads": self.reads,
+        }
+
     def run(self, number: int, window: int) -> None:
-        """Store block after block."""
+        """Store block after block, and read some of them."""
         deadline = time.monotonic() + PATIENCE_S
+        turn = 0
         while time.monotonic() < deadline:
+            turn += 1
+            if turn % READ_EVERY == 0:
+                self.read()
+                say("C", json.dumps(self.done()))
+            if self.journal.nbytes > self.journal.max_bytes * 3 // 4:
+                self.index.flush()  # the drive is slow: let a rewrite end
             if len(self.under_way) + CHAIN <= window:
                 self.start(list(range(number, number + CHAIN)))
                 number += CHAIN

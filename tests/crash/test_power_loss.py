@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from tests.crash.power import PowerTwin
+from tests.store.headers import encoded
 from tests.store.test_index import key, slots_of
 from vllm_ssdkv.errors import FormatError, StoreFullError
 from vllm_ssdkv.store.checksum import checksum_bytes
@@ -53,7 +54,8 @@ def slot_bytes(number: int, slot: int, epoch: int) -> bytes:
         begin = GEOMETRY.page_offset(layer)
         data[begin : begin + payload.size] = payload
         sums[layer] = checksum_bytes(payload)
-    SlotHeader(key(number), slot, epoch, 0, sums).encode_into(data, GEOMETRY, DIGEST)
+    header = SlotHeader(key(number), slot, epoch, 0, sums)
+    data[: GEOMETRY.header_bytes] = encoded(header, GEOMETRY, DIGEST)
     return data.tobytes()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store import segments as dividing
@@ -37,8 +38,11 @@ from vllm_ssdkv.store.summaries import row_bytes
 from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory, TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
-PATIENCE_S = 30.0
-"""A wait that takes longer has hung."""
+SHORT_S = 0.3
+"""Deadline of I/O of which a part hangs."""
+
+NEVER_S = 3600.0
+"""Deadline of I/O that nothing may wait for."""
 
 DIGEST = b"fingerprint 1234"
 RANK = 3
@@ -126,6 +130,23 @@ class StoreRig:
         fresh = self.control.with_suffix(".new")
         fresh.write_text(json.dumps(rules))
         fresh.rename(self.control)
+
+    def deadline(self, seconds: float) -> None:
+        """I/O that is submitted from now on has this deadline; only faults make it late."""
+        if not isinstance(self.files.engine, UnhurriedEngine):
+            object.__setattr__(self.files, "engine", UnhurriedEngine(self.files.engine))
+        object.__setattr__(self.files, "deadline_s", seconds)
+
+    def one_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A short deadline until a device is lost: who waits for a second one hangs."""
+        self.deadline(SHORT_S)
+        quarantine = self.files.health.quarantine
+
+        def lose(device: int, reason: str) -> None:
+            self.deadline(NEVER_S)
+            quarantine(device, reason)
+
+        monkeypatch.setattr(self.files.health, "quarantine", lose)
 
     def forgive(self) -> None:
         """Devices start with a clean record, for the next example of a property."""
@@ -287,7 +308,6 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         staging: int = 8,
         devices: int = 4,
         weights: Sequence[float] | None = None,
-        deadline_s: float = PATIENCE_S,
         queue_depth: int = 4,
         throttle: Sequence[ThrottleRule] = (),
         placement: Placement | None = None,
@@ -327,7 +347,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         )
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
-        health = DeviceHealth([str(d) for d in directories], deadline_s, counters)
+        health = DeviceHealth([str(d) for d in directories], PATIENCE_S, counters)
         speed = DeviceSpeed(health.paths, weights or [1.0] * placement.devices)
         sealer: Sealer = (
             CipherSealer(geometry, DIGEST, RANK, arena, SLOTS_KEY)
@@ -335,7 +355,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             else ChecksumSealer(geometry, DIGEST, RANK, arena, PageSampler(verify))
         )
         files = SlotFiles(
-            geometry, placement, engine, health, speed, counters, DIGEST, RANK, deadline_s, sealer
+            geometry, placement, engine, health, speed, counters, DIGEST, RANK, PATIENCE_S, sealer
         )
         rig: StoreRig
 
@@ -350,6 +370,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
     yield make
     for rig in rigs:
         rig.faults()
+        rig.deadline(PATIENCE_S)
         rig.store.close()
         for device in rig.devices:
             device.close()

@@ -18,11 +18,13 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.store.headers import encoded
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.header import SlotHeader
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice
@@ -92,7 +94,7 @@ class Golden:
         pages = [self.page(slot, number) for number in range(self.geometry.pages)]
         sums = np.array([checksum_bytes(page) for page in pages], dtype=np.uint64)
         header = SlotHeader(bytes.fromhex(key), slot, epoch(counter), RANK, sums)
-        header.encode_into(data, self.geometry, FINGERPRINT.digest)
+        data[: self.geometry.header_bytes] = encoded(header, self.geometry, FINGERPRINT.digest)
         return data
 
     def _encrypted(self, slot: int, key: bytes, of: int) -> NDArray[np.uint8]:
@@ -107,7 +109,7 @@ class Golden:
             sealer.seal(
                 np.array([slot]),
                 np.array([of]),
-                [key],
+                key_rows([key]),
                 np.array([0], dtype=np.uint64),
                 np.array([size], dtype=np.uint64),
             )

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import PAGED
+from tests.store.headers import encoded
 from vllm_ssdkv._index import Replay
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.checksum import checksum_bytes
@@ -120,18 +121,16 @@ def test_slot_headers(fuzz_seconds: float) -> None:
 
     def header(number: int) -> bytes:
         sums = np.random.default_rng(number).integers(0, 2**64, PAGED.pages, dtype=np.uint64)
-        buffer = np.full(size, 0x55, dtype=np.uint8)
         key = bytes([number]) * 32
-        SlotHeader(key, number, number << 40, number % 3, sums).encode_into(buffer, PAGED, DIGEST)
-        return buffer.tobytes()
+        one = SlotHeader(key, number, number << 40, number % 3, sums)
+        return encoded(one, PAGED, DIGEST).tobytes()
 
     def parse(data: bytes) -> bytes | None:
         try:
             found = decode(data, PAGED, DIGEST)
         except FormatError:
             return None
-        again = np.full(size, 0x55, dtype=np.uint8)
-        found.encode_into(again, PAGED, DIGEST)
+        again = encoded(found, PAGED, DIGEST)
         return again.tobytes() + data[size:]  # what follows a header is not its business
 
     fuzz([header(n) for n in range(1, 5)], parse, lambda d: sealed(d, size - 8), fuzz_seconds)

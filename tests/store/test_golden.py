@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from tests.store import golden_store as writer
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cipher import CipherSealer
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.manifest import Manifest
@@ -123,7 +124,10 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
             begin, length = int(found.offset[at]), int(found.length[at])
             source = data[int(found.device[at])][begin : begin + length]
             whole[int(found.buffer[at]) :][:length] = source
-        seals = sealer.read_header(whole, slot=slot, epoch=index.epoch(slot), key=key)
+        start = np.zeros(1, dtype=np.uint64)
+        epoch = np.array([index.epoch(slot)])
+        seals, right = sealer.read_headers(np.array([slot]), epoch, key_rows([key]), start)
+        assert right.all()
         pages = np.array([geometry.header_bytes], dtype=np.uint64)
         assert sealer.unseal(seals, 0, pages).all()
         for number in range(geometry.pages):

@@ -105,6 +105,16 @@ def test_a_missed_deadline_condemns_at_once(
     assert any("/ssd2 is out of use" in line and "within 2.5 s" in line for line in lines)
 
 
+def test_batches_that_nobody_waited_for_missed_no_deadline(
+    health: DeviceHealth, counters: Counters
+) -> None:
+    """They were in flight when another one condemned the device."""
+    for _ in range(3):
+        judge(health, (2, PENDING))
+    assert counters.total("io_deadline_exceeded") == 1
+    assert counters.total("io_errors", device="/ssd2", kind="deadline") == 3
+
+
 def test_a_device_is_lost_once(health: DeviceHealth, counters: Counters) -> None:
     for _ in range(3):
         health.quarantine(1, "of a test")

@@ -415,6 +415,8 @@ while True:
     index.unpin(slot)
     print(number, flush=True)
     number += 1
+    if journal.nbytes > journal.max_bytes * 3 // 4:  # the drive is slow: let a rewrite end
+        index.flush()
 """
     with subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True, cwd="/"

@@ -21,7 +21,7 @@ from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.records import RECORD_BYTES, Kind, encode_records
 
 SLOTS = 12
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Tail:
@@ -180,9 +180,10 @@ def test_rewrites_in_the_background_lose_nothing(tmp_path: Path) -> None:
         index.pin(fresh[1:2])
         index.touch(fresh[2:5])
         index.unpin(fresh[1:2])
+        if journal.nbytes > journal.max_bytes * 3 // 4:  # the drive is slow: let a rewrite end
+            index.flush()
         time.sleep(0.001)
-    while not index.flush():  # where syncs are slow, a rewrite may have been given up
-        assert time.monotonic() < deadline
+    assert index.flush()
     expected = state(index, range(number))
     copy.write_bytes(path.read_bytes())  # a kill now
     assert state(open_index(copy, slots), range(number)) == expected

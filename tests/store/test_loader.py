@@ -18,6 +18,7 @@ from tests.store.conftest import (
     PAGED,
     PAGED_ENCRYPTED,
     PATIENCE_S,
+    SHORT_S,
     MakeStore,
     StoreRig,
     array,
@@ -26,9 +27,7 @@ from tests.store.conftest import (
 )
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import LoadOutcome
-
-SHORT_S = 0.3
+from vllm_ssdkv.store.loader import READ_AHEAD, LoadOutcome
 
 
 def assert_hbm(rig: StoreRig, expected: dict[int, int]) -> None:
@@ -62,24 +61,41 @@ def test_time_is_told_apart_by_where_the_bytes_were(make_store: MakeStore) -> No
     rig = make_store(OPAQUE)
     rig.write({1: 101, 2: 102})
     rig.faults({"kind": "latency", "op": "read", "seconds": 0.2})
-    read = rig.load({1: 101}, [11])
-    assert (read.dram_s, read.ssd_s >= 0.2, read.queued_s < 0.2) == (0.0, True, True)
-    copied = rig.load({1: 101}, [12])
+
+    def timed(names: dict[int, int], blocks: list[int]) -> LoadOutcome:
+        begin = time.monotonic()
+        outcome = rig.load(names, blocks)
+        # No second is counted twice.
+        parts = outcome.queued_s + outcome.dram_s + outcome.ssd_s
+        assert parts <= time.monotonic() - begin
+        return outcome
+
+    read = timed({1: 101}, [11])
+    assert (read.dram_s, read.ssd_s >= 0.2) == (0.0, True)
+    copied = timed({1: 101}, [12])
     assert (copied.ssd_s, copied.dram_s > 0) == (0.0, True)
-    both = rig.load({1: 101, 2: 102}, [13, 14])
-    assert 0 < both.dram_s < 0.2 <= both.ssd_s
+    both = timed({1: 101, 2: 102}, [13, 14])
+    assert both.dram_s > 0
+    assert both.ssd_s >= 0.2
 
 
 def test_jobs_wait_for_those_before_them(make_store: MakeStore) -> None:
     rig = make_store(OPAQUE)
     rig.write({1: 101, 2: 102})
-    rig.faults({"kind": "latency", "op": "read", "seconds": 0.2})
+    rig.faults({"kind": "stall", "op": "read"})
     outcomes: list[LoadOutcome] = []
-    for slot in (1, 2):
-        rig.start_load({slot: 100 + slot}, [10 + slot], request=str(slot))
+    begin = time.monotonic()
+    rig.start_load({1: 101}, [11], request="1")
+    until(lambda: rig.store.frames.count(FrameState.LOADING) == 1, "the start of the read")
+    rig.start_load({2: 102}, [12], request="2")
+    time.sleep(0.05)
+    rig.faults()
     until(lambda: bool(outcomes.extend(rig.store.take_load_outcomes()) or len(outcomes) == 2))
+    elapsed = time.monotonic() - begin
     first, second = outcomes
-    assert first.queued_s < 0.2 <= second.queued_s
+    assert first.ssd_s >= 0.05
+    assert first.queued_s + first.ssd_s <= elapsed
+    assert 0.05 <= second.queued_s <= elapsed - second.ssd_s
 
 
 @pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
@@ -167,8 +183,9 @@ def test_a_load_that_waits_for_frames_gets_them_from_writes(make_store: MakeStor
 def test_a_load_without_frames_fails_in_time(
     make_store: MakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_store(frames=8, deadline_s=SHORT_S)
+    rig = make_store(frames=8)
     rig.write({0: 1})
+    rig.deadline(SHORT_S)
     rig.hold({slot: slot for slot in range(2, 10)})
     outcome = rig.load({0: 1}, [3])
     assert not outcome.complete
@@ -178,7 +195,81 @@ def test_a_load_without_frames_fails_in_time(
     assert "no DRAM frame for request r" in caplog.text
 
 
+def submitted(rig: StoreRig) -> int:
+    """Reads that the engine was given so far."""
+    totals = rig.files.engine.statistics()
+    return sum(n for name, n in totals.items() if name.startswith("read_submitted."))
+
+
+@pytest.mark.parametrize("geometry", ALL)
+def test_the_next_pieces_are_being_read_while_one_is_copied(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    rig = make_store(geometry, frames=READ_AHEAD * 4)
+    names = {slot: 100 + slot for slot in range(30)}
+    rig.write(names)
+    before = submitted(rig)
+    seen: list[int] = []
+    rig.before_copy = lambda: seen.append(submitted(rig) - before)
+    ok(rig.load(names, range(1, 31)), dram=0, ssd=30)
+    assert_hbm(rig, {slot + 1: name for slot, name in names.items()})
+    whole = submitted(rig) - before
+    # Pieces of four slots; of the first one nothing is copied before four are on their way.
+    assert len(seen) == 8
+    assert seen[0] >= whole * 16 // 30
+    assert seen[-1] == whole
+    rig.assert_no_leak()
+
+
+def test_what_is_found_is_not_evicted_by_what_is_read(make_store: MakeStore) -> None:
+    """More is read than DRAM has room for, and what is there is the oldest of the hit."""
+    rig = make_store(frames=8)
+    names = {slot: 500 + slot for slot in range(30)}
+    rig.write(names)
+    ok(rig.load({slot: names[slot] for slot in range(6)}, range(1, 7)), dram=0, ssd=6)
+    rig.hbm.clear()
+    ok(rig.load(names, range(1, 31)), dram=6, ssd=24)
+    assert_hbm(rig, {slot + 1: name for slot, name in names.items()})
+    rig.assert_no_leak()
+
+
+def test_an_error_while_others_are_being_read_leaks_nothing(
+    make_store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_store(frames=16)
+    names = {slot: 500 + slot for slot in range(30)}
+    rig.write(names)
+
+    def fail() -> None:
+        raise RuntimeError("HBM is on fire")
+
+    rig.before_copy = fail
+    assert not rig.load(names, range(1, 31)).complete
+    assert caplog.text.count("load of request r failed") == 1  # nothing is copied after it
+    assert rig.hbm == {}
+    assert rig.total("load_failures") == 1
+    rig.before_copy = lambda: None
+    assert rig.load(names, range(1, 31)).complete
+    rig.assert_no_leak()
+
+
 # ---- page mode: slots that stay outside HBM ----
+
+
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_headers_of_long_contexts_pass_through_little_memory(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    rig = make_store(geometry, slots=420, frames=8)
+    names = {slot: slot for slot in range(400)}
+    rig.write(names)
+    rig.store.extend_context("r", 0, array(list(names)))
+    ok(rig.load(names, [5]), dram=0, ssd=400)
+    read = sum(rig.total("bytes_read", device=path) for path in rig.paths)
+    assert read == 8 * geometry.slot_bytes + 392 * geometry.header_bytes
+    rig.assert_rows(rig.walk(range(150, 160)), list(range(150, 160)))
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
 
 
 @pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
@@ -382,9 +473,9 @@ def test_a_device_that_fails_costs_its_slots(
 
 @pytest.mark.parametrize("headers_only", [False, True])
 def test_a_hung_device_costs_one_deadline_and_its_memory_comes_back(
-    make_store: MakeStore, headers_only: bool
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, headers_only: bool
 ) -> None:
-    rig = make_store(slots=64, deadline_s=SHORT_S)
+    rig = make_store(slots=64)
     names = {slot: slot + 40 for slot in range(12)}
     rig.write(names)
     device = rig.device_of(2)
@@ -393,6 +484,7 @@ def test_a_hung_device_costs_one_deadline_and_its_memory_comes_back(
     if headers_only:
         rig.hold(dict.fromkeys(range(40, 56), 0))
         rig.store.extend_context("x", 0, array(list(names)))
+    rig.one_deadline(monkeypatch)
     rig.faults({"kind": "stall", "device": device})
     outcome = rig.load(names, [] if headers_only else range(1, 13))
     assert not outcome.complete
@@ -401,12 +493,10 @@ def test_a_hung_device_costs_one_deadline_and_its_memory_comes_back(
     assert rig.total("io_deadline_exceeded") == 1
     frames = rig.store.frames
     assert frames.count(FrameState.LOST) == (0 if headers_only else len(mine))
-    begin = time.monotonic()
     for _ in range(3):
         assert not rig.load(names, [] if headers_only else range(1, 13)).complete
         rig.hbm.clear()
         assert rig.load(rest, [] if headers_only else range(1, len(rest) + 1)).complete
-    assert time.monotonic() - begin < 4 * SHORT_S  # six deadlines would be more
     if not headers_only:
         assert_hbm(rig, dict(zip(range(1, len(rest) + 1), rest.values(), strict=True)))
         assert frames.count(FrameState.LOST) == len(mine)
@@ -469,13 +559,13 @@ def test_a_slot_forgotten_while_it_is_loaded_stays_forgotten(make_store: MakeSto
 def test_closing_does_not_wait_for_queued_jobs(make_store: MakeStore) -> None:
     rig = make_store()
     rig.write({0: 1})
-    rig.faults({"kind": "latency", "op": "read", "seconds": 0.2})
-    for number in range(50):
+    rig.faults({"kind": "latency", "op": "read", "seconds": 1.0})
+    for number in range(60):
         rig.store.frames.forget(array([0]))
         rig.start_load({0: 1}, [5], request=str(number))
     begin = time.monotonic()
     rig.store.close()
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < PATIENCE_S
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])

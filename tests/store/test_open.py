@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
@@ -490,19 +491,20 @@ def test_ranks_and_stores_have_keys_of_their_own(
     stores = [opened(first, 0), opened(first, 1), opened(second, 0)]
     size = PAGED_ENCRYPTED.slot_bytes
     images = []
+    block = (np.array([3]), np.array([4]), key_rows([key_of(1)]))
     for store in stores:
         at = np.array([store.plan.image_offset + size], dtype=np.uint64)
         frame = np.array([store.plan.frame_offset], dtype=np.uint64)
-        store.files.sealer.seal(np.array([3]), np.array([4]), [key_of(1)], frame, at)
+        store.files.sealer.seal(*block, frame, at)
         images.append(store.arena.view(int(at[0]), size).copy())
     for i, store in enumerate(stores):
         for j, image in enumerate(images):
-            read = partial(store.files.sealer.read_header, image, slot=3, epoch=4, key=key_of(1))
-            if i == j:
-                assert read().marks.shape[1] == PAGED_ENCRYPTED.pages
-                continue
-            with pytest.raises(FormatError, match=r"slot header: (rank|tag) is"):
-                read()
+            at = np.array([store.plan.image_offset], dtype=np.uint64)
+            store.arena.view(int(at[0]), size)[:] = image
+            _, right = store.files.sealer.read_headers(*block, at)
+            assert right.tolist() == [i == j]
+            why = store.files.sealer.why_refused(3, 4, key_of(1), int(at[0]))
+            assert i == j or re.match(r"slot header: (rank|tag) is", why)
     assert first.name_key() != second.name_key()
 
 

@@ -299,7 +299,7 @@ def test_saving_goes_on_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saver.wait(30)
     assert tried == [first, second]
     assert counters.total("manifest_errors") == 1
-    assert saver.close(1)
+    assert saver.close(30)
 
 
 def test_a_save_that_never_works_ends_with_the_store() -> None:

@@ -16,6 +16,7 @@ from tests.store.conftest import (
     PAGED,
     PAGED_ENCRYPTED,
     PATIENCE_S,
+    SHORT_S,
     MakeStore,
     StoreRig,
     array,
@@ -246,6 +247,7 @@ def test_a_device_that_fails_is_given_up_and_nothing_is_reported(rig: StoreRig) 
         assert scrubber.take_bad() == []
 
 
+@pytest.mark.usefixtures("restless")
 def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
     rig = make_store(slots=SLOTS, devices=1, scrub_rate=1)
     rig.write({slot: 500 + slot for slot in range(SLOTS)})
@@ -256,8 +258,9 @@ def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_a_read_that_hangs_ends_with_the_store(make_store: MakeStore) -> None:
-    rig = make_store(slots=SLOTS, scrub_rate=1 << 30, deadline_s=0.3)
+    rig = make_store(slots=SLOTS, scrub_rate=1 << 30)
     rig.write(NAMES)
+    rig.deadline(SHORT_S)
     rig.faults({"kind": "stall", "op": "read"})
     until(lambda: bool(rig.files.health.quarantined), "a deadline")
     assert rig.store._scrubber is not None
@@ -273,12 +276,22 @@ def test_it_never_reads_while_others_do(make_store: MakeStore) -> None:
     assert rig.store._scrubber is not None
     until(rig.store.idle)
     until(lambda: rig.total("scrub_bytes") > 0, "the scrub")
+    refused = 0
+
+    def idle() -> bool:
+        nonlocal refused
+        found = rig.store.idle()
+        refused += not found
+        return found
+
+    rig.store._scrubber._idle = idle
 
     def rests() -> None:
         assert not rig.store.idle()
-        time.sleep(0.02)  # what was in flight ends
+        asked = refused
+        until(lambda: refused > asked, "the end of what was in flight")
         before = rig.total("scrub_bytes")
-        time.sleep(0.05)
+        until(lambda: refused > asked + 20, "a rest")
         assert rig.total("scrub_bytes") == before
 
     release = threading.Event()
@@ -346,5 +359,5 @@ def test_without_the_option_there_is_no_scrub(make_store: MakeStore) -> None:
     rig = make_store()
     rig.write({0: 1})
     assert rig.store.take_scrubbed() == []
-    assert not any(thread.name == "ssdkv-scrub" for thread in threading.enumerate())
+    assert rig.store._scrubber is None
     assert rig.total("scrub_bytes") == 0

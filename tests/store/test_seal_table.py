@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,13 @@ PAGES = 5
 SLOTS = 200
 WORDS = [(0, 1), (13, 2)]
 """Words of an opening and of a mark, without and with encryption."""
+
+
+def joined(parts: Sequence[Seals]) -> Seals:
+    return Seals(
+        np.concatenate([part.opening for part in parts]),
+        np.concatenate([part.marks for part in parts]),
+    )
 
 
 def seal(seed: int, words: tuple[int, int] = WORDS[1]) -> Seals:
@@ -51,7 +60,7 @@ def test_it_says_what_was_put_last(
         fresh = {slot: seal(1000 * number + slot, words) for slot in slots}
         match step:
             case "put" | "hold" if slots:
-                getattr(table, step)(array(slots), Seals.of(list(fresh.values())))
+                getattr(table, step)(array(slots), joined(list(fresh.values())))
                 (model if step == "put" else held).update(fresh)
             case "forget":
                 table.forget(array(slots))

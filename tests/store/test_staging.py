@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 
-from tests.store.conftest import PATIENCE_S, MakeStore, StoreRig, array
+from tests.store.conftest import PATIENCE_S, SHORT_S, MakeStore, StoreRig, array
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.files import SlotBatch
 from vllm_ssdkv.store.staging import Staging
@@ -44,7 +45,8 @@ def stalled_read(rig: StoreRig, slots: list[int]) -> SlotBatch:
 
 
 def test_a_piece_that_a_read_may_touch_stays_out_of_use(make_store: MakeStore) -> None:
-    rig = make_store(deadline_s=0.2)
+    rig = make_store()
+    rig.deadline(SHORT_S)
     rig.faults({"kind": "stall", "device": rig.device_of(1)})
     batch = stalled_read(rig, [0, 1, 2, 3])
     assert batch.wait().tolist() == [True, False, True, True]
@@ -64,9 +66,9 @@ def test_a_piece_that_a_read_may_touch_stays_out_of_use(make_store: MakeStore) -
 
 
 def test_reads_in_time_are_waited_for_and_overdue_ones_are_not(make_store: MakeStore) -> None:
-    rig = make_store(deadline_s=1.0)
+    rig = make_store()
     rig.write({slot: slot for slot in range(4)})
-    rig.faults({"kind": "latency", "device": rig.device_of(2), "op": "read", "seconds": 0.2})
+    rig.faults({"kind": "stall", "device": rig.device_of(2), "op": "read"})
     slow = stalled_read(rig, [2])
     staging = Staging(0, PIECE, 3)
     pieces = staging.take(3)
@@ -74,8 +76,10 @@ def test_reads_in_time_are_waited_for_and_overdue_ones_are_not(make_store: MakeS
     staging.lend(pieces, np.array([True, False, True]), slow)
     assert staging.take(2) is None
     assert staging.usable() == 3
+    threading.Timer(0.05, rig.faults).start()
     assert staging.wait(2)
     assert offsets(staging.take(3)) is not None
+    rig.deadline(SHORT_S)
     rig.faults({"kind": "stall", "device": rig.device_of(1)})
     hung = stalled_read(rig, [1])
     staging.lend(pieces, np.array([True, False, True]), hung)

@@ -7,15 +7,17 @@ import pickle
 import traceback
 from uuid import UUID
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ssdkv.store.store_key import StoreKey, block_name, derive, expand, slot_key
+from vllm_ssdkv.store.store_key import StoreKey, block_name, derive, expand, slot_keys
 
 SECRET = bytes(range(200, 232))
+SECRETS = st.binary(min_size=32, max_size=32)
 A, B = UUID(int=1), UUID(int=2)
 
 
@@ -39,8 +41,18 @@ def test_derivation_is_that_of_another_implementation(
     assert derive(key, salt, info, length) == HKDF(SHA256(), length, salt, info).derive(key)
 
 
+@given(
+    slots=st.binary(min_size=32, max_size=32), salts=st.lists(st.binary(min_size=32, max_size=32))
+)
+def test_keys_of_slots_are_derived_together(slots: bytes, salts: list[bytes]) -> None:
+    rows = np.frombuffer(b"".join(salts), dtype=np.uint8).reshape(len(salts), 32)
+    expected = [expand(slots, b"vllm-ssdkv slot" + salt) for salt in salts]
+    assert [row.tobytes() for row in slot_keys(slots, rows)] == expected
+
+
 def test_no_two_purposes_share_a_key() -> None:
     key, other = StoreKey(SECRET), StoreKey(SECRET[::-1])
+    salts = np.repeat(np.arange(3, dtype=np.uint8), 32).reshape(3, 32)
     derived = [
         SECRET,
         key.key_id,
@@ -51,7 +63,7 @@ def test_no_two_purposes_share_a_key() -> None:
             for store in (A, B)
             for rank in (0, 1, 11)
         ),
-        *(slot_key(key.slots(A, 0), bytes([salt]) * 32) for salt in range(3)),
+        *(row.tobytes() for row in slot_keys(key.slots(A, 0), salts)),
     ]
     assert len({value[:16] for value in derived}) == len(derived)
     assert key.key_id == StoreKey(SECRET).key_id != other.key_id

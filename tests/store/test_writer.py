@@ -19,6 +19,7 @@ from tests.store.conftest import (
     PAGED_ENCRYPTED,
     PATIENCE_S,
     RANK,
+    SHORT_S,
     MakeStore,
     StoreRig,
     array,
@@ -30,8 +31,6 @@ from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.header import decode
 from vllm_ssdkv.store.layout import SlotGeometry
-
-SHORT_S = 0.3
 
 
 def results(rig: StoreRig, count: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
@@ -137,7 +136,8 @@ def test_a_held_frame_may_be_committed_again(make_store: MakeStore) -> None:
 
 
 def test_a_hung_device_fails_its_slots_and_no_others(make_store: MakeStore) -> None:
-    rig = make_store(slots=64, frames=32, deadline_s=SHORT_S)
+    rig = make_store(slots=64, frames=32)
+    rig.deadline(SHORT_S)
     hung = rig.device_of(1)
     names = {slot: 100 + slot for slot in range(24)}
     mine = {slot for slot in names if rig.device_of(slot) == hung}
@@ -164,7 +164,8 @@ def test_a_hung_device_fails_its_slots_and_no_others(make_store: MakeStore) -> N
 
 def test_late_writes_of_encrypted_slots_hold_their_images_only(make_store: MakeStore) -> None:
     """Frames are written from images: pieces of memory, of which there are few."""
-    rig = make_store(PAGED_ENCRYPTED, slots=64, frames=40, deadline_s=SHORT_S)
+    rig = make_store(PAGED_ENCRYPTED, slots=64, frames=40)
+    rig.deadline(SHORT_S)
     images = rig.store._writer._images
     assert images is not None
     assert images.pieces == 4
@@ -188,7 +189,8 @@ def test_late_writes_of_encrypted_slots_hold_their_images_only(make_store: MakeS
 def test_without_images_writes_fail_and_nothing_waits(
     make_store: MakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_store(PAGED_ENCRYPTED, devices=1, deadline_s=SHORT_S)
+    rig = make_store(PAGED_ENCRYPTED, devices=1)
+    rig.deadline(SHORT_S)
     images = rig.store._writer._images
     assert images is not None
     rig.faults({"kind": "stall"})
@@ -204,7 +206,8 @@ def test_without_images_writes_fail_and_nothing_waits(
 
 
 def test_after_a_hang_writes_to_the_device_fail_at_once(make_store: MakeStore) -> None:
-    rig = make_store(deadline_s=SHORT_S)
+    rig = make_store()
+    rig.deadline(SHORT_S)
     rig.faults({"kind": "stall", "device": rig.device_of(1)})
     rig.hold({1: 11})
     rig.commit({1: 11})

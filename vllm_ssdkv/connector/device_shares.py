@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from vllm_ssdkv.store.restripe import Restriper
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceShares:
@@ -17,6 +20,7 @@ class DeviceShares:
         # Weights of the devices as configured, and what each rank says they are worth of it.
         self._weights = tuple(restriper.weights)
         self._worth: dict[tuple[int, int], float] = {}
+        self._even = False
 
     def lose(self, device: int) -> bool:
         """A device is out of use; False when that was known. :meth:`reweigh` comes next."""
@@ -27,10 +31,26 @@ class DeviceShares:
 
     def value(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
         """A rank says which part of their weight (device, part) devices are worth."""
+        if self._even:
+            return
         for device, part in worth:
             self._worth[rank, device] = part
         if worth:
             self.reweigh()
+
+    def even_out(self) -> bool:
+        """Give slow devices their configured share back, until restart: what they are spared is
+        room that a request needs. False when that changes nothing.
+        """
+        if all(part == 1.0 for part in self._worth.values()):
+            return False
+        logger.warning(
+            "ssdkv: the store is too small to spare slow devices: all get their whole share again"
+        )
+        self._even = True
+        self._worth.clear()
+        self.reweigh()
+        return True
 
     def reweigh(self) -> None:
         """Give devices the share of new slots that they are worth: to their slowest rank."""

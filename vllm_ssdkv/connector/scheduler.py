@@ -158,9 +158,11 @@ class SSDKVScheduler:
         self._restriper.step()
         if self._restriper.under_way:
             return False
+        if self._index.available() >= needed:  # what was striped anew has come back
+            return True
         in_use = any(state.reserved or state.slots for state in self._requests.values())
         # Slots that are being written or loaded are free again soon.
-        if not (in_use or self._writing or self._loading):
+        if not (in_use or self._writing or self._loading or self._shares.even_out()):
             raise StoreFailedError(
                 f"request {request.request_id} needs {needed} slots, {self._index.available()} "
                 f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "

@@ -9,29 +9,39 @@ what it protects from.
 
 from __future__ import annotations
 
-import hmac
 import os
-import struct
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.errors import FormatError, UnsupportedError
+from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.checksum import checksum_pages
-from vllm_ssdkv.store.header import SlotHeader, decode
+from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
+from vllm_ssdkv.store.header import KEY_BYTES as BLOCK_KEY_BYTES
+from vllm_ssdkv.store.header_batch import HeaderFormat, gather, scatter
 from vllm_ssdkv.store.layout import TAG_BYTES, SlotGeometry
-from vllm_ssdkv.store.sealer import U64, Seals, page_addresses
-from vllm_ssdkv.store.store_key import KEY_BYTES, SALT_BYTES, slot_key
+from vllm_ssdkv.store.sealer import U8, U64, Seals, page_addresses
+from vllm_ssdkv.store.store_key import KEY_BYTES, SALT_BYTES, slot_keys
 
 HEADER_PAGE: Final = 0xFFFFFFFF
 """Page number of the header in its nonce; no page has it."""
 
-# fingerprint, rank, page (set by the native code), slot, epoch, block key
-_IDENTITY = struct.Struct("<16sI4xQQ32s")
+_OPENING = np.dtype(
+    [
+        ("slot_key", np.uint8, KEY_BYTES),
+        ("fingerprint", np.uint8, DIGEST_BYTES),
+        ("rank", "<u4"),
+        ("page", "<u4"),  # set by the native code
+        ("slot", "<u8"),
+        ("epoch", "<u8"),
+        ("key", np.uint8, BLOCK_KEY_BYTES),
+    ]
+)
+"""Key of a slot, and from the fingerprint on its identity."""
+
 _KEY_WORDS: Final = KEY_BYTES // 8
 
 
@@ -54,7 +64,7 @@ def libcrypto_version() -> str:
 class CipherSealer:
     """Encrypts what goes to the devices, and accepts from them only what was encrypted so."""
 
-    opening_words = _KEY_WORDS + _IDENTITY.size // 8
+    opening_words = _OPENING.itemsize // 8
     mark_words = TAG_BYTES // 8
 
     def __init__(
@@ -70,34 +80,34 @@ class CipherSealer:
         if not geometry.encrypted:
             raise ValueError("the geometry is that of slots that are not encrypted")
         self._geometry = geometry
-        self._digest = digest
-        self._rank = rank
+        self._headers = HeaderFormat(geometry, digest, rank)
         self._arena = arena
         self._slots_key = slots_key
 
-    def _opening(self, salt: bytes, slot: int, epoch: int, key: bytes) -> bytes:
-        return slot_key(self._slots_key, salt) + _IDENTITY.pack(
-            self._digest, self._rank, slot, epoch, key
-        )
+    def _openings(
+        self, salts: U8, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
+    ) -> U64:
+        """Key and identity of each slot, [n, opening words]."""
+        found = np.zeros(len(slots), dtype=_OPENING)
+        found["slot_key"] = slot_keys(self._slots_key, salts)
+        found["fingerprint"] = np.frombuffer(self._headers.digest, dtype=np.uint8)
+        found["rank"] = self._headers.rank
+        found["slot"], found["epoch"], found["key"] = slots, epochs, keys
+        return found.view(np.uint64).reshape(len(slots), self.opening_words)
 
     def seal(
         self,
         slots: NDArray[np.int64],
         epochs: NDArray[np.int64],
-        keys: Sequence[bytes],
+        keys: U8,
         frames: U64,
         images: U64,
     ) -> Seals:
         """See :meth:`Sealer.seal`; ``images`` are other places than ``frames``."""
-        geometry, count = self._geometry, len(slots)
-        salts = [os.urandom(SALT_BYTES) for _ in range(count)]
-        openings = [
-            self._opening(salt, slot, epoch, key)
-            for salt, slot, epoch, key in zip(
-                salts, slots.tolist(), epochs.tolist(), keys, strict=True
-            )
-        ]
-        opening = np.frombuffer(b"".join(openings), dtype=np.uint64).reshape(count, -1)
+        geometry, count, start = self._geometry, len(slots), np.uint64(self._arena.address)
+        random = np.frombuffer(os.urandom(SALT_BYTES * count), dtype=np.uint8)
+        salts = random.reshape(count, SALT_BYTES)
+        opening = self._openings(salts, slots, epochs, keys)
         pages, header_bytes = geometry.pages, np.uint64(geometry.header_bytes)
         target = page_addresses(self._arena, geometry, images + header_bytes, pages)
         tags = _io.gcm_seal(
@@ -108,33 +118,35 @@ class CipherSealer:
             geometry.payload_bytes,
         ).reshape(count, pages, TAG_BYTES)
         sums = checksum_pages(target.ravel(), geometry.payload_bytes).reshape(count, pages)
-        for i in range(count):
-            header = SlotHeader(
-                keys[i],
-                int(slots[i]),
-                int(epochs[i]),
-                self._rank,
-                sums[i],
-                salt=salts[i],
-                tags=tags[i],
-            )
-            image = self._arena.view(int(images[i]), geometry.header_bytes)
-            header.encode_into(image, geometry, self._digest, _Authentication(opening[i]))
-            self._arena.view(int(frames[i]), geometry.header_bytes)[:] = image
+        headers = self._headers.encode(
+            slots,
+            epochs,
+            keys,
+            sums,
+            salts=salts,
+            tags=tags,
+            authenticate=lambda data: _header_tags(opening, data),
+        )
+        scatter(headers, start + images)
+        scatter(headers, start + frames)
         return Seals(opening, tags.view(np.uint64))
 
-    def read_header(self, view: NDArray[np.uint8], *, slot: int, epoch: int, key: bytes) -> Seals:
-        """See :meth:`Sealer.read_header`."""
-        geometry = self._geometry
-        header = decode(
-            view, geometry, self._digest, key=key, slot=slot, epoch=epoch, rank=self._rank
-        )
-        packed = self._opening(header.salt, slot, epoch, key)
-        opening = np.frombuffer(packed, dtype=np.uint64)
-        authentic = _Authentication(opening)(view[: geometry.header_used - TAG_BYTES].data)
-        if not hmac.compare_digest(authentic, header.tag):
-            raise FormatError("slot header: tag is not that of this store's key")
-        return Seals(opening[None, :], header.tags.view(np.uint64)[None, :, :])
+    def read_headers(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """See :meth:`Sealer.read_headers`."""
+        found = gather(np.uint64(self._arena.address) + at, self._geometry.header_bytes)
+        right = self._headers.right(found, slots, epochs, keys)
+        opening = self._openings(self._headers.salts(found), slots, epochs, keys)
+        data, tags = self._headers.authenticated(found)
+        right &= (_header_tags(opening, data) == tags).all(axis=1)
+        return Seals(opening, self._headers.tags(found).view(np.uint64)), right
+
+    def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
+        """See :meth:`Sealer.why_refused`."""
+        data = self._arena.view(at, self._geometry.header_bytes)
+        wrong = self._headers.what_is_wrong(data, slot, epoch, key)
+        return wrong or "slot header: tag is not that of this store's key"
 
     def unseal(
         self, seals: Seals, first_page: int, at: U64, *, final: bool = False
@@ -151,16 +163,11 @@ class CipherSealer:
         return good.astype(np.bool_).reshape(count, pages)
 
 
-class _Authentication:
-    """Gives a header's tag under the slot's key."""
-
-    def __init__(self, opening: U64):
-        self._key = opening[:_KEY_WORDS].view(np.uint8)
-
-    def __call__(self, data: memoryview) -> bytes:
-        return _io.gcm_authenticate(
-            self._key, HEADER_PAGE, np.frombuffer(data, dtype=np.uint8)
-        ).tobytes()
+def _header_tags(opening: U64, data: U8) -> U8:
+    """Tags, [n, 16], of the headers' bytes, [n, m], under the slots' keys."""
+    keys, _ = _keys_and_identities(opening)
+    tags = _io.gcm_authenticate(keys, HEADER_PAGE, np.ascontiguousarray(data))
+    return tags.reshape(len(data), TAG_BYTES)
 
 
 def _keys_and_identities(opening: U64) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,20 +111,32 @@ class SlotBatch:
     deadline: float
     """Time of the monotonic clock, counted from the submission."""
 
-    def wait(self) -> NDArray[np.bool_]:
+    def wait(self, beside: Sequence[SlotBatch] = ()) -> NDArray[np.bool_]:
         """Wait until all has ended or the deadline passes; which slots succeeded, shape [slots].
 
         Ends early when only devices out of use are still to answer. Call it once: failures are
         counted here.
+
+        Args:
+            beside: Batches in flight whose turn comes later: the speed of the devices is seen from
+                when their parts end.
         """
         pause = _FIRST_LOOK_S
         while not self.over(pause):
             pause = min(_LOOK_S, 1.2 * pause)
+            for later in beside:
+                later.over(0.0)
         name = "read" if self.op is Op.READ else "write"
         device, length = self.extents.device[self.sent], self.extents.length[self.sent]
         good = np.zeros(len(self.extents.device), dtype=np.bool_)
         good[self.sent] = self.files.health.judge(device, self.batch.results(), length, name)
         self._count(good, name)
+        return ~self._slots_of(~good)
+
+    def readable(self) -> NDArray[np.bool_]:
+        """Slots, [slots], of which every byte has arrived by now."""
+        good = np.zeros(len(self.extents.device), dtype=np.bool_)
+        good[self.sent] = self.batch.results() == self.extents.length[self.sent].astype(np.int64)
         return ~self._slots_of(~good)
 
     def over(self, timeout_s: float) -> bool:

@@ -296,7 +296,7 @@ def _check_rank(
             this.report.checked_bytes += slots * geometry.slot_bytes
             progress(this.report.checked_slots, total)
 
-        for verdict in SlotChecker(files, arena, plan).check(entry, count):
+        for verdict in SlotChecker(files, plan).check(entry, count):
             right[verdict.index] = False
             subject = f"slot {entry.slots[verdict.index]}, rank {rank}"
             this.report.add(verdict.kind, subject, verdict.text)

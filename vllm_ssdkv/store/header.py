@@ -4,12 +4,12 @@ Layout (little endian, ``docs/format.md``): 128 fixed bytes, ``uint64`` xxh3-64 
 an encrypted store, a tag of 16 bytes per page and one of the header itself; zeros, and in the last
 8 bytes the xxh3-64 of everything before them. Nothing here needs the store's key: checksums are
 those of the bytes on the device, tags are made and checked in :mod:`vllm_ssdkv.store.cipher`.
+Headers are made in :mod:`vllm_ssdkv.store.header_batch`.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.checksum import checksum_bytes
-from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
 from vllm_ssdkv.store.layout import (
     CHECKSUM_BYTES,
     HEADER_FIXED_BYTES,
@@ -60,63 +59,6 @@ class SlotHeader:
     salt: bytes = bytes(SALT_BYTES)
     tags: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, TAG_BYTES), np.uint8))
     tag: bytes = b""
-
-    def encode_into(
-        self,
-        buffer: memoryview | NDArray[np.uint8],
-        geometry: SlotGeometry,
-        digest: bytes,
-        authenticate: Callable[[memoryview], bytes] | None = None,
-    ) -> None:
-        """Write the header into the first ``geometry.header_bytes`` of a contiguous buffer.
-
-        Args:
-            buffer: Writable bytes, at least ``geometry.header_bytes`` long.
-            geometry: Shape of the slot.
-            digest: :attr:`Fingerprint.digest`.
-            authenticate: Gives the tag of the bytes before it; for encrypted slots only.
-
-        Raises:
-            ValueError: a length does not fit the geometry, or a number its field.
-        """
-        if len(self.key) != KEY_BYTES or len(digest) != DIGEST_BYTES:
-            raise ValueError(f"key of {len(self.key)} bytes, fingerprint of {len(digest)} bytes")
-        if self.checksums.shape != (geometry.pages,):
-            raise ValueError(f"checksums {self.checksums.shape} for {geometry.pages} pages")
-        tags = geometry.pages if geometry.encrypted else 0
-        if self.tags.shape != (tags, TAG_BYTES) or geometry.encrypted == (authenticate is None):
-            raise ValueError(f"tags {self.tags.shape} for {geometry.pages} pages")
-        size = geometry.header_bytes
-        view = np.frombuffer(buffer, dtype=np.uint8)[:size].data
-        if len(view) != size:
-            raise ValueError(f"buffer of {len(view)} bytes for a header of {size}")
-        try:
-            _FIXED.pack_into(
-                view,
-                0,
-                MAGIC,
-                VERSION,
-                size,
-                geometry.pages,
-                geometry.page_bytes,
-                geometry.payload_bytes,
-                self.rank,
-                self.slot,
-                self.epoch,
-                digest,
-                self.key,
-                self.salt,
-            )
-        except struct.error as exc:
-            raise ValueError(f"slot header: {exc}") from exc
-        marks = self.checksums.astype("<u8").tobytes() + self.tags.tobytes()
-        end = HEADER_FIXED_BYTES + len(marks)
-        view[HEADER_FIXED_BYTES:end] = marks
-        if authenticate is not None:
-            view[end : geometry.header_used] = authenticate(view[:end])
-        body = size - HEADER_TAIL_BYTES
-        view[geometry.header_used : body] = bytes(body - geometry.header_used)
-        _TAIL.pack_into(view, body, checksum_bytes(view[:body]))
 
 
 def decode(

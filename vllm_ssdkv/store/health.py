@@ -86,10 +86,12 @@ class DeviceHealth:
             # One success in the batch shows that the device answers: what failed is a bad sector.
             self._in_a_row[device] = 0 if good.any() else self._in_a_row[device] + 1
             failures = self._in_a_row[device]
+            known = bool(self._out_of_use[device])
         why = ""
         late = int((bad == PENDING).sum())
         if late:
-            self._counters.add("io_deadline_exceeded", 1)
+            if not known:  # else nobody waited for the deadline of this batch
+                self._counters.add("io_deadline_exceeded", 1)
             self._counters.add("io_errors", late, device=path, kind="deadline")
             self.quarantine(device, f"a {operation} did not end within {self._deadline_s:g} s")
         # Fewer bytes than asked for are one kind of failure, however many they are.

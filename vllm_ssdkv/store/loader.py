@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import queue
 import threading
@@ -12,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.files import GROUP, SlotBatch, SlotFiles
+from vllm_ssdkv.store.engine.protocol import U64, Op
+from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotBatch, SlotFiles
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.sealer import Seals
 from vllm_ssdkv.store.staging import Staging
@@ -23,7 +24,21 @@ from vllm_ssdkv.store.staging import Staging
 logger = logging.getLogger(__name__)
 
 HEADERS = 2 * GROUP
-"""Room for headers: a group of them, and as many again that overdue reads may hold."""
+"""Room for headers: a group of them, and as many again that are read ahead, or that overdue reads
+hold."""
+
+READ_AHEAD = 4
+"""Reads in flight: while the oldest is checked and copied, the devices work on the others."""
+
+PIECES = 16
+"""Reads that a hit is cut into, unless they would be too small or too large: the end of the last
+one is the only part that nothing is read beside."""
+
+PIECE_BYTES = 2 * 1024 * 1024
+"""A smaller read is over before the next one is prepared."""
+
+DEVICE_BYTES = 1024 * 1024
+"""Of each device in a read, so that their speeds can be compared."""
 
 _LOOK_S = 0.1
 """How often the thread looks whether an overdue read has ended."""
@@ -53,7 +68,8 @@ class LoadOutcome:
     """What became of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
 
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
-    for what was found in frames; copies to HBM included.
+    for what was found in frames; copies to HBM included. Frames are copied while the first reads
+    are under way, which counts for both.
     """
 
     request_id: str
@@ -66,8 +82,42 @@ class LoadOutcome:
     ssd_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """Slots ``which`` of a job on their way to arena offsets ``places``: whole, into ``frames``
+    that are ``LOADING``, or their headers."""
+
+    which: NDArray[np.int64]
+    places: U64
+    frames: NDArray[np.int32] | None
+    batch: SlotBatch
+
+
+@dataclass(slots=True)
+class _Hit:
+    """A job that is being loaded. ``keys`` are those of its slots, [n, 32]; ``todo`` are indices
+    of slots whose reads are not started yet, ascending."""
+
+    job: LoadJob
+    outcome: LoadOutcome
+    keys: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 32), dtype=np.uint8))
+    todo: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    reads: collections.deque[_Read] = field(default_factory=collections.deque)
+    """In the order in which they were started."""
+    last_retry: float | None = None
+
+    def may_read_again(self, deadline_s: float) -> bool:
+        """Whether slots that failed are still read again: all of them have one deadline."""
+        now = time.monotonic()
+        if self.last_retry is None:
+            self.last_retry = now + deadline_s
+        return now < self.last_retry
+
+
 class SlotLoader:
     """Runs load jobs in order, one at a time, each reading from all devices at once.
+
+    A job is cut into pieces. While one is checked and copied, the next ones are being read.
 
     Every slot that is read is verified: header against key, epoch, slot and rank, pages (all, or by
     option a sample of them) against their seals (:mod:`vllm_ssdkv.store.sealer`). Slots that need
@@ -145,72 +195,71 @@ class SlotLoader:
 
     def _load(self, job: LoadJob, queued_s: float) -> LoadOutcome:
         outcome = LoadOutcome(job.request_id, queued_s=queued_s)
+        hit = _Hit(job, outcome)
         try:
-            self._load_ranges(job, outcome)
+            self._load_all(hit)
         except Exception:  # whatever it is, the request must not wait for ever
             logger.exception("ssdkv: load of request %s failed", job.request_id)
             outcome.complete = False
+        while hit.reads:  # it failed: take their memory back
+            try:
+                self._finish(hit)
+            except Exception:  # one more, which concerns only this read
+                logger.exception("ssdkv: load of request %s failed", job.request_id)
         if not outcome.complete:
             self._files.counters.add("load_failures", 1)
             outcome.tokens_from_dram = outcome.tokens_from_ssd = 0
         return outcome
 
-    def _load_ranges(self, job: LoadJob, outcome: LoadOutcome) -> None:
-        # The newest slots first: their frames matter most, to HBM and to the next steps.
-        end = len(job.slots)
-        while end > 0 and outcome.complete:
-            if self._stopping:
-                outcome.complete = False
-                return
-            begin = max(0, end - GROUP)
-            if begin < job.first_in_hbm < end:
-                begin = job.first_in_hbm
-            self._load_range(job, outcome, np.arange(begin, end))
-            end = begin
-
-    def _load_range(self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64]) -> None:
-        """Load slots ``which`` of the job, all of which go to HBM or none."""
+    def _load_all(self, hit: _Hit) -> None:
+        job, outcome = hit.job, hit.outcome
         begun = time.monotonic()
-        frames = self._frames.borrow(job.slots[which])
-        here = frames != NO_FRAME
+        hit.keys = key_rows(job.keys)
+        # All at once: what the hit reads must not take the frames that it finds.
+        frames = self._frames.borrow(job.slots)
         try:
-            self._remember(job, outcome, which[here], frames[here])
-            if outcome.complete:
-                self._copy(job, which[here], frames[here])
+            here = frames != NO_FRAME
+            found, hit.todo = np.flatnonzero(here), np.flatnonzero(~here)
+            outcome.tokens_from_dram = len(found) * self._block_tokens
+            outcome.tokens_from_ssd = len(hit.todo) * self._block_tokens
+            self._read_ahead(hit, wait=False)
+            for end in range(len(found), 0, -GROUP):
+                which = found[max(0, end - GROUP) : end]
+                self._use_frames(hit, which, frames[which])
+                self._frames.give_back(frames[which])
+                frames[which] = NO_FRAME
+                self._read_ahead(hit, wait=False)
         finally:
             self._frames.give_back(frames)
-        missing = which[~here]
-        copied = time.monotonic()
-        if which[0] >= job.first_in_hbm:
-            self._read_to_hbm(job, outcome, missing)
-        else:
-            self._read_to_dram(job, outcome, missing)
-        if len(missing):
-            outcome.ssd_s += time.monotonic() - copied
-        if here.any():
-            outcome.dram_s += copied - begun
-        if outcome.complete:
-            outcome.tokens_from_dram += int(here.sum()) * self._block_tokens
-            outcome.tokens_from_ssd += len(missing) * self._block_tokens
+        while outcome.complete and (hit.reads or len(hit.todo)):
+            self._read_ahead(hit, wait=True)
+            if hit.reads:
+                self._finish(hit)
+        if outcome.tokens_from_ssd:
+            outcome.ssd_s = time.monotonic() - begun
 
-    def _remember(
-        self,
-        job: LoadJob,
-        outcome: LoadOutcome,
-        which: NDArray[np.int64],
-        frames: NDArray[np.int32],
-    ) -> None:
+    def _use_frames(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Slots ``which`` are in DRAM, in these borrowed frames."""
+        if not hit.outcome.complete:
+            return
+        begun = time.monotonic()
+        self._remember(hit, which, frames)
+        if hit.outcome.complete:
+            self._copy(hit.job, which, frames)
+        hit.outcome.dram_s += time.monotonic() - begun
+
+    def _remember(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Keep the seals of slots in DRAM: their frames may go while they are streamed."""
-        slots = job.slots[which]
+        slots = hit.job.slots[which]
         wanted = self._frames.referenced(slots)
         wanted[wanted] = ~self._seals.adopt(slots[wanted])
-        for index, frame in zip(which[wanted].tolist(), frames[wanted].tolist(), strict=True):
-            # One that is not clean was not sealed yet, and the writer will see that it is
-            # referred to; or its write failed, and the frame stays until it is discarded.
-            if self._frames.state(frame) is not FrameState.CLEAN:
-                continue
-            if self._header(job, index, self._frames.view(frame), final=True) is None:
-                self._blame(job, outcome, index)
+        # One that is not clean was not sealed yet, and the writer will see that it is
+        # referred to; or its write failed, and the frame stays until it is discarded.
+        for at in np.flatnonzero(wanted).tolist():
+            wanted[at] = self._frames.state(int(frames[at])) is FrameState.CLEAN
+        which, places = which[wanted], self._frames.buffer_offset(frames[wanted])
+        _, good = self._read_seals(hit, which, places, final=True)
+        self._blame(hit, which[~good])
 
     def _copy(self, job: LoadJob, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Copy frames into the HBM blocks of slots ``which``, where they have one."""
@@ -222,95 +271,154 @@ class SlotLoader:
 
     # ---- reading ----
 
-    def _read_to_hbm(self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64]) -> None:
-        while len(which) and outcome.complete:
+    def _read_ahead(self, hit: _Hit, *, wait: bool) -> None:
+        """Start reads until enough are in flight, or memory for them is in use.
+
+        With ``wait``, and nothing in flight, wait for memory.
+        """
+        piece = self._piece(hit)
+        most = max(2, min(READ_AHEAD, GROUP_BYTES // (piece * self._files.geometry.slot_bytes)))
+        while len(hit.todo) and hit.outcome.complete and len(hit.reads) < most:
+            if self._stopping:
+                hit.outcome.complete = False
+                return
+            patient = wait and not hit.reads
+            # The newest slots first: their frames matter most, to HBM and to the next steps.
+            first = max(0, len(hit.todo) - piece)
+            inside = int(np.searchsorted(hit.todo, hit.job.first_in_hbm))
+            if inside < len(hit.todo):
+                started = self._start_to_hbm(hit, max(first, inside), wait=patient)
+            else:
+                started = self._start_to_dram(hit, first, wait=patient)
+            if not started:
+                return
+
+    def _piece(self, hit: _Hit) -> int:
+        """Slots to read at once: a part of the hit, so that others are read meanwhile."""
+        size = self._files.geometry.slot_bytes
+        least = max(PIECE_BYTES, self._files.placement.devices * DEVICE_BYTES)
+        part = len(hit.job.slots) * size // PIECES
+        nbytes = min(max(least, part), GROUP_BYTES // READ_AHEAD)
+        most = min(self._files.group, self._frames.frames // READ_AHEAD)
+        return max(1, min(nbytes // size, most))
+
+    def _start_to_hbm(self, hit: _Hit, first: int, *, wait: bool) -> bool:
+        slots = hit.job.slots[hit.todo[first:]]
+        if not wait:
+            frames = self._frames.take(slots, FrameState.LOADING)
+        else:
             deadline = time.monotonic() + self._files.deadline_s
-            part = job.slots[which[: self._files.group]]
-            frames = self._frames.wait_for_frames(part, FrameState.LOADING, deadline)
-            if len(frames) == 0:
-                logger.error("ssdkv: no DRAM frame for request %s in time", job.request_id)
-                outcome.complete = False
-                return
-            self._read_frames(job, outcome, which[: len(frames)], frames)
-            which = which[len(frames) :]
+            frames = self._frames.wait_for_frames(slots, FrameState.LOADING, deadline)
+        if len(frames):
+            self._start_whole(hit, first, frames)
+        elif wait:
+            logger.error("ssdkv: no DRAM frame for request %s in time", hit.job.request_id)
+            hit.outcome.complete = False
+        return len(frames) > 0
 
-    def _read_to_dram(self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64]) -> None:
-        while len(which) and outcome.complete:
-            part = job.slots[which[: self._files.group]]
-            frames = self._frames.take(part, FrameState.LOADING, spare_contexts=True)
-            if len(frames) == 0:
-                self._read_headers(job, outcome, which)
-                return
-            self._read_frames(job, outcome, which[: len(frames)], frames)
-            which = which[len(frames) :]
+    def _start_to_dram(self, hit: _Hit, first: int, *, wait: bool) -> bool:
+        slots = hit.job.slots[hit.todo[first:]]
+        frames = self._frames.take(slots, FrameState.LOADING, spare_contexts=True)
+        if len(frames):
+            self._start_whole(hit, first, frames)
+            return True
+        count = min(GROUP, self._headers.usable(), len(hit.todo))
+        pieces = self._headers.take(count) if count else None
+        if pieces is not None:
+            which, hit.todo = hit.todo[-count:], hit.todo[:-count]
+            hit.reads.append(self._start_headers(hit, which, pieces))
+            return True
+        if wait:
+            logger.error("ssdkv: reads that do not end hold the memory for headers")
+            hit.outcome.complete = False
+        return False
 
-    def _read_frames(
-        self,
-        job: LoadJob,
-        outcome: LoadOutcome,
-        which: NDArray[np.int64],
-        frames: NDArray[np.int32],
-    ) -> None:
-        """Read slots ``which`` into frames that are ``LOADING``, and copy them into HBM."""
+    def _start_whole(self, hit: _Hit, first: int, frames: NDArray[np.int32]) -> None:
+        """Read the slots from ``first`` on, in the order of ``todo``, into frames that are
+        ``LOADING``."""
+        end = first + len(frames)
+        which = hit.todo[first:end]
+        places = self._frames.buffer_offset(frames)
         try:
-            batch = self._submit(job, which, frames)
+            batch = self._submit(hit, which, self._files.geometry.slot_bytes, places)
         except ValueError:
             self._frames.settle(frames, FrameState.FREE)
             raise
-        arrived = batch.wait()
+        hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
+        hit.reads.append(_Read(which, places, frames, batch))
+
+    def _start_headers(self, hit: _Hit, which: NDArray[np.int64], pieces: U64) -> _Read:
+        try:
+            batch = self._submit(hit, which, self._files.geometry.header_bytes, pieces)
+        except ValueError:
+            self._headers.give(pieces)
+            raise
+        return _Read(which, pieces, None, batch)
+
+    def _submit(self, hit: _Hit, which: NDArray[np.int64], nbytes: int, places: U64) -> SlotBatch:
+        return self._files.submit(Op.READ, hit.job.slots[which], 0, nbytes, places)
+
+    def _finish(self, hit: _Hit) -> None:
+        """Wait for the oldest read, check what it brought, and copy it into HBM."""
+        read = hit.reads.popleft()
+        arrived = read.batch.wait(beside=[later.batch for later in hit.reads])
+        if read.frames is None:
+            self._finish_headers(hit, read, arrived)
+        else:
+            self._finish_whole(hit, read, read.frames, arrived)
+
+    def _finish_whole(
+        self, hit: _Hit, read: _Read, frames: NDArray[np.int32], arrived: NDArray[np.bool_]
+    ) -> None:
+        which, batch = read.which, read.batch
         held = batch.held()
         if held.any():
             self._overdue.append((batch, frames[held]))
         good = np.zeros(len(which), dtype=np.bool_)
         try:
-            good[arrived] = self._check(job, which[arrived], frames[arrived])
+            good[arrived] = self._check(hit, which[arrived], frames[arrived])
             batch.verified(good, np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.int64))
-            end = time.monotonic() + self._files.deadline_s
             for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
-                if time.monotonic() >= end:
+                if not hit.may_read_again(self._files.deadline_s):
                     break
-                good[i], held[i] = self._read_again(job, outcome, which[i : i + 1], frames[i])
-            if good.all():
-                self._copy(job, which, frames)
-            else:
-                outcome.complete = False
+                good[i], held[i] = self._read_again(hit, which[i : i + 1], frames[i : i + 1])
+            if not good.all():
+                hit.outcome.complete = False
+            if hit.outcome.complete:
+                self._copy(hit.job, which, frames)
         finally:
             self._frames.abandon(frames[held])
             self._frames.settle(frames[good], FrameState.CLEAN)
             self._frames.settle(frames[~good & ~held], FrameState.FREE)
 
-    def _submit(
-        self, job: LoadJob, which: NDArray[np.int64], frames: NDArray[np.int32]
-    ) -> SlotBatch:
-        buffers = self._frames.buffer_offset(frames)
-        size = self._files.geometry.slot_bytes
-        return self._files.submit(Op.READ, job.slots[which], 0, size, buffers)
-
     def _read_again(
-        self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64], frame: np.int32
+        self, hit: _Hit, which: NDArray[np.int64], frame: NDArray[np.int32]
     ) -> tuple[bool, bool]:
         """Read one slot alone: the block layer fails neighbours of a bad sector too.
 
         Returns whether it is good, and whether the read is overdue and holds the frame.
         """
-        one = np.array([frame], dtype=np.int32)
-        batch = self._submit(job, which, one)
+        place = self._frames.buffer_offset(frame)
+        batch = self._submit(hit, which, self._files.geometry.slot_bytes, place)
         arrived = bool(batch.wait()[0])
         if not batch.ended():
-            self._overdue.append((batch, one))
+            self._overdue.append((batch, frame))
             return False, True
-        if arrived and self._check(job, which, one, batch)[0]:
+        if arrived and self._check(hit, which, frame, batch)[0]:
             return True, False
-        self._blame(job, outcome, int(which[0]))
+        self._blame(hit, which)
         return False, False
 
-    def _blame(self, job: LoadJob, outcome: LoadOutcome, index: int) -> None:
-        outcome.complete = False
-        outcome.bad.append((int(job.slots[index]), int(job.epochs[index])))
+    def _blame(self, hit: _Hit, which: NDArray[np.int64]) -> None:
+        """These slots must not be found again."""
+        if len(which):
+            slots, epochs = hit.job.slots[which].tolist(), hit.job.epochs[which].tolist()
+            hit.outcome.complete = False
+            hit.outcome.bad.extend(zip(slots, epochs, strict=True))
 
     def _check(
         self,
-        job: LoadJob,
+        hit: _Hit,
         which: NDArray[np.int64],
         frames: NDArray[np.int32],
         last_try: SlotBatch | None = None,
@@ -320,18 +428,13 @@ class SlotLoader:
         On the ``last_try``, of one slot, failures are counted.
         """
         geometry, final = self._files.geometry, last_try is not None
-        good = np.zeros(len(which), dtype=np.bool_)
-        headed: list[int] = []
-        parts: list[Seals] = []
-        for i, frame in enumerate(frames.tolist()):
-            seal = self._header(job, int(which[i]), self._frames.view(frame), final=final)
-            if seal is not None:
-                headed.append(i)
-                parts.append(seal)
-        if not headed:
+        places = self._frames.buffer_offset(frames)
+        seals, good = self._read_seals(hit, which, places, final=final)
+        headed = np.flatnonzero(good)
+        if len(headed) == 0:
             return good
-        first = self._frames.buffer_offset(frames[headed]) + np.uint64(geometry.header_bytes)
-        right = self._files.sealer.unseal(Seals.of(parts), 0, first, final=final)
+        first = places[headed] + np.uint64(geometry.header_bytes)
+        right = self._files.sealer.unseal(seals.part(headed), 0, first, final=final)
         good[headed] = right.all(axis=1)
         if last_try is not None:
             wrong = np.flatnonzero(~right[0])
@@ -341,67 +444,57 @@ class SlotLoader:
                 self._files.counters.add("checksum_failures", len(wrong))
                 logger.error(
                     "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
-                    int(job.slots[which[0]]),
+                    int(hit.job.slots[which[0]]),
                     len(wrong),
                 )
         return good
 
-    def _header(
-        self, job: LoadJob, index: int, view: NDArray[np.uint8], *, final: bool
-    ) -> Seals | None:
-        """The seal in a slot's header, if it is the one that the job names; kept if needed."""
-        slots = job.slots[index : index + 1]
-        try:
-            seal = self._files.sealer.read_header(
-                view, slot=int(slots[0]), epoch=int(job.epochs[index]), key=job.keys[index]
-            )
-        except FormatError as error:
-            if final:
-                self._refuse(int(slots[0]), str(error))
-            return None
-        if bool(self._frames.referenced(slots)[0]):
-            self._seals.put(slots, seal)
-        return seal
+    def _read_seals(
+        self, hit: _Hit, which: NDArray[np.int64], places: U64, *, final: bool
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """Seals in the headers at arena offsets [n], and which are those of slots ``which`` [n].
 
-    def _refuse(self, slot: int, why: str) -> None:
-        self._files.counters.add("header_mismatches", 1)
-        logger.error("ssdkv: slot %d is dropped: %s", slot, why)
+        They are kept where a context needs them. When ``final``, failures are counted.
+        """
+        job, sealer = hit.job, self._files.sealer
+        slots = job.slots[which]
+        seals, good = sealer.read_headers(slots, job.epochs[which], hit.keys[which], places)
+        keep = good & self._frames.referenced(slots)
+        self._seals.put(slots[keep], seals.part(keep))
+        for at in np.flatnonzero(~good).tolist() if final else ():
+            index, slot = int(which[at]), int(slots[at])
+            self._files.counters.add("header_mismatches", 1)
+            why = sealer.why_refused(slot, int(job.epochs[index]), job.keys[index], int(places[at]))
+            logger.error("ssdkv: slot %d is dropped: %s", slot, why)
+        return seals, good
 
-    def _read_headers(self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64]) -> None:
-        count = min(GROUP, self._headers.usable())
-        if count == 0:
-            logger.error("ssdkv: reads that do not end hold the memory for headers")
-            outcome.complete = False
+    def _finish_headers(self, hit: _Hit, read: _Read, arrived: NDArray[np.bool_]) -> None:
+        which = self._check_headers(hit, read, arrived, final=False)
+        if len(which) == 0:
             return
-        for begin in range(0, len(which), count):
-            self._read_header_group(job, outcome, which[begin : begin + count])
-            if not outcome.complete:
-                return
+        # Once more, only what failed: a neighbour's bad sector may have failed it.
+        pieces = self._headers.take(len(which))
+        if pieces is None:
+            hit.outcome.complete = False
+            return
+        again = self._start_headers(hit, which, pieces)
+        self._blame(hit, self._check_headers(hit, again, again.batch.wait(), final=True))
 
-    def _read_header_group(
-        self, job: LoadJob, outcome: LoadOutcome, which: NDArray[np.int64]
-    ) -> None:
-        for final in (False, True):
-            pieces = self._headers.take(len(which))
-            if pieces is None:
-                outcome.complete = False
-                return
-            size = self._files.geometry.header_bytes
-            batch = self._files.submit(Op.READ, job.slots[which], 0, size, pieces)
-            good = batch.wait()
-            held = batch.held()
-            for i in np.flatnonzero(good).tolist():
-                view = self._frames.arena.view(int(pieces[i]), size)
-                good[i] = self._header(job, int(which[i]), view, final=final) is not None
-            self._headers.lend(pieces, held, batch)
-            if (held | batch.out_of_reach()).any():
-                outcome.complete = False
-                return
-            which = which[~good]
-            if len(which) == 0:
-                return
-        for index in which.tolist():
-            self._blame(job, outcome, index)
+    def _check_headers(
+        self, hit: _Hit, read: _Read, good: NDArray[np.bool_], *, final: bool
+    ) -> NDArray[np.int64]:
+        """Check headers that arrived, ``good``, and give their memory back; slots that failed.
+
+        None of them, and an incomplete outcome, when a device does not answer.
+        """
+        held = read.batch.held()
+        _, right = self._read_seals(hit, read.which[good], read.places[good], final=final)
+        good[good] = right
+        self._headers.lend(read.places, held, read.batch)
+        if (held | read.batch.out_of_reach()).any():
+            hit.outcome.complete = False
+            return read.which[:0]
+        return read.which[~good]
 
     def _collect_overdue(self) -> None:
         for entry in [e for e in self._overdue if e[0].ended()]:

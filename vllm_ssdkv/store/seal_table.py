@@ -29,23 +29,23 @@ class SealTable:
         self._held: dict[int, Seals] = {}
 
     def put(self, slots: NDArray[np.int64], seals: Seals) -> None:
-        """Remember the seals of slots [n] until they are forgotten."""
+        """Remember the seals of distinct slots [n] until they are forgotten."""
         with self._lock:
             self._put(slots, seals)
 
     def _put(self, slots: NDArray[np.int64], seals: Seals) -> None:
-        for i, slot in enumerate(slots.tolist()):
-            row = int(self._row_of[slot])
-            if row == _NO_ROW:
-                if not self._free:
-                    grown = len(self._marks)
-                    self._free.extend(range(2 * grown - 1, grown - 1, -1))
-                    self._opening = np.concatenate([self._opening, np.zeros_like(self._opening)])
-                    self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
-                row = self._free.pop()
-                self._row_of[slot] = row
-            self._opening[row] = seals.opening[i]
-            self._marks[row] = seals.marks[i]
+        new = slots[self._row_of[slots] == _NO_ROW]
+        while len(new) > len(self._free):
+            grown = len(self._marks)
+            self._free.extend(range(2 * grown - 1, grown - 1, -1))
+            self._opening = np.concatenate([self._opening, np.zeros_like(self._opening)])
+            self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
+        if len(new):
+            self._row_of[new] = self._free[-len(new) :]
+            del self._free[-len(new) :]
+        rows = self._row_of[slots]
+        self._opening[rows] = seals.opening
+        self._marks[rows] = seals.marks
 
     def get(
         self, slots: NDArray[np.int64], first_page: int, pages: int
@@ -85,7 +85,7 @@ class SealTable:
     def adopt(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which slots are known, [n]; those that are being written are remembered from now on."""
         with self._lock:
-            for slot in slots[self._row_of[slots] == _NO_ROW].tolist():
+            for slot in np.unique(slots[self._row_of[slots] == _NO_ROW]).tolist():
                 if slot in self._held:
                     self._put(np.array([slot], dtype=np.int64), self._held[slot])
             result: NDArray[np.bool_] = self._row_of[slots] != _NO_ROW

@@ -8,20 +8,23 @@ identity (:mod:`vllm_ssdkv.store.cipher`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.checksum import checksum_pages
-from vllm_ssdkv.store.header import SlotHeader, decode
+from vllm_ssdkv.store.header_batch import HeaderFormat, gather, scatter
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.verify import PageSampler, wrong_pages
 
+U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
+
+CHANGED = "slot header: it changed while it was looked at"
+"""Why a header was refused in which no field is wrong."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -36,17 +39,9 @@ class Seals:
     opening: U64
     marks: U64
 
-    def part(self, which: NDArray[np.int64]) -> Seals:
-        """Those of some slots, indices [k]."""
+    def part(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Seals:
+        """The seals of some of the slots."""
         return Seals(self.opening[which], self.marks[which])
-
-    @classmethod
-    def of(cls, parts: Sequence[Seals]) -> Seals:
-        """Several as one, at least one."""
-        return cls(
-            np.concatenate([part.opening for part in parts]),
-            np.concatenate([part.marks for part in parts]),
-        )
 
 
 class Sealer(Protocol):
@@ -67,7 +62,7 @@ class Sealer(Protocol):
         self,
         slots: NDArray[np.int64],
         epochs: NDArray[np.int64],
-        keys: Sequence[bytes],
+        keys: U8,
         frames: U64,
         images: U64,
     ) -> Seals:
@@ -76,7 +71,7 @@ class Sealer(Protocol):
         Args:
             slots: Slot numbers, [n].
             epochs: Of each slot's allocation, [n].
-            keys: Block each slot holds, n times 32 bytes.
+            keys: Block each slot holds, [n, 32].
             frames: Arena offset of each slot with its pages, [n].
             images: Arena offset at which to make what goes to the devices, [n]; that of the
                 frame where nothing is encrypted.
@@ -85,15 +80,22 @@ class Sealer(Protocol):
             RuntimeError: libcrypto refuses.
         """
 
-    def read_header(self, view: NDArray[np.uint8], *, slot: int, epoch: int, key: bytes) -> Seals:
-        """The seal in a slot's header, which must be that of this block, slot and epoch.
+    def read_headers(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """The seals in n headers, and which are those of these slots, epochs and blocks, [n].
+
+        The seal of a header that is not right means nothing.
 
         Args:
-            view: Bytes of the header, at least ``geometry.header_bytes``.
-
-        Raises:
-            FormatError: it is not; the text names the field that does not match.
+            slots: Slot numbers, [n].
+            epochs: Of each slot's allocation, [n].
+            keys: Block each slot holds, [n, 32].
+            at: Arena offset of each header, [n].
         """
+
+    def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
+        """What is wrong with a header that :meth:`read_headers` refused, naming the field."""
 
     def unseal(
         self, seals: Seals, first_page: int, at: U64, *, final: bool = False
@@ -118,45 +120,56 @@ def page_addresses(arena: Arena, geometry: SlotGeometry, at: U64, pages: int) ->
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ChecksumSealer:
     """Guards against faults of hardware and software: one xxh3-64 per page, nothing encrypted."""
 
-    geometry: SlotGeometry
-    digest: bytes
-    rank: int
-    arena: Arena
-    sampler: PageSampler = field(default_factory=PageSampler)
-    """Which pages of a read are checked; default: all."""
-    opening_words: ClassVar[int] = 0
-    mark_words: ClassVar[int] = 1
+    opening_words = 0
+    mark_words = 1
+
+    def __init__(
+        self,
+        geometry: SlotGeometry,
+        digest: bytes,
+        rank: int,
+        arena: Arena,
+        sampler: PageSampler | None = None,
+    ):
+        """``sampler``: which pages of a read are checked; default: all."""
+        self._geometry = geometry
+        self._headers = HeaderFormat(geometry, digest, rank)
+        self._arena = arena
+        self._sampler = sampler or PageSampler()
 
     def seal(
         self,
         slots: NDArray[np.int64],
         epochs: NDArray[np.int64],
-        keys: Sequence[bytes],
+        keys: U8,
         frames: U64,
         images: U64,
     ) -> Seals:
         """See :meth:`Sealer.seal`; ``images`` are ``frames``."""
-        geometry = self.geometry
+        geometry = self._geometry
         first = frames + np.uint64(geometry.header_bytes)
-        addresses = page_addresses(self.arena, geometry, first, geometry.pages)
-        sums = checksum_pages(addresses.ravel(), geometry.payload_bytes).reshape(len(slots), -1)
-        for slot, epoch, key, at, row in zip(
-            slots.tolist(), epochs.tolist(), keys, frames.tolist(), sums, strict=True
-        ):
-            view = self.arena.view(at, geometry.header_bytes)
-            SlotHeader(key, slot, epoch, self.rank, row).encode_into(view, geometry, self.digest)
+        addresses = page_addresses(self._arena, geometry, first, geometry.pages)
+        sums = checksum_pages(addresses.ravel(), geometry.payload_bytes)
+        sums = sums.reshape(len(slots), geometry.pages)
+        headers = self._headers.encode(slots, epochs, keys, sums)
+        scatter(headers, np.uint64(self._arena.address) + frames)
         return _seals(sums)
 
-    def read_header(self, view: NDArray[np.uint8], *, slot: int, epoch: int, key: bytes) -> Seals:
-        """See :meth:`Sealer.read_header`."""
-        header = decode(
-            view, self.geometry, self.digest, key=key, slot=slot, epoch=epoch, rank=self.rank
-        )
-        return _seals(header.checksums[None, :])
+    def read_headers(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """See :meth:`Sealer.read_headers`."""
+        found = gather(np.uint64(self._arena.address) + at, self._geometry.header_bytes)
+        right = self._headers.right(found, slots, epochs, keys)
+        return _seals(self._headers.checksums(found)), right
+
+    def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
+        """See :meth:`Sealer.why_refused`."""
+        data = self._arena.view(at, self._geometry.header_bytes)
+        return self._headers.what_is_wrong(data, slot, epoch, key) or CHANGED
 
     def unseal(
         self, seals: Seals, first_page: int, at: U64, *, final: bool = False
@@ -164,9 +177,9 @@ class ChecksumSealer:
         """See :meth:`Sealer.unseal`."""
         expected = seals.marks[:, :, 0]
         same = np.ones(expected.shape, dtype=np.bool_)
-        chosen = slice(None) if final else self.sampler.choose()
-        base = np.uint64(self.arena.address) + at
-        same[wrong_pages(self.geometry, base, expected, chosen)] = False
+        chosen = slice(None) if final else self._sampler.choose()
+        base = np.uint64(self._arena.address) + at
+        same[wrong_pages(self._geometry, base, expected, chosen)] = False
         return same
 
 

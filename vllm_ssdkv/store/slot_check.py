@@ -14,12 +14,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import DeadlineError, FormatError
-from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.errors import DeadlineError
 from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.sealer import Seals
 
 MEMORY_BYTES = 192 << 20
 _BATCH_BYTES = 32 << 20
@@ -70,10 +69,9 @@ class _Reading:
 class SlotChecker:
     """Checks slots of one rank's open files. Used by one thread; blocks on I/O."""
 
-    def __init__(self, files: SlotFiles, arena: Arena, plan: BatchPlan):
-        """``arena``: memory of the files' engine, ``plan.nbytes`` of it belong to this."""
+    def __init__(self, files: SlotFiles, plan: BatchPlan):
+        """The first ``plan.nbytes`` of the files' arena belong to this."""
         self._files = files
-        self._arena = arena
         self._plan = plan
 
     def check(self, entry: Entry, progress: Callable[[int], None]) -> Iterator[Verdict]:
@@ -126,35 +124,31 @@ class SlotChecker:
                 f"{', '.join(self._files.health.paths)}: check the drives"
             )
         found: dict[int, Verdict] = {}
-        parts: list[Seals] = []
-        whole: list[int] = []
-        for at, index in enumerate(reading.which.tolist()):
-            if not arrived[at]:
-                found[at] = Verdict(index, "unreadable", "cannot be read")
-                continue
-            try:
-                parts.append(self._seals(entry, index, int(reading.pieces[at])))
-            except FormatError as error:
-                found[at] = Verdict(index, "header", str(error))
-            else:
-                whole.append(at)
-        if not whole:
+        for at in np.flatnonzero(~arrived).tolist():
+            found[at] = Verdict(int(reading.which[at]), "unreadable", "cannot be read")
+        here = np.flatnonzero(arrived)
+        which = reading.which[here]
+        keys = key_rows([entry.keys[index] for index in which.tolist()])
+        sealer = self._files.sealer
+        seals, headed = sealer.read_headers(
+            entry.slots[which], entry.epochs[which], keys, reading.pieces[here]
+        )
+        for at in here[~headed].tolist():
+            index = int(reading.which[at])
+            slot, epoch = int(entry.slots[index]), int(entry.epochs[index])
+            why = sealer.why_refused(slot, epoch, entry.keys[index], int(reading.pieces[at]))
+            found[at] = Verdict(index, "header", why)
+        whole = here[headed]
+        if len(whole) == 0:
             return found
         geometry = self._files.geometry
         first = reading.pieces[whole] + np.uint64(geometry.header_bytes)
-        row, page = np.nonzero(~self._files.sealer.unseal(Seals.of(parts), 0, first, final=True))
+        row, page = np.nonzero(~sealer.unseal(seals.part(headed), 0, first, final=True))
         for one in np.unique(row).tolist():
             pages = page[row == one].tolist()
             text = f"page {pages[0]} does not match its checksum"
             if len(pages) > 1:
                 text = f"{len(pages)} pages do not match their checksums, the first is {pages[0]}"
-            found[whole[one]] = Verdict(int(reading.which[whole[one]]), "page", text)
+            at = int(whole[one])
+            found[at] = Verdict(int(reading.which[at]), "page", text)
         return found
-
-    def _seals(self, entry: Entry, index: int, piece: int) -> Seals:
-        return self._files.sealer.read_header(
-            self._arena.view(piece, self._files.geometry.header_bytes),
-            slot=int(entry.slots[index]),
-            epoch=int(entry.epochs[index]),
-            key=entry.keys[index],
-        )

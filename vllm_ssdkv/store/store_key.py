@@ -10,6 +10,11 @@ import hmac
 from typing import Final, NoReturn
 from uuid import UUID
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+
 KEY_BYTES: Final = 32
 KEY_ID_BYTES: Final = 16
 SALT_BYTES: Final = 32
@@ -81,6 +86,18 @@ def block_name(names: bytes, block: bytes) -> bytes:
     return hashlib.blake2b(block, key=names, digest_size=KEY_BYTES).digest()
 
 
-def slot_key(slots: bytes, salt: bytes) -> bytes:
-    """Key of one writing of one slot, from the rank's key and the header's random salt."""
-    return expand(slots, _SLOT + salt)
+def slot_keys(slots: bytes, salts: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Key of each writing of a slot, [n, 32], from the rank's key and the headers' random salts.
+
+    :func:`expand` for n slots at once. Releases the GIL.
+
+    Args:
+        slots: :meth:`StoreKey.slots`.
+        salts: Of each slot, [n, 32].
+    """
+    count = len(salts)
+    data = np.empty((count, len(_SLOT) + SALT_BYTES + 1), dtype=np.uint8)
+    data[:, : len(_SLOT)] = np.frombuffer(_SLOT, dtype=np.uint8)
+    data[:, len(_SLOT) : -1] = salts
+    data[:, -1] = 1
+    return _io.hmac_sha256(np.frombuffer(slots, dtype=np.uint8), data).reshape(count, KEY_BYTES)

@@ -4,7 +4,8 @@ Rows that choose their pages (:mod:`vllm_ssdkv.store.fetch`) take part in the fi
 
 Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
-layer borders, so layer i's reads overlap layer i - 1's compute.
+layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
+unsealed in a thread beside the compute (:mod:`vllm_ssdkv.store.unsealer`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
+from vllm_ssdkv.store.unsealer import Unsealer, Unsealing
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,16 @@ class _Walk:
     chunks: list[_Chunk]
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What is known of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
+    whether their seals are ``known`` [n]."""
+
+    which: NDArray[np.int64]
+    same: NDArray[np.bool_]
+    known: NDArray[np.bool_]
+
+
 @dataclass(slots=True)
 class _Read:
     """One chunk of one layer; ``pieces`` are its blocks' places in the arena."""
@@ -73,6 +86,8 @@ class _Read:
     pieces: U64
     batch: SlotBatch | None
     """None where nothing needs to be read: every row is poisoned."""
+    unsealing: Unsealing[_Checked] | None = None
+    """Touches the pieces until it is taken or stopped."""
     retry: tuple[NDArray[np.int64], SlotBatch] | None = None
     """Positions in the chunk that were read again, and that read."""
 
@@ -94,6 +109,7 @@ class ContextStream:
         frames: FrameCache,
         seals: SealTable,
         staging: Staging,
+        unsealer: Unsealer,
         contexts: Sequence[NDArray[np.int64]],
         sparse: Collection[int] = (),
         dense_layers: int = 0,
@@ -105,6 +121,7 @@ class ContextStream:
         self._frames = frames
         self._seals = seals
         self._staging = staging
+        self._unsealer = unsealer
         self._rows = len(contexts)
         self.closed = False
         self.poisoned: set[int] = set()
@@ -195,7 +212,9 @@ class ContextStream:
             size = self._files.geometry.layer_bytes
             offset = self._files.geometry.layer_offset(layer)
             batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
-            self._reads.append(_Read(chunk, layer, pieces, batch))
+            read = _Read(chunk, layer, pieces, batch)
+            read.unsealing = self._unsealer.after(batch.batch, partial(self._check_all, read))
+            self._reads.append(read)
             self._next += 1
 
     def _hopeless(self, chunk: _Chunk) -> bool:
@@ -214,9 +233,14 @@ class ContextStream:
         chunk = read.chunk
         if read.batch is None or self._hopeless(chunk):
             return None
+        checked = None
+        if read.unsealing is not None:
+            checked = read.unsealing.take(self._files.deadline_s)
         good = read.batch.wait()
         base = np.uint64(self._frames.arena.address) + read.pieces
-        self._verify(read, read.batch, np.arange(len(good)), good, final=False)
+        if checked is None:
+            checked = self._check(read, np.flatnonzero(good), final=False)
+        self._verify(read.batch, np.arange(len(good)), good, checked, final=False)
         held = read.batch.held()
         again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
         if len(again):
@@ -240,7 +264,8 @@ class ContextStream:
         batch = self._files.submit(Op.READ, slots, offset, size, read.pieces[which])
         read.retry = (which, batch)
         good[which] = batch.wait()
-        self._verify(read, batch, which, good, final=True)
+        checked = self._check(read, which[good[which]], final=True)
+        self._verify(batch, which, good, checked, final=True)
         blamed = slots[~good[which] & ~batch.held() & ~batch.out_of_reach()].tolist()
         if blamed:
             self.bad.extend(blamed)
@@ -251,38 +276,50 @@ class ContextStream:
                 blamed[:8],
             )
 
+    def _check_all(self, read: _Read) -> _Checked:
+        """Check a chunk that has been read; in the unsealer's thread."""
+        arrived = np.zeros(0, dtype=np.int64)
+        if read.batch is not None:
+            arrived = np.flatnonzero(read.batch.readable())
+        return self._check(read, arrived, final=False)
+
+    def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
+        """Check the pages of blocks that arrived, and unseal them."""
+        pages = self._files.geometry.pages_per_layer
+        first = self._files.geometry.first_page(read.layer)
+        seals, known = self._seals.get(read.chunk.slots[which], first, pages)
+        same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
+        return _Checked(which, same, known)
+
     def _verify(
         self,
-        read: _Read,
         batch: SlotBatch,
         asked: NDArray[np.int64],
         good: NDArray[np.bool_],
+        checked: _Checked,
         *,
         final: bool,
     ) -> None:
-        """Check the pages of blocks that arrived, and unseal them; clears ``good``, [chunk].
+        """Believe of the blocks ``asked``, which ``batch`` read in this order, those that match.
 
-        ``asked`` are the blocks of the chunk that ``batch`` read, in its order.
+        Clears ``good``, [chunk], for the others.
         """
-        position = np.flatnonzero(good[asked])  # in the batch
-        which = asked[position]  # in the chunk
-        geometry = self._files.geometry
-        pages = geometry.pages_per_layer
-        first = geometry.first_page(read.layer)
-        seals, known = self._seals.get(read.chunk.slots[which], first, pages)
-        same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
-        good[which] = same.all(axis=1) & known
+        known, which = checked.known, checked.which
+        position = np.flatnonzero(np.isin(asked, which))  # in the batch
+        good[which] = checked.same.all(axis=1) & known
         right = np.zeros(len(asked), dtype=np.bool_)
         right[position] = good[which]
-        row, page = np.nonzero(~same & known[:, None])
+        row, page = np.nonzero(~checked.same & known[:, None])
         if not final:  # it is read again before anything is accused
             row, page = row[:0], page[:0]
         self._files.counters.add("checksum_failures", len(row))
-        batch.verified(right, position[row], page * geometry.page_bytes)
+        batch.verified(right, position[row], page * self._files.geometry.page_bytes)
 
     def _give_back(self, read: _Read) -> None:
         if read.batch is None:
             return
+        if read.unsealing is not None:
+            read.unsealing.stop(self._files.deadline_s)
         held = read.batch.held()
         if read.retry is not None:
             which, batch = read.retry

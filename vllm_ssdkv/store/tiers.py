@@ -29,6 +29,7 @@ from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
 from vllm_ssdkv.store.summaries import SummaryTable, row_bytes
 from vllm_ssdkv.store.trim import SlotTrimmer
+from vllm_ssdkv.store.unsealer import Unsealer
 from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class TieredStore:
         )
         sealer = files.sealer
         self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
+        self._unsealer = Unsealer()
         self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
         headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
         images = None
@@ -320,7 +322,14 @@ class TieredStore:
         """
         self._used = time.monotonic()
         self._stream = ContextStream(
-            self.files, self.frames, self._seals, self._staging, contexts, chosen, dense_layers
+            self.files,
+            self.frames,
+            self._seals,
+            self._staging,
+            self._unsealer,
+            contexts,
+            chosen,
+            dense_layers,
         )
         return self._stream
 
@@ -356,6 +365,7 @@ class TieredStore:
         ended = self._scrubber is None or self._scrubber.close(timeout)
         ended = self._writer.close(timeout) and ended
         ended = self._loader.close(timeout) and ended
+        ended = self._unsealer.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
         if ended:
             self.arena.close()

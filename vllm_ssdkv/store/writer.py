@@ -16,6 +16,7 @@ from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.trim import SlotTrimmer
@@ -268,7 +269,7 @@ class SlotWriter:
         seals = self._files.sealer.seal(
             slots,
             np.array([item.epoch for item in items], dtype=np.int64),
-            [item.key for item in items],
+            key_rows([item.key for item in items]),
             self._frames.buffer_offset(frames),
             images,
         )

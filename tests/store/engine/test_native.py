@@ -10,6 +10,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import pytest
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.engine.open import EngineOptions
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.engine.protocol import PENDING, Batch, Op
 
 if TYPE_CHECKING:
     from tests.store.engine.conftest import Rig, Submit
@@ -49,41 +50,81 @@ def tasks() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
+def gone(started: set[str]) -> bool:
+    """Whether threads that were joined are out of the kernel's list, which takes it a moment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while started & tasks():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 # A queue this long lasts much longer than the call that submits the next request.
 LONG = 600
 
+ATTEMPTS = 8
+"""A machine that stands still between two calls lets even such a queue run empty."""
+
+
+def waiting(batch: Batch) -> int:
+    """Requests that have not ended."""
+    return int((batch.results() == PENDING).sum())
+
+
+@pytest.fixture
+def old_and_new(rig: Rig) -> Callable[[], None]:
+    """Have "old" at the begin of the device, and "new" in the memory that is written there."""
+    rig.add_device(bytes(4 * MIB))
+
+    def reset() -> None:
+        os.pwrite(rig.fds[0], b"old", 0)
+        rig.memory[MIB : MIB + 3] = list(b"new")
+
+    return reset
+
+
+QUEUE = [(0, MIB + i % 3 * MIB, MIB, 0) for i in range(LONG)]
+
 
 def test_reads_overtake_writes_that_wait(
-    rig: Rig, submit: Submit, one_at_a_time: EngineOptions
+    rig: Rig, submit: Submit, one_at_a_time: EngineOptions, old_and_new: Callable[[], None]
 ) -> None:
-    rig.add_device(b"old" + bytes(4 * MIB))
     engine = rig.open(one_at_a_time)
-    rig.memory[MIB : MIB + 3] = list(b"new")
-    queue = [(0, MIB + i % 3 * MIB, MIB, 0) for i in range(LONG)]
-    writes = submit(engine, Op.WRITE, *queue, (0, 0, PAGE, MIB))
-    read = submit(engine, Op.READ, (0, 0, PAGE, 2 * MIB))
-    assert read.wait(PATIENCE_S)
-    assert writes.wait(PATIENCE_S)
+    for _ in range(ATTEMPTS):
+        old_and_new()
+        writes = submit(engine, Op.WRITE, *QUEUE, (0, 0, PAGE, MIB))
+        read = submit(engine, Op.READ, (0, 0, PAGE, 2 * MIB))
+        overtaken = waiting(writes)
+        assert read.wait(PATIENCE_S)
+        assert writes.wait(PATIENCE_S)
+        assert os.pread(rig.fds[0], 3, 0) == b"new"
+        if overtaken > 2:
+            break
+    assert overtaken > 2
     assert bytes(rig.memory[2 * MIB : 2 * MIB + 3]) == b"old"
-    assert os.pread(rig.fds[0], 3, 0) == b"new"
 
 
 def test_writes_do_not_wait_for_ever(
-    rig: Rig, submit: Submit, one_at_a_time: EngineOptions
+    rig: Rig, submit: Submit, one_at_a_time: EngineOptions, old_and_new: Callable[[], None]
 ) -> None:
-    rig.add_device(b"old" + bytes(4 * MIB))
     engine = rig.open(one_at_a_time)
-    rig.memory[MIB : MIB + 3] = list(b"new")
-    queue = [(0, MIB + i % 3 * MIB, MIB, 0) for i in range(LONG)]
-    reads = submit(engine, Op.READ, *queue, (0, 0, PAGE, 2 * MIB))
-    write = submit(engine, Op.WRITE, (0, 0, PAGE, MIB))
-    assert write.wait(PATIENCE_S)
-    assert reads.wait(PATIENCE_S)
+    for _ in range(ATTEMPTS):
+        old_and_new()
+        reads = submit(engine, Op.READ, *QUEUE, (0, 0, PAGE, 2 * MIB))
+        write = submit(engine, Op.WRITE, (0, 0, PAGE, MIB))
+        overtaken = waiting(reads)
+        assert write.wait(PATIENCE_S)
+        assert reads.wait(PATIENCE_S)
+        if overtaken > 64:  # twice the reads that may overtake a write
+            break
+    assert overtaken > 64
     assert bytes(rig.memory[2 * MIB : 2 * MIB + 3]) == b"new"
 
 
 @pytest.mark.skipif(
-    os.cpu_count() == 1, reason="with one CPU every thread runs on it whatever we do"
+    len(os.sched_getaffinity(0)) == 1,
+    reason="with one CPU every thread runs on it whatever we do",
 )
 def test_threads_leave_the_core_of_their_parent(rig: Rig, one_at_a_time: EngineOptions) -> None:
     rig.add_device(b"")
@@ -113,7 +154,7 @@ def test_a_forgotten_engine_ends_its_threads_and_descriptors(
     del engine
     gc.collect()
     assert started
-    assert not started & tasks()
+    assert gone(started)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert (batch.results() == PAGE).all()  # the handle outlives the engine
 
@@ -144,15 +185,19 @@ def test_close_cancels_what_it_has_no_time_for(
     rig: Rig, submit: Submit, one_at_a_time: EngineOptions
 ) -> None:
     rig.add_device(bytes(4 * MIB))
-    engine = rig.open(one_at_a_time)
-    batch = submit(engine, Op.WRITE, *[(0, i % 4 * MIB, MIB, 0) for i in range(LONG)])
-    engine.close(0.0)
-    assert batch.wait(PATIENCE_S)
-    results = batch.results()
-    assert set(results.tolist()) <= {MIB, -errno.ECANCELED}
-    assert (results == -errno.ECANCELED).any()
-    assert engine.statistics()["write_errors.0"] == (results == -errno.ECANCELED).sum()
-    assert engine.close(PATIENCE_S)  # the one in flight has ended since
+    for _ in range(ATTEMPTS):
+        engine = rig.open(one_at_a_time)
+        batch = submit(engine, Op.WRITE, *[(0, i % 4 * MIB, MIB, 0) for i in range(LONG)])
+        engine.close(0.0)
+        assert batch.wait(PATIENCE_S)
+        results = batch.results()
+        assert set(results.tolist()) <= {MIB, -errno.ECANCELED}
+        cancelled = int((results == -errno.ECANCELED).sum())
+        assert engine.statistics()["write_errors.0"] == cancelled
+        assert engine.close(PATIENCE_S)  # the one in flight has ended since
+        if cancelled:
+            break
+    assert cancelled
 
 
 def test_waiting_leaves_the_interpreter_to_other_threads(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,10 @@ def test_every_device_has_its_own_threads_and_close_ends_them(rig: Rig) -> None:
     started = tasks() - before
     assert len(started) == 15
     assert engine.close(PATIENCE_S)
-    assert not started & tasks()
+    deadline = time.monotonic() + PATIENCE_S
+    while started & tasks():  # a thread that was joined leaves the kernel's list a moment later
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def stuck(*arguments: str) -> subprocess.CompletedProcess[str]:

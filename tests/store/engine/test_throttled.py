@@ -138,10 +138,14 @@ def test_a_wait_lasts_as_long_as_the_model(submit: Submit) -> None:
     slow = ThrottledEngine(NoopEngine(1, arena), 1, [ThrottleRule(latency_s=0.1)])
     begin = time.monotonic()
     batch = submit(slow, Op.READ, (0, 0, PAGE, 0))
-    assert not batch.wait(0.01)
     assert batch.wait(20.0)
     assert time.monotonic() - begin >= 0.1
     assert slow.close(0.0)
+
+
+def test_a_wait_ends_before_the_model_does(submit: Submit) -> None:
+    slow, _ = engine(ThrottleRule(latency_s=0.1))
+    assert not submit(slow, Op.READ, (0, 0, PAGE, 0)).wait(0.01)
 
 
 def test_rules_without_meaning_are_refused() -> None:

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 #include "io/libcrypto.hpp"
 #include "io/parallel.hpp"
@@ -123,9 +124,9 @@ bool run_all(const SlotPages& what, Direction direction, unsigned threads, uint8
   return !refused;
 }
 
-[[noreturn]] void refuse() {
+[[noreturn]] void refuse(const std::string& what = "AES-256-GCM") {
   const Libcrypto& crypto = libcrypto();
-  throw std::runtime_error("libcrypto refuses AES-256-GCM: " +
+  throw std::runtime_error("libcrypto refuses " + what + ": " +
                            (crypto.error.empty() ? crypto.version : crypto.error));
 }
 
@@ -152,6 +153,15 @@ void authenticate(const uint8_t* key, uint32_t page, const uint8_t* data, size_t
   if (!gcm.usable() || !gcm.set_key(key) ||
       gcm.run(page, data, static_cast<int>(nbytes), nullptr, nullptr, 0, tag) != Outcome::kGood) {
     refuse();
+  }
+}
+
+void hmac_sha256(const uint8_t* key, size_t key_bytes, const uint8_t* data, size_t nbytes,
+                 uint8_t* out) {
+  const Libcrypto& crypto = libcrypto();
+  if (!crypto.error.empty() || crypto.hmac(crypto.sha256(), key, static_cast<int>(key_bytes), data,
+                                           nbytes, out, nullptr) == nullptr) {
+    refuse("HMAC-SHA256");
   }
 }
 

@@ -39,4 +39,10 @@ void open(const SlotPages& what, unsigned threads, const uint8_t* tags, uint8_t*
 void authenticate(const uint8_t* key, uint32_t page, const uint8_t* data, size_t nbytes,
                   uint8_t* tag);
 
+constexpr size_t kHashBytes = 32;
+
+// HMAC-SHA256. Throws as above.
+void hmac_sha256(const uint8_t* key, size_t key_bytes, const uint8_t* data, size_t nbytes,
+                 uint8_t* out);
+
 }  // namespace ssdkv

@@ -79,16 +79,37 @@ ArrayOut<uint8_t> py_open(const Matrix<uint8_t>& keys, const Matrix<uint8_t>& id
   return to_numpy(std::move(good));
 }
 
-ArrayOut<uint8_t> py_authenticate(const ArrayIn<uint8_t>& key, uint32_t page,
-                                  const ArrayIn<uint8_t>& data) {
-  if (key.shape(0) != kKeyBytes) throw std::invalid_argument("keys have 32 bytes");
-  check_text(data.shape(0));
-  std::vector<uint8_t> tag(kTagBytes);
+ArrayOut<uint8_t> py_authenticate(const Matrix<uint8_t>& keys, uint32_t page,
+                                  const Matrix<uint8_t>& data) {
+  const size_t n = data.shape(0);
+  const size_t nbytes = data.shape(1);
+  if (keys.shape(0) != n) throw std::invalid_argument("the arrays differ in length");
+  if (keys.shape(1) != kKeyBytes) throw std::invalid_argument("keys have 32 bytes");
+  check_text(nbytes);
+  std::vector<uint8_t> tags(n * kTagBytes);
   {
     const nb::gil_scoped_release unlocked;
-    authenticate(key.data(), page, data.data(), data.shape(0), tag.data());
+    for (size_t i = 0; i < n; ++i) {
+      authenticate(keys.data() + i * kKeyBytes, page, data.data() + i * nbytes, nbytes,
+                   tags.data() + i * kTagBytes);
+    }
   }
-  return to_numpy(std::move(tag));
+  return to_numpy(std::move(tags));
+}
+
+ArrayOut<uint8_t> py_hmac_sha256(const ArrayIn<uint8_t>& key, const Matrix<uint8_t>& data) {
+  const size_t n = data.shape(0);
+  const size_t nbytes = data.shape(1);
+  check_text(key.shape(0));
+  std::vector<uint8_t> out(n * kHashBytes);
+  {
+    const nb::gil_scoped_release unlocked;
+    for (size_t i = 0; i < n; ++i) {
+      hmac_sha256(key.data(), key.shape(0), data.data() + i * nbytes, nbytes,
+                  out.data() + i * kHashBytes);
+    }
+  }
+  return to_numpy(std::move(out));
 }
 
 }  // namespace
@@ -103,8 +124,10 @@ void bind_cipher(nb::module_& m) {
   m.def("gcm_open", &py_open, "keys"_a.noconvert(), "identities"_a.noconvert(), "first_page"_a,
         "addresses"_a.noconvert(), "nbytes"_a, "tags"_a.noconvert(), "threads"_a = 0,
         "Check and decrypt pages in place; which were right.");
-  m.def("gcm_authenticate", &py_authenticate, "key"_a.noconvert(), "page"_a, "data"_a.noconvert(),
-        "The tag of no text with these associated data.");
+  m.def("gcm_authenticate", &py_authenticate, "keys"_a.noconvert(), "page"_a, "data"_a.noconvert(),
+        "Tags of no text with these associated data.");
+  m.def("hmac_sha256", &py_hmac_sha256, "key"_a.noconvert(), "data"_a.noconvert(),
+        "HMAC-SHA256 of each row.");
 }
 
 }  // namespace ssdkv

@@ -28,14 +28,15 @@ Libcrypto load() {
   found.error.clear();
   void* (*fetch)(void* context, const char* algorithm, const char* properties) = nullptr;
   const char* (*version)(int type) = nullptr;
-  const bool complete = find(library, "EVP_CIPHER_CTX_new", found.new_context) &&
-                        find(library, "EVP_CIPHER_CTX_free", found.free_context) &&
-                        find(library, "EVP_CipherInit_ex", found.init) &&
-                        find(library, "EVP_CipherUpdate", found.update) &&
-                        find(library, "EVP_CipherFinal_ex", found.final) &&
-                        find(library, "EVP_CIPHER_CTX_ctrl", found.control) &&
-                        find(library, "EVP_CIPHER_fetch", fetch) &&
-                        find(library, "OpenSSL_version", version);
+  const bool complete =
+      find(library, "EVP_CIPHER_CTX_new", found.new_context) &&
+      find(library, "EVP_CIPHER_CTX_free", found.free_context) &&
+      find(library, "EVP_CipherInit_ex", found.init) &&
+      find(library, "EVP_CipherUpdate", found.update) &&
+      find(library, "EVP_CipherFinal_ex", found.final) &&
+      find(library, "EVP_CIPHER_CTX_ctrl", found.control) &&
+      find(library, "EVP_sha256", found.sha256) && find(library, "HMAC", found.hmac) &&
+      find(library, "EVP_CIPHER_fetch", fetch) && find(library, "OpenSSL_version", version);
   if (!complete) {
     found.error = "it lacks functions of OpenSSL 3";
     return found;

@@ -1,0 +1,212 @@
+"""Headers of many slots at once: made, and checked against what they should be.
+
+The format is that of :mod:`vllm_ssdkv.store.header`, whose ``decode`` says what is wrong with one
+header; here nothing is done in Python per slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.errors import FormatError
+from vllm_ssdkv.store.checksum import checksum_pages
+from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
+from vllm_ssdkv.store.header import KEY_BYTES, MAGIC, VERSION, decode
+from vllm_ssdkv.store.layout import (
+    CHECKSUM_BYTES,
+    HEADER_FIXED_BYTES,
+    HEADER_TAIL_BYTES,
+    TAG_BYTES,
+    SlotGeometry,
+)
+from vllm_ssdkv.store.store_key import SALT_BYTES
+
+U8 = NDArray[np.uint8]
+U64 = NDArray[np.uint64]
+Numbers = NDArray[np.int64] | NDArray[np.uint64]
+
+_FIXED = np.dtype(
+    [
+        ("magic", np.uint8, 8),
+        ("version", "<u4"),
+        ("header_bytes", "<u4"),
+        ("pages", "<u4"),
+        ("page_bytes", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("rank", "<u4"),
+        ("slot", "<u8"),
+        ("epoch", "<u8"),
+        ("fingerprint", np.uint8, DIGEST_BYTES),
+        ("key", np.uint8, KEY_BYTES),
+        ("salt", np.uint8, SALT_BYTES),
+    ]
+)
+
+
+def key_rows(keys: Sequence[bytes]) -> U8:
+    """Keys of n blocks as [n, 32].
+
+    Raises:
+        ValueError: they have not 32 bytes each.
+    """
+    joined = np.frombuffer(b"".join(keys), dtype=np.uint8)
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise ValueError(f"a block's key has {KEY_BYTES} bytes")
+    return joined.reshape(-1, KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderFormat:
+    """Headers of one rank's slots.
+
+    Attributes:
+        geometry: Shape of the slots.
+        digest: :attr:`Fingerprint.digest`.
+        rank: Tensor-parallel rank.
+    """
+
+    geometry: SlotGeometry
+    digest: bytes
+    rank: int
+
+    def encode(
+        self,
+        slots: Numbers,
+        epochs: Numbers,
+        keys: U8,
+        checksums: U64,
+        *,
+        salts: U8 | None = None,
+        tags: U8 | None = None,
+        authenticate: Callable[[U8], U8] | None = None,
+    ) -> U8:
+        """Headers of n slots, [n, header_bytes].
+
+        Args:
+            slots: Slot numbers, [n].
+            epochs: Of each slot's allocation, [n].
+            keys: Of the blocks they hold, [n, 32].
+            checksums: xxh3-64 of each page's payload on the device, [n, pages].
+            salts: From which the slots' keys are derived, [n, 32]; for encrypted slots only, as
+                ``tags``, those of the pages, [n, pages, 16], and ``authenticate``, which gives the
+                tag, [n, 16], of the n rows of bytes before it.
+
+        Raises:
+            ValueError: an array does not fit the geometry, or a number its field.
+        """
+        geometry, count = self.geometry, len(slots)
+        sealed = [part is not None for part in (salts, tags, authenticate)]
+        if checksums.shape != (count, geometry.pages) or sealed != [geometry.encrypted] * 3:
+            raise ValueError(
+                f"checksums {checksums.shape} and salts, tags, authentication {sealed} for "
+                f"{count} slots of {geometry.pages} pages, encrypted: {geometry.encrypted}"
+            )
+        data = np.zeros((count, geometry.header_bytes), dtype=np.uint8)
+        data[:, :HEADER_FIXED_BYTES] = self._fixed(slots, epochs, keys, salts)
+        end = HEADER_FIXED_BYTES + CHECKSUM_BYTES * geometry.pages
+        data[:, HEADER_FIXED_BYTES:end] = _bytes_of(checksums)
+        if tags is not None and authenticate is not None:
+            if tags.shape != (count, geometry.pages, TAG_BYTES):
+                raise ValueError(f"tags {tags.shape} for {count} slots of {geometry.pages} pages")
+            body = geometry.header_used - TAG_BYTES
+            data[:, end:body] = tags.reshape(count, body - end)
+            data[:, body : geometry.header_used] = authenticate(data[:, :body])
+        data[:, -HEADER_TAIL_BYTES:] = _bytes_of(_own_checksums(data)[:, None])
+        return data
+
+    def right(self, data: U8, slots: Numbers, epochs: Numbers, keys: U8) -> NDArray[np.bool_]:
+        """Which of n headers, [n, header_bytes], are whole and those of these slots, [n].
+
+        The tags of encrypted slots are not checked here.
+        """
+        geometry = self.geometry
+        fixed = data[:, :HEADER_FIXED_BYTES]
+        salts = fixed[:, -SALT_BYTES:] if geometry.encrypted else None
+        same = (fixed == self._fixed(slots, epochs, keys, salts)).all(axis=1)
+        tail = np.ascontiguousarray(data[:, -HEADER_TAIL_BYTES:]).view("<u8")[:, 0]
+        zeros = data[:, geometry.header_used : -HEADER_TAIL_BYTES]
+        found: NDArray[np.bool_] = same & (_own_checksums(data) == tail) & ~zeros.any(axis=1)
+        return found
+
+    def what_is_wrong(self, data: U8, slot: int, epoch: int, key: bytes) -> str | None:
+        """The field of one header, [header_bytes], that makes it not :meth:`right`, in words."""
+        try:
+            decode(
+                data, self.geometry, self.digest, key=key, slot=slot, epoch=epoch, rank=self.rank
+            )
+        except FormatError as error:
+            return str(error)
+        return None
+
+    def checksums(self, data: U8) -> U64:
+        """The pages' checksums in n headers, [n, pages]; a copy."""
+        end = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self.geometry.pages
+        return np.ascontiguousarray(data[:, HEADER_FIXED_BYTES:end]).view("<u8").astype(np.uint64)
+
+    def salts(self, data: U8) -> U8:
+        """The salts in n headers, [n, 32]; a copy."""
+        return data[:, HEADER_FIXED_BYTES - SALT_BYTES : HEADER_FIXED_BYTES].copy()
+
+    def tags(self, data: U8) -> U8:
+        """The pages' tags in n headers of encrypted slots, [n, pages, 16]; a copy."""
+        begin = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self.geometry.pages
+        found = data[:, begin : self.geometry.header_used - TAG_BYTES]
+        return found.reshape(len(data), self.geometry.pages, TAG_BYTES).copy()
+
+    def authenticated(self, data: U8) -> tuple[U8, U8]:
+        """Of n headers of encrypted slots the bytes under the tag, and the tag, [n, 16]."""
+        end = self.geometry.header_used
+        return data[:, : end - TAG_BYTES], data[:, end - TAG_BYTES : end]
+
+    def _fixed(self, slots: Numbers, epochs: Numbers, keys: U8, salts: U8 | None) -> U8:
+        geometry, count = self.geometry, len(slots)
+        if len(self.digest) != DIGEST_BYTES or keys.shape != (count, KEY_BYTES):
+            raise ValueError(f"keys {keys.shape}, fingerprint of {len(self.digest)} bytes")
+        if count and min(int(slots.min()), int(epochs.min())) < 0:
+            raise ValueError("a slot or an epoch is below 0")
+        fixed = np.zeros(count, dtype=_FIXED)
+        fixed["magic"] = np.frombuffer(MAGIC, dtype=np.uint8)
+        fixed["version"] = VERSION
+        fixed["header_bytes"] = geometry.header_bytes
+        fixed["pages"] = geometry.pages
+        fixed["page_bytes"] = geometry.page_bytes
+        fixed["payload_bytes"] = geometry.payload_bytes
+        fixed["rank"] = self.rank
+        fixed["slot"], fixed["epoch"], fixed["key"] = slots, epochs, keys
+        fixed["fingerprint"] = np.frombuffer(self.digest, dtype=np.uint8)
+        if salts is not None:
+            fixed["salt"] = salts
+        return fixed.view(np.uint8).reshape(count, HEADER_FIXED_BYTES)
+
+
+def _bytes_of(words: U64) -> U8:
+    """Words [n, k] as little-endian bytes, [n, 8 k]."""
+    return np.ascontiguousarray(words, dtype="<u8").view(np.uint8)
+
+
+def _own_checksums(data: U8) -> U64:
+    """xxh3-64 of each contiguous row but its last 8 bytes."""
+    return checksum_pages(_row_addresses(data), data.shape[1] - HEADER_TAIL_BYTES)
+
+
+def gather(addresses: U64, nbytes: int) -> U8:
+    """Copy ``nbytes`` from each absolute address, [n], into rows, [n, nbytes]."""
+    rows = np.empty((len(addresses), nbytes), dtype=np.uint8)
+    _io.copy(addresses, _row_addresses(rows), nbytes)
+    return rows
+
+
+def scatter(rows: U8, addresses: U64) -> None:
+    """Copy each contiguous row, [n, nbytes], to its absolute address, [n]."""
+    _io.copy(_row_addresses(rows), addresses, rows.shape[1])
+
+
+def _row_addresses(rows: U8) -> U64:
+    steps = np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.shape[1])
+    found: U64 = np.uint64(rows.ctypes.data) + steps
+    return found
