@@ -250,7 +250,15 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"hbm_window_tokens": 64.5}, "hbm_window_tokens: got 64.5"),
         ({"page_tokens": 48}, "page_tokens: got 48; not a power of two"),
         ({"page_tokens": 8}, "page_tokens: got 8; not a power of two"),
-        ({"selector": "sparq"}, 'selector: got "sparq"; allowed: "exact" or "bounds" or "window"'),
+        (
+            {"selector": "sparq"},
+            'selector: got "sparq"; allowed: "exact" or "bounds" or "adaptive" or',
+        ),
+        (
+            {"sparse": {"floor": 0.5}},
+            "sparse.floor: 0.5 is more than sparse.budget (0.125): lower it, or raise the budget",
+        ),
+        ({"sparse": {"mass": 0}}, "sparse.mass: got 0; allowed: a number, above 0 and at most 1"),
         ({"selector": "bounds"}, 'selector: "bounds" needs mode "page"; mode "reuse" loads whole'),
         (
             {"sparse": {"budget": 1.5}},

@@ -210,11 +210,12 @@ class SSDKVConfig(OptionModel):
         Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
     ] = 16
     selector: Annotated[
-        Literal["exact", "bounds", "window"],
+        Literal["exact", "bounds", "adaptive", "window"],
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
-            "`exact` is all of it. `bounds` chooses pages by bounds of their logits. `window` is "
-            "the first tokens and the newest ones only, to compare with. Prompts are always exact. "
+            "`exact` is all of it. `bounds` chooses pages by bounds of their logits. `adaptive` "
+            "does the same until they cover enough of the attention. `window` is the first tokens "
+            "and the newest ones only, to compare with. Prompts are always exact. "
             "A store made for `exact` cannot be used with the others, nor the other way round."
         ),
         Reason("exact: lossless."),
@@ -335,6 +336,11 @@ class SSDKVConfig(OptionModel):
             lines.append(
                 f"sparse.budget_tokens: {tokens} is not more than hbm_window_tokens "
                 f"({self.hbm_window_tokens}), which counts in it: raise it, or lower the window"
+            )
+        if self.sparse.floor > self.sparse.budget and self.sparse.budget_tokens is None:
+            lines.append(
+                f"sparse.floor: {self.sparse.floor:g} is more than sparse.budget "
+                f"({self.sparse.budget:g}): lower it, or raise the budget"
             )
         if self.dram_gib is not None and self.io.staging > self.dram_gib * GIB:
             lines.append(

@@ -33,6 +33,29 @@ class SparseConfig(OptionModel):
         Field(ge=1, description="The same as a number of tokens; then `budget` is not used."),
         Reason("null: what a query needs grows with its context."),
     ] = None
+    mass: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Share of the attention, by the selector's estimate, that `adaptive` "
+            "covers with as few pages as it takes, within `floor` and `budget`.",
+        ),
+        Reason(
+            "The estimate takes upper bounds for logits, so pages that do not matter look as if "
+            "they did: much of what it calls missing is not."
+        ),
+    ] = 0.9
+    floor: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Share of a request's tokens that `adaptive` attends to at least; at most "
+            "`budget`.",
+        ),
+        Reason("A 32nd: where one page seems to be enough, the estimate may be wrong."),
+    ] = 0.03125
     exact_below: Annotated[
         int | None,
         Field(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.messages import Row
+from vllm_ssdkv.selection.adaptive import AdaptiveSelector
 from vllm_ssdkv.selection.bounds import BoundsSelector
 from vllm_ssdkv.selection.protocol import Budget, Selector
 from vllm_ssdkv.selection.scores import ScoringKernels
@@ -43,11 +44,17 @@ class Choice:
         budget = Budget(share=sparse.budget)
         if sparse.budget_tokens is not None:
             budget = Budget(tokens=sparse.budget_tokens)
+        sinks = sparse.sink_tokens
         selector: Selector
-        if config.selector == "window":
-            selector = WindowSelector(budget, sparse.sink_tokens)
-        else:
-            selector = BoundsSelector(budget, sparse.sink_tokens, ScoringKernels())
+        match config.selector:
+            case "window":
+                selector = WindowSelector(budget, sinks)
+            case "bounds":
+                selector = BoundsSelector(budget, sinks, ScoringKernels())
+            case "adaptive":
+                kernels, floor = ScoringKernels(), Budget(share=sparse.floor)
+                scorer = BoundsSelector(budget, sinks, kernels)
+                selector = AdaptiveSelector(scorer, sparse.mass, floor, budget, sinks, kernels)
         return cls(selector, config.page_tokens, config.exact_below, sparse.dense_layers)
 
     def rows(self, rows: Sequence[Row], contexts: Sequence[NDArray[np.int64]]) -> list[int]:
