@@ -154,6 +154,19 @@ class SSDKVConfig(OptionModel):
             "that a first try needs no option."
         ),
     ] = ()
+    replicas: Annotated[
+        Literal[1, 2],
+        Field(
+            description="Copies of each block, on different devices. `2`: what lies on a drive "
+            "that dies, and a page that has gone bad, is read from the other copy; half the "
+            "capacity, half the write rate, twice the wear. An existing store takes another value "
+            "over bit by bit, as its places are used again."
+        ),
+        Reason(
+            "1: what is lost is computed again, which costs time and never a token. 2 is for those "
+            "who cannot spare that time on the day a drive dies."
+        ),
+    ] = 1
     state_dir: Annotated[
         PathText | None,
         Allowed(PATH_TEXT),
@@ -312,6 +325,12 @@ class SSDKVConfig(OptionModel):
                     f"devices[{seen[real]}].path; give each device once"
                 )
             seen.setdefault(real, position)
+        if self.replicas > max(1, len(self.devices)):
+            lines.append(
+                f"replicas: {self.replicas} copies need {self.replicas} devices, "
+                f"{max(1, len(self.devices))} is given; name another drive in devices, or leave "
+                "replicas at 1"
+            )
         if (
             self.devices
             and self.state_dir is None

@@ -35,6 +35,10 @@ class FormatError(StoreError):
     """Bytes on disk are not a header, superblock or journal that this version reads."""
 
 
+class DamagedError(FormatError):
+    """Bytes on disk were ours and are not what we wrote; the text names the file."""
+
+
 class StoreFullError(StoreError):
     """No slot is free and none may be evicted."""
 

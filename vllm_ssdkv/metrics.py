@@ -172,6 +172,23 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter(
         "checksum_failures", "pages", "Pages whose data does not match their checksum or tag."
     ),
+    _counter(
+        "bad_copies",
+        "slots",
+        "Copies of slots on the device that were found wrong or out of date, while there was "
+        "another copy (replicas).",
+        _DEVICE,
+    ),
+    _counter(
+        "single_copies",
+        "slots",
+        "Slots stored with one copy only, because the device of the other one failed (replicas).",
+    ),
+    _counter(
+        "mended_copies",
+        "slots",
+        "Copies of slots that the scrub wrote anew from the other copy (replicas).",
+    ),
     _counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
     _counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
     _counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),
@@ -186,7 +203,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
     _counter(
-        "manifest_restores", "files", "Manifests that were damaged and restored from their copy."
+        "manifest_restores",
+        "files",
+        "Manifests that were damaged and restored, from their copy or from superblocks.",
     ),
     _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),

@@ -32,7 +32,8 @@ from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.loader import LoadJob
-from vllm_ssdkv.store.open import OpenStore, StorePlace, open_index, open_rank
+from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=65000)

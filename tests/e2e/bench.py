@@ -25,14 +25,18 @@ AfterStep = Callable[[int], None]
 
 
 def engine_options(
-    mode: str, places: Sequence[Mapping[str, str]], control: Path, **others: object
+    mode: str,
+    places: Sequence[Mapping[str, str]],
+    control: Path,
+    replicas: int = 1,
+    **others: object,
 ) -> dict[str, object]:
     """Options of the connector: contexts come from the devices, faults from a control file.
     ``others`` are more of ``io``."""
     io = {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(control), **others}
     if mode == "page":
-        return page_mode(places, window=WINDOW, io=io)
-    return reuse_mode(places, dram=SMALL_DRAM, io=io)
+        return page_mode(places, window=WINDOW, io=io, replicas=replicas)
+    return reuse_mode(places, dram=SMALL_DRAM, io=io, replicas=replicas)
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Bench:
     mode: str = "page"
     prompts: list[Tokens] = field(default_factory=lambda: PROMPTS)
     io: Mapping[str, object] = field(default_factory=dict)
+    replicas: int = 1
     turn: int = 0
     engine: Engine = field(init=False)
 
@@ -56,7 +61,7 @@ class Bench:
         paged = self.mode == "page"
         self.engine = Engine(
             self.model,
-            ssdkv=engine_options(self.mode, self.places, self.control, **self.io),
+            ssdkv=engine_options(self.mode, self.places, self.control, self.replicas, **self.io),
             kv_tokens=2 * kv_tokens(WINDOW, CHUNK) if paged else 8192,
             max_num_batched_tokens=CHUNK,
             max_model_len=4096,

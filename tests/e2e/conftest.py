@@ -73,10 +73,17 @@ def bench(
     started: list[Bench] = []
     wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS)]
 
-    def start(mode: str = "page", count: int = 4, io: Mapping[str, object] | None = None) -> Bench:
+    def start(
+        mode: str = "page",
+        count: int = 4,
+        io: Mapping[str, object] | None = None,
+        replicas: int = 1,
+    ) -> Bench:
         control = tmp_path / f"faults{len(started)}.json"
-        places = devices(count, "16MiB")
-        started.append(Bench(models["llama"], places, control, wanted, mode, io=io or {}))
+        places = devices(count, f"{16 * replicas}MiB")
+        started.append(
+            Bench(models["llama"], places, control, wanted, mode, io=io or {}, replicas=replicas)
+        )
         return started[-1]
 
     yield start

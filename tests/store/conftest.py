@@ -30,8 +30,10 @@ from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
-from vllm_ssdkv.store.open import OpenStore, StorePlace, open_rank
+from vllm_ssdkv.store.open import StorePlace, open_rank
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.summaries import row_bytes
@@ -78,12 +80,15 @@ def content(geometry: SlotGeometry, name: int) -> Bytes:
     return random.integers(0, 256, (geometry.pages, geometry.payload_bytes), dtype=np.uint8)
 
 
-def striped(geometry: SlotGeometry, weights: Sequence[float], slots: int) -> Placement:
+def striped(
+    geometry: SlotGeometry, weights: Sequence[float], slots: int, copies: int = 1
+) -> Placement:
     """One segment of so many slots over all devices."""
-    lanes = lanes_for(weights)
-    stripes = StripeMap(geometry, lanes, len(weights))
+    lanes = lanes_for(weights, copies)
+    stripes = StripeMap(geometry, lanes, len(weights), copies)
     extents = [Extent(d, 0, stripes.device_units(d, slots)) for d in range(len(weights))]
-    return Placement(geometry, [Segment(0, slots, slots, lanes, tuple(extents))], len(weights))
+    segment = Segment(0, slots, slots, lanes, tuple(extents), copies)
+    return Placement(geometry, [segment], len(weights))
 
 
 def until(condition: Callable[[], bool], what: str = "it") -> None:
@@ -154,15 +159,17 @@ class StoreRig:
         health._wrong = [0.0] * len(health.paths)
         health._in_a_row = [0] * len(health.paths)
 
-    def place(self, slot: int, offset: int) -> tuple[int, int]:
+    def place(self, slot: int, offset: int, copy: int = 0) -> tuple[int, int]:
         """Device and offset in its file of one byte of a slot."""
         start = offset // PAGE_ALIGN * PAGE_ALIGN
-        extents = self.files.placement.extents(array([slot]), start, PAGE_ALIGN)
+        copies = self.files.placement.copies(array([slot]), start, PAGE_ALIGN)
+        extents = copies[copy]
+        assert extents is not None
         return int(extents.device[0]), int(extents.offset[0]) + offset - start
 
-    def flip(self, slot: int, offset: int, bits: int = 1) -> None:
+    def flip(self, slot: int, offset: int, bits: int = 1, copy: int = 0) -> None:
         """Change one byte of a slot on its device."""
-        device, at = self.place(slot, offset)
+        device, at = self.place(slot, offset, copy)
         with open(self.devices[device].path, "r+b") as file:
             file.seek(at)
             (byte,) = file.read(1)
@@ -313,11 +320,13 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         placement: Placement | None = None,
         scrub_rate: int | None = None,
         verify: VerifyMode = "all",
+        replicas: int = 1,
+        gaps: Sequence[tuple[int, int]] = (),
         places: int = 32,
         summary_rows: int = 32,
     ) -> StoreRig:
         if placement is None:
-            placement = striped(geometry, weights or [1.0] * devices, slots)
+            placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
         directories = tmp_devices(placement.devices)
         opened = [
             open_device(
@@ -355,7 +364,17 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             else ChecksumSealer(geometry, DIGEST, RANK, arena, PageSampler(verify))
         )
         files = SlotFiles(
-            geometry, placement, engine, health, speed, counters, DIGEST, RANK, PATIENCE_S, sealer
+            geometry,
+            placement,
+            engine,
+            health,
+            speed,
+            counters,
+            DIGEST,
+            RANK,
+            PATIENCE_S,
+            sealer,
+            Replicas(health, speed, slots, gaps),
         )
         rig: StoreRig
 

@@ -59,6 +59,7 @@ class FilledStore:
     slots: tuple[int, ...]
     ranks: int = RANKS
     encrypted: bool = False
+    replicas: int = 1
 
     @property
     def geometry(self) -> SlotGeometry:
@@ -70,6 +71,7 @@ class FilledStore:
             {
                 "mode": "page",
                 "devices": [{"path": d, "capacity": "16MiB", "weight": 1} for d in self.devices],
+                "replicas": self.replicas,
                 "state_dir": self.state,
                 "dram_gib": "16MiB",
                 "io": {"staging": "4MiB"},
@@ -91,10 +93,11 @@ class FilledStore:
         path = self.devices[device]
         return path if path.is_block_device() else path / f"rank{rank}.data"
 
-    def at(self, slot: int, offset: int) -> tuple[int, int]:
+    def at(self, slot: int, offset: int, copy: int = 0) -> tuple[int, int]:
         """Device and offset in its data files of one byte of a slot."""
         start = offset // PAGE_ALIGN * PAGE_ALIGN
-        extents = self.placement.extents(array([slot]), start, PAGE_ALIGN)
+        extents = self.placement.copies(array([slot]), start, PAGE_ALIGN)[copy]
+        assert extents is not None
         return int(extents.device[0]), int(extents.offset[0]) + offset - start
 
     def moved(self, devices: Sequence[Path], state: Path) -> FilledStore:

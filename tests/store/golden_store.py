@@ -1,4 +1,5 @@
-"""Writes the golden stores: tiny stores, plain and encrypted, the same bytes on every machine.
+"""Writes the golden stores: tiny ones, plain, encrypted and with two copies of each block, the same
+bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -61,6 +62,15 @@ def segments(units: int) -> tuple[Segment, ...]:
     return (
         Segment(0, 3, 3, (0, 1, 0), (Extent(0, 0, 2 * units), Extent(1, 0, units))),
         Segment(3, 1, 1, (1,), (Extent(1, units, units),)),
+    )
+
+
+def doubled(units: int) -> tuple[Segment, ...]:
+    """Three slots with two copies each, then one with one copy."""
+    share = 3 * units
+    return (
+        Segment(0, 3, 3, (0, 1), (Extent(0, 0, share), Extent(1, 0, share)), copies=2),
+        Segment(3, 1, 1, (1,), (Extent(1, share, units),)),
     )
 
 
@@ -135,12 +145,13 @@ class Golden:
                 file[copy.copy_offset : copy.copy_offset + data.size] = data
         for slot in CONTENT:
             data = self.slot_bytes(slot)
-            extents = placement.extents(np.array([slot]), 0, self.geometry.slot_bytes)
-            for device, offset, length, at in zip(
-                extents.device, extents.offset, extents.length, extents.buffer, strict=True
-            ):
-                begin, size, source = int(offset), int(length), int(at)
-                files[device][begin : begin + size] = data[source : source + size]
+            for extents in placement.copies(np.array([slot]), 0, self.geometry.slot_bytes):
+                for piece in range(0 if extents is None else len(extents.device)):
+                    assert extents is not None
+                    begin, size = int(extents.offset[piece]), int(extents.length[piece])
+                    source = int(extents.buffer[piece])
+                    file = files[int(extents.device[piece])]
+                    file[begin : begin + size] = data[source : source + size]
         return [file.tobytes() for file in files]
 
     def manifest(self, directory: Path) -> bytes:
@@ -201,6 +212,7 @@ STORES = {
         segments(1),
         KEY.key_id,
     ),
+    "twice": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000), doubled(2)),
 }
 
 

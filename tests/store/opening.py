@@ -10,7 +10,8 @@ from tests.store.conftest import PAGED, PAGED_ENCRYPTED, PATIENCE_S, key_of
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.open import OpenStore, StorePlace
+from vllm_ssdkv.store.open import StorePlace
+from vllm_ssdkv.store.open_store import OpenStore
 
 MODEL = Fingerprint({"model": "tiny"})
 CAPACITY = 16 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
@@ -47,6 +47,7 @@ def take(
     rank: int = 0,
     fingerprint: Fingerprint = MODEL,
     geometry: SlotGeometry = GEOMETRY,
+    renamed: Callable[[str], None] = lambda _: None,
 ) -> str:
     return claim(
         device,
@@ -56,6 +57,7 @@ def take(
         geometry=geometry,
         fingerprint=fingerprint,
         key_id=bytes(16),
+        renamed=renamed,
     )
 
 
@@ -81,8 +83,14 @@ def test_a_file_that_should_be_there_is_replaced_and_said(
     device: OpenDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = str(UUID(int=77))
-    name = take(device, lost)
-    assert name != lost
+    told: list[str] = []
+
+    def renamed(name: str) -> None:
+        assert read_superblock(device) is None, "the manifest must know it before the file does"
+        told.append(name)
+
+    name = take(device, lost, renamed=renamed)
+    assert told == [name] != [lost]
     assert f"{device.path} is missing or empty" in caplog.text
 
 

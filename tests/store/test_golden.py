@@ -55,7 +55,12 @@ def encrypted() -> dict[str, bytes]:
     return committed("encrypted")
 
 
-STORES = ("plain", "encrypted")
+@pytest.fixture(scope="module")
+def twice() -> dict[str, bytes]:
+    return committed("twice")
+
+
+STORES = ("plain", "encrypted", "twice")
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -119,21 +124,24 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
         assert index.lookup([key]).tolist() == [slot]
         assert index.epoch(slot) == writer.epoch(counter)
         whole = arena.view(0, geometry.slot_bytes)
-        found = placement.extents(np.array([slot]), 0, whole.size)
-        for at in range(found.device.size):
-            begin, length = int(found.offset[at]), int(found.length[at])
-            source = data[int(found.device[at])][begin : begin + length]
-            whole[int(found.buffer[at]) :][:length] = source
-        start = np.zeros(1, dtype=np.uint64)
-        epoch = np.array([index.epoch(slot)])
-        seals, right = sealer.read_headers(np.array([slot]), epoch, key_rows([key]), start)
-        assert right.all()
-        pages = np.array([geometry.header_bytes], dtype=np.uint64)
-        assert sealer.unseal(seals, 0, pages).all()
-        for number in range(geometry.pages):
-            begin = geometry.page_offset(number)
-            payload = whole[begin : begin + geometry.payload_bytes]
-            assert np.array_equal(payload, golden.page(slot, number))
+        for found in placement.copies(np.array([slot]), 0, whole.size):
+            if found is None:
+                continue
+            whole[:] = 0
+            for at in range(found.device.size):
+                begin, length = int(found.offset[at]), int(found.length[at])
+                source = data[int(found.device[at])][begin : begin + length]
+                whole[int(found.buffer[at]) :][:length] = source
+            start = np.zeros(1, dtype=np.uint64)
+            epoch = np.array([index.epoch(slot)])
+            seals, right = sealer.read_headers(np.array([slot]), epoch, key_rows([key]), start)
+            assert right.all()
+            pages = np.array([geometry.header_bytes], dtype=np.uint64)
+            assert sealer.unseal(seals, 0, pages).all()
+            for number in range(geometry.pages):
+                begin = geometry.page_offset(number)
+                payload = whole[begin : begin + geometry.payload_bytes]
+                assert np.array_equal(payload, golden.page(slot, number))
     journal._file.close()
 
 
@@ -223,7 +231,7 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
             assert rest == TEXT.ljust(len(rest), b"\0")
 
 
-def documented_slot(files: dict[str, bytes], slot: int) -> bytes:
+def documented_slot(files: dict[str, bytes], slot: int, copy: int = 0) -> bytes:
     """Read a slot by the rules under "Striping", one unit after the other."""
     units = 2
     (segment,) = [
@@ -231,22 +239,41 @@ def documented_slot(files: dict[str, bytes], slot: int) -> bytes:
         for s in json.loads(files["store.json"])["segments"]
         if s["first"] <= slot < s["first"] + s["slots"]
     ]
-    lanes = segment["lanes"]
+    lanes, copies = segment["lanes"], segment["copies"]
+    order = sorted(range(len(lanes)), key=lambda lane: (lanes[lane], lane))
+    most = max(lanes.count(device) for device in lanes)
+    partner = {lane: order[(j + most) % len(order)] for j, lane in enumerate(order)}
+
+    def device_of(s: int, c: int, u: int) -> int:
+        lane = (s + u) % len(lanes)
+        return int(lanes[partner[lane] if c else lane])
+
     begin_on = {extent["device"]: extent["begin"] for extent in segment["extents"]}
     row, phase = divmod(slot - segment["first"], len(lanes))
     pieces = []
     for unit in range(units):
-        device = lanes[(phase + unit) % len(lanes)]
-        order = [
-            (s, u)
+        device = device_of(phase, copy, unit)
+        there = [
+            (s, c, u)
             for s in range(len(lanes))
+            for c in range(copies)
             for u in range(units)
-            if lanes[(s + u) % len(lanes)] == device
+            if device_of(s, c, u) == device
         ]
-        place = row * len(order) + order.index((phase, unit))
+        place = row * len(there) + there.index((phase, copy, unit))
         begin = 1_048_576 + (begin_on[device] + place) * UNIT
         pieces.append(files[f"device{device}.data"][begin : begin + UNIT])
     return b"".join(pieces)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 3])
+def test_two_copies_as_documented(
+    files: dict[str, bytes], twice: dict[str, bytes], slot: int
+) -> None:
+    used = HEADER + 3 * PAGE
+    whole = documented_slot(files, slot)[:used]
+    for copy in range(1 if slot == 3 else 2):
+        assert documented_slot(twice, slot, copy)[:used] == whole
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="a block's key has 32 bytes"):
         key_rows([bytes(31), bytes(33)])
     with pytest.raises(ValueError, match="fingerprint of 15"):
-        HeaderFormat(SHAPE, bytes(15), 5).encode(SLOTS, EPOCHS, KEYS, sums())
+        HeaderFormat(SHAPE, bytes(15), 5)
     with pytest.raises(ValueError, match="below 0"):
         FORMAT.encode(-SLOTS, EPOCHS, KEYS, sums())
     with pytest.raises(ValueError, match="authentication"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ssdkv.store.lanes import MAX_LANES, lanes_for
+from vllm_ssdkv.store.lanes import MAX_LANES, lanes_for, partners
 
 weights = st.lists(st.floats(0.05, 50.0, allow_nan=False), min_size=1, max_size=8)
 
@@ -67,3 +67,30 @@ def test_impossible_weights_are_refused(bad: list[float]) -> None:
 
 def test_more_devices_than_lanes() -> None:
     assert lanes_for([1.0] * 100) == tuple(range(100))
+
+
+def test_known_partners() -> None:
+    # These are part of the on-disk format, too.
+    assert partners((0, 1)) == (1, 0)
+    assert partners((0, 1, 2, 3)) == (1, 2, 3, 0)
+    assert partners((2, 0, 1, 0)) == (3, 2, 1, 0)
+
+
+@given(st.lists(st.floats(0.05, 50.0, allow_nan=False), min_size=2, max_size=8))
+def test_two_copies_lie_on_two_devices(values: list[float]) -> None:
+    lanes = lanes_for(values, copies=2)
+    other = partners(lanes)
+    assert sorted(other) == list(range(len(lanes)))
+    assert all(lanes[lane] != lanes[partner] for lane, partner in enumerate(other))
+    assert set(lanes) == set(range(len(values)))
+    assert len(lanes) <= MAX_LANES
+    most = max(range(len(values)), key=values.__getitem__)
+    if values[most] >= sum(values) / 2:
+        assert lanes.count(most) == pytest.approx(len(lanes) / 2, rel=0.05)
+
+
+def test_what_cannot_have_two_copies_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 copies on 1 device"):
+        lanes_for([1.0], copies=2)
+    with pytest.raises(ValueError, match=r"2 of 3 lanes"):
+        partners((0, 1, 0))

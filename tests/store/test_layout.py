@@ -253,3 +253,41 @@ def test_impossible_requests_are_refused() -> None:
         with pytest.raises(ValueError, match="lanes"):
             StripeMap(stripes.geometry, lanes, 2)
     assert stripes.extents(np.empty(0, dtype=np.int64), 0, 1).device.shape == (0,)
+
+
+# ---- two copies ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    geometries(),
+    st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.5]), min_size=2, max_size=6),
+    st.data(),
+)
+def test_two_copies_share_nothing(
+    geometry: SlotGeometry, weights: list[float], data: st.DataObject
+) -> None:
+    """They are cut alike, on different devices, and no unit is there twice."""
+    stripes = StripeMap(geometry, lanes_for(weights, copies=2), len(weights), copies=2)
+    count = data.draw(st.integers(1, 2 * len(stripes.lanes)))
+    slots = np.arange(count, dtype=np.int64)
+    first, second = (
+        stripes.extents(slots, 0, geometry.slot_bytes, copy) for copy in range(stripes.copies)
+    )
+    for name in ("length", "slot_index", "buffer"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert (first.device != second.device).all()
+    device = np.concatenate([first.device, second.device])
+    offset = np.concatenate([first.offset, second.offset]).astype(np.int64)
+    place = (offset - SUPERBLOCK_BYTES) // stripes.unit_bytes
+    for number in range(len(weights)):
+        mine = np.sort(place[device == number])
+        np.testing.assert_array_equal(mine, np.arange(stripes.device_units(number, count)))
+        one = np.arange(len(weights)) == number
+        assert not stripes.lost(one, slots).any()
+    assert stripes.lost(np.full(len(weights), True), slots).all()
+    away = data.draw(st.sets(st.integers(0, len(weights) - 1)))
+    out = np.isin(np.arange(len(weights)), list(away))
+    gone = np.zeros(count, dtype=np.bool_)
+    gone[first.slot_index[out[first.device] & out[second.device]]] = True
+    np.testing.assert_array_equal(stripes.lost(out, slots), gone)

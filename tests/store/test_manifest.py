@@ -91,6 +91,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
                 "files": ["", ""],
                 "present": True,
                 "fresh": [],
+                "gap": [0, 0],
             }
             for path, capacity, weight in (("/a", 1 << 30, 1.0), ("/b", 1 << 31, 2.5))
         ],
@@ -105,6 +106,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
                     {"device": 0, "begin": 0, "units": 2},
                     {"device": 1, "begin": 0, "units": 2},
                 ],
+                "copies": 1,
             }
         ],
         "numbers": 4,
@@ -147,7 +149,10 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         ("segments.lanes", [0, 2]),
         ("segments.extents", [{"device": 2, "begin": 0, "units": 2}]),
         ("segments.extents", [{"device": 0, "begin": -1, "units": 2}]),
+        ("segments.copies", 3),
         ("segments.unknown", 1),
+        ("devices.gap", [2, 1]),
+        ("devices.gap", [-1, 1]),
     ],
 )
 def test_impossible_values_are_refused(tmp_path: Path, field: str, value: object) -> None:

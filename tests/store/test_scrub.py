@@ -79,6 +79,7 @@ def scrubbing(
         rate,
         idle=idle,
         writing=writing,
+        visit=rig.store._writer.visit,
     )
     try:
         yield scrubber

@@ -17,7 +17,7 @@ from vllm_ssdkv.store.segments import (
     MIN_SHARE,
     SEGMENTS,
     arrange,
-    best_lanes,
+    best_striping,
     lanes_over,
     restriped,
 )
@@ -27,6 +27,7 @@ FIVE = SlotGeometry("opaque", 9, 1, 1, 250_000)
 DEVICES = 4
 
 geometries = st.sampled_from([ONE, FIVE])
+replicas = st.sampled_from([1, 1, 2])
 situations = st.tuples(
     st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.0, 0.2]), min_size=DEVICES, max_size=DEVICES),
     st.lists(st.integers(0, 700), min_size=DEVICES, max_size=DEVICES),
@@ -38,9 +39,11 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
 
 
-def places(placement: Placement, slots: I64) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-    found = placement.extents(slots, 0, placement.geometry.slot_bytes)
-    return found.device, found.offset
+def places(placement: Placement, slots: I64) -> list[NDArray[np.generic]]:
+    """Devices and offsets of both copies; of the only one, twice."""
+    first, second = placement.copies(slots, 0, placement.geometry.slot_bytes)
+    second = second or first
+    return [first.device, first.offset, second.device, second.offset]
 
 
 def check_inside(
@@ -55,26 +58,27 @@ def check_inside(
 
 
 @settings(max_examples=80, deadline=None)
-@given(geometries, st.lists(situations, min_size=1, max_size=6))
+@given(geometries, st.lists(st.tuples(situations, replicas), min_size=1, max_size=6))
 def test_devices_come_and_go(
-    geometry: SlotGeometry, history: list[tuple[list[float], list[int]]]
+    geometry: SlotGeometry, history: list[tuple[tuple[list[float], list[int]], int]]
 ) -> None:
     segments: list[Segment] = []
     there: set[int] = set()
-    for weights, ends in history:
+    for (weights, ends), wanted in history:
         before = {s.first: s for s in segments}
         old = Placement(geometry, segments, DEVICES)
         added = [d for d, weight in enumerate(weights) if weight and d not in there]
         there = {d for d, weight in enumerate(weights) if weight}
-        found = arrange(geometry, segments, weights, ends, added)
+        found = arrange(geometry, segments, weights, ends, added, wanted)
         segments = found.segments
+        assert {s.copies for s in found.made} <= {min(wanted, len(there))}
         placement = check_inside(geometry, segments, weights, ends)
         assert placement.numbers <= found.numbers
         # A slot stays, where it was, unless its segment had to be cut before it.
         for first, segment in before.items():
             after = next((s for s in found.kept if s.first == first), None)
             kept = after.slots if after is not None else 0
-            stripes = StripeMap(geometry, segment.lanes, DEVICES)
+            stripes = StripeMap(geometry, segment.lanes, DEVICES, segment.copies)
             rooms = segment.rooms(DEVICES)
             for extent in segment.extents:
                 if weights[extent.device]:
@@ -87,27 +91,29 @@ def test_devices_come_and_go(
                     assert np.array_equal(one, other)
         assert {s.first for s in found.kept} <= before.keys()
         # On the same devices nothing changes any more.
-        assert arrange(geometry, segments, weights, ends) == (segments, [], found.numbers)
+        again = arrange(geometry, segments, weights, ends, (), wanted)
+        assert again == (segments, [], found.numbers)
 
 
 @settings(max_examples=100, deadline=None)
-@given(geometries, situations)
+@given(geometries, situations, replicas)
 def test_a_new_store_uses_its_devices(
-    geometry: SlotGeometry, situation: tuple[list[float], list[int]]
+    geometry: SlotGeometry, situation: tuple[list[float], list[int]], wanted: int
 ) -> None:
     weights, ends = situation
-    _, segments, numbers = arrange(geometry, [], weights, ends)
+    _, segments, numbers = arrange(geometry, [], weights, ends, (), wanted)
     check_inside(geometry, segments, weights, ends)
     assert numbers == sum(s.slots for s in segments)
     assert all(a.first + a.slots == b.first for a, b in pairwise(segments))
-    assert all(best_lanes(s, weights) == s.lanes for s in segments)
+    assert all(best_striping(s, weights, wanted) == (s.lanes, s.copies) for s in segments)
     usable = [d for d, weight in enumerate(weights) if weight]
     left = list(ends)
     for segment in segments:
         for extent in segment.extents:
             left[extent.device] -= extent.units
-    # No device has room left for what would be worth a segment of its own.
-    for device in usable:
+    # No device has room left for what would be worth a segment of its own. With two copies, there
+    # may be room on one.
+    for device in usable if wanted == 1 else ():
         assert left[device] // geometry.units_per_slot <= max(
             1 + MIN_SHARE * numbers, len(lanes_over(usable, weights))
         )
@@ -140,7 +146,7 @@ def test_an_added_device_gets_its_share_of_every_segment() -> None:
     wider, made, more = arrange(ONE, segments, weights, ends, [2])
     assert [s.first for s in wider] == [s.first for s in segments]
     assert [s.slots for s in wider] == [s.slots for s in segments]
-    anew = [restriped(ONE, s, best_lanes(s, weights), DEVICES) for s in wider]
+    anew = [restriped(ONE, s, best_striping(s, weights), DEVICES) for s in wider]
     assert {frozenset(s.lanes) for s in anew} == {frozenset({0, 1, 2})}
     assert sum(s.slots for s in anew) == 960
     assert made == []
@@ -151,7 +157,7 @@ def test_a_removed_device_leaves_what_does_not_touch_it() -> None:
     _, segments, numbers = arrange(ONE, [], [1.0] * 3, [300] * 3)
     after, made, same = arrange(ONE, segments, [1.0, 0.0, 1.0], [300, 0, 300])
     assert (after, made, same) == (segments, [], numbers)
-    narrower = [restriped(ONE, s, best_lanes(s, [1.0, 0.0, 1.0]), 3) for s in after]
+    narrower = [restriped(ONE, s, best_striping(s, [1.0, 0.0, 1.0]), 3) for s in after]
     assert sum(s.slots for s in narrower) == 600
 
 
@@ -161,8 +167,8 @@ def test_lanes_that_are_as_good_are_left() -> None:
     segment = segments[0]
     assert segment.lanes == (1, 0, 1)
     turned = Segment(0, 9, 9, (1, 1, 0), segment.extents)
-    assert best_lanes(turned, [1.0, 2.0]) == turned.lanes
-    assert best_lanes(turned, [1.0, 1.0]) == (0, 1)
-    assert best_lanes(turned, [0.0, 0.0]) == turned.lanes
+    assert best_striping(turned, [1.0, 2.0]).lanes == turned.lanes
+    assert best_striping(turned, [1.0, 1.0]).lanes == (0, 1)
+    assert best_striping(turned, [0.0, 0.0]).lanes == turned.lanes
     with pytest.raises(ValueError, match="weights"):
         lanes_over([0], [0.0])

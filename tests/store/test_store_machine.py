@@ -33,7 +33,7 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
+from vllm_ssdkv.store.layout import PAGE_ALIGN, Extents, SlotGeometry
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import RECORD_BYTES
@@ -79,14 +79,18 @@ def content(name: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 class Store:
     """One run of the store, from opening to closing."""
 
-    def __init__(self, root: Path, encrypted: bool):
+    def __init__(self, root: Path, encrypted: bool, replicas: int):
         self.control = root / "faults.json"
         devices = [root / f"ssd{i}" for i in range(DEVICES)]
         for path in devices:
             path.mkdir(exist_ok=True)
         options: dict[str, object] = {
             "mode": "page",
-            "devices": [{"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices],
+            "devices": [
+                {"path": str(path), "capacity": f"{16 * replicas}MiB", "weight": 1}
+                for path in devices
+            ],
+            "replicas": replicas,
             "state_dir": str(root / "state"),
             "dram_gib": "40MiB",
             "io": {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(self.control)},
@@ -128,10 +132,11 @@ class Store:
         durable, failed = self.tiers.take_write_results()
         for device in self.opened.files.health.take_news():
             slots = np.arange(self.index.num_slots, dtype=np.int64)
-            self.index.quarantine(slots[self.restriper.placement.touches(device, slots)])
             weights = list(self.restriper.weights)
             weights[device] = 0.0
             self.restriper.reweigh(weights)
+            out = self.restriper.out_of_use()
+            self.index.quarantine(slots[self.restriper.placement.lost(out, slots)])
         for slot, epoch in durable:
             if self.index.epoch(slot) == epoch:
                 self.index.durable(slot)
@@ -262,14 +267,16 @@ class StoreMachine(RuleBasedStateMachine):
     """Names are numbers; a name's content never changes, and no name is stored twice at a time."""
 
     encrypted = False
+    replicas = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="ssdkv-test-", dir=disk_directory()))
         self.next = 1
-        self.damaged = False
-        """Whether anything was done that may cost blocks."""
-        self.store = Store(self.root, self.encrypted)
+        self.damaged: set[int] = set()
+        """Devices to which anything was done that may cost what lies on them."""
+        self.hung = False
+        self.store = Store(self.root, self.encrypted, self.replicas)
 
     def teardown(self) -> None:
         try:
@@ -331,7 +338,8 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             complete = self.store.load(names).complete
             blocks = {block - 1: whole for block, whole in self.store.hbm.items()}
-        assert complete or self.damaged, "a healthy store did not deliver"
+        whole_copies = self.replicas - len(self.damaged)
+        assert complete or whole_copies <= 0 or self.hung, "a healthy store did not deliver"
         assert not complete or sorted(blocks) == list(range(len(names)))
         for block, whole in blocks.items():
             np.testing.assert_array_equal(whole, content(names[block]))
@@ -349,7 +357,9 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> None:
         names = self.some(picks)
         self.cool(names)
-        self.damaged = True
+        self.damaged.add(device)
+        # A step waits no longer than one deadline for a device, and its request begins anew.
+        self.hung |= fault["kind"] == "stall"
         self.store.faults({**fault, "device": device})
         self.write(writes)
         self.read(picks, False, walk)
@@ -367,24 +377,32 @@ class StoreMachine(RuleBasedStateMachine):
         picks=PICKS,
         at=st.integers(0, GEOMETRY.slot_bytes - 1),
         bits=st.integers(1, 255),
+        copies=st.sampled_from([(0,), (1,), (0, 1)]),
         walk=st.booleans(),
     )
-    def flip_a_byte(self, picks: Sequence[int], at: int, bits: int, walk: bool) -> None:
+    def flip_a_byte(
+        self, picks: Sequence[int], at: int, bits: int, copies: Sequence[int], walk: bool
+    ) -> None:
         """In the same place of some slots, header, page or padding; then read them."""
         self.store.settle()
-        self.damaged = True
         for name in self.some(picks):
             slot = self.store.index.lookup([key_of(name)])
-            extent = self.store.restriper.placement.extents(
+            places = self.store.restriper.placement.copies(
                 slot, at // PAGE_ALIGN * PAGE_ALIGN, PAGE_ALIGN
             )
-            path = self.root / f"ssd{int(extent.device[0])}" / "rank0.data"
-            with path.open("r+b") as file:
-                file.seek(int(extent.offset[0]) + at % PAGE_ALIGN)
-                byte = file.read(1)[0]
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ bits]))
+            for extent in [places[copy] for copy in copies]:
+                if extent is not None:
+                    self.flip(extent, at, bits)
         self.read(picks, True, walk)
+
+    def flip(self, extent: Extents, at: int, bits: int) -> None:
+        self.damaged.add(int(extent.device[0]))
+        path = self.root / f"ssd{int(extent.device[0])}" / "rank0.data"
+        with path.open("r+b") as file:
+            file.seek(int(extent.offset[0]) + at % PAGE_ALIGN)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ bits]))
 
     # ---- between two runs ----
 
@@ -398,17 +416,16 @@ class StoreMachine(RuleBasedStateMachine):
         before = set(self.ready())
         self.store.close()
         if cut is not None:
-            self.damaged = True
             path = self.root / "state" / JOURNAL
             with path.open("r+b") as file:
                 file.truncate(path.stat().st_size - cut)
         if lost is not None:
-            self.damaged = True
+            self.damaged.add(lost)
             shutil.rmtree(self.root / f"ssd{lost}")
-        self.store = Store(self.root, self.encrypted)
+        self.store = Store(self.root, self.encrypted, self.replicas)
         after = set(self.ready())
         assert after <= before
-        if lost is None:
+        if len({lost} - {None}) < self.replicas:
             # A torn record costs what it says, and no more.
             assert len(before - after) <= int(cut is not None), "blocks were forgotten"
 
@@ -427,6 +444,12 @@ class EncryptedMachine(StoreMachine):
     """The same over a store that is encrypted."""
 
     encrypted = True
+
+
+class ReplicaMachine(StoreMachine):
+    """Every block twice: whatever becomes of one device costs nothing."""
+
+    replicas = 2
 
 
 def run(machine: type[StoreMachine], examples: int, steps: int) -> None:
@@ -449,12 +472,14 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(StoreMachine, 12), (EncryptedMachine, 4)])
+@pytest.mark.parametrize(
+    ("machine", "examples"), [(StoreMachine, 12), (EncryptedMachine, 4), (ReplicaMachine, 10)]
+)
 def test_reads_are_right_or_miss(machine: type[StoreMachine], examples: int) -> None:
     run(machine, examples, steps=20)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [StoreMachine, EncryptedMachine])
+@pytest.mark.parametrize("machine", [StoreMachine, EncryptedMachine, ReplicaMachine])
 def test_reads_are_right_or_miss_for_long(machine: type[StoreMachine], soak_rounds: int) -> None:
     run(machine, examples=3 * soak_rounds, steps=40)

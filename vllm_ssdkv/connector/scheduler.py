@@ -491,9 +491,9 @@ class SSDKVScheduler:
         if not self._shares.lose(device):
             return
         everything = np.arange(self._index.num_slots, dtype=np.int64)
-        touched = self._restriper.placement.touches(device, everything)
-        dropped = self._index.quarantine(everything[touched])
         self._shares.reweigh()
+        lost = self._restriper.placement.lost(self._restriper.out_of_use(), everything)
+        dropped = self._index.quarantine(everything[lost])
         self._restriper.step()
         self.counters.add("slots_dropped", dropped, cause="device_lost")
         logger.error(

@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -116,6 +117,7 @@ def claim(
     geometry: SlotGeometry,
     fingerprint: Fingerprint,
     key_id: bytes,
+    renamed: Callable[[str], None],
 ) -> str:
     """Check that the file is this store's, or make it so if it is new. Blocks on I/O.
 
@@ -124,6 +126,9 @@ def claim(
     Args:
         known: UUID that the manifest has for this file, empty for none.
         key_id: As in the superblock.
+        renamed: Told the new UUID of a file that the manifest knows and that is made anew, before
+            it is: the manifest must have it first. A kill between leaves an empty file, which the
+            next start makes anew; the other way round it would leave one that nobody knows.
 
     Returns:
         The UUID of the file; other than ``known`` when the file is new.
@@ -154,6 +159,7 @@ def claim(
             "is computed again",
             device.path,
         )
+        renamed(str(mine))
     write_both(device, expected)
     return str(mine)
 

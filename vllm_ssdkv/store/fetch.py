@@ -190,9 +190,10 @@ class PageFetcher:
         elif len(at):
             same = sealer.unseal(seals, 0, buffers, final=final)[:, 0]
         good[at] = same & known
-        wrong = at[~same & known] if final else at[:0]
-        self._files.counters.add("checksum_failures", len(wrong))
-        read.batch.verified(good, wrong, np.zeros(len(wrong), dtype=np.int64))
+        wrong = at[~same & known]
+        if final:
+            self._files.counters.add("checksum_failures", len(wrong))
+        read.batch.verified(good, wrong, np.zeros(len(wrong), dtype=np.int64), final=final)
         return good
 
     def _blame(self, slots: NDArray[np.int64]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.engine.protocol import PENDING, U64, Batch, IoEngine, Op
+from vllm_ssdkv.store.engine.protocol import PENDING, U16, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.joined import submit_joined
 from vllm_ssdkv.store.layout import Extents, SlotGeometry
 from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import Sealer
 from vllm_ssdkv.store.speed import BatchWatch, DeviceSpeed
+
+logger = logging.getLogger(__name__)
 
 GROUP = 64
 """Most whole slots per submission."""
@@ -29,6 +33,25 @@ _FIRST_LOOK_S = 0.001
 
 _LOOK_S = 0.1
 """How often a waiting batch looks whether the devices it waits for were given up meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which copies of slots are meant, where they have two.
+
+    Attributes:
+        copy: The first ones, 0, or the second ones, 1.
+        without: Device whose pieces are to come from the other copy all the same.
+    """
+
+    copy: int = 0
+    without: int | None = None
+
+    def second(self, first: U16, second: U16) -> NDArray[np.bool_]:
+        """Whether the second copy of each piece is meant, [m], given the devices of both."""
+        there = second if self.copy else first
+        moved = np.full(len(first), False) if self.without is None else there == self.without
+        return moved ^ bool(self.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +69,35 @@ class SlotFiles:
     rank: int
     deadline_s: float
     sealer: Sealer
+    replicas: Replicas
+
+    def retries(self, slot: int) -> list[Source | None]:
+        """Where to read a slot that was wrong, one after the other.
+
+        Once more in any case: the block layer fails neighbours of a bad sector too. With two
+        copies also without each of its devices: a page that lies on two of them accuses neither,
+        and behind a wrong header nothing is known of the pages.
+        """
+        slots = np.array([slot], dtype=np.int64)
+        first, second = self.placement.copies(slots, 0, self.geometry.slot_bytes)
+        if second is None or bool((first.device == second.device).all()):
+            return [None]
+        devices = np.union1d(first.device, second.device).tolist()
+        return [None, *(Source(without=device) for device in devices)]
+
+    def doubt(self, slots: NDArray[np.int64], devices: U16) -> NDArray[np.bool_]:
+        """Copies of slots, [n], on devices, [n], are wrong or out of date, but there are others;
+        which of them were believed, [n]. Counted and logged once."""
+        new = self.replicas.doubt(slots, devices)
+        for copy in np.unique(slots[new] << 16 | devices[new]).tolist():
+            slot, path = copy >> 16, self.health.paths[copy & 0xFFFF]
+            self.counters.add("bad_copies", 1, device=path)
+            logger.warning(
+                "ssdkv: the copy of slot %d on %s is wrong or out of date, the other one is read",
+                slot,
+                path,
+            )
+        return new
 
     @property
     def group(self) -> int:
@@ -60,12 +112,14 @@ class SlotFiles:
         length: int,
         buffers: U64,
         *,
+        source: Source | None = None,
         joined: bool = False,
     ) -> SlotBatch:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
         Nothing is sent to a device that is out of use: it might never answer, and would keep the
-        buffers. What lies there fails at once.
+        buffers. What lies there fails at once. Both copies of a slot are written; of what is read,
+        each piece comes from the copy that is likely to be right, on the device with less to do.
 
         Args:
             op: Direction.
@@ -73,9 +127,21 @@ class SlotFiles:
             offset: Byte offset within each slot, one for all or one each, [n]: multiples of 4096.
             length: Bytes per slot, a multiple of 4096.
             buffers: Arena offset per slot, [n].
+            source: Read these copies, or write them, and no others.
             joined: Neighbours, on the device and in the arena, go to the engine as one request.
         """
-        extents = self.placement.extents(slots, offset, length)
+        first, second = self.placement.copies(slots, offset, length)
+        extents, other, twin = first, first.device, None
+        if second is not None and source is not None:
+            extents = _either(source.second(first.device, second.device), second, first)
+            other = extents.device
+        elif second is not None and op is Op.WRITE:
+            extents, twin = _both(first, second)
+            other = extents.device[twin]
+        elif second is not None:
+            take = self.replicas.choose(slots[first.slot_index], first, second)
+            extents = _either(take, second, first)
+            other = np.where(take, first.device, second.device)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
         sent = np.flatnonzero(~self.health.out_of_use(extents.device))
         requests = (
@@ -92,7 +158,46 @@ class SlotFiles:
         now = time.monotonic()
         watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], now)
         deadline = now + self.deadline_s
-        return SlotBatch(self, op, len(slots), length, extents, sent, batch, watch, deadline)
+        return SlotBatch(
+            self,
+            op,
+            slots.copy(),
+            length,
+            extents,
+            other,
+            twin,
+            sent,
+            batch,
+            watch,
+            deadline,
+            None if source is None else source.without,
+        )
+
+
+def _both(first: Extents, second: Extents) -> tuple[Extents, NDArray[np.int64]]:
+    """Pieces of both copies, and which piece is the same of the other copy; its own number, where
+    there is none."""
+    doubled = np.flatnonzero(first.device != second.device)
+    extents = Extents(
+        *(
+            np.concatenate([getattr(first, name), getattr(second, name)[doubled]])
+            for name in ("device", "offset", "length", "slot_index", "buffer")
+        )
+    )
+    twin = np.arange(len(extents.device), dtype=np.int64)
+    behind = np.arange(len(first.device), len(extents.device), dtype=np.int64)
+    twin[doubled], twin[behind] = behind, doubled
+    return extents, twin
+
+
+def _either(take: NDArray[np.bool_], second: Extents, first: Extents) -> Extents:
+    return Extents(
+        np.where(take, second.device, first.device),
+        np.where(take, second.offset, first.offset),
+        first.length,
+        first.slot_index,
+        first.buffer,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,21 +206,30 @@ class SlotBatch:
 
     files: SlotFiles
     op: Op
-    slots: int
+    slots: NDArray[np.int64]
+    """Slot numbers, [slots]."""
     length: int
     """Bytes per slot."""
     extents: Extents
+    """Pieces, [m]."""
+    other: NDArray[np.uint16]
+    """Device of each piece's other copy, [m]; its own where there is none."""
+    twin: NDArray[np.int64] | None
+    """Number of the piece that is each one's other copy, [m]; None where one copy is enough."""
     sent: NDArray[np.int64]
     batch: Batch
     watch: BatchWatch
     deadline: float
     """Time of the monotonic clock, counted from the submission."""
+    without: int | None
+    """Device that was avoided on purpose."""
 
     def wait(self, beside: Sequence[SlotBatch] = ()) -> NDArray[np.bool_]:
         """Wait until all has ended or the deadline passes; which slots succeeded, shape [slots].
 
         Ends early when only devices out of use are still to answer. Call it once: failures are
-        counted here.
+        counted here. Of two copies that are written, one is enough where the other one's device is
+        out of use.
 
         Args:
             beside: Batches in flight whose turn comes later: the speed of the devices is seen from
@@ -131,12 +245,17 @@ class SlotBatch:
         good = np.zeros(len(self.extents.device), dtype=np.bool_)
         good[self.sent] = self.files.health.judge(device, self.batch.results(), length, name)
         self._count(good, name)
+        self._learn(good)
+        if self.twin is not None:
+            good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)
         return ~self._slots_of(~good)
 
     def readable(self) -> NDArray[np.bool_]:
-        """Slots, [slots], of which every byte has arrived by now."""
+        """Slots, [slots], of which a copy of every byte has arrived by now, or was written."""
         good = np.zeros(len(self.extents.device), dtype=np.bool_)
         good[self.sent] = self.batch.results() == self.extents.length[self.sent].astype(np.int64)
+        if self.twin is not None:
+            good |= good[self.twin]
         return ~self._slots_of(~good)
 
     def over(self, timeout_s: float) -> bool:
@@ -156,30 +275,84 @@ class SlotBatch:
         return self._slots_of(mask)
 
     def out_of_reach(self) -> NDArray[np.bool_]:
-        """Slots, [slots], a part of which lies on a device that is out of use now."""
-        return self._slots_of(self.files.health.out_of_use(self.extents.device))
+        """Slots, [slots], a part of which lies only on devices that are out of use now."""
+        out = self.files.health.out_of_use
+        return self._slots_of(out(self.extents.device) & out(self.other))
+
+    def incomplete(self) -> NDArray[np.bool_]:
+        """Slots, [slots], of which a copy of some byte was not written."""
+        good = np.zeros(len(self.extents.device), dtype=np.bool_)
+        good[self.sent] = self.batch.results() == self.extents.length[self.sent].astype(np.int64)
+        return self._slots_of(~good)
 
     def verified(
         self,
         right: NDArray[np.bool_],
         wrong_slot: NDArray[np.intp],
         wrong_offset: NDArray[np.int64],
+        *,
+        final: bool = True,
     ) -> None:
-        """Tell what the checksums of this read said, so that a device that garbles is found.
+        """Tell what the checksums of this read said, so that a device that garbles is found, and
+        what is read again comes from the other copy.
 
         Args:
             right: Slots of the batch whose bytes are right, [slots].
             wrong_slot: Slot of each wrong page, as an index into the batch, [n].
             wrong_offset: Where that page begins in the slot's bytes, [n].
+            final: Whether it is not read again. A wrong page is no device's fault before that,
+                unless it has another copy: then the same place is not read again.
         """
         device = self.extents.device.astype(np.intp)
         at = wrong_slot * self.length + wrong_offset
-        extent = np.searchsorted(self.extents.buffer.astype(np.int64), at, side="right") - 1
+        begin, end = self._piece_at(at), self._piece_at(at + self.files.geometry.page_bytes - 1)
         # A page that begins on one device may end on another: then neither is accused.
-        end = (self.extents.buffer[extent] + self.extents.length[extent]).astype(np.int64)
-        whole = at + self.files.geometry.page_bytes <= end
-        accused = np.unique(extent[whole])
+        accused = np.unique(begin[begin == end])
+        new = self._doubt(accused)
+        if self.without is not None and right.any():
+            # It was wrong before, and all that has changed is where this device's pieces are from.
+            slots = self.slots[right]
+            self.files.doubt(slots, np.full(len(slots), self.without, dtype=np.uint16))
+        if final:
+            alone = accused[self.extents.device[accused] == self.other[accused]]
+            new = np.concatenate([new, alone])
+        accused = np.intersect1d(accused, new)
         self.files.health.judge_content(device[right[self.extents.slot_index]], device[accused])
+
+    def wrong_headers(self, slots: NDArray[np.intp]) -> None:
+        """The headers of these slots, by place in the batch, are not those that were looked for."""
+        if not len(slots):
+            return
+        begin = slots * self.length
+        last = begin + min(self.length, self.files.geometry.header_bytes) - 1
+        first, last = self._piece_at(begin), self._piece_at(last)
+        pieces = [np.arange(a, b + 1) for a, b in zip(first, last, strict=True)]
+        self._doubt(np.concatenate(pieces))
+
+    def _piece_at(self, at: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Piece that each byte of the batch, counted over all slots, belongs to (of a read)."""
+        return np.searchsorted(self.extents.buffer.astype(np.int64), at, side="right") - 1
+
+    def _doubt(self, pieces: NDArray[np.intp]) -> NDArray[np.intp]:
+        """These pieces are wrong where they have been read; those of which nobody knew."""
+        pieces = pieces[self.extents.device[pieces] != self.other[pieces]]
+        if not len(pieces):
+            return pieces
+        slots = self.slots[self.extents.slot_index[pieces]]
+        found: NDArray[np.intp] = pieces[self.files.doubt(slots, self.extents.device[pieces])]
+        return found
+
+    def _learn(self, good: NDArray[np.bool_]) -> None:
+        """Remember which copies could not be read, or which were written."""
+        doubled = self.extents.device != self.other
+        if not doubled.any():
+            return
+        slots = self.slots[self.extents.slot_index]
+        if self.op is Op.WRITE:
+            there = doubled & good
+            self.files.replicas.trust(slots[there], self.extents.device[there])
+        gone = doubled & ~good
+        self.files.replicas.doubt(slots[gone], self.extents.device[gone])
 
     def ended(self) -> bool:
         """Whether all buffers are free again."""
@@ -190,7 +363,7 @@ class SlotBatch:
         return pending
 
     def _slots_of(self, extents: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        mask = np.zeros(self.slots, dtype=np.bool_)
+        mask = np.zeros(len(self.slots), dtype=np.bool_)
         mask[self.extents.slot_index[extents]] = True
         return mask
 

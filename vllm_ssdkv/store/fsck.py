@@ -24,13 +24,14 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.data_file import read_copies
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
-from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.files import SlotFiles, Source
 from vllm_ssdkv.store.fsck_report import Problem, Report
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.manifest import NAME, locked
+from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer
-from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker
+from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker, Verdict
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.stored import (
     DataFile,
@@ -48,6 +49,9 @@ DEADLINE_S = 60.0
 _QUEUE_DEPTH = 32
 _NEVER = 1 << 62
 _DATA_NAME = re.compile(r"rank(\d+)\.data")
+
+Verdicts: TypeAlias = dict[int, Verdict]
+"""What is wrong with slots, by their places in an :class:`Entry`."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Hears how many slots are done, of how many; a slot counts once per rank."""
@@ -76,6 +80,16 @@ class CheckedFile:
     proven: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BadCopy:
+    """A copy of a slot that is wrong, all of it or on one device; the other one is right there."""
+
+    rank: int
+    slot: int
+    copy: int
+    device: int | None = None
+
+
 @dataclass(slots=True)
 class Examination:
     """A locked store after its check.
@@ -85,6 +99,7 @@ class Examination:
         good: Per entry whether it is right on every rank, bool.
         stale: Problems of the manifest.
         orphans: Data files of ranks that the store does not have.
+        bad_copies: Of slots whose other copy is right.
     """
 
     store: StoredStore
@@ -94,6 +109,7 @@ class Examination:
     good: NDArray[np.bool_]
     stale: list[Problem] = field(default_factory=list)
     orphans: list[tuple[Path, Problem]] = field(default_factory=list)
+    bad_copies: list[BadCopy] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -239,7 +255,8 @@ def _check_slots(this: Examination, progress: Progress) -> None:
         this.entry.epochs[inside],
         [this.entry.keys[i] for i in inside.tolist()],
     )
-    total = len(inside) * this.report.ranks
+    doubled = int(this.store.placement.doubled(entry.slots).sum())
+    total = (len(inside) + doubled) * this.report.ranks
     progress(0, total)
     for rank in range(this.report.ranks):
         right = np.ones(len(inside), dtype=np.bool_)
@@ -248,6 +265,7 @@ def _check_slots(this: Examination, progress: Progress) -> None:
             _check_rank(this, mine, entry, right, progress, total)
         for checked in mine:
             on_it = this.store.placement.touches(checked.device, entry.slots)
+            on_it &= ~np.isin(entry.slots, [bad.slot for bad in this.bad_copies])
             checked.proven = bool((right & on_it).any())
         this.good[inside] &= right
     this.report.bad = this.report.stored - int(this.good.sum())
@@ -288,18 +306,67 @@ def _check_rank(
         sealer = ChecksumSealer(geometry, digest, rank, arena)
         speed = DeviceSpeed(paths, [1.0] * len(paths))
         files = SlotFiles(
-            geometry, placement, engine, health, speed, Counters(), digest, rank, DEADLINE_S, sealer
+            geometry,
+            placement,
+            engine,
+            health,
+            speed,
+            Counters(),
+            digest,
+            rank,
+            DEADLINE_S,
+            sealer,
+            Replicas(health, speed, this.store.manifest.numbers, []),
         )
 
         def count(slots: int) -> None:
-            this.report.checked_slots += slots
             this.report.checked_bytes += slots * geometry.slot_bytes
-            progress(this.report.checked_slots, total)
+            progress(this.report.checked_bytes // geometry.slot_bytes, total)
 
-        for verdict in SlotChecker(files, plan).check(entry, count):
-            right[verdict.index] = False
-            subject = f"slot {entry.slots[verdict.index]}, rank {rank}"
-            this.report.add(verdict.kind, subject, verdict.text)
+        def wrong(which: NDArray[np.int64], source: Source, *, again: bool = False) -> Verdicts:
+            checker = SlotChecker(files, plan, source)
+            heard = (lambda _: None) if again else count
+            return {int(which[v.index]): v for v in checker.check(entry.part(which), heard)}
+
+        _judge_copies(this, rank, entry, right, paths, wrong)
+        this.report.checked_slots += len(entry.slots)
     for checked in mine:
         if checked.file is not None:
             read_copies(checked.file)  # a device that died meanwhile is no reason to drop slots
+
+
+def _judge_copies(
+    this: Examination,
+    rank: int,
+    entry: Entry,
+    right: NDArray[np.bool_],
+    paths: Sequence[str],
+    wrong: Callable[..., Verdicts],
+) -> None:
+    """Report what is wrong with the copies of slots; a slot is right if one source of it is."""
+    doubled = this.store.placement.doubled(entry.slots)
+    found = [
+        wrong(np.arange(len(entry.slots)), Source(0)),
+        wrong(np.flatnonzero(doubled), Source(1)),
+    ]
+    lost = {i: v for i, v in found[0].items() if not doubled[i] or i in found[1]}
+    for device, path in enumerate(paths if lost else ()):
+        # Each copy may lie on several devices, of which one alone is bad.
+        which = np.array([i for i in lost if doubled[i]], dtype=np.int64)
+        which = which[this.store.placement.touches(device, entry.slots[which])]
+        still = wrong(which, Source(0, without=device), again=True)
+        for index in set(which.tolist()) - still.keys():
+            verdict, slot = lost.pop(index), int(entry.slots[index])
+            this.bad_copies += [BadCopy(rank, slot, copy, device) for copy in (0, 1)]
+            text = f"what {path} has of it: {verdict.text}; the rest is right"
+            this.report.add("copy", f"slot {slot}, rank {rank}", text)
+    for index, verdict in sorted(lost.items()):
+        right[index] = False
+        this.report.add(verdict.kind, f"slot {entry.slots[index]}, rank {rank}", verdict.text)
+    for copy, verdicts in enumerate(found):
+        for index, verdict in sorted(verdicts.items()):
+            if doubled[index] and index not in found[1 - copy]:
+                slot = int(entry.slots[index])
+                this.bad_copies.append(BadCopy(rank, slot, copy))
+                text = f"copy {copy}: {verdict.text}; the other one is right"
+                this.report.add("copy", f"slot {slot}, rank {rank}", text)

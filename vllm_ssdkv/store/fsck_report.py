@@ -9,7 +9,15 @@ MAX_LISTED = 1000
 """Problems that are listed one by one; all are counted."""
 
 ProblemKind: TypeAlias = Literal[
-    "manifest", "superblock", "data_file", "orphan", "journal", "header", "page", "unreadable"
+    "manifest",
+    "superblock",
+    "data_file",
+    "orphan",
+    "journal",
+    "header",
+    "page",
+    "unreadable",
+    "copy",
 ]
 
 
@@ -37,7 +45,7 @@ class Report:
         stored: Slots that hold a block, by the journal.
         bad: Those of them that cannot be served; a repair drops them.
         checked_slots: Slots read and verified, those of each rank counted.
-        checked_bytes: Their bytes.
+        checked_bytes: Their bytes, those of both copies.
         counts: Number of problems of each kind.
         unrepaired: Problems that are still there.
         problems: The first :data:`MAX_LISTED` of them.

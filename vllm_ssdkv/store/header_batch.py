@@ -7,7 +7,6 @@ header; here nothing is done in Python per slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,25 +53,38 @@ def key_rows(keys: Sequence[bytes]) -> U8:
     Raises:
         ValueError: they have not 32 bytes each.
     """
-    joined = np.frombuffer(b"".join(keys), dtype=np.uint8)
-    if any(len(key) != KEY_BYTES for key in keys):
+    if not {len(key) for key in keys} <= {KEY_BYTES}:
         raise ValueError(f"a block's key has {KEY_BYTES} bytes")
-    return joined.reshape(-1, KEY_BYTES)
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
 class HeaderFormat:
-    """Headers of one rank's slots.
+    """Headers of one rank's slots. Immutable; safe from any thread."""
 
-    Attributes:
-        geometry: Shape of the slots.
-        digest: :attr:`Fingerprint.digest`.
-        rank: Tensor-parallel rank.
-    """
+    def __init__(self, geometry: SlotGeometry, digest: bytes, rank: int):
+        """``digest`` is :attr:`Fingerprint.digest`, ``rank`` that of tensor parallelism.
 
-    geometry: SlotGeometry
-    digest: bytes
-    rank: int
+        Raises:
+            ValueError: the digest has another length.
+        """
+        if len(digest) != DIGEST_BYTES:
+            raise ValueError(f"a fingerprint of {len(digest)} bytes")
+        self.geometry = geometry
+        self.digest = digest
+        self.rank = rank
+        self._begin = HEADER_FIXED_BYTES + CHECKSUM_BYTES * geometry.pages
+        """Of the tags."""
+        self._used = geometry.header_used
+        self._same = np.zeros(1, dtype=_FIXED)
+        """What the headers of all slots have in common."""
+        self._same["magic"] = np.frombuffer(MAGIC, dtype=np.uint8)
+        self._same["version"] = VERSION
+        self._same["header_bytes"] = geometry.header_bytes
+        self._same["pages"] = geometry.pages
+        self._same["page_bytes"] = geometry.page_bytes
+        self._same["payload_bytes"] = geometry.payload_bytes
+        self._same["rank"] = rank
+        self._same["fingerprint"] = np.frombuffer(digest, dtype=np.uint8)
 
     def encode(
         self,
@@ -108,14 +120,14 @@ class HeaderFormat:
             )
         data = np.zeros((count, geometry.header_bytes), dtype=np.uint8)
         data[:, :HEADER_FIXED_BYTES] = self._fixed(slots, epochs, keys, salts)
-        end = HEADER_FIXED_BYTES + CHECKSUM_BYTES * geometry.pages
+        end = self._begin
         data[:, HEADER_FIXED_BYTES:end] = _bytes_of(checksums)
         if tags is not None and authenticate is not None:
             if tags.shape != (count, geometry.pages, TAG_BYTES):
                 raise ValueError(f"tags {tags.shape} for {count} slots of {geometry.pages} pages")
-            body = geometry.header_used - TAG_BYTES
+            body = self._used - TAG_BYTES
             data[:, end:body] = tags.reshape(count, body - end)
-            data[:, body : geometry.header_used] = authenticate(data[:, :body])
+            data[:, body : self._used] = authenticate(data[:, :body])
         data[:, -HEADER_TAIL_BYTES:] = _bytes_of(_own_checksums(data)[:, None])
         return data
 
@@ -124,12 +136,11 @@ class HeaderFormat:
 
         The tags of encrypted slots are not checked here.
         """
-        geometry = self.geometry
         fixed = data[:, :HEADER_FIXED_BYTES]
-        salts = fixed[:, -SALT_BYTES:] if geometry.encrypted else None
+        salts = fixed[:, -SALT_BYTES:] if self.geometry.encrypted else None
         same = (fixed == self._fixed(slots, epochs, keys, salts)).all(axis=1)
         tail = np.ascontiguousarray(data[:, -HEADER_TAIL_BYTES:]).view("<u8")[:, 0]
-        zeros = data[:, geometry.header_used : -HEADER_TAIL_BYTES]
+        zeros = data[:, self._used : -HEADER_TAIL_BYTES]
         found: NDArray[np.bool_] = same & (_own_checksums(data) == tail) & ~zeros.any(axis=1)
         return found
 
@@ -145,8 +156,11 @@ class HeaderFormat:
 
     def checksums(self, data: U8) -> U64:
         """The pages' checksums in n headers, [n, pages]; a copy."""
-        end = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self.geometry.pages
-        return np.ascontiguousarray(data[:, HEADER_FIXED_BYTES:end]).view("<u8").astype(np.uint64)
+        return (
+            np.ascontiguousarray(data[:, HEADER_FIXED_BYTES : self._begin])
+            .view("<u8")
+            .astype(np.uint64)
+        )
 
     def salts(self, data: U8) -> U8:
         """The salts in n headers, [n, 32]; a copy."""
@@ -154,31 +168,22 @@ class HeaderFormat:
 
     def tags(self, data: U8) -> U8:
         """The pages' tags in n headers of encrypted slots, [n, pages, 16]; a copy."""
-        begin = HEADER_FIXED_BYTES + CHECKSUM_BYTES * self.geometry.pages
-        found = data[:, begin : self.geometry.header_used - TAG_BYTES]
+        found = data[:, self._begin : self._used - TAG_BYTES]
         return found.reshape(len(data), self.geometry.pages, TAG_BYTES).copy()
 
     def authenticated(self, data: U8) -> tuple[U8, U8]:
         """Of n headers of encrypted slots the bytes under the tag, and the tag, [n, 16]."""
-        end = self.geometry.header_used
-        return data[:, : end - TAG_BYTES], data[:, end - TAG_BYTES : end]
+        end = self._used - TAG_BYTES
+        return data[:, :end], data[:, end : self._used]
 
     def _fixed(self, slots: Numbers, epochs: Numbers, keys: U8, salts: U8 | None) -> U8:
-        geometry, count = self.geometry, len(slots)
-        if len(self.digest) != DIGEST_BYTES or keys.shape != (count, KEY_BYTES):
-            raise ValueError(f"keys {keys.shape}, fingerprint of {len(self.digest)} bytes")
+        count = len(slots)
+        if keys.shape != (count, KEY_BYTES):
+            raise ValueError(f"keys {keys.shape} for {count} slots")
         if count and min(int(slots.min()), int(epochs.min())) < 0:
             raise ValueError("a slot or an epoch is below 0")
-        fixed = np.zeros(count, dtype=_FIXED)
-        fixed["magic"] = np.frombuffer(MAGIC, dtype=np.uint8)
-        fixed["version"] = VERSION
-        fixed["header_bytes"] = geometry.header_bytes
-        fixed["pages"] = geometry.pages
-        fixed["page_bytes"] = geometry.page_bytes
-        fixed["payload_bytes"] = geometry.payload_bytes
-        fixed["rank"] = self.rank
+        fixed = np.repeat(self._same, count)
         fixed["slot"], fixed["epoch"], fixed["key"] = slots, epochs, keys
-        fixed["fingerprint"] = np.frombuffer(self.digest, dtype=np.uint8)
         if salts is not None:
             fixed["salt"] = salts
         return fixed.view(np.uint8).reshape(count, HEADER_FIXED_BYTES)

@@ -42,7 +42,9 @@ class DeviceHealth:
         counters: Counters,
         *,
         failures_to_quarantine: int = FAILURES_TO_QUARANTINE,
+        absent: int = 0,
     ):
+        """``absent``: devices behind those of ``paths`` that are not there, and stay so."""
         self.paths = tuple(paths)
         self._deadline_s = deadline_s
         self._failures_to_quarantine = failures_to_quarantine
@@ -50,7 +52,7 @@ class DeviceHealth:
         self._lock = threading.Lock()
         self._in_a_row = [0] * len(paths)
         self._wrong = [0.0] * len(paths)
-        self._out_of_use = np.zeros(len(paths), dtype=np.bool_)
+        self._out_of_use = np.arange(len(paths) + absent) >= len(paths)
         self._news: list[int] = []
 
     def judge(
@@ -132,7 +134,8 @@ class DeviceHealth:
             self._news.append(device)
         self._counters.add("device_lost", 1, device=self.paths[device])
         logger.error(
-            "ssdkv: device %s is out of use until restart: %s; what lay on it is computed again",
+            "ssdkv: device %s is out of use until restart: %s; what lay nowhere else is computed "
+            "again",
             self.paths[device],
             reason,
         )
@@ -141,7 +144,7 @@ class DeviceHealth:
     def quarantined(self) -> frozenset[int]:
         """Devices out of use."""
         with self._lock:
-            return frozenset(np.flatnonzero(self._out_of_use).tolist())
+            return frozenset(np.flatnonzero(self._out_of_use[: len(self.paths)]).tolist())
 
     def out_of_use(self, devices: NDArray[np.uint16]) -> NDArray[np.bool_]:
         """Whether each device, [n], is out of use."""

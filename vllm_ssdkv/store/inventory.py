@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.store.data_file import peek_superblock
 from vllm_ssdkv.store.device import data_file_path
@@ -108,12 +110,10 @@ def matched(devices: Sequence[ManifestDevice], sights: Sequence[Sight]) -> list[
 def renumbered(segments: Sequence[Segment], number: dict[int, int]) -> list[Segment]:
     """The segments with other device numbers (old to new); other devices lose their extents."""
     return [
-        Segment(
-            s.first,
-            s.numbers,
-            s.slots,
-            tuple(number[device] for device in s.lanes),
-            tuple(
+        replace(
+            s,
+            lanes=tuple(number[device] for device in s.lanes),
+            extents=tuple(
                 Extent(number[e.device], e.begin, e.units) for e in s.extents if e.device in number
             ),
         )

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.store.lanes import partners
+
 U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
@@ -200,31 +202,41 @@ class StripeMap:
     A slot is cut into units; unit u of slot s lies on lane ``(s + u) mod n_lanes``, so that the
     same piece of many slots spreads over all devices. ``n_lanes`` consecutive slots form a row.
     A row takes the same number of bytes on every lane, rows follow each other without gaps, and
-    inside a row a device holds its units ordered by slot, then unit: one slot's share of a device
-    is one contiguous range. A store has one such map per list of lanes in use; where the rows of
-    each begin on a device is told by :class:`vllm_ssdkv.store.placement.Placement`.
+    inside a row a device holds its units ordered by slot, then copy, then unit: one slot's share of
+    a device is one contiguous range. A store has one such map per list of lanes in use; where the
+    rows of each begin on a device is told by :class:`vllm_ssdkv.store.placement.Placement`.
+
+    With two copies, the second one of a unit lies on the partner of its lane
+    (:func:`vllm_ssdkv.store.lanes.partners`), which is on another device.
 
     Attributes:
         geometry: The slot's shape.
         lanes: Device of each lane.
         devices: Number of devices; some may have no lane.
+        copies: How often each slot is there: 1 or 2.
         units_per_slot: Units a slot is cut into.
         unit_bytes: Bytes of a unit, a multiple of 4096 and at most :data:`STRIPE_UNIT`, except
             that every unit of a slot has the same size, so that the last may be partly unused
             (less than one quantum per unit).
 
     Raises:
-        ValueError: no lanes, a lane on no device, or more than 65535 devices.
+        ValueError: no lanes, a lane on no device, more than 65535 devices, copies other than 1 and
+            2, or two copies where a device has more than half of the lanes.
     """
 
-    def __init__(self, geometry: SlotGeometry, lanes: Sequence[int], devices: int) -> None:
+    def __init__(
+        self, geometry: SlotGeometry, lanes: Sequence[int], devices: int, copies: int = 1
+    ) -> None:
         self.geometry = geometry
         self.lanes = tuple(lanes)
         self.devices = devices
+        self.copies = copies
         if self.devices > 0xFFFF:
             raise ValueError(f"{self.devices} devices; at most 65535")
         if not lanes or not all(0 <= device < devices for device in lanes):
             raise ValueError(f"lanes {list(lanes)} on {devices} devices")
+        if copies not in (1, 2):
+            raise ValueError(f"{copies} copies")
         self.units_per_slot = geometry.units_per_slot
         self.unit_bytes = geometry.unit_bytes
 
@@ -232,20 +244,26 @@ class StripeMap:
         lane_devices = np.asarray(self.lanes, dtype=np.int64)
         phase = np.arange(n, dtype=np.int64)[:, None]
         unit = np.arange(units, dtype=np.int64)[None, :]
-        # [phase, unit]: the device, and the unit's place among the units of its device in the row.
-        self._device: I64 = lane_devices[(phase + unit) % n]
-        self._place: I64 = np.empty((n, units), dtype=np.int64)
+        lane = (phase + unit) % n
+        found = [lane_devices[lane]]
+        if copies > 1:
+            found.append(lane_devices[np.asarray(partners(self.lanes), dtype=np.int64)[lane]])
+        # [phase, copy, unit]: the device, and the unit's place among its device's in the row.
+        self._device: I64 = np.stack(found, axis=1)
+        self._place: I64 = np.empty((n, copies, units), dtype=np.int64)
         # [phase + 1, device]: units of the row's first `phase` slots on the device.
         self._before: I64 = np.zeros((n + 1, self.devices), dtype=np.int64)
         for device in range(self.devices):
             here = self._device == device
             self._place[here] = np.arange(int(here.sum()), dtype=np.int64)
-            self._before[1:, device] = np.cumsum(here.sum(axis=1))
+            self._before[1:, device] = np.cumsum(here.sum(axis=(1, 2)))
         self._row_units: I64 = self._before[n].copy()
         self._touches: NDArray[np.bool_] = np.diff(self._before, axis=0) > 0
-        self._merge_units = max(1, MERGE_BYTES // self.unit_bytes)
+        # Pieces of both copies are cut alike, at every unit: either may be read in place of the
+        # other. Neighbours are rare there, since a device has at most half of the lanes.
+        self._merge_units = max(1, MERGE_BYTES // self.unit_bytes) if copies == 1 else 1
 
-    def extents(self, slots: I64, offset: int | I64, length: int) -> Extents:
+    def extents(self, slots: I64, offset: int | I64, length: int, copy: int = 0) -> Extents:
         """Requests that cover bytes ``[offset, offset + length)`` of each slot.
 
         Pieces are split at unit borders; neighbours that are contiguous on one device are merged
@@ -255,10 +273,13 @@ class StripeMap:
             slots: Slot numbers, int64, shape [n]; repeats are allowed.
             offset: Byte offset inside the slot, one for all or one per slot (int64, shape [n]).
             length: Bytes of each piece.
+            copy: Which copy of them, 0 or 1; of a map with one copy, either is that one. The
+                requests for both are alike but for device and offset.
 
         Raises:
             ValueError: the range leaves the slot, a slot is negative, or shapes differ.
         """
+        copy %= self.copies
         slots = np.asarray(slots, dtype=np.int64)
         starts = np.broadcast_to(np.asarray(offset, dtype=np.int64), slots.shape)
         if slots.ndim != 1 or length <= 0:
@@ -279,8 +300,8 @@ class StripeMap:
         begin = np.maximum(starts[index], unit * unit_bytes)
         end = np.minimum(starts[index] + length, (unit + 1) * unit_bytes)
         row, phase = slots[index] // n, slots[index] % n
-        device = self._device[phase, unit]
-        place = row * self._row_units[device] + self._place[phase, unit]
+        device = self._device[phase, copy, unit]
+        place = row * self._row_units[device] + self._place[phase, copy, unit]
         disk = SUPERBLOCK_BYTES + place * unit_bytes + (begin - unit * unit_bytes)
 
         # A slot's consecutive units on one device have consecutive places: they are contiguous.
@@ -312,6 +333,25 @@ class StripeMap:
         self._check_device(device)
         column: NDArray[np.bool_] = self._touches[:, device]
         return column[np.asarray(slots, dtype=np.int64) % len(self.lanes)]
+
+    def lost(self, out: NDArray[np.bool_], slots: I64) -> NDArray[np.bool_]:
+        """Which slots cannot be had without some devices: a piece has no copy elsewhere.
+
+        Args:
+            out: Whether each device is away, bool, [devices].
+            slots: int64, shape [n].
+
+        Returns:
+            bool, [n].
+
+        Raises:
+            ValueError: not one entry of ``out`` per device.
+        """
+        if out.shape != (self.devices,):
+            raise ValueError(f"{out.shape} of {self.devices} devices")
+        nowhere: NDArray[np.bool_] = np.all(out[self._device], axis=1)
+        by_phase: NDArray[np.bool_] = np.any(nowhere, axis=1)
+        return by_phase[np.asarray(slots, dtype=np.int64) % len(self.lanes)]
 
     def device_units(self, device: int, num_slots: int) -> int:
         """Units that slots ``[0, num_slots)`` take on a device.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.engine.protocol import U64, Op
-from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotBatch, SlotFiles
+from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotBatch, SlotFiles, Source
 from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.sealer import Seals
@@ -30,9 +30,9 @@ hold."""
 READ_AHEAD = 4
 """Reads in flight: while the oldest is checked and copied, the devices work on the others."""
 
-PIECES = 16
-"""Reads that a hit is cut into, unless they would be too small or too large: the end of the last
-one is the only part that nothing is read beside."""
+SHARE = 5
+"""A read takes a fifth of what is left to be read: large ones cost less, and the smaller the last
+one is, the sooner the hit is there once nothing is read any more."""
 
 PIECE_BYTES = 2 * 1024 * 1024
 """A smaller read is over before the next one is prepared."""
@@ -276,9 +276,11 @@ class SlotLoader:
 
         With ``wait``, and nothing in flight, wait for memory.
         """
-        piece = self._piece(hit)
-        most = max(2, min(READ_AHEAD, GROUP_BYTES // (piece * self._files.geometry.slot_bytes)))
-        while len(hit.todo) and hit.outcome.complete and len(hit.reads) < most:
+        while len(hit.todo) and hit.outcome.complete:
+            piece = self._piece(len(hit.todo))
+            in_flight = piece * self._files.geometry.slot_bytes
+            if len(hit.reads) >= max(2, min(READ_AHEAD, GROUP_BYTES // in_flight)):
+                return
             if self._stopping:
                 hit.outcome.complete = False
                 return
@@ -293,12 +295,11 @@ class SlotLoader:
             if not started:
                 return
 
-    def _piece(self, hit: _Hit) -> int:
-        """Slots to read at once: a part of the hit, so that others are read meanwhile."""
+    def _piece(self, left: int) -> int:
+        """Slots to read at once, of so many that are left."""
         size = self._files.geometry.slot_bytes
         least = max(PIECE_BYTES, self._files.placement.devices * DEVICE_BYTES)
-        part = len(hit.job.slots) * size // PIECES
-        nbytes = min(max(least, part), GROUP_BYTES // READ_AHEAD)
+        nbytes = min(max(least, left * size // SHARE), GROUP_BYTES // READ_AHEAD)
         most = min(self._files.group, self._frames.frames // READ_AHEAD)
         return max(1, min(nbytes // size, most))
 
@@ -355,8 +356,17 @@ class SlotLoader:
             raise
         return _Read(which, pieces, None, batch)
 
-    def _submit(self, hit: _Hit, which: NDArray[np.int64], nbytes: int, places: U64) -> SlotBatch:
-        return self._files.submit(Op.READ, hit.job.slots[which], 0, nbytes, places)
+    def _submit(
+        self,
+        hit: _Hit,
+        which: NDArray[np.int64],
+        nbytes: int,
+        places: U64,
+        source: Source | None = None,
+    ) -> SlotBatch:
+        slots = hit.job.slots[which]
+        self._files.replicas.stored_in(slots, hit.job.epochs[which])
+        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source)
 
     def _finish(self, hit: _Hit) -> None:
         """Wait for the oldest read, check what it brought, and copy it into HBM."""
@@ -376,16 +386,18 @@ class SlotLoader:
             self._overdue.append((batch, frames[held]))
         good = np.zeros(len(which), dtype=np.bool_)
         try:
-            good[arrived] = self._check(hit, which[arrived], frames[arrived])
-            batch.verified(good, np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.int64))
+            good = self._check(hit, which, frames, batch, arrived, final=False)
             for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
                 if not hit.may_read_again(self._files.deadline_s):
                     break
                 good[i], held[i] = self._read_again(hit, which[i : i + 1], frames[i : i + 1])
-            if not good.all():
+            # Where a read hangs and holds its frame, another copy is read into another one.
+            hanging = held & ~good & ~batch.out_of_reach()
+            if not (good | hanging).all():
                 hit.outcome.complete = False
             if hit.outcome.complete:
-                self._copy(hit.job, which, frames)
+                self._copy(hit.job, which[good], frames[good])
+                hit.todo = np.union1d(hit.todo, which[hanging])
         finally:
             self._frames.abandon(frames[held])
             self._frames.settle(frames[good], FrameState.CLEAN)
@@ -399,13 +411,15 @@ class SlotLoader:
         Returns whether it is good, and whether the read is overdue and holds the frame.
         """
         place = self._frames.buffer_offset(frame)
-        batch = self._submit(hit, which, self._files.geometry.slot_bytes, place)
-        arrived = bool(batch.wait()[0])
-        if not batch.ended():
-            self._overdue.append((batch, frame))
-            return False, True
-        if arrived and self._check(hit, which, frame, batch)[0]:
-            return True, False
+        sources = self._files.retries(int(hit.job.slots[which[0]]))
+        for source in sources:
+            batch = self._submit(hit, which, self._files.geometry.slot_bytes, place, source)
+            arrived = batch.wait()
+            if not batch.ended():
+                self._overdue.append((batch, frame))
+                return False, True
+            if self._check(hit, which, frame, batch, arrived, final=source is sources[-1])[0]:
+                return True, False
         self._blame(hit, which)
         return False, False
 
@@ -421,32 +435,36 @@ class SlotLoader:
         hit: _Hit,
         which: NDArray[np.int64],
         frames: NDArray[np.int32],
-        last_try: SlotBatch | None = None,
+        batch: SlotBatch,
+        arrived: NDArray[np.bool_],
+        *,
+        final: bool,
     ) -> NDArray[np.bool_]:
-        """Which frames [n] hold slots ``which`` [n] of the job; their pages are unsealed.
-
-        On the ``last_try``, of one slot, failures are counted.
+        """Which frames [n], as far as they ``arrived`` with the batch, hold slots ``which`` [n] of
+        the job; their pages are unsealed. Failures are counted if they are ``final``.
         """
-        geometry, final = self._files.geometry, last_try is not None
-        places = self._frames.buffer_offset(frames)
-        seals, good = self._read_seals(hit, which, places, final=final)
-        headed = np.flatnonzero(good)
-        if len(headed) == 0:
+        geometry = self._files.geometry
+        good = np.zeros(len(which), dtype=np.bool_)
+        here = np.flatnonzero(arrived)
+        places = self._frames.buffer_offset(frames[here])
+        seals, headed = self._read_seals(hit, which[here], places, final=final)
+        batch.wrong_headers(here[~headed])
+        here, places = here[headed], places[headed]
+        if len(here) == 0:
             return good
-        first = places[headed] + np.uint64(geometry.header_bytes)
+        first = places + np.uint64(geometry.header_bytes)
         right = self._files.sealer.unseal(seals.part(headed), 0, first, final=final)
-        good[headed] = right.all(axis=1)
-        if last_try is not None:
-            wrong = np.flatnonzero(~right[0])
-            offsets = geometry.header_bytes + wrong * geometry.page_bytes
-            last_try.verified(good, np.zeros(len(wrong), dtype=np.intp), offsets)
-            if len(wrong):
-                self._files.counters.add("checksum_failures", len(wrong))
-                logger.error(
-                    "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
-                    int(hit.job.slots[which[0]]),
-                    len(wrong),
-                )
+        good[here] = right.all(axis=1)
+        row, page = np.nonzero(~right)
+        offsets = geometry.header_bytes + page * geometry.page_bytes
+        batch.verified(good, here[row], offsets, final=final)
+        if final and len(row):
+            self._files.counters.add("checksum_failures", len(row))
+            logger.error(
+                "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
+                int(hit.job.slots[which[0]]),
+                len(row),
+            )
         return good
 
     def _read_seals(
@@ -472,13 +490,17 @@ class SlotLoader:
         which = self._check_headers(hit, read, arrived, final=False)
         if len(which) == 0:
             return
-        # Once more, only what failed: a neighbour's bad sector may have failed it.
-        pieces = self._headers.take(len(which))
-        if pieces is None:
-            hit.outcome.complete = False
-            return
-        again = self._start_headers(hit, which, pieces)
-        self._blame(hit, self._check_headers(hit, again, again.batch.wait(), final=True))
+        # Once more for each copy, only what failed: a neighbour's bad sector may have failed it.
+        for left in reversed(range(self._files.placement.most_copies)):
+            pieces = self._headers.take(len(which))
+            if pieces is None:
+                hit.outcome.complete = False
+                return
+            again = self._start_headers(hit, which, pieces)
+            which = self._check_headers(hit, again, again.batch.wait(), final=left == 0)
+            if len(which) == 0:
+                return
+        self._blame(hit, which)
 
     def _check_headers(
         self, hit: _Hit, read: _Read, good: NDArray[np.bool_], *, final: bool
@@ -489,9 +511,10 @@ class SlotLoader:
         """
         held = read.batch.held()
         _, right = self._read_seals(hit, read.which[good], read.places[good], final=final)
+        read.batch.wrong_headers(np.flatnonzero(good)[~right])
         good[good] = right
         self._headers.lend(read.places, held, read.batch)
-        if (held | read.batch.out_of_reach()).any():
+        if read.batch.out_of_reach().any():
             hit.outcome.complete = False
             return read.which[:0]
         return read.which[~good]

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from vllm_ssdkv.errors import (
+    DamagedError,
     FingerprintMismatchError,
     FormatError,
     KeyMismatchError,
@@ -55,6 +56,15 @@ class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the store was last opened with it."""
     fresh: list[int] = []
     """Ranks whose data file was made anew since the scheduler last opened the store."""
+    gap: tuple[int, int] = (0, 0)
+    """Openings of the store [begin, end) in which the device was away, out of use, or had a data
+    file that is lost: second copies of what was stored then are not on it."""
+
+    def missed(self, begin: int, end: int) -> None:
+        """These openings are to be in the gap, too."""
+        if self.gap[0] < self.gap[1]:
+            begin, end = min(begin, self.gap[0]), max(end, self.gap[1])
+        self.gap = (begin, end)
 
 
 class _Versioned(msgspec.Struct):
@@ -144,13 +154,13 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The manifest in a state directory; None when there is none. Blocks on I/O.
 
         Raises:
-            FormatError: it is damaged, of another version, or missing while its copy is there;
-                says how to go on.
+            DamagedError: it is damaged, or missing while its copy is there; says how to go on.
+            FormatError: it is of another version.
             StoreError: the file cannot be read.
         """
         found = cls._read(state / NAME)
         if found is None and (state / COPY).exists():
-            raise FormatError(
+            raise DamagedError(
                 f"{state / NAME} is missing, but its copy is there: {_way_out(state)}"
             )
         return found
@@ -180,7 +190,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             found._check_values()
             found.checksum = _UNSEALED.decode()
         except (msgspec.MsgspecError, ValueError) as error:
-            raise FormatError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
+            raise DamagedError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
         return found
 
     def _check_values(self) -> None:
@@ -201,6 +211,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                     uuid.UUID(file)
             if not set(device.fresh) <= set(range(self.tp_size)):
                 raise ValueError(f"{where}.fresh is {device.fresh}")
+            if not 0 <= device.gap[0] <= device.gap[1] < 1 << 22:
+                raise ValueError(f"{where}.gap is {device.gap}")
         for name, value in positive.items():
             if value <= 0:
                 raise ValueError(f"{name} is {value}")
@@ -218,6 +230,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
             if low < 0 or not named <= set(range(len(self.devices))):
                 raise ValueError(f"segments[{i}] is {segment}")
+            if segment.copies not in (1, 2):
+                raise ValueError(f"segments[{i}].copies is {segment.copies}")
             if segment.first + segment.numbers > self.numbers:
                 raise ValueError(f"numbers is {self.numbers}, segments[{i}] is {segment}")
         if min(self.fresh, default=0) < 0:

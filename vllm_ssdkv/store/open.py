@@ -11,18 +11,17 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import numpy as np
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError, DeviceError, FormatError, StoreError
+from vllm_ssdkv.errors import ConfigError, DamagedError, DeviceError, FormatError, StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cipher import CipherSealer, libcrypto_version
+from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.data_file import claim
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import open_engine
@@ -35,9 +34,12 @@ from vllm_ssdkv.store.journal import Journal, journal_bytes
 from vllm_ssdkv.store.key_source import read_key
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
 from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
+from vllm_ssdkv.store.rebuild import rebuilt
 from vllm_ssdkv.store.recovery import ProgressLog
+from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.segments import arrange
@@ -130,7 +132,7 @@ class StorePlace:
     def capacity_for(self, slots: int) -> int:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
         slot = self.geometry.units_per_slot * self.geometry.unit_bytes
-        data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot
+        data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot * self.config.replicas
         return data * self.tp_size + 2 * journal_bytes(slots) + STATE_SLACK
 
     def manifest(self) -> Manifest:
@@ -190,13 +192,33 @@ class StorePlace:
         except FormatError as damage:
             if self.config.recover == "strict":
                 raise
-            found = Manifest.load_copy(self.state)
+            try:
+                found = Manifest.load_copy(self.state)
+            except DamagedError:
+                found = None
             if found is None:
-                raise
-            logger.warning("ssdkv: %s: restored from its copy", damage)
-            found.save(self.state)
+                found = self._rebuild(damage)
+            else:
+                logger.warning("ssdkv: %s: restored from its copy", damage)
+                found.save(self.state)
             self.counters.add("manifest_restores")
             return found
+
+    def _rebuild(self, damage: FormatError) -> Manifest:
+        """A manifest from superblocks, which is not saved yet."""
+        if not isinstance(damage, DamagedError):
+            raise damage
+        try:
+            found = rebuilt(self.paths, self.fingerprint, self.geometry, self.tp_size, self.key_id)
+        except StoreError as error:
+            raise FormatError(f"{damage}; nor can it be made from superblocks: {error}") from error
+        logger.error(
+            "ssdkv: %s: made anew, as is its copy, from the superblocks of store %s; what was "
+            "stored is computed again",
+            damage,
+            found.store,
+        )
+        return found
 
     def _arrange(self, manifest: Manifest) -> None:
         """Bring the manifest's devices and segments up to date."""
@@ -216,6 +238,10 @@ class StorePlace:
                     number[old] = new
         manifest.segments = renumbered(manifest.segments, number)
         added = [i for i, d in enumerate(manifest.present()) if id(d) not in there]
+        for device in before:
+            # What it misses: this opening if it is away, those before if it is back.
+            if not device.present:
+                device.missed(manifest.opened + 1, manifest.opened + 2)
         self._divide(manifest, added)
 
     def _present(
@@ -228,7 +254,7 @@ class StorePlace:
         sizes = {
             sight.path: known[number].capacity
             for sight, number in zip(sights, numbers, strict=True)
-            if number is not None
+            if number is not None and known[number].capacity
         }
         found: list[ManifestDevice] = []
         for i, (sight, number) in enumerate(zip(sights, numbers, strict=True)):
@@ -305,7 +331,14 @@ class StorePlace:
             ends = [
                 self._units(device, journal) if device.present else 0 for device in manifest.devices
             ]
-            found = arrange(self.geometry, manifest.segments, manifest.weights(), ends, added)
+            found = arrange(
+                self.geometry,
+                manifest.segments,
+                manifest.weights(),
+                ends,
+                added,
+                self.config.replicas,
+            )
             journal = 2 * journal_bytes(found.numbers) + STATE_SLACK
         if not found.segments:
             raise ConfigError(
@@ -325,8 +358,9 @@ class StorePlace:
             room -= journal
         return max(0, room // self.tp_size - SUPERBLOCK_BYTES) // self.geometry.unit_bytes
 
-    def save_segments(self, segments: Sequence[Segment]) -> None:
-        """Replace the segments in the manifest. Blocks on I/O.
+    def save_segments(self, segments: Sequence[Segment], weights: Sequence[float]) -> None:
+        """Replace the segments in the manifest, and note devices that are out of use, whose weight
+        is 0. Blocks on I/O.
 
         Raises:
             StoreError: it cannot be saved.
@@ -334,6 +368,9 @@ class StorePlace:
         with locked(self.state):
             manifest = self.stored()
             manifest.segments = list(segments)
+            for device, weight in zip(manifest.devices, weights, strict=True):
+                if not weight:
+                    device.missed(manifest.opened, manifest.opened + 1)
             manifest.save(self.state)
 
     def stored(self) -> Manifest:
@@ -353,52 +390,6 @@ def _make_directory(path: Path, *, parents: bool) -> None:
         path.mkdir(mode=0o700, parents=parents, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot make the directory {path}: {error.strerror}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class OpenStore:
-    """One rank's open data files, engine and memory."""
-
-    files: SlotFiles
-    devices: tuple[OpenDevice, ...]
-    arena: Arena
-    plan: ArenaPlan
-    num_slots: int
-    """Slot numbers are below this."""
-    capacities: tuple[int, ...]
-    key_id: bytes
-
-    def describe(self) -> list[str]:
-        """Lines of the start-up summary."""
-        slot = self.files.geometry.slot_bytes
-        lines = [
-            f"SSD  {device.path.parent}: up to {format_size(capacity)}"
-            f"{'' if device.direct else ', page cache in use (no O_DIRECT)'}"
-            f"{'' if device.preallocated else ', not preallocated'}"
-            for device, capacity in zip(self.devices, self.capacities, strict=True)
-        ]
-        return [
-            f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
-            f"{format_size(self.plan.staging_bytes)} staging{self._choice()}",
-            *lines,
-            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank, engine "
-            f"{self.files.engine.name}",
-            f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
-            if self.key_id
-            else "encryption off",
-        ]
-
-    def _choice(self) -> str:
-        if not self.plan.page_places:
-            return ""
-        return (
-            f", {self.plan.page_places} single pages, summaries of {self.plan.summary_rows} blocks"
-        )
-
-    def close(self) -> None:
-        """Release the data files and their locks. The store's threads must have ended."""
-        for device in self.devices:
-            device.close()
 
 
 def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
@@ -428,7 +419,8 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         scrub=place.config.io.scrub_rate is not None,
         choice=choice,
     )
-    paths = [device.path for device in manifest.present()]
+    present = manifest.present()
+    paths = [device.path for device in present]
     for path in set(place.paths) - set(paths):
         counters.add("device_lost", 1, device=path)
         counters.set("device_state", 0, device=path)
@@ -448,6 +440,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
                 trim_new(device, path)
             if _claim(place, device, index, rank):
                 counters.add("device_lost", 1, device=path)
+                present[index].missed(0, manifest.opened + 1)
             _cut_to_size(device)
         arena = Arena(plan.nbytes)
         sealer = place.sealer(rank, arena)
@@ -457,19 +450,23 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
             device.close()
         raise
     deadline = place.config.io.deadline
+    absent = len(manifest.devices) - len(present)
+    health = DeviceHealth(paths, deadline, counters, absent=absent)
+    speed = DeviceSpeed(paths, [device.weight for device in present])
     files = SlotFiles(
         geometry,
         placement,
         engine,
-        DeviceHealth(paths, deadline, counters),
-        DeviceSpeed(paths, [device.weight for device in manifest.present()]),
+        health,
+        speed,
         counters,
         place.fingerprint.digest,
         rank,
         deadline,
         sealer,
+        Replicas(health, speed, manifest.numbers, [device.gap for device in present]),
     )
-    capacities = tuple(device.capacity for device in manifest.present())
+    capacities = tuple(device.capacity for device in present)
     return OpenStore(files, tuple(opened), arena, plan, manifest.numbers, capacities, place.key_id)
 
 
@@ -491,6 +488,13 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
         manifest = place.stored()
         entry = manifest.devices[index]
         known = entry.files[rank]
+
+        def renamed(name: str) -> None:
+            entry.files[rank] = name
+            entry.fresh = sorted({*entry.fresh, rank})
+            entry.missed(0, manifest.opened + 1)
+            manifest.save(place.state)
+
         found = claim(
             device,
             store=UUID(manifest.store),
@@ -499,14 +503,12 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
             geometry=place.geometry,
             fingerprint=place.fingerprint,
             key_id=place.key_id or bytes(KEY_ID_BYTES),
+            renamed=renamed,
         )
-        if found == known:
-            return False
-        entry.files[rank] = found
-        if known:
-            entry.fresh.append(rank)
-        manifest.save(place.state)
-        return bool(known)
+        if not known:  # found again, should we be killed here: its superblock names the store
+            entry.files[rank] = found
+            manifest.save(place.state)
+        return known not in ("", found)
 
 
 def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Restriper]:
@@ -537,14 +539,12 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     slots = np.arange(manifest.numbers, dtype=np.int64)
     with locked(place.state):
         manifest = place.stored()
-        gone = ~placement.holds(slots)
-        for device, entry in enumerate(manifest.devices):
-            touched = placement.touches(device, slots)
-            if not entry.present:
-                gone |= touched
-            elif entry.fresh:
-                index.drop(slots[touched])
-                entry.fresh = []
+        absent = np.array([not entry.present for entry in manifest.devices], dtype=np.bool_)
+        empty = absent | [bool(entry.fresh) for entry in manifest.devices]
+        index.drop(slots[placement.lost(empty, slots)])
+        for entry in manifest.present():
+            entry.fresh = []
+        gone = ~placement.holds(slots) | placement.lost(absent, slots)
         for segment in placement.segments:
             if segment.first in manifest.fresh:
                 index.drop(segment.all_slots())
@@ -555,8 +555,13 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
         manifest.last_opened = int(time.time())
         manifest.save(place.state)
     counters = counters or Counters()
-    saver = BackgroundSaver(place.save_segments, counters)
-    restriper = Restriper(index, placement, manifest.weights(), saver, counters)
+
+    def save(segments: Sequence[Segment]) -> None:
+        place.save_segments(segments, restriper.weights)
+
+    saver = BackgroundSaver(save, counters)
+    replicas = place.config.replicas
+    restriper = Restriper(index, placement, manifest.weights(), saver, counters, replicas)
     restriper.settle(LOCK_TIMEOUT_S)
     counts = index.counters
     logger.info(

@@ -43,6 +43,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lanes: Device of each lane.
         extents: What the segment owns of each device, at most one per device. It may own parts of
             devices on which it has no lane.
+        copies: How often each slot is there, 1 or 2: a second one lies on other devices.
     """
 
     first: int
@@ -50,6 +51,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int
     lanes: tuple[int, ...]
     extents: tuple[Extent, ...]
+    copies: int = 1
 
     def rooms(self, devices: int) -> list[int]:
         """Units it owns of each device."""
@@ -78,6 +80,10 @@ class _Tables:
     begin: I64
     """[segments, devices]: bytes before the first unit on the device."""
     numbers: int
+
+    @property
+    def copies(self) -> int:
+        return max((stripes.copies for stripes in self.maps), default=1)
 
 
 _NOTHING = Extents(
@@ -131,9 +137,11 @@ class Placement:
 
     def _build(self, segments: Sequence[Segment]) -> _Tables:
         live = sorted((s for s in segments if s.slots), key=lambda s: s.first)
-        maps = dict.fromkeys(s.lanes for s in live)
-        stripes = tuple(StripeMap(self.geometry, lanes, self.devices) for lanes in maps)
-        index = {lanes: i for i, lanes in enumerate(maps)}
+        maps = dict.fromkeys((s.lanes, s.copies) for s in live)
+        stripes = tuple(
+            StripeMap(self.geometry, lanes, self.devices, copies) for lanes, copies in maps
+        )
+        index = {kind: i for i, kind in enumerate(maps)}
         begin = np.zeros((len(live), self.devices), dtype=np.int64)
         for i, segment in enumerate(live):
             for extent in segment.extents:
@@ -143,7 +151,7 @@ class Placement:
             stripes,
             np.array([s.first for s in live], dtype=np.int64),
             np.array([s.slots for s in live], dtype=np.int64),
-            np.array([index[s.lanes] for s in live], dtype=np.int64),
+            np.array([index[s.lanes, s.copies] for s in live], dtype=np.int64),
             begin,
             max((s.first + s.numbers for s in segments), default=0),
         )
@@ -177,14 +185,33 @@ class Placement:
     # ---- where ----
 
     def extents(self, slots: I64, offset: int | I64, length: int) -> Extents:
-        """Requests that cover bytes ``[offset, offset + length)`` of each slot.
+        """Requests that cover bytes ``[offset, offset + length)`` of each slot, of its first copy.
 
         As :meth:`StripeMap.extents`, ordered by slot index, then position.
 
         Raises:
             ValueError: a slot does not exist, the range leaves the slot, or shapes differ.
         """
+        return self._extents(self._tables, slots, offset, length, 0)
+
+    def copies(self, slots: I64, offset: int | I64, length: int) -> tuple[Extents, Extents | None]:
+        """As :meth:`extents`, and the same for the second copies.
+
+        The two differ in devices and offsets alone; pieces without a second copy are the same in
+        both. None: there is no second copy of any slot.
+
+        Raises:
+            ValueError: as there.
+        """
         tables = self._tables
+        first = self._extents(tables, slots, offset, length, 0)
+        if tables.copies == 1:
+            return first, None
+        return first, self._extents(tables, slots, offset, length, 1)
+
+    def _extents(
+        self, tables: _Tables, slots: I64, offset: int | I64, length: int, copy: int
+    ) -> Extents:
         slots = np.asarray(slots, dtype=np.int64)
         segment, inside = _find(tables, slots)
         if not bool((inside >= 0).all()):
@@ -194,12 +221,12 @@ class Placement:
         map_of = tables.map_of[segment]
         if slots.size == 0 or bool((map_of == map_of[0]).all()):
             stripes = tables.maps[int(map_of[0]) if slots.size else 0]
-            return _moved(tables, stripes.extents(inside, offset, length), segment)
+            return _moved(tables, stripes.extents(inside, offset, length, copy), segment)
         starts = np.broadcast_to(np.asarray(offset, dtype=np.int64), slots.shape)
         parts: list[Extents] = []
         for number in np.unique(map_of).tolist():
             mine = np.flatnonzero(map_of == number)
-            found = tables.maps[number].extents(inside[mine], starts[mine], length)
+            found = tables.maps[number].extents(inside[mine], starts[mine], length, copy)
             slot_index = mine[found.slot_index]
             shift = ((slot_index - found.slot_index) * length).astype(np.uint64)
             parts.append(
@@ -224,6 +251,43 @@ class Placement:
             mine = np.flatnonzero((inside >= 0) & (tables.map_of[segment] == number))
             touched[mine] = stripes.touches(device, inside[mine])
         return touched
+
+    def lost(self, out: NDArray[np.bool_], slots: I64) -> NDArray[np.bool_]:
+        """Which slots cannot be had without some devices: a piece has no copy elsewhere.
+
+        A number without a slot has lost nothing.
+
+        Args:
+            out: Whether each device is away, bool, [devices].
+            slots: int64, shape [n].
+
+        Returns:
+            bool, [n].
+
+        Raises:
+            ValueError: not one entry of ``out`` per device.
+        """
+        tables = self._tables
+        segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
+        gone = np.zeros(len(inside), dtype=np.bool_)
+        for number, stripes in enumerate(tables.maps):
+            mine = np.flatnonzero((inside >= 0) & (tables.map_of[segment] == number))
+            gone[mine] = stripes.lost(out, inside[mine])
+        return gone
+
+    def doubled(self, slots: I64) -> NDArray[np.bool_]:
+        """Which slots, int64, [n], have two copies; bool, [n]."""
+        tables = self._tables
+        segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
+        if not tables.maps:
+            return np.zeros(len(inside), dtype=np.bool_)
+        copies = np.array([stripes.copies for stripes in tables.maps])
+        return (inside >= 0) & (copies[tables.map_of[segment]] > 1)
+
+    @property
+    def most_copies(self) -> int:
+        """2 when any slot has two copies, else 1."""
+        return self._tables.copies
 
     def holds(self, slots: I64) -> NDArray[np.bool_]:
         """Whether there is a slot of each number (int64, shape [n]); bool, [n]."""

@@ -6,12 +6,14 @@ started again. The journal comes last: until then nothing that it names is given
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import DeviceError, StoreError
 from vllm_ssdkv.store.data_file import read_copies, write_both
@@ -20,6 +22,7 @@ from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.file_space import reserve_space
 from vllm_ssdkv.store.fsck import CheckedFile, Examination
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
+from vllm_ssdkv.store.layout import Extents
 from vllm_ssdkv.store.records import Kind, encode_header, encode_records
 from vllm_ssdkv.store.stored import DataFile
 from vllm_ssdkv.store.superblock import newest
@@ -30,7 +33,8 @@ def repair(this: Examination) -> None:
 
     Problems that are gone afterwards are marked in the report. Not repaired are: a data file with
     neither a superblock nor a single right block, a raw device that is too small, an orphan that is
-    in use or has no superblock, and a short file on a full file system.
+    in use or has no superblock, a short file on a full file system, and copies on a device that
+    cannot be written.
 
     Raises:
         StoreError: something cannot be written; what was done so far holds.
@@ -40,6 +44,7 @@ def repair(this: Examination) -> None:
     for checked in this.files:
         _repair_superblocks(this, checked)
         _repair_size(this, checked)
+    _mend_copies(this)
     _rewrite_manifest(this)
     for path, problem in this.orphans:
         try:
@@ -85,6 +90,54 @@ def _repair_size(this: Examination, checked: CheckedFile) -> None:
     except OSError as error:
         raise StoreError(f"{file.path}: {error.strerror}") from error
     this.report.repaired(problem)
+
+
+def _mend_copies(this: Examination) -> None:
+    """Write what is wrong in one copy from the other, which was read and verified just now."""
+    geometry = this.store.manifest.geometry
+    left = 0
+    with mmap.mmap(-1, geometry.unit_bytes) as buffer:  # page-aligned, as O_DIRECT wants
+        for bad in this.bad_copies:
+            slots = np.array([bad.slot], dtype=np.int64)
+            copies = this.store.placement.copies(slots, 0, geometry.slot_bytes)
+            source, target = copies[1 - bad.copy], copies[bad.copy]
+            mine = {c.device: c for c in this.files if c.rank == bad.rank}
+            if source is None or target is None:
+                continue
+            which = np.arange(len(target.device))
+            if bad.device is not None:
+                which = np.flatnonzero(target.device == bad.device)
+            left += not _mend_copy(mine, source, target, which, buffer)
+    if not left:
+        this.report.repaired_all("copy")
+
+
+def _mend_copy(
+    files: dict[int, CheckedFile],
+    source: Extents,
+    target: Extents,
+    which: NDArray[np.int64],
+    buffer: mmap.mmap,
+) -> bool:
+    """Whether all pieces ``which`` were written; ``files`` of one rank by device."""
+    for i in which.tolist():
+        length = int(source.length[i])
+        origin, goal = files[int(source.device[i])].file, files[int(target.device[i])]
+        problems = [p for p in (goal.problem, goal.size_problem) if p is not None]
+        if origin is None or goal.file is None or not all(p.repaired for p in problems):
+            return False
+        piece = memoryview(buffer)[:length]
+        try:
+            done = os.preadv(origin.fd, [piece], int(source.offset[i]))
+            done = min(done, os.pwritev(goal.file.fd, [piece], int(target.offset[i])))
+            os.fdatasync(goal.file.fd)
+        except OSError:
+            return False
+        finally:
+            piece.release()
+        if done != length:
+            return False
+    return True
 
 
 def _rewrite_manifest(this: Examination) -> None:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.placement import Placement, Segment
-from vllm_ssdkv.store.segments import best_lanes, restriped
+from vllm_ssdkv.store.segments import best_striping, restriped
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +131,12 @@ class Restriper:
         weights: Sequence[float],
         saver: SegmentSaver,
         counters: Counters,
+        replicas: int = 1,
     ):
-        """``weights`` by device, 0 for one that is not there."""
+        """``weights`` by device, 0 for one that is not there; ``replicas`` of each slot."""
         self.placement = placement
         self.weights = list(weights)
+        self._replicas = replicas
         self._index = index
         self._saver = saver
         self._counters = counters
@@ -144,9 +148,17 @@ class Restriper:
         self._judge()
 
     def reweigh(self, weights: Sequence[float]) -> None:
-        """Devices are to have these shares of what is striped from now on."""
+        """Devices are to have these shares of what is striped from now on; 0 is for one that is out
+        of use, which the manifest must know if there are copies elsewhere."""
+        lost = any(old and not new for old, new in zip(self.weights, weights, strict=True))
         self.weights = list(weights)
         self._judge()
+        if lost and self.placement.most_copies > 1:
+            self._saver.put(self._wanted())
+
+    def out_of_use(self) -> NDArray[np.bool_]:
+        """Which devices are not there, or are to be used no more; bool, [devices]."""
+        return np.array([not weight for weight in self.weights], dtype=np.bool_)
 
     def step(self) -> None:
         """Do what is due. Never blocks."""
@@ -187,7 +199,11 @@ class Restriper:
 
     def _judge(self) -> None:
         """Which segments have the wrong lanes."""
-        self._stale = [s for s in self.placement.segments if best_lanes(s, self.weights) != s.lanes]
+        self._stale = [
+            s
+            for s in self.placement.segments
+            if best_striping(s, self.weights, self._replicas) != (s.lanes, s.copies)
+        ]
         self._look = True
         mask = np.zeros(self._index.num_slots, dtype=np.bool_)
         for segment in self._stale:
@@ -199,6 +215,10 @@ class Restriper:
         index = self._index
         wanted = max(s.slots for s in self._stale) // AHEAD
         coming = index.free_now()
+        if self._replicas > 1:
+            # A place on a lost device still holds the other copy: it serves before stored blocks,
+            # of which the same is true, are given up.
+            coming = index.gauges()["free"]
         if coming > wanted and not self._look:
             return
         self._look = False
@@ -226,11 +246,11 @@ class Restriper:
 
     def _successor(self, segment: Segment) -> Segment:
         placement = self.placement
-        lanes = best_lanes(segment, self.weights)
-        new = restriped(placement.geometry, segment, lanes, placement.devices)
+        striping = best_striping(segment, self.weights, self._replicas)
+        new = restriped(placement.geometry, segment, striping, placement.devices)
         first, numbers = self._numbers(segment, new.slots)
         slots = min(new.slots, numbers)
-        return Segment(first, slots, slots, lanes, segment.extents)
+        return replace(new, first=first, numbers=slots, slots=slots)
 
     def _numbers(self, segment: Segment, wanted: int) -> tuple[int, int]:
         """First of ``wanted`` slot numbers that no other segment has, or of as many as there are.

@@ -4,6 +4,9 @@ A bit that has flipped on a drive is found before a request asks for the block, 
 fails is noticed while it is idle. Which slots hold a block is the scheduler's knowledge; here a
 slot counts if its header is one of this store's. What is wrong is reported with the epoch that the
 header names, so that a report about an older life of a slot has no effect.
+
+Of slots with two copies both are read. One that is wrong, or older than the other, is written anew
+from the one that is right: so a drive that was away, or was replaced, is filled again.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +24,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.files import SlotBatch, SlotFiles, Source
 from vllm_ssdkv.store.header import decode, epoch_of
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.verify import wrong_pages
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PIECES = 2
 """Slots of memory: one is read, and one may be held by a read that does not end."""
+
+COPIES = (Source(0), Source(1))
 
 PASS_S = 3600.0
 """Least time from the start of a pass over all slots to the next one."""
@@ -54,6 +60,7 @@ class Scrubber:
         *,
         idle: Callable[[], bool],
         writing: Callable[[int], bool],
+        visit: Callable[[int, Callable[[], None], float], bool],
     ):
         """Args:
         files: The slots.
@@ -63,6 +70,7 @@ class Scrubber:
         bytes_per_s: Upper bound of the rate.
         idle: Whether nobody else uses the devices; any thread.
         writing: Whether a slot is, or is about to be, written; any thread.
+        visit: Has something done while nobody writes a slot, see :meth:`SlotWriter.visit`.
         """
         self._files = files
         self._arena = arena
@@ -71,6 +79,7 @@ class Scrubber:
         self._rate = bytes_per_s
         self._idle = idle
         self._writing = writing
+        self._visit = visit
         self._lock = threading.Lock()
         self._bad: list[tuple[int, int]] = []
         self._known: dict[int, int] = {}
@@ -123,7 +132,10 @@ class Scrubber:
             return 0
         reader = _Reader(self._files, self._arena, slot, taken)
         try:
-            self._verify(slot, reader)
+            if self._files.placement.doubled(np.array([slot], dtype=np.int64))[0]:
+                self._verify_copies(slot, reader)
+            else:
+                self._verify(slot, reader)
         finally:
             reader.give_back(self._pieces)
         self._files.counters.add("scrub_bytes", reader.nbytes)
@@ -152,10 +164,87 @@ class Scrubber:
             fault = found
         elif reader.hopeless():
             return
+        self._report(slot, epoch, fault)
+
+    def _report(self, slot: int, epoch: int, fault: str) -> None:
         logger.error("ssdkv: slot %d is dropped by the scrub: %s", slot, fault)
         self._known[slot] = epoch
         with self._lock:
             self._bad.append((slot, epoch))
+
+    def _verify_copies(self, slot: int, reader: _Reader) -> None:
+        """Look at both copies of a slot, and mend what is wrong.
+
+        What is wrong is looked at again while nobody can write it, so that no newer content is
+        taken for damage, or overwritten.
+        """
+        found = reader.look(COPIES, final=False)
+        epoch = _newest(found)
+        if epoch is None or self._known.get(slot) == epoch:
+            return
+        if all(look.right(epoch) for look in found):
+            return
+        failures: list[Exception] = []
+
+        def mend() -> None:
+            try:
+                self._mend(slot, reader)
+            except Exception as error:  # noqa: BLE001 - the writer's thread must not end by it
+                failures.append(error)
+
+        self._visit(slot, mend, self._files.deadline_s)
+        if failures:
+            raise failures[0]
+
+    def _mend(self, slot: int, reader: _Reader) -> None:
+        found = reader.look(COPIES, final=True)
+        if any(look.hopeless for look in found):
+            return
+        sources = list(COPIES)
+        if all(look.fault for look in found):
+            # Each copy may lie on several devices, of which one alone is bad.
+            sources += [Source(0, without=device) for device in reader.devices()]
+            found += reader.look(sources[len(COPIES) :], final=False)
+        epoch = _newest(found)
+        if epoch is None:
+            return
+        right = [look.right(epoch) for look in found]
+        if not any(right):
+            self._report(slot, epoch, found[0].fault or found[1].fault)
+            return
+        good = right.index(True)
+        for copy in COPIES:
+            look = found[copy.copy]
+            if look.right(epoch):
+                continue
+            if not reader.rewrite(sources[good], copy):
+                self._known[slot] = epoch  # its device takes no writes
+                return
+            self._files.counters.add("mended_copies", 1)
+            logger.warning(
+                "ssdkv: copy %d of slot %d is written anew from the other one: %s",
+                copy.copy,
+                slot,
+                look.fault or "it was out of date",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was seen of one copy of a slot; ``fault`` is empty when it is right."""
+
+    epoch: int | None
+    fault: str
+    hopeless: bool
+
+    def right(self, epoch: int) -> bool:
+        return self.epoch == epoch and not self.fault
+
+
+def _newest(looks: Sequence[_Look]) -> int | None:
+    """Epoch of the slot's content: of a copy that is right, or of what claims to be one."""
+    right = [look.epoch for look in looks if look.epoch is not None and not look.fault]
+    return max(right or [look.epoch for look in looks if look.epoch is not None], default=None)
 
 
 class _Reader:
@@ -170,12 +259,59 @@ class _Reader:
         self._address = np.uint64(arena.address) + piece
         self.nbytes = 0
 
-    def read(self, nbytes: int) -> bool:
+    def read(self, nbytes: int, source: Source | None = None) -> bool:
         """Read the first bytes of the slot; whether they arrived. Blocks up to the deadline."""
         slots = np.array([self._slot], dtype=np.int64)
-        self._batch = self._files.submit(Op.READ, slots, 0, nbytes, self._piece)
+        self._batch = self._files.submit(Op.READ, slots, 0, nbytes, self._piece, source=source)
         self.nbytes += nbytes
         return bool(self._batch.wait()[0])
+
+    def devices(self) -> list[int]:
+        """Devices that hold parts of the slot."""
+        slots = np.array([self._slot], dtype=np.int64)
+        copies = self._files.placement.copies(slots, 0, self._files.geometry.slot_bytes)
+        return sorted({int(d) for extents in copies if extents is not None for d in extents.device})
+
+    def look(self, sources: Sequence[Source], *, final: bool) -> list[_Look]:
+        """Read and verify the slot from each of these; none is read while the memory hangs."""
+        return [self._look_at(source, final=final) for source in sources]
+
+    def _look_at(self, source: Source, *, final: bool) -> _Look:
+        if self._batch is not None and bool(self._batch.held().any()):
+            return _Look(None, "it cannot be read", True)
+        if not self.read(self._files.geometry.header_bytes, source):
+            return _Look(None, "it cannot be read", self.hopeless())
+        epoch = epoch_of(self.view, self._slot)
+        if epoch is None:
+            return _Look(None, "it has no header", False)
+        if not self.read(self._files.geometry.slot_bytes, source):
+            return _Look(epoch, "it cannot be read", self.hopeless())
+        fault = self.judge(final=final) or ""
+        if not fault:
+            self._remember(right=True)
+        return _Look(epoch, fault, False)
+
+    def rewrite(self, good: Source, copy: Source) -> bool:
+        """Write a copy from the ``good`` source; False if a device does not take it."""
+        size = self._files.geometry.slot_bytes
+        if not self.read(size, good) or self.judge(final=False) is not None:
+            return False
+        slots = np.array([self._slot], dtype=np.int64)
+        self._batch = self._files.submit(Op.WRITE, slots, 0, size, self._piece, source=copy)
+        written = bool(self._batch.wait()[0])
+        self._remember(right=written)
+        return written
+
+    def _remember(self, *, right: bool) -> None:
+        """Tell those who choose between copies what became of the one just read or written."""
+        if self._batch is None:
+            return
+        devices = self._batch.extents.device
+        slots = np.full(len(devices), self._slot, dtype=np.int64)
+        if right:
+            self._files.replicas.trust(slots, devices)
+        else:
+            self._files.replicas.doubt(slots, devices)
 
     def read_whole(self) -> bool:
         """As :meth:`read`, all of it."""

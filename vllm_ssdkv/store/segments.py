@@ -10,6 +10,8 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import SlotGeometry, StripeMap
 from vllm_ssdkv.store.placement import Extent, Segment
@@ -54,39 +56,54 @@ class _Space:
         return None
 
 
-def lanes_over(devices: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+def lanes_over(
+    devices: Sequence[int], weights: Sequence[float], copies: int = 1
+) -> tuple[int, ...]:
     """Lanes over some of the devices, in proportion to their weights.
 
     Args:
         devices: Numbers of the devices.
         weights: Weight of every device of the store, by number.
+        copies: Of each slot.
 
     Raises:
         ValueError: as :func:`lanes_for`.
     """
-    return tuple(devices[i] for i in lanes_for([weights[d] for d in devices]))
+    return tuple(devices[i] for i in lanes_for([weights[d] for d in devices], copies))
 
 
-def best_lanes(segment: Segment, weights: Sequence[float]) -> tuple[int, ...]:
-    """Lanes that suit the devices a segment has room on; its own if those are as good.
+class Striping(NamedTuple):
+    """How the slots of a segment lie on its devices."""
+
+    lanes: tuple[int, ...]
+    copies: int
+
+
+def best_striping(segment: Segment, weights: Sequence[float], replicas: int = 1) -> Striping:
+    """What suits the devices a segment has room on; what it has if that is as good.
 
     Args:
         segment: The segment.
         weights: By device; 0 for one that is not to be used.
+        replicas: Copies that each slot shall have, where there are so many devices.
     """
     usable = sorted(e.device for e in segment.extents if weights[e.device] > 0)
     if not usable:
-        return segment.lanes
-    lanes = lanes_over(usable, weights)
-    return segment.lanes if Counter(lanes) == Counter(segment.lanes) else lanes
+        return Striping(segment.lanes, segment.copies)
+    copies = min(replicas, len(usable))
+    lanes = lanes_over(usable, weights, copies)
+    if copies == segment.copies and Counter(lanes) == Counter(segment.lanes):
+        lanes = segment.lanes
+    return Striping(lanes, copies)
 
 
 def restriped(
-    geometry: SlotGeometry, segment: Segment, lanes: tuple[int, ...], devices: int
+    geometry: SlotGeometry, segment: Segment, striping: Striping, devices: int
 ) -> Segment:
-    """The segment with other lanes and as many slots as fit; its numbers are yet to be found."""
-    slots = StripeMap(geometry, lanes, devices).max_slots(segment.rooms(devices))
-    return Segment(segment.first, slots, slots, lanes, segment.extents)
+    """The segment striped otherwise, with as many slots as fit; its numbers are yet to be found."""
+    stripes = StripeMap(geometry, striping.lanes, devices, striping.copies)
+    slots = stripes.max_slots(segment.rooms(devices))
+    return Segment(segment.first, slots, slots, striping.lanes, segment.extents, striping.copies)
 
 
 class Arrangement(NamedTuple):
@@ -111,12 +128,14 @@ def arrange(
     weights: Sequence[float],
     ends: Sequence[int],
     added: Collection[int] = (),
+    replicas: int = 1,
 ) -> Arrangement:
     """The segments of a store on today's devices.
 
     What fits stays where it is. Segments are cut where a device has become smaller; get a part of
     added devices, for the time when they are striped anew; and new ones fill the room that is
-    left, first over all devices, then over those that are larger than others.
+    left, first over all devices, then over those that are larger than others. With two replicas,
+    room that one device alone has left is not used.
 
     Args:
         geometry: Shape of the slots.
@@ -124,15 +143,16 @@ def arrange(
         weights: By device; 0 for one that is not there.
         ends: Units of each device; of one that is not there, 0.
         added: Devices that are there again, or for the first time.
+        replicas: Copies that each new slot shall have; one where there is one device.
     """
     kept = [s for s in (_cut(geometry, s, weights, ends) for s in segments) if s.slots]
     space = _Space(ends, kept)
     kept = [_widened(s, weights, added, space) for s in kept]
     top = max((s.first + s.numbers for s in kept), default=0)
-    made = _fill(geometry, weights, space, top, sum(s.slots for s in kept))
+    made = _fill(geometry, weights, space, top, sum(s.slots for s in kept), replicas)
     numbers = top + sum(s.slots for s in made)
     wanted = [
-        max(s.numbers, restriped(geometry, s, best_lanes(s, weights), len(ends)).slots)
+        max(s.numbers, restriped(geometry, s, best_striping(s, weights, replicas), len(ends)).slots)
         for s in (*kept, *made)
     ]
     if sum(wanted) > sum(s.numbers for s in (*kept, *made)):
@@ -153,10 +173,10 @@ def _cut(
     extents = tuple(e for e in map(inside, segment.extents) if e.units)
     if extents == segment.extents:
         return segment
-    cut = Segment(segment.first, segment.numbers, segment.slots, segment.lanes, extents)
-    fitting = restriped(geometry, cut, segment.lanes, len(ends)).slots
+    cut = replace(segment, extents=extents)
+    fitting = restriped(geometry, cut, Striping(segment.lanes, segment.copies), len(ends)).slots
     slots = min(segment.slots, fitting)
-    return Segment(segment.first, slots, slots, segment.lanes, extents)
+    return replace(cut, numbers=slots, slots=slots)
 
 
 def _widened(
@@ -175,19 +195,26 @@ def _widened(
         begin = space.take(device, units)
         if begin is not None:
             extents.append(Extent(device, begin, units))
-    return Segment(segment.first, segment.numbers, segment.slots, segment.lanes, tuple(extents))
+    return replace(segment, extents=tuple(extents))
 
 
 def _fill(
-    geometry: SlotGeometry, weights: Sequence[float], space: _Space, first: int, known: int
+    geometry: SlotGeometry,
+    weights: Sequence[float],
+    space: _Space,
+    first: int,
+    known: int,
+    replicas: int,
 ) -> list[Segment]:
     """New segments in the free space, with numbers from ``first`` on."""
     made: list[Segment] = []
     present = [d for d, weight in enumerate(weights) if weight]
+    copies = min(replicas, len(present))
     devices = list(present)
-    while devices:
+    while len(devices) >= max(1, copies):
         rooms = [space.largest(d) if d in devices else 0 for d in range(len(weights))]
-        stripes = StripeMap(geometry, lanes_over(devices, weights), len(weights))
+        lanes = lanes_over(devices, weights, copies)
+        stripes = StripeMap(geometry, lanes, len(weights), copies)
         slots = stripes.max_slots(rooms)
         total = known + sum(s.slots for s in made)
         if slots < max(len(stripes.lanes), MIN_SHARE * total):
@@ -219,5 +246,7 @@ def _divided(stripes: StripeMap, slots: int, space: _Space, first: int) -> list[
             before = stripes.device_units(device, at)
             units = stripes.device_units(device, at + count) - before
             extents.append(Extent(device, start + before, units))
-        made.append(Segment(first + at, count, count, stripes.lanes, tuple(extents)))
+        made.append(
+            Segment(first + at, count, count, stripes.lanes, tuple(extents), stripes.copies)
+        )
     return made

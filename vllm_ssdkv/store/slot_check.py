@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import DeadlineError
 from vllm_ssdkv.store.engine.protocol import U64, Op
-from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.files import SlotBatch, SlotFiles, Source
 from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.layout import SlotGeometry
 
@@ -32,6 +32,10 @@ class Entry:
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
     keys: list[bytes]
+
+    def part(self, which: NDArray[np.int64]) -> Entry:
+        """Those at these places."""
+        return Entry(self.slots[which], self.epochs[which], [self.keys[i] for i in which.tolist()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,10 @@ class _Reading:
 class SlotChecker:
     """Checks slots of one rank's open files. Used by one thread; blocks on I/O."""
 
-    def __init__(self, files: SlotFiles, plan: BatchPlan):
-        """The first ``plan.nbytes`` of the files' arena belong to this."""
+    def __init__(self, files: SlotFiles, plan: BatchPlan, source: Source | None = None):
+        """The first ``plan.nbytes`` of the files' arena belong to this. ``source``: which copies
+        are checked; the first ones by default."""
+        self._source = source or Source()
         self._files = files
         self._plan = plan
 
@@ -99,7 +105,8 @@ class SlotChecker:
 
     def _read(self, entry: Entry, which: NDArray[np.int64], pieces: U64) -> _Reading:
         size = self._files.geometry.slot_bytes
-        batch = self._files.submit(Op.READ, entry.slots[which], 0, size, pieces)
+        slots = entry.slots[which]
+        batch = self._files.submit(Op.READ, slots, 0, size, pieces, source=self._source)
         return _Reading(which, pieces, batch)
 
     def _finish(

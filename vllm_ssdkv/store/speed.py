@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.store.engine.protocol import PENDING, U16, U32, Batch
 
@@ -77,6 +78,12 @@ class DeviceSpeed:
                 if np.isfinite(self._window_end):
                     self._judge()
                 self._window_end = end + WINDOW_S
+
+    def rates(self) -> NDArray[np.float64]:
+        """What each device is worth now, [devices], in the unit of the weights."""
+        with self._lock:
+            rates: NDArray[np.float64] = self._weights * self._factor
+            return rates
 
     def take_news(self) -> list[tuple[int, float]]:
         """Devices whose factor has changed since the last call: the share of its weight, in

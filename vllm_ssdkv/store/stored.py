@@ -151,7 +151,10 @@ def _read_manifest(state: Path) -> tuple[Manifest, str]:
         else:
             found.append(manifest)
     if not found:
-        raise FormatError("; ".join(wrong))
+        raise FormatError(
+            f"{'; '.join(wrong)}. Where neither is whole, a start of the engine makes both anew "
+            "from superblocks, without the stored blocks, unless the option recover is strict"
+        )
     return found[0], "; ".join(wrong)
 
 

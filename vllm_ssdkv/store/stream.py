@@ -310,10 +310,10 @@ class ContextStream:
         right = np.zeros(len(asked), dtype=np.bool_)
         right[position] = good[which]
         row, page = np.nonzero(~checked.same & known[:, None])
-        if not final:  # it is read again before anything is accused
-            row, page = row[:0], page[:0]
-        self._files.counters.add("checksum_failures", len(row))
-        batch.verified(right, position[row], page * self._files.geometry.page_bytes)
+        if final:
+            self._files.counters.add("checksum_failures", len(row))
+        offsets = page * self._files.geometry.page_bytes
+        batch.verified(right, position[row], offsets, final=final)
 
     def _give_back(self, read: _Read) -> None:
         if read.batch is None:

@@ -189,6 +189,7 @@ class TieredStore:
                 scrub_rate,
                 idle=self.idle,
                 writing=self._writer.writes,
+                visit=self._writer.visit,
             )
 
     # ---- write path ----

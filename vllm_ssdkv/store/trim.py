@@ -124,12 +124,14 @@ class SlotTrimmer:
 
     def discard(self, slots: I64) -> None:
         """Trim a batch. A device that refuses is not asked again."""
-        extents = self._placement.extents(slots, 0, self._slot_bytes)
+        first, second = self._placement.copies(slots, 0, self._slot_bytes)
         for device, fd in list(self._fds.items()):
-            mine = extents.device == device
-            offset = extents.offset[mine].astype(np.int64)
-            order = np.argsort(offset)
-            begins, ends = _joined(offset[order], extents.length[mine].astype(np.int64)[order])
+            copies = [e for e in (first, second) if e is not None]
+            found = [(e.offset[e.device == device], e.length[e.device == device]) for e in copies]
+            # Of a slot with one copy, both are the same.
+            offset, index = np.unique(np.concatenate([o for o, _ in found]), return_index=True)
+            length = np.concatenate([n for _, n in found])[index]
+            begins, ends = _joined(offset.astype(np.int64), length.astype(np.int64))
             try:
                 for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                     self._discard(fd, begin, end - begin)

@@ -6,7 +6,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +50,27 @@ class _Group:
     frames: NDArray[np.int32]
     images: U64
     batch: SlotBatch
+    stored: bool = False
+    """Whether another copy was written while this write still hangs."""
 
     @property
     def slots(self) -> NDArray[np.int64]:
         return _slots(self.items)
 
-    def part(self, which: NDArray[np.bool_], batch: SlotBatch) -> _Group:
+    def part(self, which: NDArray[np.bool_], batch: SlotBatch, *, stored: bool = False) -> _Group:
         items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
-        return _Group(items, self.frames[which], self.images[which], batch)
+        return _Group(items, self.frames[which], self.images[which], batch, stored)
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """Something that somebody else does with a slot in the writer's thread."""
+
+    slot: int
+    work: Callable[[], None]
+    under_way: bool = False
+    over: bool = False
+    done: bool = False
 
 
 def _slots(items: Sequence[Pending]) -> NDArray[np.int64]:
@@ -71,7 +84,8 @@ class SlotWriter:
     is queued; at the latest after about two deadlines. A write that fails is tried once more,
     alone: the block layer merges requests, so one bad sector fails its neighbours too. The frame of
     a failed write is the only copy: it is ``HELD`` until discarded. A write that misses its
-    deadline has failed; its frame is ``WRITING`` until the I/O ends.
+    deadline has failed; its frame is ``WRITING`` until the I/O ends. Of two copies, one that was
+    written is enough, after the second attempt.
 
     Frames stay readable while they are written, so where slots are encrypted, what goes to the
     devices is made in pieces of memory beside them.
@@ -104,6 +118,7 @@ class SlotWriter:
         """Slots that an I/O may still write to."""
         self._durable: list[tuple[int, int]] = []
         self._failed: list[tuple[int, int]] = []
+        self._visits: collections.deque[_Visit] = collections.deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ssdkv-writer", daemon=True)
         self._thread.start()
@@ -142,6 +157,26 @@ class SlotWriter:
         with self._wake:
             return slot in self._busy or any(item.slot == slot for item in self._queue)
 
+    def visit(self, slot: int, work: Callable[[], None], timeout_s: float) -> bool:
+        """Have ``work`` done while no write of the slot is queued or in flight. Blocks.
+
+        It is done in the writer's thread when there is nothing to write, so no write begins before
+        its end. It must end by itself, and raise nothing.
+
+        Returns:
+            Whether it was done; not if the slot is being written, or the time ran out before.
+        """
+        mine = _Visit(slot, work)
+        with self._wake:
+            self._visits.append(mine)
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: mine.over or self._stopping, timeout_s)
+            if not (mine.over or mine.under_way):
+                self._visits.remove(mine)
+                return False
+            self._wake.wait_for(lambda: mine.over)  # the deadlines of the work end it
+            return mine.done
+
     def take_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(slot, epoch) pairs written, and pairs that failed, since the last call."""
         with self._wake:
@@ -171,9 +206,15 @@ class SlotWriter:
             with self._wake:
                 trim = self._wait()
                 self._collect_overdue()
-                if not (self._queue or self._groups or trim is not None):
+                if self._stopping and not (self._queue or self._groups or trim is not None):
                     return
                 items = self._next_items() if len(self._groups) < IN_FLIGHT else []
+                visit = None if items or self._groups else self._next_visit()
+            if visit is not None:
+                visit.work()
+                with self._wake:
+                    visit.over = visit.done = True
+                    self._wake.notify_all()
             if self._trimmer is not None and trim is not None:
                 # In this thread: no write of such a slot can be started before it is over.
                 self._trimmer.discard(trim)
@@ -184,7 +225,7 @@ class SlotWriter:
 
     def _wait(self) -> NDArray[np.int64] | None:
         """Wait for something to do; slots to trim, if it is that. Lock held."""
-        while not (self._queue or self._groups or self._stopping):
+        while not (self._queue or self._groups or self._visits or self._stopping):
             pause = None if self._trimmer is None else self._trimmer.wait_s()
             if self._trimmer is not None and pause == 0:
                 return self._trimmer.take(list(self._busy))
@@ -193,6 +234,18 @@ class SlotWriter:
             self._wake.wait(pause)
             self._collect_overdue()
         return None
+
+    def _next_visit(self) -> _Visit | None:
+        """Lock held."""
+        if not self._visits:
+            return None
+        visit = self._visits.popleft()
+        if visit.slot in self._busy:
+            visit.over = True
+            self._wake.notify_all()
+            return None
+        visit.under_way = True
+        return visit
 
     def _next_items(self) -> list[Pending]:
         """Items to write now. Lock held.
@@ -289,7 +342,8 @@ class SlotWriter:
     def _finish(self, group: _Group) -> None:
         good = group.batch.wait()
         held = group.batch.held()
-        overdue = [group.part(held, group.batch)] if held.any() else []
+        late = [(held, group.batch)] if held.any() else []
+        missing = group.batch.incomplete()
         end = time.monotonic() + self._files.deadline_s
         for i in np.flatnonzero(~good & ~held & ~group.batch.out_of_reach()).tolist():
             if self._stopping or time.monotonic() >= end:
@@ -297,17 +351,27 @@ class SlotWriter:
             alone = np.zeros(len(group.items), dtype=np.bool_)
             alone[i] = True
             again = self._submit([group.items[i]], group.images[alone])
-            good[i] = again.wait()[0]
+            good[i] = again.wait()[0] or again.readable()[0]
+            missing[i] = again.incomplete()[0]
             if not again.ended():
                 held[i] = True
-                overdue.append(group.part(alone, again))
-        self._frames.settle(group.frames[good], FrameState.CLEAN)
+                late.append((alone, again))
+        if group.batch.twin is not None:
+            good |= group.batch.readable()
+            self._files.counters.add("single_copies", int((good & missing).sum()))
+        overdue = [
+            group.part(which & (good == stored), batch, stored=stored)
+            for which, batch in late
+            for stored in (False, True)
+        ]
+        overdue = [part for part in overdue if part.items]
+        self._frames.settle(group.frames[good & ~held], FrameState.CLEAN)
         self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
         self._seals.settle(group.slots)
         if self._images is not None:
             self._images.give(group.images[~held])
-            for late in overdue:
-                self._images.lend(late.images, np.ones(len(late.items), np.bool_), late.batch)
+            for part in overdue:
+                self._images.lend(part.images, np.ones(len(part.items), np.bool_), part.batch)
         if not good.all():
             logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
         with self._wake:
@@ -341,6 +405,6 @@ class SlotWriter:
         """Take back the frames of overdue writes that have ended. Lock held."""
         for group in [g for g in self._overdue if g.batch.ended()]:
             self._overdue.remove(group)
-            # It was reported as failed, so the frame stays the only copy until discarded.
-            self._frames.settle(group.frames, FrameState.HELD)
+            # What was reported as failed stays the only copy until discarded.
+            self._frames.settle(group.frames, FrameState.CLEAN if group.stored else FrameState.HELD)
             self._busy.difference_update(item.slot for item in group.items)

@@ -1,0 +1,308 @@
+"""How fast a prefix hit is loaded, against what the drives give.
+
+    python -P -m vllm_ssdkv.profiling.bench_load --dir /mnt/nvme0 --dir /mnt/nvme1
+
+Per size of block and of hit, in turns in one run: the hit loaded by the store (read, checked, and
+copied to where HBM would be), the same bytes of the same files read by the same engine and nothing
+else, and the engine under ``ssdkv bench io`` at the size of the store's requests. Medians over
+rounds. A hit begins with empty queues and ends with its last byte copied, ``bench io`` keeps the
+queues full for a while, so small hits cannot reach it.
+
+With ``--bandwidth`` the drives are slowed down inside the engine, for everybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
+from vllm_ssdkv.profiling.bench_io.engines import EngineContender
+from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
+from vllm_ssdkv.sizes import MIB, format_size, parse_size
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.engine.open import EngineKind
+from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.open import StorePlace, open_rank
+from vllm_ssdkv.store.tiers import TieredStore
+
+LAYERS = 32
+BLOCKS = (128 * 1024, 512 * 1024, 2 * MIB)
+"""Bytes of a block, all layers."""
+HITS = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+DRAM_BYTES = 320 * MIB
+ENGINE_S = 0.3
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """GB/s of one size of block and hit; ratios are medians of the rounds' ratios."""
+
+    block_bytes: int
+    hit_bytes: int
+    request_bytes: int
+    load: float
+    reads: float
+    engine: float
+    load_per_reads: float
+    load_per_engine: float
+
+
+class Bench:
+    """A store on the devices, and blocks in it."""
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        geometry: SlotGeometry,
+        blocks: int,
+        drive: ThrottleRule | None = None,
+    ):
+        capacity = (blocks + 8 * len(directories)) * geometry.slot_bytes * 9 // 8
+        share = capacity // len(directories) + 32 * MIB
+        config = SSDKVConfig.from_extra_config(
+            {
+                "devices": [{"path": str(path), "capacity": share} for path in directories],
+                "dram_gib": DRAM_BYTES / 2**30,
+                "io": {"throttle": [] if drive is None else [_plain(drive)]},
+            }
+        )
+        place = StorePlace(config, geometry, Fingerprint({"bench": geometry.payload_bytes}), 1)
+        self.geometry = geometry
+        self.depth = config.io.queue_depth
+        self._opened = open_rank(place, 0, Counters())
+        self._hbm = np.zeros(blocks * geometry.payload_bytes * geometry.pages, dtype=np.uint8)
+        self.store = TieredStore(
+            self._opened.files,
+            self._opened.arena,
+            self._opened.plan,
+            self._opened.num_slots,
+            16,
+            self._copy_in,
+        )
+        self.slots = np.arange(blocks, dtype=np.int64)
+        self._keys = [slot.to_bytes(32, "little") for slot in range(blocks)]
+        self._write()
+
+    @property
+    def request_bytes(self) -> int:
+        """The largest request that a block is read with."""
+        files = self.store.files
+        extents = files.placement.extents(self.slots, 0, self.geometry.slot_bytes)
+        return int(extents.length.max())
+
+    def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        geometry, pages = self.geometry, np.arange(self.geometry.pages, dtype=np.uint64)
+        first = self.store.frames.address(frames) + np.uint64(geometry.header_bytes)
+        place = np.uint64(self._hbm.ctypes.data) + (block_ids - 1).astype(np.uint64) * np.uint64(
+            geometry.pages * geometry.payload_bytes
+        )
+        source = first[:, None] + pages * np.uint64(geometry.page_bytes)
+        target = place[:, None] + pages * np.uint64(geometry.payload_bytes)
+        _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
+
+    def _write(self) -> None:
+        plan, random = self._opened.plan, np.random.default_rng(0)
+        for at in range(plan.frame_offset, plan.nbytes, 4 * MIB):
+            piece = self._opened.arena.view(at, min(4 * MIB, plan.nbytes - at))
+            piece[:] = random.integers(0, 256, len(piece), np.uint8)
+        done = 0
+        while done < len(self.slots):
+            frames = self.store.hold(self.slots[done:], wait=True)
+            if len(frames) == 0:
+                raise RuntimeError("no frame in time")
+            part = slice(done, done + len(frames))
+            slots = self.slots[part]
+            self.store.commit(slots, np.ones(len(slots), np.int64), self._keys[part])
+            done += len(frames)
+        if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
+            raise RuntimeError("a block was not written")
+
+    def load(self, blocks: int) -> float:
+        """Seconds in which the first so many blocks were loaded, none of them from DRAM."""
+        slots = self.slots[:blocks]
+        self.store.frames.forget(self.slots)
+        job = LoadJob("r", slots, np.ones(blocks, np.int64), tuple(self._keys[:blocks]), slots + 1)
+        self.store.load(job)
+        end = time.monotonic() + PATIENCE_S
+        while not (outcomes := self.store.take_load_outcomes()):
+            if time.monotonic() > end:
+                raise RuntimeError("the load did not end")
+            time.sleep(0.0005)
+        if not outcomes[0].complete or outcomes[0].tokens_from_dram:
+            raise RuntimeError("the load failed, or something was in DRAM")
+        return outcomes[0].ssd_s
+
+    def read(self, blocks: int) -> float:
+        """Seconds in which the engine read the same, all of it queued as early as memory allows."""
+        files, plan = self.store.files, self._opened.plan
+        self.store.frames.forget(self.slots)
+        size = self.geometry.slot_bytes
+        extents = files.placement.extents(self.slots[:blocks], 0, size)
+        # Where a block has no place in memory of its own, it shares one: nobody looks at it.
+        place = (extents.slot_index % plan.frames - extents.slot_index) * size + plan.frame_offset
+        buffer = (extents.buffer.astype(np.int64) + place).astype(np.uint64)
+        begin = time.perf_counter()
+        batch = files.engine.submit(Op.READ, extents.device, extents.offset, extents.length, buffer)
+        if not batch.wait(PATIENCE_S) or (batch.results() != extents.length).any():
+            raise RuntimeError("a read failed")
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """End the store."""
+        self.store.close()
+        self._opened.close()
+
+
+def _plain(drive: ThrottleRule) -> dict[str, float]:
+    return {"bandwidth": int(drive.bandwidth or 0), "latency": drive.latency_s}
+
+
+@contextmanager
+def _bench(
+    directories: Sequence[Path], block: int, hits: Sequence[int], drive: ThrottleRule | None = None
+) -> Iterator[Bench]:
+    geometry = SlotGeometry("opaque", LAYERS, 1, 1, block // LAYERS)
+    folders = [directory / f"store-{block}" for directory in directories]
+    for folder in folders:
+        folder.mkdir()
+    bench = Bench(folders, geometry, max(hits) // block, drive)
+    try:
+        yield bench
+    finally:
+        bench.close()
+        for folder in folders:
+            shutil.rmtree(folder)
+
+
+def measure(
+    directories: Sequence[Path],
+    blocks: Sequence[int],
+    hits: Sequence[int],
+    rounds: int,
+    *,
+    drive: ThrottleRule | None = None,
+    region_bytes: int = 256 * MIB,
+    engine_s: float = ENGINE_S,
+) -> list[Row]:
+    """One row per size of block and hit that is at least a block.
+
+    Args:
+        directories: One per device.
+        blocks: Bytes of a block.
+        hits: Bytes of a hit.
+        rounds: Measurements of each.
+        drive: What every device is slowed down to, or nothing.
+        region_bytes: Of the files for ``bench io``, per device.
+        engine_s: Seconds of one run of ``bench io``.
+    """
+    arena = Arena(MEMORY_BYTES)
+    rows: list[Row] = []
+    try:
+        with bench_files(directories, len(directories), region_bytes) as files:
+            for block in blocks:
+                fitting = [hit for hit in hits if hit >= block]
+                with _bench(directories, block, fitting, drive) as bench:
+                    kind: EngineKind = "uring" if _io.has_uring else "threads"
+                    contender = EngineContender(kind, files, arena, drive)
+                    rows += [
+                        _row(bench, contender, files, hit, rounds, engine_s) for hit in fitting
+                    ]
+    finally:
+        arena.close()
+    return rows
+
+
+def _row(
+    bench: Bench,
+    contender: EngineContender,
+    files: Sequence[BenchFile],
+    hit: int,
+    rounds: int,
+    engine_s: float,
+) -> Row:
+    block = bench.geometry.pages * bench.geometry.payload_bytes
+    count, request = hit // block, bench.request_bytes
+    depth = max(1, min(bench.depth, MEMORY_BYTES // request // len(files)))
+    case = Case(Op.READ, request, depth, len(files))
+    nbytes = count * bench.geometry.slot_bytes
+    speeds: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        load, read = nbytes / bench.load(count), nbytes / bench.read(count)
+        speeds.append((load / 1e9, read / 1e9, contender.run(case, engine_s).bytes_per_s / 1e9))
+    load, read, engine = (statistics.median(each) for each in zip(*speeds, strict=True))
+    return Row(
+        block,
+        hit,
+        request,
+        load,
+        read,
+        engine,
+        statistics.median(one[0] / one[1] for one in speeds),
+        statistics.median(one[0] / one[2] for one in speeds),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| block | hit | request | load GB/s | its reads alone | bench io | load / reads "
+        "| load / bench io |",
+        "|---" * 8 + "|",
+    ]
+    for row in rows:
+        sizes = (row.block_bytes, row.hit_bytes, row.request_bytes)
+        cells = [format_size(size) for size in sizes]
+        cells += [f"{speed:.2f}" for speed in (row.load, row.reads, row.engine)]
+        cells += [f"{ratio:.2f}" for ratio in (row.load_per_reads, row.load_per_engine)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dir", action="append", type=Path, help="device (repeat for several)")
+    parser.add_argument("--bandwidth", help="bytes/s that each drive is slowed down to")
+    parser.add_argument("--latency", type=float, default=0.0001, help="seconds per request then")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    given = parser.parse_args(arguments)
+    drive = None
+    if given.bandwidth:
+        drive = ThrottleRule(bandwidth=parse_size(given.bandwidth), latency_s=given.latency)
+    with tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=Path.cwd()) as scratch:
+        directories = []
+        for i, parent in enumerate(given.dir or [Path(scratch)]):
+            directories.append(Path(tempfile.mkdtemp(prefix=f"ssdkv-bench-{i}-", dir=parent)))
+        try:
+            rows = measure(directories, BLOCKS, HITS, given.rounds, drive=drive)
+        finally:
+            for directory in directories:
+                shutil.rmtree(directory, ignore_errors=True)
+    print(table(rows))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The check of a store with two copies of each block: one that is bad is named, and mended."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import disk_directory
+from tests.store.conftest import array
+from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip
+from tests.store.test_fsck import SLOTS, check
+from vllm_ssdkv.store import layout
+
+PAGE = GEOMETRY.page_offset(2) + 100
+
+
+@pytest.fixture(params=["plain", "encrypted", "striped"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FilledStore]:
+    """``striped``: over two devices, so that each has parts of both copies."""
+    if request.param == "striped":
+        monkeypatch.setattr(layout, "STRIPE_UNIT", 16384)
+        assert GEOMETRY.units_per_slot == 3
+    with tempfile.TemporaryDirectory(prefix="ssdkv-fsck-", dir=disk_directory()) as root:
+        count = 2 if request.param == "striped" else 3
+        paths = tuple(Path(root, f"ssd{i}") for i in range(count))
+        state = Path(root, "state")
+        for path in (*paths, state):
+            path.mkdir(mode=0o700)
+        made = FilledStore(paths, state, SLOTS, encrypted=request.param == "encrypted", replicas=2)
+        made.fill()
+        yield made
+
+
+def strike(store: FilledStore, slot: int, copy: int, rank: int = 0, offset: int = PAGE) -> None:
+    device, at = store.at(slot, offset, copy)
+    flip(store.data(device, rank), at)
+
+
+def test_both_copies_are_read(store: FilledStore) -> None:
+    report = check(store)
+    assert report.clean, report.problems
+    assert report.checked_slots == len(SLOTS) * RANKS
+    assert report.checked_bytes == 2 * len(SLOTS) * RANKS * GEOMETRY.slot_bytes
+    assert store.served() == set(SLOTS)
+
+
+@pytest.mark.parametrize("offset", [70, PAGE], ids=["header", "page"])
+def test_bad_copies_are_mended(store: FilledStore, offset: int) -> None:
+    strike(store, 5, 0, offset=offset)
+    strike(store, 13, 1, rank=1, offset=offset)
+    report = check(store)
+    assert report.counts == {"copy": 2}
+    assert report.bad == 0
+    assert {p.subject for p in report.problems} == {"slot 5, rank 0", "slot 13, rank 1"}
+    mended = check(store, mend=True)
+    assert (mended.counts, mended.unrepaired) == ({"copy": 2}, 0)
+    assert check(store).clean
+    assert store.served() == set(SLOTS)
+
+
+def test_both_copies_bad(store: FilledStore) -> None:
+    for copy in (0, 1):
+        strike(store, 8, copy, rank=1)
+    report = check(store, mend=True)
+    assert report.counts == {"page": 1}
+    assert report.bad == 1
+    assert check(store).clean
+    assert store.served() == set(SLOTS) - {8}
+
+
+def test_a_replaced_drive_is_filled(store: FilledStore) -> None:
+    """The engine makes the data file, the repair brings what was on it."""
+    store.data(1, 0).unlink()
+    store.data(1, 1).unlink()
+    assert store.served() == set(SLOTS)
+    touched = [s for s in SLOTS if store.placement.touches(1, array([s]))[0]]
+    report = check(store, mend=True)
+    assert report.counts == {"copy": RANKS * len(touched)}
+    assert report.unrepaired == 0
+    assert check(store).clean
+
+
+def test_a_missing_data_file_drops_nothing(store: FilledStore) -> None:
+    store.data(1, 1).unlink()
+    report = check(store, mend=True)
+    assert set(report.counts) == {"copy", "data_file"}
+    assert report.bad == 0
+    assert report.unrepaired == report.counts["copy"]
+    assert store.served() == set(SLOTS)
+
+
+def test_superblocks_that_nothing_proves(store: FilledStore) -> None:
+    """Without a right copy on it, a device is not written to: it may be anybody's."""
+    data = store.data(0, 0)
+    data.write_bytes(b"\x11" * data.stat().st_size)
+    report = check(store, mend=True)
+    assert set(report.counts) == {"copy", "superblock"}
+    assert report.bad == 0
+    assert report.unrepaired == sum(report.counts.values())
+    assert set(data.read_bytes()) == {0x11}

@@ -1,0 +1,59 @@
+"""One rank's part of a store that is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cipher import libcrypto_version
+from vllm_ssdkv.store.device import OpenDevice
+from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.tiers import ArenaPlan
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """One rank's open data files, engine and memory."""
+
+    files: SlotFiles
+    devices: tuple[OpenDevice, ...]
+    arena: Arena
+    plan: ArenaPlan
+    num_slots: int
+    """Slot numbers are below this."""
+    capacities: tuple[int, ...]
+    key_id: bytes
+
+    def describe(self) -> list[str]:
+        """Lines of the start-up summary."""
+        slot = self.files.geometry.slot_bytes
+        lines = [
+            f"SSD  {device.path.parent}: up to {format_size(capacity)}"
+            f"{'' if device.direct else ', page cache in use (no O_DIRECT)'}"
+            f"{'' if device.preallocated else ', not preallocated'}"
+            for device, capacity in zip(self.devices, self.capacities, strict=True)
+        ]
+        return [
+            f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
+            f"{format_size(self.plan.staging_bytes)} staging{self._choice()}",
+            *lines,
+            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank"
+            f"{', each of them twice' if self.files.placement.most_copies > 1 else ''}, engine "
+            f"{self.files.engine.name}",
+            f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
+            if self.key_id
+            else "encryption off",
+        ]
+
+    def _choice(self) -> str:
+        if not self.plan.page_places:
+            return ""
+        return (
+            f", {self.plan.page_places} single pages, summaries of {self.plan.summary_rows} blocks"
+        )
+
+    def close(self) -> None:
+        """Release the data files and their locks. The store's threads must have ended."""
+        for device in self.devices:
+            device.close()
