@@ -362,6 +362,23 @@ def test_a_hung_device_costs_one_deadline_and_its_places(
     rig.assert_no_leak()
 
 
+@pytest.mark.parametrize("page", [0, 5])
+def test_of_two_copies_one_may_be_wrong(make_store: MakeStore, page: int) -> None:
+    """Whichever copies are read first."""
+    rig = make_store(SUMMED, replicas=2)
+    names = context(rig, range(6))
+    for slot in names:
+        rig.flip(slot, SUMMED.page_offset(page) + 99)
+    chosen = rig.store.choose([array(range(6))], [0])
+    found = bring(rig, chosen, 1, {0: [(block, 0) for block in range(6)]})
+    assert len(found) == 6
+    assert_right(rig, found, [list(names)], names, 1)
+    assert (chosen.poisoned, chosen.bad) == (set(), [])
+    chosen.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
 def test_a_fetch_that_nobody_waits_for_leaks_nothing(make_store: MakeStore) -> None:
     rig = make_store(SUMMED)
     context(rig, range(6))
