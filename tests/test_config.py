@@ -102,6 +102,17 @@ def test_sizes_read_well() -> None:
 # --- what is taken
 
 
+def test_short_requests_are_exact_where_the_window_takes_the_budget() -> None:
+    def below(**sparse: object) -> int:
+        return build({"mode": "page", "selector": "bounds", "sparse": sparse}).exact_below
+
+    assert below() == 2 * 1024 * 8
+    assert below(budget=0.3) == 6827
+    assert below(budget_tokens=4096) == 4096
+    assert below(exact_below=0) == 0
+    assert below(budget_tokens=4096, exact_below=77) == 77
+
+
 def test_nothing_given_is_a_valid_config() -> None:
     made = build({})
     assert (made.mode, made.devices, made.io.engine) == ("reuse", (), "auto")
@@ -239,7 +250,28 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"hbm_window_tokens": 64.5}, "hbm_window_tokens: got 64.5"),
         ({"page_tokens": 48}, "page_tokens: got 48; not a power of two"),
         ({"page_tokens": 8}, "page_tokens: got 8; not a power of two"),
-        ({"selector": "sparq"}, 'selector: got "sparq"; allowed: "exact"; sparse selectors come'),
+        (
+            {"selector": "sparq"},
+            'selector: got "sparq"; allowed: "exact" or "bounds" or "adaptive" or',
+        ),
+        (
+            {"sparse": {"floor": 0.5}},
+            "sparse.floor: 0.5 is more than sparse.budget (0.125): lower it, or raise the budget",
+        ),
+        ({"sparse": {"mass": 0}}, "sparse.mass: got 0; allowed: a number, above 0 and at most 1"),
+        ({"selector": "bounds"}, 'selector: "bounds" needs mode "page"; mode "reuse" loads whole'),
+        (
+            {"sparse": {"budget": 1.5}},
+            "sparse.budget: got 1.5; allowed: a number, above 0 and at most 1",
+        ),
+        ({"sparse": {"budget": 0}}, "sparse.budget: got 0; allowed: a number, above 0"),
+        ({"sparse": {"budget_tokens": 0}}, "sparse.budget_tokens: got 0; allowed: an integer"),
+        (
+            {"mode": "page", "selector": "window", "sparse": {"budget_tokens": 1024}},
+            "sparse.budget_tokens: 1024 is not more than hbm_window_tokens (1024), which counts",
+        ),
+        ({"sparse": {"sink_tokens": -1}}, "sparse.sink_tokens: got -1; allowed: an integer"),
+        ({"sparse": {"page_cache": "4KiB"}}, 'sparse.page_cache: got "4KiB"; allowed: a number'),
         ({"io": 5}, "io: got 5; allowed: an object with engine"),
         (
             {"io": {"engine": "aio"}},

@@ -8,6 +8,7 @@ from here.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.config_encryption import EncryptionConfig
 from vllm_ssdkv.config_io import IoConfig
+from vllm_ssdkv.config_sparse import SparseConfig
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.host import (
     DEFAULT_DRAM_LIMIT,
@@ -222,11 +224,20 @@ class SSDKVConfig(OptionModel):
         Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
     ] = 16
     selector: Annotated[
-        Literal["exact"],
-        Allowed('"exact"; sparse selectors come in a later version'),
-        Field(description="Which part of the context a query attends to. `exact` is all of it."),
-        Reason("Lossless."),
+        Literal["exact", "bounds", "adaptive", "window"],
+        Field(
+            description="Which part of the context a token that is decoded attends to (page mode). "
+            "`exact` is all of it. `bounds` chooses pages by bounds of their logits. `adaptive` "
+            "does the same until they cover enough of the attention. `window` is the first tokens "
+            "and the newest ones only, to compare with. Prompts are always exact. "
+            "A store made for `exact` cannot be used with the others, nor the other way round."
+        ),
+        Reason("exact: lossless."),
     ] = "exact"
+    sparse: Annotated[
+        SparseConfig,
+        Field(description="What the selectors other than `exact` may choose."),
+    ] = SparseConfig()
     load: Annotated[
         Literal["auto", "always"],
         Field(
@@ -339,6 +350,22 @@ class SSDKVConfig(OptionModel):
                 f"hbm_window_tokens: {self.hbm_window_tokens} is not a multiple of "
                 f"page_tokens ({self.page_tokens})"
             )
+        if self.selector != "exact" and self.mode != "page":
+            lines.append(
+                f'selector: "{self.selector}" needs mode "page"; mode "{self.mode}" loads whole '
+                "prefixes, and never changes a result"
+            )
+        tokens = self.sparse.budget_tokens
+        if self.selector != "exact" and tokens is not None and tokens <= self.hbm_window_tokens:
+            lines.append(
+                f"sparse.budget_tokens: {tokens} is not more than hbm_window_tokens "
+                f"({self.hbm_window_tokens}), which counts in it: raise it, or lower the window"
+            )
+        if self.sparse.floor > self.sparse.budget and self.sparse.budget_tokens is None:
+            lines.append(
+                f"sparse.floor: {self.sparse.floor:g} is more than sparse.budget "
+                f"({self.sparse.budget:g}): lower it, or raise the budget"
+            )
         if self.dram_gib is not None and self.io.staging > self.dram_gib * GIB:
             lines.append(
                 f"io.staging: {format_size(self.io.staging)} is more than dram_gib "
@@ -358,6 +385,15 @@ class SSDKVConfig(OptionModel):
         if lines:
             raise ValueError("\n".join(lines))
         return self
+
+    @property
+    def exact_below(self) -> int:
+        """Tokens of the shortest request that chooses, see ``sparse.exact_below``."""
+        if self.sparse.exact_below is not None:
+            return self.sparse.exact_below
+        if self.sparse.budget_tokens is not None:
+            return self.sparse.budget_tokens
+        return math.ceil(2 * self.hbm_window_tokens / self.sparse.budget)
 
     def dram_bytes(self, workers: int) -> int:
         """Bytes of the DRAM tier of each of the engine's ``workers``, staging included.

@@ -127,6 +127,41 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
     _counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
     _counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
+    _counter(
+        "sparse_selections",
+        "lists",
+        "Times that pages were chosen: per decoded token, layer and KV head (page, sparse).",
+    ),
+    _counter(
+        "sparse_pages_selected", "pages", "Context pages chosen, all of these lists together."
+    ),
+    _counter("sparse_pages_in_context", "pages", "Context pages that there were to choose from."),
+    _counter(
+        "sparse_pages_fetched",
+        "pages",
+        "Chosen pages by where they were: in a frame, in the page cache, or read from a device. A "
+        "page that several requests chose at once counts once.",
+        Label("tier", ("dram", "page_cache", "ssd")),
+    ),
+    _counter(
+        "sparse_missing_mass",
+        "shares",
+        "Share of attention that by the selector's estimate was not attended to, added up over "
+        "sparse_selections.",
+    ),
+    _counter(
+        "sparse_rows_exact",
+        "rows",
+        "Decoded tokens that attended to everything, because DRAM has no room for the bounds of "
+        "their pages.",
+    ),
+    _counter(
+        "attention_seconds",
+        "seconds",
+        "Time that the forward pass spent in attention (page): choosing pages, waiting for bytes, "
+        "attending, merging.",
+        Label("part", ("select", "wait", "attend", "merge")),
+    ),
     _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
     _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
     _counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
@@ -182,6 +217,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
         "dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."
     ),
+    _gauge("page_cache_pages", "pages", "Single pages that DRAM holds, all ranks (page, sparse)."),
+    _gauge("summaries_held", "blocks", "Blocks whose page bounds DRAM holds, all ranks."),
     _gauge("journal_bytes", "bytes", "Size of the journal."),
     _gauge(
         "estimated_prefill_tokens_per_second",

@@ -36,7 +36,8 @@ from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.speed import DeviceSpeed
-from vllm_ssdkv.store.tiers import ArenaPlan, TieredStore
+from vllm_ssdkv.store.summaries import row_bytes
+from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory, TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
 SHORT_S = 0.3
@@ -56,6 +57,8 @@ PAGED = SlotGeometry("paged", layers=3, heads=2, groups=2, payload_bytes=8192)
 OPAQUE = SlotGeometry("opaque", layers=2, heads=1, groups=1, payload_bytes=5000)
 PAGED_ENCRYPTED = replace(PAGED, encrypted=True)
 OPAQUE_ENCRYPTED = replace(OPAQUE, encrypted=True)
+SUMMED = replace(PAGED, summary_pages=1)
+SUMMED_ENCRYPTED = replace(SUMMED, encrypted=True)
 PLAIN = [PAGED, OPAQUE]
 ALL = [*PLAIN, PAGED_ENCRYPTED, OPAQUE_ENCRYPTED]
 
@@ -278,7 +281,7 @@ class StoreRig:
         """Every frame and every staging piece comes back once nothing refers to it."""
         frames = self.store.frames
         bound = [s for s in range(frames.slots) if frames.frame_of(s) >= 0]
-        self.store.discard(array(bound))
+        self.store.discard(array(bound if self.store._pages is None else range(frames.slots)))
         until(lambda: frames.count(FrameState.FREE) == frames.frames, "the return of all frames")
         frames.audit()
         pools = [self.store._staging, self.store._loader._headers]
@@ -287,6 +290,13 @@ class StoreRig:
         for pool in pools:
             until(lambda pool=pool: pool.free() == pool.pieces, "the return of staging")
             assert len(set(pool._free)) == pool.pieces
+        if self.store._pages is not None:
+            cache = self.store._pages
+            until(lambda: cache.usable() == cache.places, "the return of single pages")
+            assert not cache._taken.any()
+            assert cache.held() == 0
+            assert self.store._summaries is not None
+            assert not self.store._summaries._pins.any()
 
 
 MakeStore = Callable[..., StoreRig]
@@ -312,6 +322,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         verify: VerifyMode = "all",
         replicas: int = 1,
         gaps: Sequence[tuple[int, int]] = (),
+        places: int = 32,
+        summary_rows: int = 32,
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
@@ -327,7 +339,12 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             )
             for index, path in enumerate(directories)
         ]
-        plan = _plan(geometry, frames, staging, scrub_rate is not None)
+        choice = None
+        if geometry.summary_pages:
+            page_tokens = BLOCK_TOKENS // geometry.groups
+            nbytes = summary_rows * row_bytes(geometry, page_tokens)
+            choice = ChoiceMemory(page_tokens, slots, places * geometry.page_bytes, nbytes)
+        plan = _plan(geometry, frames, staging, scrub_rate is not None, choice)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
         control = tmp_path / f"faults{len(rigs)}.json"
@@ -378,11 +395,13 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             device.close()
 
 
-def _plan(geometry: SlotGeometry, frames: int, staging: int, scrub: bool) -> ArenaPlan:
+def _plan(
+    geometry: SlotGeometry, frames: int, staging: int, scrub: bool, choice: ChoiceMemory | None
+) -> ArenaPlan:
     staging_bytes = staging * geometry.layer_bytes
-    empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub)
+    empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub, choice=choice)
     nbytes = empty.frame_offset + frames * geometry.slot_bytes
-    return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub)
+    return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub, choice=choice)
 
 
 @pytest.fixture

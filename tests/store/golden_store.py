@@ -166,6 +166,7 @@ class Golden:
             heads=self.geometry.heads,
             groups=self.geometry.groups,
             payload_bytes=self.geometry.payload_bytes,
+            summary_pages=self.geometry.summary_pages,
             tp_size=1,
             devices=[
                 ManifestDevice(
@@ -207,7 +208,9 @@ STORES = {
     "plain": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000), segments(2)),
     # Small, because it does not compress.
     "encrypted": Golden(
-        SlotGeometry("paged", 2, 1, 1, 1000, encrypted=True), segments(1), KEY.key_id
+        SlotGeometry("paged", 2, 1, 1, 1000, encrypted=True, summary_pages=1),
+        segments(1),
+        KEY.key_id,
     ),
     "twice": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000), doubled(2)),
 }

@@ -222,6 +222,7 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
                 "text_bytes": len(TEXT),
                 "cipher": 0,
                 "key_id": "00" * 16,
+                "summary_pages": 0,
             }
             found = fields("Superblock", block, constants)
             assert found.keys() == constants.keys()
@@ -308,7 +309,9 @@ def test_slot_as_documented(files: dict[str, bytes], slot: int, key: str, counte
 # ---- the encrypted store, with another implementation of everything ----
 
 KEY = bytes(range(32))
-SMALL_PAYLOAD, SMALL_SLOT = 1000, 3 * 4096
+SMALL_PAYLOAD, SMALL_SLOT = 1000, 4 * 4096
+SMALL_PAGES = 3
+"""One of them is a summary page, which is a page like the others."""
 
 
 def hkdf(salt: bytes, info: bytes, length: int = 32) -> bytes:
@@ -316,7 +319,11 @@ def hkdf(salt: bytes, info: bytes, length: int = 32) -> bytes:
 
 
 def test_encrypted_superblock_as_documented(encrypted: dict[str, bytes]) -> None:
-    found = fields("Superblock", encrypted["device0.data"][:4096], {"cipher": 1, "kind": 1})
+    found = fields(
+        "Superblock",
+        encrypted["device0.data"][:4096],
+        {"cipher": 1, "kind": 1, "layers": 2, "summary_pages": 1},
+    )
     assert found["key_id"] == hkdf(b"", b"vllm-ssdkv key id", 16).hex()
     assert json.loads(encrypted["store.json"])["key_id"] == found["key_id"]
 
@@ -333,7 +340,7 @@ def test_encrypted_slot_as_documented(
     data = encrypted[f"device{device}.data"][begin : begin + SMALL_SLOT]
     constants: dict[str, Value] = {
         "slot": slot,
-        "pages": 2,
+        "pages": SMALL_PAGES,
         "payload_bytes": SMALL_PAYLOAD,
         "key": key,
         "salt": f"{slot + 1:02x}" * 32,
@@ -342,8 +349,8 @@ def test_encrypted_slot_as_documented(
     slots_key = hkdf(UUID(STORE).bytes, b"vllm-ssdkv slots of rank 0")
     info = b"vllm-ssdkv slot" + bytes([slot + 1]) * 32
     slot_key = HKDFExpand(SHA256(), 32, info).derive(slots_key)
-    sums, tags = np.frombuffer(data, "<u8", 2, 128).tolist(), 128 + 2 * 8
-    for number in range(2):
+    sums, tags = np.frombuffer(data, "<u8", SMALL_PAGES, 128).tolist(), 128 + SMALL_PAGES * 8
+    for number in range(SMALL_PAGES):
         begin = 4096 * (1 + number)
         stored = data[begin : begin + SMALL_PAYLOAD]
         assert xxhash.xxh3_64_intdigest(stored) == sums[number]
@@ -362,7 +369,7 @@ def test_encrypted_slot_as_documented(
         assert plain == expected.tobytes()
         with pytest.raises(InvalidTag):
             AESGCM(slot_key).decrypt(nonce, stored + tag, associated[:-1] + b"?")
-    own = tags + 2 * 16
+    own = tags + SMALL_PAGES * 16
     nonce = (4294967295).to_bytes(4, "little") + bytes(8)
     assert AESGCM(slot_key).encrypt(nonce, b"", data[:own]) == data[own : own + 16]
     assert data[own + 16 : 4096 - 8] == bytes(4096 - 8 - own - 16)

@@ -28,7 +28,8 @@ def geometries(draw: st.DrawFn) -> SlotGeometry:
         return SlotGeometry("opaque", layers, 1, 1, draw(st.integers(1, 200_000)), encrypted)
     payload = draw(st.one_of(st.sampled_from([4096, 8192, 12288, 700_000]), st.integers(1, 20_000)))
     heads, groups = draw(st.integers(1, 8)), draw(st.integers(1, 4))
-    return SlotGeometry("paged", layers, heads, groups, payload, encrypted)
+    summaries = draw(st.integers(0, 9))
+    return SlotGeometry("paged", layers, heads, groups, payload, encrypted, summaries)
 
 
 weight_lists = st.one_of(
@@ -54,8 +55,12 @@ def test_pages_follow_the_header_without_gaps(shape: SlotGeometry) -> None:
     assert 0 <= shape.header_bytes - shape.header_used - 8 < shape.quantum
     assert shape.page_offset(0) == shape.header_bytes
     assert shape.page_offset(shape.pages) == shape.slot_bytes
+    assert shape.pages == shape.summary_pages + shape.kv_pages
+    assert shape.preamble_bytes == shape.layer_offset(0) == shape.page_offset(shape.summary_pages)
     for layer in range(shape.layers):
-        assert shape.layer_offset(layer) == shape.page_offset(layer * shape.pages_per_layer)
+        first = shape.summary_pages + layer * shape.pages_per_layer
+        assert shape.first_page(layer) == first
+        assert shape.layer_offset(layer) == shape.page_offset(first)
     assert shape.layer_offset(shape.layers) == shape.slot_bytes
 
 
@@ -77,6 +82,12 @@ def test_impossible_geometry_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         SlotGeometry(kind, layers, heads, groups, payload)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(("kind", "summaries"), [("opaque", 1), ("paged", -1)])
+def test_impossible_summaries_are_refused(kind: str, summaries: int) -> None:
+    with pytest.raises(ValueError, match="summar"):
+        SlotGeometry(kind, 1, 1, 1, 4096, summary_pages=summaries)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,7 +23,7 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest, ManifestDevice, locked, sealed
 from vllm_ssdkv.store.placement import Extent, Segment
 
-SHAPE = SlotGeometry("paged", 2, 3, 1, 8192)
+SHAPE = SlotGeometry("paged", 2, 3, 1, 8192, summary_pages=1)
 MODEL = Fingerprint({"model": "tiny", "layers": 2})
 PATHS = ("/a", "/b")
 WEIGHTS = (1.0, 2.5)
@@ -80,6 +80,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         "heads": 3,
         "groups": 1,
         "payload_bytes": 8192,
+        "summary_pages": 1,
         "tp_size": 2,
         "devices": [
             {

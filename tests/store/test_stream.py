@@ -100,7 +100,7 @@ def test_frames_that_are_attended_to_cannot_be_taken(make_store: MakeStore) -> N
     names = stored(rig, range(16))
     context(rig, {slot: names[slot] for slot in range(8)})
     stream = rig.store.stream([array(range(8))])
-    assert stream.blocks_in_dram == 8
+    assert stream.pages_in_dram == 8 * PAGED.pages
     rig.start_load({slot: names[slot] for slot in range(8, 16)}, range(1, 9), request="other")
     time.sleep(0.05)
     for layer in range(PAGED.layers):

@@ -22,7 +22,7 @@ BLOCK = Superblock(
     rank=1,
     unit_bytes=524288,
     epoch=6,
-    geometry=SlotGeometry("paged", 2, 3, 1, 8192),
+    geometry=SlotGeometry("paged", 2, 3, 1, 8192, summary_pages=1),
     fingerprint=Fingerprint({"model": "tiny", "layers": 2}),
 )
 

@@ -181,16 +181,20 @@ class PagedAttentionImpl(AttentionImpl):
         layout = block_layout(worker.layout, worker.config.page_tokens)
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
+        queries = query[:tokens].view(tokens, self.num_heads, self.head_size)
+        rows = attn_metadata.rows
         attend_exact(
             select_kernels(kv_cache.device),
-            query[:tokens].view(tokens, self.num_heads, self.head_size),
+            queries,
             kv_cache.view(kv_cache.shape[0], -1),
             output[:tokens].view(tokens, self.num_heads, self.head_size),
-            attn_metadata.rows,
+            rows,
             step.pieces(layer.layer_name),
             layout,
             worker.layout.geometry.page_bytes,
             self.scale,
+            step.clock,
+            step.choosing(layer.layer_name, queries, rows, self.scale),
         )
         return output
 

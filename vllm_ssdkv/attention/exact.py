@@ -1,4 +1,4 @@
-"""Exact attention of a step's rows over their window in HBM and their streamed context.
+"""Attention of a step's rows over their window in HBM and their streamed context.
 
 One path serves prefill chunks and decode tokens: both are rows of queries at known positions.
 Partials are folded into one online-softmax state in fp32, so the result does not depend on which
@@ -7,7 +7,7 @@ tier a block came from (log-sum-exp merge; Milakov and Gimelshein 2018, FlashAtt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.attention.clock import AttentionClock
 from vllm_ssdkv.attention.kernels import AttentionKernels
 from vllm_ssdkv.store.stream import Piece
 
@@ -92,6 +93,8 @@ def attend_exact(
     layout: BlockLayout,
     page_bytes: int,
     scale: float,
+    clock: AttentionClock,
+    chosen: Callable[[PartialState], None] | None = None,
 ) -> None:
     """Attention of one layer for all rows of a step; blocks until the context has arrived.
 
@@ -105,12 +108,19 @@ def attend_exact(
         layout: Of a block in HBM.
         page_bytes: Stride of the context's pages.
         scale: Of the logits.
+        clock: Gets the time of wait, attend and merge.
+        chosen: Folds in the chosen pages of rows that choose, after the window; it keeps the clock.
     """
+    clock.start()
     state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device)
     source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
     kernels.attend(query, state, batch.window, source, layout=layout, scale=scale)
+    clock.lap("attend")
+    if chosen is not None:
+        chosen(state)
     padded = layout.with_page_stride(page_bytes)
     for piece in context:
+        clock.lap("wait")
         rows = Rows.build(
             batch.query_begin,
             batch.query_count,
@@ -129,4 +139,7 @@ def attend_exact(
         if query.is_cuda:
             # The next piece reuses this one's memory, and kernels only queue their work there.
             torch.cuda.current_stream(query.device).synchronize()
+        clock.lap("attend")
+    clock.lap("wait")
     kernels.finish(state, out)
+    clock.lap("merge")

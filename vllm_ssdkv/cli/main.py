@@ -6,6 +6,7 @@ import typer
 
 from vllm_ssdkv import __version__
 from vllm_ssdkv.cli import batch, bench, config, docs
+from vllm_ssdkv.cli.bench_sparse import accuracy, decode
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
 from vllm_ssdkv.cli.fsck import fsck
@@ -26,6 +27,8 @@ app.command()(inspect)
 app.command()(fsck)
 app.command("rm")(remove)
 app.add_typer(batch.app, name="batch")
+bench.app.command()(accuracy)
+bench.app.command()(decode)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(docs.app, name="docs")

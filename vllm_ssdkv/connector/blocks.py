@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.kernels import AttentionKernels
+from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.cache import FrameCache
 from vllm_ssdkv.store.layout import SlotGeometry
@@ -56,6 +57,30 @@ class PagedPort:
             slot_layout=self._slot_layout,
         )
         self._finish()
+        if self._geometry.summary_pages:
+            self._summarize(frames)
+
+    def _summarize(self, frames: NDArray[np.int32]) -> None:
+        """Write the bounds of the pages in these frames, [n], into their summary pages."""
+        geometry, layout = self._geometry, self._slot_layout
+        record = geometry.payload_bytes // layout.page_tokens
+        size = geometry.summary_pages * geometry.payload_bytes
+        bounds = np.zeros((len(frames), size), dtype=np.uint8)
+        rows = np.uint64(bounds.ctypes.data) + np.arange(len(frames), dtype=np.uint64) * np.uint64(
+            size
+        )
+        kernels = select_page_kernels(torch.device("cpu"))  # frames are in host memory
+        for layer in range(geometry.layers):
+            source = self._frames.address(frames) + np.uint64(geometry.layer_offset(layer))
+            target = rows + np.uint64(layer * geometry.pages_per_layer * record)
+            kernels.summarize(source, layout, bounds=target)
+        pages = np.arange(geometry.summary_pages, dtype=np.uint64)
+        first = self._frames.address(frames) + np.uint64(geometry.page_offset(0))
+        _io.copy(
+            (rows[:, None] + pages[None, :] * np.uint64(geometry.payload_bytes)).ravel(),
+            (first[:, None] + pages[None, :] * np.uint64(geometry.page_bytes)).ravel(),
+            geometry.payload_bytes,
+        )
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""
@@ -70,7 +95,7 @@ class PagedPort:
         self._finish()
 
     def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
-        return self._frames.address(frames) + np.uint64(self._geometry.header_bytes)
+        return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
 
     def _finish(self) -> None:
         if self._kernels.device.type == "cuda":

@@ -110,6 +110,8 @@ class Row:
     fence_block: int
     first_position: int
     hbm_start: int
+    tokens: int = 1
+    """Query tokens."""
 
 
 @dataclass(frozen=True, slots=True)

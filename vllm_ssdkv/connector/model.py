@@ -19,6 +19,7 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.summaries import summary_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,6 +84,9 @@ def kv_layout(
         payload = 2 * config.page_tokens * spec.head_size * spec.dtype.itemsize
         groups = spec.block_size // config.page_tokens
         geometry = SlotGeometry("paged", len(names), spec.num_kv_heads, groups, payload)
+        if config.selector != "exact":
+            count = summary_pages(geometry.kv_pages, config.page_tokens)
+            geometry = replace(geometry, summary_pages=count)
     else:
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
     if config.encryption is not None:
@@ -124,6 +128,11 @@ def fingerprint(
         "tp_size": layout.tp_size,
         "block_hash": str(cache.prefix_caching_hash_algo),
     }
+    if config.selector != "exact":
+        # KV of tokens that were decoded from a part of their context is not what exact attention
+        # would have made. Selectors and budgets share a store all the same: their users have chosen
+        # to approximate.
+        fields["attention"] = "sparse"
     if layout.geometry.kind == "opaque":
         # Opaque bytes mean what this backend, on this device, made of them.
         fields["cache_layout"] = str(kv_cache_config.kv_cache_layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.platforms import current_platform
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import UnsupportedError
@@ -62,6 +63,10 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
         problems.append(
             f"--block-size {cache.block_size} is not a multiple of page_tokens "
             f"({config.page_tokens}): change one of them"
+        )
+    if config.selector != "exact" and not current_platform.is_cpu():
+        problems.append(
+            f'selector "{config.selector}" runs on the CPU only so far: use selector "exact"'
         )
     if config.hbm_window_tokens < cache.block_size:
         problems.append(

@@ -271,18 +271,17 @@ class SSDKVScheduler:
         after = state.computed = computed + count
         self._shape.append((computed, count))
         if self._paged:
-            plan.rows.append(self._row(state, computed))
+            plan.rows.append(self._row(state, computed, count))
             self._save_paged(state, computed // self._block, after // self._block)
         else:
             self._save_known(state, after // self._block)
 
-    def _row(self, state: RequestState, computed: int) -> Row:
+    def _row(self, state: RequestState, computed: int, count: int) -> Row:
         start = max(0, computed - self._config.hbm_window_tokens + 1) // self._block
         start = max(start, state.first_live_block())
         fence = state.block_ids[(computed - 1) // self._block] if computed else 0
-        return Row(
-            state.request_id, state.block_ids[computed // self._block], fence, computed, start
-        )
+        block = state.block_ids[computed // self._block]
+        return Row(state.request_id, block, fence, computed, start, count)
 
     def _save_paged(self, state: RequestState, begin: int, end: int) -> None:
         """Every completed block gets a slot: it will be read from there when the window leaves."""

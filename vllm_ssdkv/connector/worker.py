@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort
+from vllm_ssdkv.connector.choosing import Choice
 from vllm_ssdkv.connector.messages import (
     PROBE,
     Commit,
@@ -67,6 +68,7 @@ class SSDKVWorker:
         self._gauges_due = 0.0
         self._attending = False
         self._told_written = [0] * len(opened.devices)
+        self._choice = Choice.of(config)
 
     @property
     def store(self) -> TieredStore:
@@ -140,7 +142,7 @@ class SSDKVWorker:
         if plan.trim is not None:
             store.trim(plan.trim)
         if plan.rows:
-            self.step = PagedStep(store, self.layout, plan.rows, self._poisoned)
+            self.step = PagedStep(store, self.layout, plan.rows, self._poisoned, self._choice)
         if plan.timed and self._timer is not None:
             self._timer.begin(plan.step)
 
@@ -163,8 +165,7 @@ class SSDKVWorker:
     def _close_step(self, step: PagedStep) -> list[int]:
         """Slots of the blocks that this step computed from a context it could not read."""
         step.close()
-        self.counters.add("context_pages_streamed", step.pages_from_dram, tier="dram")
-        self.counters.add("context_pages_streamed", step.pages_from_ssd, tier="ssd")
+        step.count(self.counters)
         self._report.bad.extend((slot, -1) for slot in step.bad_slots)
         spoiled: list[int] = []
         for row in step.poisoned_rows():
@@ -184,6 +185,7 @@ class SSDKVWorker:
                 break
             part = slice(done, done + len(frames))
             self._port.save(save.block_ids[part], frames)
+            self.store.filled(save.slots[part], frames)
             self._commit(commit, np.isin(commit.slots, save.slots[part]))
             done += len(frames)
         self._skip(save.part(np.arange(len(save.slots)) >= done))
@@ -274,6 +276,9 @@ class SSDKVWorker:
         total = frames.frames - frames.count(FrameState.FREE)
         self.counters.set("dram_frames_used", total)
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
+        pages, summaries = self.store.choice_gauges()
+        self.counters.set("page_cache_pages", pages)
+        self.counters.set("summaries_held", summaries)
         quarantined = self._opened.files.health.quarantined
         for index, device in enumerate(self._opened.devices):
             path = self._opened.files.health.paths[index]

@@ -177,6 +177,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
             "payload_bytes": geometry.payload_bytes,
             "page_bytes": geometry.page_bytes,
             "pages": geometry.pages,
+            "summary_pages": geometry.summary_pages,
             "header_bytes": geometry.header_bytes,
             "slot_bytes": geometry.slot_bytes,
         },

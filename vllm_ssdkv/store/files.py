@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.protocol import PENDING, U16, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.joined import submit_joined
 from vllm_ssdkv.store.layout import Extents, SlotGeometry
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.replicas import Replicas
@@ -107,11 +108,12 @@ class SlotFiles:
         self,
         op: Op,
         slots: NDArray[np.int64],
-        offset: int,
+        offset: int | NDArray[np.int64],
         length: int,
         buffers: U64,
         *,
         source: Source | None = None,
+        joined: bool = False,
     ) -> SlotBatch:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
@@ -122,10 +124,11 @@ class SlotFiles:
         Args:
             op: Direction.
             slots: Slot numbers, [n].
-            offset: Byte offset within each slot, a multiple of 4096.
+            offset: Byte offset within each slot, one for all or one each, [n]: multiples of 4096.
             length: Bytes per slot, a multiple of 4096.
             buffers: Arena offset per slot, [n].
             source: Read these copies, or write them, and no others.
+            joined: Neighbours, on the device and in the arena, go to the engine as one request.
         """
         first, second = self.placement.copies(slots, offset, length)
         extents, other, twin = first, first.device, None
@@ -141,13 +144,17 @@ class SlotFiles:
             other = np.where(take, first.device, second.device)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
         sent = np.flatnonzero(~self.health.out_of_use(extents.device))
-        batch = self.engine.submit(
-            op,
+        requests = (
             extents.device[sent],
             extents.offset[sent],
             extents.length[sent],
             buffers[extents.slot_index[sent]] + inside[sent],
         )
+        batch: Batch
+        if joined:
+            batch = submit_joined(self.engine, op, *requests)
+        else:
+            batch = self.engine.submit(op, *requests)
         now = time.monotonic()
         watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], now)
         deadline = now + self.deadline_s

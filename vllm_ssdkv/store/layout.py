@@ -56,7 +56,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
-    """Shape of one slot on one rank: header, then pages ordered layer, head, group.
+    """Shape of one slot on one rank: header, summary pages, then pages ordered layer, head, group.
 
     Attributes:
         kind: ``opaque``: one page holds one layer's block as vLLM laid it out. ``paged``: one page
@@ -67,10 +67,12 @@ class SlotGeometry:
         payload_bytes: Bytes used in each page. The rest up to :attr:`page_bytes` is padding,
             neither checksummed nor looked at.
         encrypted: Whether pages are encrypted; headers then have their tags, too.
+        summary_pages: Pages before the others that hold what a sparse selector must know of them
+            (:mod:`vllm_ssdkv.store.summaries`); 0 where no selector needs it.
 
     Raises:
-        ValueError: a number is not positive, ``opaque`` has heads or groups, or the slot would
-            exceed :data:`MAX_SLOT_BYTES`.
+        ValueError: a number is not positive, ``opaque`` has heads, groups or summaries, or the slot
+            would exceed :data:`MAX_SLOT_BYTES`.
     """
 
     kind: Literal["opaque", "paged"]
@@ -79,6 +81,7 @@ class SlotGeometry:
     groups: int
     payload_bytes: int
     encrypted: bool = False
+    summary_pages: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("opaque", "paged"):
@@ -86,8 +89,10 @@ class SlotGeometry:
         for name in ("layers", "heads", "groups", "payload_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"slot geometry: {name} is {getattr(self, name)}, must be > 0")
-        if self.kind == "opaque" and (self.heads, self.groups) != (1, 1):
-            raise ValueError("slot geometry: an opaque slot has heads = groups = 1")
+        if self.kind == "opaque" and (self.heads, self.groups, self.summary_pages) != (1, 1, 0):
+            raise ValueError("slot geometry: an opaque slot has heads = groups = 1, no summaries")
+        if self.summary_pages < 0:
+            raise ValueError(f"slot geometry: summary_pages is {self.summary_pages}")
         if self.slot_bytes > MAX_SLOT_BYTES:
             raise ValueError(f"slot of {self.slot_bytes} bytes exceeds {MAX_SLOT_BYTES}")
 
@@ -102,9 +107,14 @@ class SlotGeometry:
         return self.heads * self.groups
 
     @property
-    def pages(self) -> int:
-        """Pages of one slot."""
+    def kv_pages(self) -> int:
+        """Pages of one slot that hold KV."""
         return self.layers * self.pages_per_layer
+
+    @property
+    def pages(self) -> int:
+        """Pages of one slot, summaries included."""
+        return self.summary_pages + self.kv_pages
 
     @property
     def layer_bytes(self) -> int:
@@ -148,12 +158,22 @@ class SlotGeometry:
         """Bytes of a stripe unit; the last of a slot may be partly unused."""
         return round_up(-(-self.slot_bytes // self.units_per_slot), self.quantum)
 
+    @property
+    def preamble_bytes(self) -> int:
+        """Bytes of header and summary pages: what is read of a slot whose pages are not."""
+        return self.header_bytes + self.summary_pages * self.page_bytes
+
+    def first_page(self, layer: int) -> int:
+        """Number of a layer's first page."""
+        return self.summary_pages + layer * self.pages_per_layer
+
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer's first page inside the slot."""
-        return self.header_bytes + layer * self.layer_bytes
+        return self.page_offset(self.first_page(layer))
 
     def page_offset(self, page: int) -> int:
-        """Offset of a page inside the slot; ``page = (layer * heads + head) * groups + group``."""
+        """Offset of a page inside the slot; ``page = first_page(layer) + head * groups + group``,
+        or, of a summary page, its number."""
         return self.header_bytes + page * self.page_bytes
 
 

@@ -86,6 +86,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     heads: int
     groups: int
     payload_bytes: int
+    summary_pages: int
     tp_size: int
     devices: list[ManifestDevice]
     """Those that are present in the order of the options, then absent ones that hold slots."""
@@ -126,6 +127,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             heads=geometry.heads,
             groups=geometry.groups,
             payload_bytes=geometry.payload_bytes,
+            summary_pages=geometry.summary_pages,
             tp_size=tp_size,
             key_id=key_id.hex(),
             devices=[],
@@ -144,6 +146,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.groups,
             self.payload_bytes,
             encrypted=bool(self.key_id),
+            summary_pages=self.summary_pages,
         )
 
     @classmethod

@@ -45,7 +45,7 @@ from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.segments import arrange
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
-from vllm_ssdkv.store.tiers import ArenaPlan
+from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.trim import trim_new
 from vllm_ssdkv.store.verify import PageSampler
 
@@ -406,11 +406,18 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     manifest = place.manifest()
     geometry = place.geometry
     placement = manifest.placement()
+    choice = None
+    if geometry.summary_pages:
+        sparse = place.config.sparse
+        choice = ChoiceMemory(
+            place.config.page_tokens, manifest.numbers, sparse.page_cache, sparse.summaries
+        )
     plan = ArenaPlan(
         geometry,
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
         scrub=place.config.io.scrub_rate is not None,
+        choice=choice,
     )
     present = manifest.present()
     paths = [device.path for device in present]

@@ -36,7 +36,7 @@ class OpenStore:
         ]
         return [
             f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
-            f"{format_size(self.plan.staging_bytes)} staging",
+            f"{format_size(self.plan.staging_bytes)} staging{self._choice()}",
             *lines,
             f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank"
             f"{', each of them twice' if self.files.placement.most_copies > 1 else ''}, engine "
@@ -45,6 +45,13 @@ class OpenStore:
             if self.key_id
             else "encryption off",
         ]
+
+    def _choice(self) -> str:
+        if not self.plan.page_places:
+            return ""
+        return (
+            f", {self.plan.page_places} single pages, summaries of {self.plan.summary_rows} blocks"
+        )
 
     def close(self) -> None:
         """Release the data files and their locks. The store's threads must have ended."""

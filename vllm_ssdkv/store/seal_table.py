@@ -56,6 +56,14 @@ class SealTable:
             marks = self._marks[rows, first_page : first_page + pages]
             return Seals(self._opening[rows], marks), rows != _NO_ROW
 
+    def get_pages(
+        self, slots: NDArray[np.int64], pages: NDArray[np.int64]
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """Seals of one page of each of n slots (repeats allowed), and which slots are known [n]."""
+        with self._lock:
+            rows = self._row_of[slots]
+            return Seals(self._opening[rows], self._marks[rows, pages][:, None]), rows != _NO_ROW
+
     def forget(self, slots: NDArray[np.int64]) -> None:
         """No context refers to these slots any more, or their content changes."""
         with self._lock:

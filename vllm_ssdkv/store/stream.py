@@ -1,5 +1,7 @@
 """One step's walk over contexts that do not fit in HBM: layer by layer, in chunks, read ahead.
 
+Rows that choose their pages (:mod:`vllm_ssdkv.store.fetch`) take part in the first layers only.
+
 Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
 layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,6 +54,17 @@ class _Chunk:
 
     def part(self, which: NDArray[np.int64]) -> _Chunk:
         return _Chunk(self.slots[which], self.index[which], self.row[which])
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What a layer needs: blocks with a frame, and chunks of the others."""
+
+    frame: NDArray[np.uint64]
+    index: NDArray[np.int64]
+    begin: NDArray[np.int32]
+    end: NDArray[np.int32]
+    chunks: list[_Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +111,12 @@ class ContextStream:
         staging: Staging,
         unsealer: Unsealer,
         contexts: Sequence[NDArray[np.int64]],
+        sparse: Collection[int] = (),
+        dense_layers: int = 0,
     ):
         """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
-        ``staging`` has pieces of ``layer_bytes``."""
+        ``staging`` has pieces of ``layer_bytes``. Rows in ``sparse`` are walked over in the first
+        ``dense_layers`` layers only."""
         self._files = files
         self._frames = frames
         self._seals = seals
@@ -115,22 +131,37 @@ class ContextStream:
         slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
         index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
+        layers = files.geometry.layers
+        if not dense_layers:
+            wanted = ~np.isin(row, list(sparse))
+            slots, index, row = slots[wanted], index[wanted], row[wanted]
         self._borrowed = frames.borrow(slots)
-        here = self._borrowed != NO_FRAME
-        self._resident_base = frames.address(self._borrowed[here])
-        self._resident_index = index[here]
-        self._resident_rows = _by_row(row[here], self._rows)
-        self.blocks_in_dram = int(here.sum())
-        self.blocks_on_ssd = len(slots) - self.blocks_in_dram
-        away = np.flatnonzero(~here)
-        per_chunk = max(1, staging.usable() // CHUNKS)
         everything = _Chunk(slots, index, row)
-        self._chunks = [
-            everything.part(away[i : i + per_chunk]) for i in range(0, len(away), per_chunk)
-        ]
+        per_chunk = max(1, staging.usable() // CHUNKS)
+        walk = self._walk(everything, np.arange(len(slots)), per_chunk)
+        self._walks = [walk] * layers
+        if sparse and dense_layers:
+            exact = self._walk(everything, np.flatnonzero(~np.isin(row, list(sparse))), per_chunk)
+            self._walks = [walk] * dense_layers + [exact] * (layers - dense_layers)
+        in_dram = sum(len(w.index) for w in self._walks)
+        away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
+        self.pages_in_dram = in_dram * files.geometry.pages_per_layer
+        self.pages_on_ssd = away * files.geometry.pages_per_layer
+        self._order = [(i, chunk) for i, w in enumerate(self._walks) for chunk in w.chunks]
+        """Layer and chunk of all reads, in the order in which they are needed."""
         self._next = 0
         self._reads: collections.deque[_Read] = collections.deque()
         self._read_ahead()
+
+    def _walk(self, blocks: _Chunk, which: NDArray[np.int64], per_chunk: int) -> _Walk:
+        here = self._borrowed[which] != NO_FRAME
+        resident, away = which[here], which[~here]
+        return _Walk(
+            self._frames.address(self._borrowed[resident]),
+            blocks.index[resident],
+            *_by_row(blocks.row[resident], self._rows),
+            [blocks.part(away[i : i + per_chunk]) for i in range(0, len(away), per_chunk)],
+        )
 
     def pieces(self, layer: int) -> Iterator[Piece]:
         """All context blocks of a layer (0-based, asked for in ascending order), piece by piece.
@@ -138,11 +169,11 @@ class ContextStream:
         A piece's memory is valid until the next one is asked for. Blocks on I/O; a read that does
         not end costs one deadline, because afterwards its device is out of use.
         """
-        if len(self._resident_base):
+        walk = self._walks[layer]
+        if len(walk.frame):
             offset = np.uint64(self._files.geometry.layer_offset(layer))
-            begin, end = self._resident_rows
-            yield Piece(self._resident_base + offset, self._resident_index, begin, end)
-        for _ in self._chunks:
+            yield Piece(walk.frame + offset, walk.index, walk.begin, walk.end)
+        for _ in walk.chunks:
             if not self._reads:
                 self._skip_chunk()
                 continue
@@ -167,10 +198,8 @@ class ContextStream:
     # ---- reading ----
 
     def _read_ahead(self) -> None:
-        total = len(self._chunks) * self._files.geometry.layers
-        while self._next < total:
-            layer, number = divmod(self._next, len(self._chunks))
-            chunk = self._chunks[number]
+        while self._next < len(self._order):
+            layer, chunk = self._order[self._next]
             if self._hopeless(chunk):
                 self._reads.append(_Read(chunk, layer, np.zeros(0, dtype=np.uint64), None))
                 self._next += 1
@@ -193,7 +222,7 @@ class ContextStream:
 
     def _skip_chunk(self) -> None:
         """Nothing is being read, because reads that do not end hold the staging buffer."""
-        chunk = self._chunks[self._next % len(self._chunks)]
+        _, chunk = self._order[self._next]
         if not self._hopeless(chunk):
             logger.error("ssdkv: reads that do not end hold the staging buffer")
         self._poison(chunk, np.ones(len(chunk.slots), dtype=np.bool_))
@@ -257,7 +286,7 @@ class ContextStream:
     def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
         """Check the pages of blocks that arrived, and unseal them."""
         pages = self._files.geometry.pages_per_layer
-        first = read.layer * pages
+        first = self._files.geometry.first_page(read.layer)
         seals, known = self._seals.get(read.chunk.slots[which], first, pages)
         same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
         return _Checked(which, same, known)

@@ -27,8 +27,8 @@ _CIPHERS = (False, True)
 """Whether slots are encrypted, with AES-256-GCM."""
 
 # magic, version, block_bytes, store, device, rank, reserved, epoch, kind, layers, heads, groups,
-# payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher, key id, reserved
-_FIXED = struct.Struct("<8s2I16s16sI12xQ4IQI16sII16s4x")
+# payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher, key id, summary_pages
+_FIXED = struct.Struct("<8s2I16s16sI12xQ4IQI16sII16sI")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 
@@ -93,6 +93,7 @@ class Superblock:
                 len(text),
                 _CIPHERS.index(shape.encrypted),
                 self.key_id,
+                shape.summary_pages,
             )
         except struct.error as exc:
             raise ValueError(f"superblock: {exc}") from exc
@@ -130,6 +131,7 @@ class Superblock:
             text_bytes,
             cipher,
             key_id,
+            summary_pages,
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
@@ -150,7 +152,13 @@ class Superblock:
             raise FormatError(f"superblock: cipher is {cipher}")
         try:
             geometry = SlotGeometry(
-                _KINDS[kind], layers, heads, groups, payload_bytes, _CIPHERS[cipher]
+                _KINDS[kind],
+                layers,
+                heads,
+                groups,
+                payload_bytes,
+                _CIPHERS[cipher],
+                summary_pages,
             )
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,17 @@ from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameCache, FrameState
+from vllm_ssdkv.store.chosen import ChosenContexts
+from vllm_ssdkv.store.fetch import PageFetcher
 from vllm_ssdkv.store.files import GROUP, SlotFiles
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
+from vllm_ssdkv.store.page_cache import PageCache
 from vllm_ssdkv.store.scrub import PIECES, Scrubber
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
+from vllm_ssdkv.store.summaries import SummaryTable, row_bytes
 from vllm_ssdkv.store.trim import SlotTrimmer
 from vllm_ssdkv.store.unsealer import Unsealer
 from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
@@ -30,6 +35,9 @@ from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
 logger = logging.getLogger(__name__)
 
 MIN_FRAMES = 8
+
+MIN_PLACES = 16
+"""Least single pages that DRAM holds: what does not fit at once is fetched in turns."""
 
 MIN_IMAGES = 4
 """Least slots that can be encrypted at a time."""
@@ -39,8 +47,26 @@ QUIET_S = 0.5
 two steps of a request that is being decoded."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceMemory:
+    """DRAM that choosing pages needs, as the options give it.
+
+    Attributes:
+        page_tokens: Tokens of a page.
+        slots: Slot numbers of the store are below this.
+        page_cache, summaries: Bytes of each; None: a quarter of what the staging buffer leaves,
+            of summaries at most those of the whole store.
+    """
+
+    page_tokens: int
+    slots: int
+    page_cache: int | None = None
+    summaries: int | None = None
+
+
 class ArenaPlan:
-    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, frames.
+    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, single
+    pages, summaries, frames.
 
     Images are encrypted slots on their way to the devices.
 
@@ -48,8 +74,15 @@ class ArenaPlan:
     """
 
     def __init__(
-        self, geometry: SlotGeometry, dram_bytes: int, staging_bytes: int, *, scrub: bool = False
+        self,
+        geometry: SlotGeometry,
+        dram_bytes: int,
+        staging_bytes: int,
+        *,
+        scrub: bool = False,
+        choice: ChoiceMemory | None = None,
     ):
+        """``choice``: for slots with summaries, and for no others."""
         # Opaque slots are never streamed: reuse mode spends nothing on it.
         paged = geometry.kind == "paged"
         self.staging_pieces = max(CHUNKS, staging_bytes // geometry.layer_bytes) if paged else 0
@@ -63,7 +96,19 @@ class ArenaPlan:
             # Half of what passes between devices and memory is written.
             wanted = min(IN_FLIGHT * GROUP, staging_bytes // 2 // geometry.slot_bytes)
             self.images = max(MIN_IMAGES, wanted)
-        self.frame_offset = self.image_offset + self.images * geometry.slot_bytes
+        self.page_offset = self.image_offset + self.images * geometry.slot_bytes
+        self.page_places = self.summary_rows = 0
+        summaries = 0
+        if choice is not None:
+            quarter = max(0, dram_bytes - self.page_offset) // 4
+            pages = quarter if choice.page_cache is None else choice.page_cache
+            self.page_places = max(MIN_PLACES, pages // geometry.page_bytes)
+            row = row_bytes(geometry, choice.page_tokens)
+            most = quarter if choice.summaries is None else choice.summaries
+            self.summary_rows = max(1, min(choice.slots, most // row))
+            summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
+        self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
+        self.frame_offset = self.summary_offset + summaries
         self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
         if self.frames < MIN_FRAMES:
             needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
@@ -114,6 +159,22 @@ class TieredStore:
             images = Staging(plan.image_offset, geometry.slot_bytes, plan.images)
         self._writer = SlotWriter(files, self.frames, self._seals, images, trimmer)
         self._loader = SlotLoader(files, self.frames, self._seals, headers, copy_in, block_tokens)
+        self._pages: PageCache | None = None
+        self._summaries: SummaryTable | None = None
+        if plan.page_places:
+            page_tokens = block_tokens // geometry.groups
+            self._pages = PageCache(
+                arena,
+                plan.page_offset,
+                geometry.page_bytes,
+                plan.page_places,
+                num_slots,
+                geometry.pages,
+            )
+            self._summaries = SummaryTable(
+                arena, plan.summary_offset, geometry, page_tokens, plan.summary_rows, num_slots
+            )
+            self._fetcher = PageFetcher(files, self._seals, self._pages)
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._used = time.monotonic()
@@ -145,7 +206,7 @@ class TieredStore:
                 deadline (page mode: the data is needed). None after that means there is none.
         """
         self._used = time.monotonic()
-        self._seals.forget(slots)
+        self._forget_content(slots)
         self.frames.forget(slots)
         held = self.frames.take(slots, FrameState.HELD)
         if len(held) or len(slots) == 0 or not wait:
@@ -167,8 +228,23 @@ class TieredStore:
 
     def discard(self, slots: NDArray[np.int64]) -> None:
         """Forget what is held for these slots; queued writes are dropped."""
-        self._seals.forget(slots)
+        self._forget_content(slots)
         self._writer.discard(slots)
+
+    def _forget_content(self, slots: NDArray[np.int64]) -> None:
+        self._seals.forget(slots)
+        if self._pages is not None and self._summaries is not None:
+            self._pages.forget(slots)
+            self._summaries.forget(slots)
+
+    def filled(self, slots: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """The frames that :meth:`hold` gave for these slots are filled: keep their summaries."""
+        if self._summaries is None:
+            return
+        geometry = self.files.geometry
+        first = self.frames.address(frames) + np.uint64(geometry.header_bytes)
+        steps = np.arange(geometry.summary_pages, dtype=np.uint64) * np.uint64(geometry.page_bytes)
+        self._summaries.put(slots, first[:, None] + steps[None, :])
 
     def trim(self, slots: NDArray[np.int64]) -> None:
         """Slots that hold nothing: their devices may know, if the option ``trim`` is on."""
@@ -235,13 +311,47 @@ class TieredStore:
         """Slots of a request's blocks from ``block`` on, as far as they are known."""
         return self._contexts.get(request_id, np.zeros(0, dtype=np.int64))[block:]
 
-    def stream(self, contexts: Sequence[NDArray[np.int64]]) -> ContextStream:
-        """Walk over the contexts of one step's rows; starts reading at once."""
+    def stream(
+        self,
+        contexts: Sequence[NDArray[np.int64]],
+        chosen: Collection[int] = (),
+        dense_layers: int = 0,
+    ) -> ContextStream:
+        """Walk over the contexts of one step's rows; starts reading at once.
+
+        Rows in ``chosen`` take part in the first ``dense_layers`` layers only.
+        """
         self._used = time.monotonic()
         self._stream = ContextStream(
-            self.files, self.frames, self._seals, self._staging, self._unsealer, contexts
+            self.files,
+            self.frames,
+            self._seals,
+            self._staging,
+            self._unsealer,
+            contexts,
+            chosen,
+            dense_layers,
         )
         return self._stream
+
+    def choose(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> ChosenContexts:
+        """The contexts of rows whose queries choose pages. Blocks while summaries are read.
+
+        Raises:
+            ValueError: the slots of this store have no summaries.
+        """
+        if self._summaries is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        self._used = time.monotonic()
+        return ChosenContexts(
+            self.files.geometry, self.frames, self._summaries, self._fetcher, contexts, rows
+        )
+
+    def choice_gauges(self) -> tuple[int, int]:
+        """Single pages and summaries that DRAM holds."""
+        if self._pages is None or self._summaries is None:
+            return 0, 0
+        return self._pages.held(), self._summaries.held()
 
     # ---- end ----
 

@@ -1,0 +1,161 @@
+"""Sparse decode in the real engine: the recall model answers from an eighth of its context."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import Engine
+from tests.e2e.workload import kv_tokens, page_mode
+from vllm_ssdkv.cli.recall import MODEL_DIR, Question, Task, ask
+
+WINDOW, CHUNK, BLOCK = 64, 512, 16
+BUDGET = 1 / 8
+TASKS: tuple[Task, ...] = ("single", "copy")
+"""An eighth of so short a context has no room for the others' many needles; docs/accuracy.md has
+all tasks at all lengths."""
+QUESTIONS = [
+    ask(task, tokens, seed) for task in TASKS for tokens in (2048, 3000) for seed in (1, 2)
+]
+LISTS = 6
+"""The model has 3 layers with 2 KV heads."""
+PAGE_BYTES = 4096
+"""K and V of 16 tokens of a KV head of the model."""
+
+
+@dataclass
+class Recall:
+    """An engine with the recall model; :meth:`start` begins its next life on the same devices."""
+
+    places: list[dict[str, Any]]
+    selector: str
+    control: Path
+    options: dict[str, object] = field(default_factory=dict)
+    turn: int = 0
+
+    def start(self) -> None:
+        sparse = {"exact_below": 0, "page_cache": "1MiB", "summaries": "3MiB", **self.options}
+        io = {"staging": "4MiB", "fault_file": str(self.control), "deadline": 2.0}
+        self.engine = Engine(
+            MODEL_DIR,
+            ssdkv=page_mode(
+                self.places,
+                window=WINDOW,
+                dram="12MiB",
+                selector=self.selector,
+                sparse=sparse,
+                io=io,
+            ),
+            kv_tokens=8 * kv_tokens(WINDOW, CHUNK, BLOCK),
+            dtype="bfloat16",
+            block_size=BLOCK,
+            max_num_batched_tokens=CHUNK,
+            max_model_len=4096,
+        )
+
+    def right(
+        self,
+        questions: Sequence[Question] = QUESTIONS,
+        after_step: Callable[[int], None] | None = None,
+    ) -> int:
+        """Ask in one batch; how many answers are right, to the last token."""
+        self.turn += 1
+        names = [f"{self.turn}.{number}" for number in range(len(questions))]
+        for name, question in zip(names, questions, strict=True):
+            self.engine.add(name, list(question.prompt), len(question.answer))
+        got = self.engine.run(after_step)
+        self.engine.settle()
+        return sum(got[n] == q.answer for n, q in zip(names, questions, strict=True))
+
+    def count(self, name: str, **labels: str) -> float:
+        """A metric; 0 while a counter that names devices has not counted."""
+        try:
+            return self.engine.ssdkv(name, **labels)
+        except KeyError:
+            return 0.0
+
+    def faults(self, *rules: dict[str, Any]) -> None:
+        fresh = self.control.with_suffix(".new")
+        fresh.write_text(json.dumps(rules))
+        fresh.rename(self.control)
+
+
+@pytest.fixture(scope="module")
+def recall(
+    devices: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Recall]:
+    """The engine with page bounds, after it has answered all questions once."""
+    control = tmp_path_factory.mktemp("faults") / "faults.json"
+    made = Recall(devices(4), "bounds", control, {"budget": BUDGET})
+    made.start()
+    yield made
+    made.faults()
+    made.engine.close()
+
+
+def test_an_eighth_of_the_context_is_enough(recall: Recall) -> None:
+    """Requests of different lengths in one batch."""
+    engine = recall.engine
+    assert recall.right() == len(QUESTIONS)
+    selected = engine.ssdkv("sparse_pages_selected")
+    assert 0 < selected <= BUDGET * engine.ssdkv("sparse_pages_in_context")
+    # The first token of an answer comes from the prompt's last one.
+    tokens = sum(len(question.answer) - 1 for question in QUESTIONS)
+    assert engine.ssdkv("sparse_selections") == LISTS * tokens
+    fetched = [engine.ssdkv("sparse_pages_fetched", tier=t) for t in ("dram", "page_cache", "ssd")]
+    assert sum(fetched) == selected
+    assert fetched[2] > 0
+    assert engine.ssdkv("sparse_rows_exact") == 0
+    assert 0 < engine.ssdkv("sparse_missing_mass") < engine.ssdkv("sparse_selections")
+    for name in ("checksum_failures", "load_failures", "slots_dropped", "recomputed_requests"):
+        assert engine.ssdkv(name) == 0, name
+
+
+def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> None:
+    recall.engine.close()
+    recall.start()
+    engine = recall.engine
+    seen: list[tuple[float, float]] = []
+
+    def note(step: int) -> None:
+        running = engine.scheduler.running
+        if not engine.scheduler.waiting and all(r.num_output_tokens for r in running):
+            seen.append((recall.count("bytes_read"), recall.count("sparse_pages_in_context")))
+
+    asked = [question for question in QUESTIONS if question.task == "copy"]
+    assert recall.right(asked, note) == len(asked)
+    assert recall.count("hit_tokens", tier="ssd") >= sum(len(q.prompt) - BLOCK for q in asked)
+    # The last tokens of a prompt, which are no full block, are computed, and exactly: one walk.
+    walk = sum(len(question.prompt) // BLOCK for question in asked) * LISTS
+    assert 0 < recall.count("context_pages_streamed") <= walk
+    # While tokens were decoded. What exact attention reads is all of the context.
+    read, context = (last - first for first, last in zip(seen[0], seen[-1], strict=True))
+    assert 0 < read <= 0.16 * context * PAGE_BYTES
+
+
+def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
+    def strike(step: int) -> None:
+        if step == 4:
+            recall.faults({"kind": "eio", "device": 2})
+
+    assert recall.right(after_step=strike) == len(QUESTIONS)
+    assert recall.engine.ssdkv("device_lost", device=recall.places[2]["path"]) == 1
+    assert recall.right() == len(QUESTIONS)
+
+
+def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
+    """Same budget, same questions, and the same store: so the questions tell selectors apart."""
+    recall.engine.close()
+    blind = Recall(recall.places, "window", recall.control.with_name("none"), {"budget": BUDGET})
+    blind.start()
+    try:
+        assert blind.right() == 0
+        assert blind.count("hit_tokens", tier="ssd") > 0
+        assert blind.count("sparse_pages_selected") > 0
+    finally:
+        blind.engine.close()

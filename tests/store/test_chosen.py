@@ -1,0 +1,462 @@
+"""Chosen pages: each comes from where it is, right, at most once, or poisons the rows it is for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import (
+    BLOCK_TOKENS,
+    PATIENCE_S,
+    SUMMED,
+    SUMMED_ENCRYPTED,
+    MakeStore,
+    StoreRig,
+    array,
+    content,
+    until,
+)
+from vllm_ssdkv.store.chosen import ChosenContexts
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.summaries import summary_pages
+
+BOTH = pytest.mark.parametrize("geometry", [SUMMED, SUMMED_ENCRYPTED], ids=["plain", "encrypted"])
+
+Wanted = dict[int, list[tuple[int, int]]]
+"""Row to (block, page in the layer)."""
+
+
+def context(rig: StoreRig, slots: Sequence[int], request: str = "r") -> dict[int, int]:
+    """Slots on the devices and a running request that refers to them, none of it in DRAM."""
+    names = {slot: 700 + slot for slot in slots}
+    rig.write(names)
+    rig.store.extend_context(request, 0, array(list(names)))
+    assert rig.load(names, [], request=request).complete
+    rig.store.frames.forget(array(list(names)))
+    return names
+
+
+def bring(
+    rig: StoreRig, chosen: ChosenContexts, layer: int, wanted: Wanted
+) -> dict[tuple[int, int, int], bytes]:
+    """Fetch pages; the payload of each that came, by row, block and page."""
+    found: dict[tuple[int, int, int], bytes] = {}
+    asked = [
+        (row, block, page)
+        for row, pages in wanted.items()
+        for block, page in pages
+        if row not in chosen.poisoned
+    ]
+    rows = chosen.rows.tolist()
+    for start in range(0, len(asked), max(1, chosen.room)):
+        part = asked[start : start + chosen.room]
+        blocks = array([int(chosen.begin[rows.index(row)]) + block for row, block, _ in part])
+        fetch = chosen.fetch(layer, blocks, array([page for _, _, page in part]))
+        good = chosen.arrive(fetch, blocks)
+        for entry, ok, address in zip(part, good.tolist(), fetch.address.tolist(), strict=True):
+            if ok:
+                data = rig.store.arena.view(
+                    address - rig.store.arena.address, rig.geometry.payload_bytes
+                )
+                found[entry] = data.tobytes()
+        chosen.release(fetch)
+    return found
+
+
+def right(geometry: SlotGeometry, name: int, layer: int, page: int) -> bytes:
+    return content(geometry, name)[geometry.first_page(layer) + page].tobytes()
+
+
+def assert_right(
+    rig: StoreRig,
+    found: dict[tuple[int, int, int], bytes],
+    contexts: Sequence[Sequence[int]],
+    names: dict[int, int],
+    layer: int,
+) -> None:
+    for (row, block, page), data in found.items():
+        name = names[contexts[row][block]]
+        assert data == right(rig.geometry, name, layer, page), (row, block, page)
+
+
+def read_requests(rig: StoreRig) -> int:
+    totals = rig.files.engine.statistics()
+    return sum(value for name, value in totals.items() if name.startswith("read_requests"))
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> SlotGeometry:
+    layers, heads, groups = (draw(st.integers(1, most)) for most in (3, 3, 2))
+    shape = (layers, heads, groups, draw(st.sampled_from([512, 5120, 8192])), draw(st.booleans()))
+    count = summary_pages(layers * heads * groups, BLOCK_TOKENS // groups)
+    return SlotGeometry("paged", *shape, summary_pages=count)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    geometry=geometries(),
+    places=st.integers(16, 40),
+    contexts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=9), min_size=1, max_size=4),
+    in_dram=st.sets(st.integers(0, 15)),
+    data=st.data(),
+)
+def test_every_page_comes_from_wherever_it_is(
+    make_store: MakeStore,
+    geometry: SlotGeometry,
+    places: int,
+    contexts: list[list[int]],
+    in_dram: set[int],
+    data: st.DataObject,
+) -> None:
+    """Rows share slots and pages; more may be wanted than there are places."""
+    rig = make_store(geometry, slots=16, frames=16, places=places, summary_rows=40)
+    names = context(rig, range(16))
+    if in_dram:
+        again = {slot: names[slot] for slot in sorted(in_dram)}
+        assert rig.load(again, [], request="r").complete
+    for _ in range(2):
+        chosen = rig.store.choose([array(c) for c in contexts], range(len(contexts)))
+        assert chosen.rows.tolist() == list(range(len(contexts)))
+        for layer in range(geometry.layers):
+            pages = st.integers(0, geometry.pages_per_layer - 1)
+            wanted = {
+                row: data.draw(st.lists(st.tuples(st.integers(0, len(c) - 1), pages), max_size=12))
+                for row, c in enumerate(contexts)
+            }
+            found = bring(rig, chosen, layer, wanted)
+            assert set(found) == {(r, b, p) for r, entries in wanted.items() for b, p in entries}
+            assert_right(rig, found, contexts, names, layer)
+        assert chosen.poisoned == set()
+        assert chosen.bad == []
+        chosen.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+@BOTH
+def test_summaries_come_from_where_they_are_once(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    rig = make_store(geometry)
+    names = context(rig, range(6))
+    assert rig.load({0: 700, 1: 701}, [], request="r").complete
+    rig.write({20: 720})
+    (slot,) = rig.hold({20: 721})
+    rig.store.filled(array([slot]), np.array([rig.store.frames.frame_of(slot)], dtype=np.int32))
+    names[20] = 721
+    order = [3, 0, 20, 5]
+    before = read_requests(rig)
+    for turn in range(2):
+        chosen = rig.store.choose([array(order), array([5, 3])], [0, 1])
+        per_layer = geometry.kv_pages // geometry.layers * geometry.payload_bytes // 16
+        for layer in range(geometry.layers):
+            for at, slot in zip(chosen.bounds(layer).tolist(), [*order, 5, 3], strict=True):
+                data = rig.store.arena.view(at - rig.store.arena.address, per_layer)
+                summary = content(geometry, names[slot])[0][layer * per_layer :][:per_layer]
+                np.testing.assert_array_equal(data, summary)
+        # Slots 0 and 1 have frames; 3 and 5 are read, in the first turn.
+        assert read_requests(rig) - before == 2, turn
+        chosen.close()
+    assert rig.store.choice_gauges()[1] == 4
+
+
+def test_summaries_that_have_no_room_leave_their_rows_out(make_store: MakeStore) -> None:
+    rig = make_store(summary_rows=8, geometry=SUMMED)
+    names = context(rig, range(16))
+    rows = [list(range(7)), list(range(7, 16)), [7], [8, 9]]
+    chosen = rig.store.choose([array(row) for row in rows], range(4))
+    assert chosen.left_out == {1, 3}
+    assert chosen.rows.tolist() == [0, 2]
+    found = bring(rig, chosen, 1, {0: [(6, 2)], 2: [(0, 3)]})
+    assert_right(rig, found, rows, names, 1)
+    assert len(found) == 2
+    chosen.close()
+    # Rows that are not in use make room.
+    chosen = rig.store.choose([array(rows[3]), array(rows[0][:6])], [0, 1])
+    assert chosen.left_out == set()
+    assert chosen.poisoned == set()
+    chosen.close()
+
+
+def test_slots_without_summaries_cannot_choose(make_store: MakeStore) -> None:
+    with pytest.raises(ValueError, match="without summaries"):
+        make_store().store.choose([array([1])], [0])
+
+
+def test_a_page_is_read_once_for_all_who_want_it(make_store: MakeStore) -> None:
+    rig = make_store(SUMMED, devices=1)
+    context(rig, range(4))
+    chosen = rig.store.choose([array([0, 1]), array([1, 2])], [0, 1])
+    before = rig.total("bytes_read", device=rig.paths[0])
+    wanted: Wanted = {0: [(1, 3), (0, 0), (1, 3)], 1: [(0, 3), (0, 0)]}
+    assert len(bring(rig, chosen, 2, wanted)) == 4
+    read = rig.total("bytes_read", device=rig.paths[0]) - before
+    assert read == 3 * SUMMED.page_bytes
+    assert (chosen.fetched.frame, chosen.fetched.cache, chosen.fetched.ssd) == (0, 0, 3)
+    bring(rig, chosen, 2, {1: [(0, 3), (1, 1)]})
+    assert (chosen.fetched.frame, chosen.fetched.cache, chosen.fetched.ssd) == (0, 1, 4)
+    assert rig.total("bytes_read", device=rig.paths[0]) - before == 4 * SUMMED.page_bytes
+    chosen.close()
+
+
+def test_neighbours_are_one_request(make_store: MakeStore) -> None:
+    rig = make_store(SUMMED, devices=1)
+    names = context(rig, range(4))
+    chosen = rig.store.choose([array([0, 1])], [0])
+    before = read_requests(rig)
+    found = bring(rig, chosen, 0, {0: [(0, page) for page in range(4)] + [(1, 0), (1, 2), (1, 3)]})
+    assert_right(rig, found, [[0, 1]], names, 0)
+    assert len(found) == 7
+    assert read_requests(rig) - before == 3
+    chosen.close()
+
+
+def test_the_pages_used_longest_ago_make_room(make_store: MakeStore) -> None:
+    rig = make_store(SUMMED, places=16)
+    context(rig, range(12))
+    for _ in range(2):  # summaries are pages, too
+        chosen = rig.store.choose([array(range(12))], [0])
+        for layer, blocks in enumerate([range(8), range(4), range(4, 12)]):
+            bring(rig, chosen, layer, {0: [(block, 0) for block in blocks]})
+        chosen.close()
+    chosen = rig.store.choose([array(range(12))], [0])
+    bring(rig, chosen, 1, {0: [(block, 0) for block in range(4)]})
+    bring(rig, chosen, 2, {0: [(block, 0) for block in range(4, 12)]})
+    assert (chosen.fetched.cache, chosen.fetched.ssd) == (12, 0)
+    bring(rig, chosen, 0, {0: [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]})
+    bring(rig, chosen, 2, {0: [(block, 0) for block in range(4, 12)]})
+    assert (chosen.fetched.cache, chosen.fetched.ssd) == (20, 5)
+    chosen.close()
+
+
+@BOTH
+def test_what_a_slot_held_before_is_not_served(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    rig = make_store(geometry)
+    context(rig, range(4))
+    wanted: Wanted = {0: [(0, 1), (1, 1)]}
+    chosen = rig.store.choose([array([1, 2])], [0])
+    bring(rig, chosen, 0, wanted)
+    chosen.close()
+    rig.store.drop_context("r")
+    rig.write({2: 999}, epoch=2)
+    rig.store.extend_context("s", 0, array([2]))
+    assert rig.load({2: 999}, [], epoch=2, request="s").complete
+    rig.store.frames.forget(array([2]))
+    chosen = rig.store.choose([array([2])], [0])
+    found = bring(rig, chosen, 0, {0: [(0, 1)]})
+    assert found[(0, 0, 1)] == right(geometry, 999, 0, 1)
+    summary = rig.store.arena.view(int(chosen.bounds(0)[0]) - rig.store.arena.address, 512)
+    np.testing.assert_array_equal(summary, content(geometry, 999)[0][:512])
+    chosen.close()
+
+
+# ---- what fails ----
+
+
+@BOTH
+@pytest.mark.parametrize("page", [0, 5])
+def test_wrong_bytes_poison_the_rows_that_need_them(
+    make_store: MakeStore, geometry: SlotGeometry, page: int
+) -> None:
+    """Page 0 is the summary."""
+    rig = make_store(geometry)
+    names = context(rig, range(6))
+    rig.flip(2, geometry.page_offset(page) + 77)
+    rows = [[0, 1], [3, 2], [4, 2]]
+    chosen = rig.store.choose([array(row) for row in rows], range(3))
+    wanted: Wanted = {0: [(0, 0)], 1: [(1, 0), (0, 0)], 2: [(0, 0)]}
+    found = bring(rig, chosen, 1, wanted)
+    assert_right(rig, found, rows, names, 1)
+    # A page that was not asked for harms nobody, a summary everybody.
+    assert chosen.poisoned == ({1, 2} if page == 0 else {1})
+    assert set(chosen.bad) == {2}
+    assert chosen.rows[chosen.alive()].tolist() == ([0] if page == 0 else [0, 2])
+    assert rig.total("checksum_failures") == 1
+    chosen.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["eio", "short", "corrupt"])
+def test_a_read_that_fails_once_is_tried_again(
+    make_store: MakeStore, geometry: SlotGeometry, kind: str
+) -> None:
+    rig = make_store(geometry)
+    names = context(rig, range(8))
+    rig.store.choose([array(range(8))], [0]).close()
+    rig.faults({"kind": kind, "op": "read", "count": 3})
+    chosen = rig.store.choose([array(range(8))], [0])
+    found = bring(rig, chosen, 0, {0: [(block, block % 4) for block in range(8)]})
+    assert len(found) == 8
+    assert_right(rig, found, [list(range(8))], names, 0)
+    assert (chosen.poisoned, chosen.bad) == (set(), [])
+    assert rig.total("checksum_failures") == 0
+    chosen.close()
+
+
+@pytest.mark.parametrize("kind", ["eio", "dead"])
+def test_a_device_that_fails_poisons_the_rows_that_need_it(
+    make_store: MakeStore, kind: str
+) -> None:
+    rig = make_store(SUMMED)
+    names = context(rig, range(16))
+    rig.store.choose([array(range(16))], [0]).close()
+    offset = SUMMED.layer_offset(0)
+    device = rig.place(3, offset)[0]
+    mine = [slot for slot in names if rig.place(slot, offset)[0] == device]
+    rest = [slot for slot in names if slot not in mine]
+    rig.faults({"kind": kind, "device": device})
+    rows = [mine, rest, [rest[0], mine[0]]]
+    chosen = rig.store.choose([array(row) for row in rows], range(3))
+    wanted = {r: [(block, 0) for block in range(len(row))] for r, row in enumerate(rows)}
+    found = bring(rig, chosen, 0, wanted)
+    assert_right(rig, found, rows, names, 0)
+    assert chosen.poisoned == {0, 2}
+    assert set(chosen.bad) <= set(mine)
+    assert chosen.bad or rig.files.health.quarantined == {device}
+    chosen.close()
+    rig.faults()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_a_hung_device_costs_one_deadline_and_its_places(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_store(SUMMED, places=16)
+    names = context(rig, range(12))
+    rig.store.choose([array(range(12))], [0]).close()
+    offset = SUMMED.layer_offset(0)
+    device = rig.place(3, offset)[0]
+    mine = [slot for slot in names if rig.place(slot, offset)[0] == device]
+    rest = [slot for slot in names if slot not in mine]
+    rig.one_deadline(monkeypatch)
+    rig.faults({"kind": "stall", "device": device})
+    rows = [mine, rest]
+    begin = time.monotonic()
+    for turn in range(3):
+        chosen = rig.store.choose([array(row) for row in rows], range(2))
+        wanted = {r: [(block, 0) for block in range(len(row))] for r, row in enumerate(rows)}
+        found = bring(rig, chosen, 0, wanted)
+        assert {row for row, _, _ in found} == {1}, turn
+        assert_right(rig, found, rows, names, 0)
+        assert chosen.poisoned == {0}
+        assert chosen.bad == []
+        chosen.close()
+    assert time.monotonic() - begin < PATIENCE_S
+    assert rig.total("device_lost", device=rig.paths[device]) == 1
+    cache = rig.store._pages
+    assert cache is not None
+    assert cache.usable() == 16 - len(mine)
+    rig.faults()
+    until(lambda: cache.usable() == 16, "the return of the places")
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+@pytest.mark.parametrize("page", [0, 5])
+def test_of_two_copies_one_may_be_wrong(make_store: MakeStore, page: int) -> None:
+    """Whichever copies are read first."""
+    rig = make_store(SUMMED, replicas=2)
+    names = context(rig, range(6))
+    for slot in names:
+        rig.flip(slot, SUMMED.page_offset(page) + 99)
+    chosen = rig.store.choose([array(range(6))], [0])
+    found = bring(rig, chosen, 1, {0: [(block, 0) for block in range(6)]})
+    assert len(found) == 6
+    assert_right(rig, found, [list(names)], names, 1)
+    assert (chosen.poisoned, chosen.bad) == (set(), [])
+    chosen.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_a_fetch_that_nobody_waits_for_leaks_nothing(make_store: MakeStore) -> None:
+    rig = make_store(SUMMED)
+    context(rig, range(6))
+    rig.store.choose([array(range(6))], [0]).close()
+    rig.faults({"kind": "latency", "op": "read", "seconds": 0.05})
+    chosen = rig.store.choose([array(range(6))], [0])
+    chosen.release(chosen.fetch(0, array([0, 1, 2]), array([0, 1, 2])))
+    chosen.close()
+    rig.faults()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 999),
+    kinds=st.sets(st.sampled_from(["eio", "short", "corrupt"]), min_size=1),
+    rows=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=8), min_size=1, max_size=4),
+    geometry=st.sampled_from([SUMMED, SUMMED_ENCRYPTED]),
+)
+def test_random_faults_never_bring_a_wrong_byte(
+    make_store: MakeStore,
+    seed: int,
+    kinds: set[str],
+    rows: list[list[int]],
+    geometry: SlotGeometry,
+) -> None:
+    rig = make_store(geometry, slots=16, frames=8, places=16)
+    names = context(rig, range(16))
+    rig.faults(
+        *({"kind": k, "op": "read", "probability": 0.15, "seed": seed} for k in sorted(kinds))
+    )
+    for _ in range(2):
+        chosen = rig.store.choose([array(row) for row in rows], range(len(rows)))
+        for layer in range(geometry.layers):
+            wanted = {r: [(b, (b + layer) % 4) for b in range(len(c))] for r, c in enumerate(rows)}
+            asked = [row for row in wanted if row not in chosen.poisoned]
+            found = bring(rig, chosen, layer, wanted)
+            assert_right(rig, found, rows, names, layer)
+            for row in asked:
+                complete = all((row, b, p) in found for b, p in wanted[row])
+                assert complete or row in chosen.poisoned
+        chosen.close()
+    rig.faults()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+# ---- rows that choose, in the stream ----
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1, 3])
+def test_rows_that_choose_are_streamed_in_dense_layers_only(
+    make_store: MakeStore, dense_layers: int
+) -> None:
+    rig = make_store(SUMMED, staging=6)
+    context(rig, range(12))
+    assert rig.load({5: 705, 6: 706}, [], request="r").complete
+    rows = [[0, 5, 1], [6, 2, 3], list(range(4, 12))]
+    stream = rig.store.stream([array(row) for row in rows], [0, 2], dense_layers)
+    got: dict[int, list[list[int]]] = {}
+    for layer in range(SUMMED.layers):
+        seen: list[list[int]] = [[] for _ in rows]
+        for piece in stream.pieces(layer):
+            for row in range(len(rows)):
+                span = slice(int(piece.row_begin[row]), int(piece.row_end[row]))
+                seen[row] += piece.index[span].tolist()
+        got[layer] = [sorted(blocks) for blocks in seen]
+    whole = [list(range(len(row))) for row in rows]
+    for layer, blocks in got.items():
+        dense = layer < dense_layers
+        assert blocks == [b if dense or row == 1 else [] for row, b in enumerate(whole)], layer
+    pages = [
+        len(rows[1]) + (dense * (len(rows[0]) + len(rows[2])))
+        for dense in [layer < dense_layers for layer in range(SUMMED.layers)]
+    ]
+    assert stream.pages_in_dram + stream.pages_on_ssd == sum(pages) * SUMMED.pages_per_layer
+    assert stream.poisoned == set()
+    stream.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
