@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -182,7 +182,15 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
             self._gauges[metric.name].labels(*engine_values, *label_values).set(value)
 
 
-def _observe_all(child: Histogram, bounds: Sequence[float], parts: Sequence[float]) -> None:
+class _OneByOne(Protocol):
+    """What every histogram can do, Ray's too."""
+
+    def observe(self, amount: float) -> None: ...
+
+
+def _observe_all(
+    child: Histogram | _OneByOne, bounds: Sequence[float], parts: Sequence[float]
+) -> None:
     """Add what many calls of ``observe`` would; a device ends 10,000 requests between two steps.
 
     prometheus_client has no public way, so this uses the attributes that its own ``observe`` does.
