@@ -24,7 +24,7 @@ from vllm_ssdkv.cli import recall
 from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError
 
 GRAFANA = Path(__file__).parents[2] / "grafana"
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 SCRAPE_S = 1.0
 MAX_LEN = 4096
 
