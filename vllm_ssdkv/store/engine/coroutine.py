@@ -25,7 +25,17 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.errors import EngineUnavailableError
 from vllm_ssdkv.store.engine.abandoned import GRACE_S, abandon
 from vllm_ssdkv.store.engine.daemon_executor import DaemonExecutor
-from vllm_ssdkv.store.engine.protocol import I32, PENDING, U16, U32, U64, Op, zero_totals
+from vllm_ssdkv.store.engine.protocol import (
+    I32,
+    PENDING,
+    U16,
+    U32,
+    U64,
+    Op,
+    depth_bound,
+    latency_bound,
+    zero_totals,
+)
 
 _ALIGN = 4096
 _READS_PER_WRITE = 32
@@ -203,6 +213,8 @@ class Transfers(ABC, Generic[Memory]):
             for number, device in enumerate(self._devices):
                 while device.in_flight < self._queue_depth and (device.reads or device.writes):
                     device.in_flight += 1
+                    self._totals[f"depth_{depth_bound(device.in_flight)}.{number}"] += 1
+                    self._totals[f"depth_sum.{number}"] += device.in_flight
                     task = self._loop.create_task(self._run(number, device.next()))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
@@ -243,6 +255,7 @@ class Transfers(ABC, Generic[Memory]):
         direction = request.op.name.lower()
         self._totals[f"{direction}_requests.{number}"] += 1
         self._totals[f"{direction}_nanoseconds.{number}"] += spent_ns
+        self._totals[f"{direction}_latency_{latency_bound(spent_ns)}.{number}"] += 1
         if result < 0:
             self._totals[f"{direction}_errors.{number}"] += 1
         else:
