@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.bench import HANG_S, Bench
-from vllm_ssdkv.store import speed
+from tests.store.model_time import ModelTime
+from vllm_ssdkv.store import files, speed
+from vllm_ssdkv.store.engine import throttled
 
 StartBench = Callable[..., Bench]
 
@@ -99,6 +101,7 @@ def test_a_drive_dies_and_is_read_elsewhere(bench: StartBench) -> None:
 def test_the_share_of_a_slow_drive_falls(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ModelTime().govern(monkeypatch, files, throttled)
     monkeypatch.setattr(speed, "WINDOW_S", 0.05)
     monkeypatch.setattr(speed, "MIN_PART_BYTES", 64 * 1024)
     monkeypatch.setattr(speed, "MIN_WINDOW_BYTES", 128 * 1024)
@@ -106,7 +109,7 @@ def test_the_share_of_a_slow_drive_falls(
         {"device": device, "bandwidth": "4MiB" if device == VICTIM else "40MiB"}
         for device in range(3)
     ]
-    here = bench(count=3, io={"throttle": rules})
+    here = bench(count=3, io={"throttle": rules, "deadline": HANG_S})
     here.ask()
     fair = 1 / len(here.paths)
     end = time.monotonic() + HANG_S
