@@ -75,6 +75,36 @@ def attend(
     Queries are ``[T][q_heads][head_size]`` with tokens ``q_stride_bytes`` apart.
     """
 
+def attend_pages(
+    q_address: int,
+    q_dtype: int,
+    q_stride_bytes: int,
+    scale: float,
+    m: torch.Tensor | NDArray[np.float32],
+    l: torch.Tensor | NDArray[np.float32],
+    acc: torch.Tensor | NDArray[np.float32],
+    query_token: torch.Tensor | NDArray[np.int32],
+    query_position: torch.Tensor | NDArray[np.int64],
+    begin: torch.Tensor | NDArray[np.int32],
+    end: torch.Tensor | NDArray[np.int32],
+    address: torch.Tensor | NDArray[np.uint64],
+    position: torch.Tensor | NDArray[np.int64],
+    token_mask: torch.Tensor | NDArray[np.uint8] | None,
+    page_tokens: int,
+    kv_heads: int,
+    q_heads: int,
+    head_size: int,
+    kv_dtype: int,
+    threads: int,
+) -> None:
+    """As :func:`attend`, for one query per row and lists of pages instead of blocks.
+
+    Query ``query_token[r]`` at ``query_position[r]`` and the query heads of KV head ``h`` see the
+    pages ``begin[i]..end[i]``, ``i = r * kv_heads + h``, at absolute addresses ``address``, whose
+    first tokens stand at ``position``; and of each page the tokens at or before the query whose
+    ``token_mask [pages, page_tokens]`` is not 0. No query may be listed twice.
+    """
+
 def finish(
     m: torch.Tensor | NDArray[np.float32],
     l: torch.Tensor | NDArray[np.float32],
@@ -137,3 +167,122 @@ def unpack_blocks(
     threads: int,
 ) -> None:
     """As :func:`pack_blocks`, but leaves the destination's padding as it is."""
+
+def summarize(
+    source: torch.Tensor | NDArray[np.uint64],
+    bounds: torch.Tensor | NDArray[np.uint64] | None,
+    channels: torch.Tensor | NDArray[np.uint64] | None,
+    value_sum: torch.Tensor | NDArray[np.uint64] | None,
+    block_tokens: int,
+    page_tokens: int,
+    page_stride: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Write summaries of blocks; see ``PageKernels.summarize``."""
+
+def bound_logits(
+    query: NDArray[np.float32],
+    scale: float,
+    row_begin: NDArray[np.int32],
+    row_end: NDArray[np.int32],
+    bounds: NDArray[np.uint64],
+    first_page: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    block_tokens: int,
+    page_tokens: int,
+    kv_heads: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Write upper bounds of the scaled logits of each page; see ``ScoringKernels``.
+
+    Tables of logits and scores are laid out as ``selection/scores.py`` says, here and below.
+    """
+
+def choose_channels(
+    query: NDArray[np.float32],
+    scale: float,
+    kv_heads: int,
+    channels: NDArray[np.int32],
+    reduced: NDArray[np.float32],
+) -> None:
+    """Write SparQ's ``channels [rows, kv_heads, r]``, ascending, and the queries of them.
+
+    ``reduced [rows, q_heads, r]`` is scaled, so that its product with K is the approximate logit.
+    """
+
+def channel_logits(
+    channels: NDArray[np.int32],
+    reduced: NDArray[np.float32],
+    row_begin: NDArray[np.int32],
+    row_end: NDArray[np.int32],
+    base: NDArray[np.uint64],
+    window_begin: NDArray[np.int32],
+    window_end: NDArray[np.int32],
+    window: NDArray[np.uint64],
+    window_tokens: NDArray[np.int32],
+    first_token: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    block_tokens: int,
+    page_tokens: int,
+    page_stride: int,
+    head_size: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Write approximate logits of context, then window. A token's does not depend on its place."""
+
+def weigh(
+    logits: NDArray[np.float32],
+    first_page: NDArray[np.int64],
+    window_lse: NDArray[np.float32] | None,
+    weights: NDArray[np.float32],
+    window_mass: NDArray[np.float32],
+    q_heads: int,
+    page_tokens: int,
+    threads: int,
+) -> None:
+    """Write the mean softmax weight of pages and windows; see ``ScoringKernels.weigh``."""
+
+def score_tokens(
+    logits: NDArray[np.float32],
+    first_token: NDArray[np.int64],
+    first_column: NDArray[np.int64],
+    score: NDArray[np.float32],
+    mass: NDArray[np.float32],
+    lse: NDArray[np.float32],
+    window_mass: NDArray[np.float32],
+    page_tokens: int,
+    threads: int,
+) -> None:
+    """Write scores and masses of context pages; see ``ScoringKernels.score_tokens``."""
+
+def choose(
+    score: NDArray[np.float32],
+    mass: NDArray[np.float32],
+    window_mass: NDArray[np.float32],
+    first_column: NDArray[np.int64],
+    least: NDArray[np.int32],
+    most: NDArray[np.int32],
+    sinks: int,
+    p: float,
+    threads: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+    """Return columns, where each list begins, and masses; see ``ScoringKernels.choose``."""
+
+def cover(
+    logits: NDArray[np.float32],
+    first_token: NDArray[np.int64],
+    lse: NDArray[np.float32],
+    window_tokens: NDArray[np.int32],
+    pages: NDArray[np.int32],
+    begin: NDArray[np.int32],
+    token_mask: NDArray[np.uint8] | None,
+    alpha: NDArray[np.float32],
+    page_tokens: int,
+    threads: int,
+) -> None:
+    """Write softmax masses of chosen tokens and window; see ``ScoringKernels.cover``."""

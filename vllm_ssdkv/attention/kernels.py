@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,9 +27,8 @@ from vllm_ssdkv.attention.blocks import (
     on_device,
     on_host,
 )
+from vllm_ssdkv.attention.native import dtype_codes, load_native
 from vllm_ssdkv.errors import UnsupportedError
-
-logger = logging.getLogger(__name__)
 
 
 class AttentionKernels(Protocol):
@@ -117,7 +115,7 @@ class AttentionKernels(Protocol):
         ...
 
 
-def _heads(name: str, tensor: torch.Tensor, heads: int, layout_head: int) -> int:
+def head_stride(name: str, tensor: torch.Tensor, heads: int, layout_head: int) -> int:
     """Bytes from token to token of ``[T, heads, D]``; ``ValueError`` if the heads have holes."""
     if (
         tensor.dim() != 3
@@ -172,22 +170,8 @@ class CpuKernels:
         """Load the native module; raises ``UnsupportedError`` if it cannot be."""
         self.device = torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        try:
-            self._native = importlib.import_module("vllm_ssdkv._kernels")
-        except ImportError as error:
-            raise UnsupportedError(
-                f"the native attention kernels do not load ({error}); reinstall the package"
-            ) from error
-        if self.threads > 1 and not self._native.team_available():
-            logger.warning(
-                "ssdkv: torch has no OpenMP runtime here; attention runs on one thread of %d",
-                self.threads,
-            )
-        self._codes = {
-            torch.float32: self._native.FLOAT32,
-            torch.float16: self._native.FLOAT16,
-            torch.bfloat16: self._native.BFLOAT16,
-        }
+        self._native = load_native(self.threads)
+        self._codes = dtype_codes(self._native)
 
     def attend(
         self,
@@ -201,7 +185,7 @@ class CpuKernels:
         """See :meth:`AttentionKernels.attend`; blocks may lie at absolute addresses."""
         state.check(query)
         query_heads = query.shape[1]
-        stride = _heads("query", query, query_heads, layout.head_size)
+        stride = head_stride("query", query, query_heads, layout.head_size)
         base = on_host(source.base, np.uint64)
         if source.tensor is not None:
             if source.tensor.dtype != layout.dtype or source.tensor.device.type != "cpu":
@@ -238,7 +222,7 @@ class CpuKernels:
         """See :meth:`AttentionKernels.finish`."""
         state.check(state.acc)
         tokens, heads, head_size = state.acc.shape
-        stride = _heads("out", out, heads, head_size)
+        stride = head_stride("out", out, heads, head_size)
         if out.shape[0] != tokens:
             raise ValueError(f"out has {out.shape[0]} tokens, the state {tokens}")
         if lse is not None and (lse.dtype != torch.float32 or lse.shape != state.m.shape):
@@ -266,7 +250,7 @@ class CpuKernels:
         layout.check_cache(cache)
         slots = on_host(slot_mapping, np.int64)
         strides = [
-            _heads(name, part, layout.kv_heads, layout.head_size)
+            head_stride(name, part, layout.kv_heads, layout.head_size)
             for name, part in (("key", key), ("value", value))
         ]
         for name, part in (("key", key), ("value", value)):

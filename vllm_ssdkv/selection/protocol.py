@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource
+from vllm_ssdkv.attention.blocks import BlockLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many tokens of a row a selector may have attended to, window and sinks included.
+    """How many earlier tokens of a row may be attended to, those of window and sinks included.
 
-    Exactly one of the two is set: ``share`` of all the row's tokens, above 0 and at most 1, or a
-    number of ``tokens``, at least 0. Raises ``ValueError`` otherwise.
+    Exactly one of the two is set: ``share`` of all earlier tokens, above 0 and at most 1, or a
+    number of ``tokens``, at least 0. Raises ``ValueError`` otherwise. The current token is free
+    (SparQ's k + 1).
     """
 
     share: float | None = None
@@ -46,11 +47,12 @@ class Budget:
 
         What the window holds is paid for first. Where it takes the whole budget, nothing is left.
         """
+        held = window_tokens - 1
         allowed = np.full_like(context_tokens, self.tokens or 0)
         if self.share is not None:
-            whole = (context_tokens + window_tokens).astype(np.float64)
+            whole = (context_tokens + held).astype(np.float64)
             allowed = np.floor(whole * self.share).astype(np.int64)
-        left: NDArray[np.int64] = np.clip(allowed - window_tokens, 0, context_tokens)
+        left: NDArray[np.int64] = np.clip(allowed - held, 0, context_tokens)
         return left
 
 
@@ -58,8 +60,8 @@ class Budget:
 class Needs:
     """What of a :class:`ContextSummaries` a selector reads, beside the rows' sizes.
 
-    ``bounds``: ``bounds_base``. ``channels``: ``channel_base`` and ``window``. ``mean_value``: not
-    the selector itself, but the step that follows attention if ``Selection.alpha`` is set.
+    ``bounds``: ``bounds_base``. ``channels``: ``channel_base`` and ``window_base``. ``mean_value``:
+    not the selector itself, but the step that follows attention if ``Selection.alpha`` is set.
     """
 
     bounds: bool = False
@@ -76,7 +78,7 @@ class ContextSummaries:
     memory that the caller keeps alive and unchanged while a call runs.
 
     Attributes:
-        layout: Sizes and dtype of a block; its page stride is that of ``window``'s pages.
+        layout: Sizes and dtype of a block; its page stride is that of ``window_base``'s pages.
         row_begin, row_end: See above.
         window_tokens: Tokens of each row that the window holds, the current one included, int32
             [R]; at least 1.
@@ -85,10 +87,10 @@ class ContextSummaries:
             selector needs them.
         channel_base: Each block's K once more, channel-major: ``[kv_heads, head_size,
             block_tokens]`` of the layout's dtype. None where no selector needs it.
-        window: The window's blocks, token-major, as attention reads them: row r has the blocks
-            ``window_begin[r] .. window_end[r]`` (int32 [R]) of it, absolute addresses, whose
-            positions go on where the context ends. Only with ``channel_base``.
-        window_begin, window_end: See ``window``.
+        window_base: The window's blocks, token-major, as attention reads them, absolute addresses,
+            uint64 [W]: row r has ``window_begin[r] .. window_end[r]`` (int32 [R]) of them; its
+            tokens go on where the context ends. Only where ``channel_base`` is needed.
+        window_begin, window_end: See ``window_base``.
     """
 
     layout: BlockLayout
@@ -97,7 +99,7 @@ class ContextSummaries:
     window_tokens: NDArray[np.int32]
     bounds_base: NDArray[np.uint64] | None = None
     channel_base: NDArray[np.uint64] | None = None
-    window: BlockSource | None = None
+    window_base: NDArray[np.uint64] | None = None
     window_begin: NDArray[np.int32] | None = None
     window_end: NDArray[np.int32] | None = None
 
@@ -126,7 +128,8 @@ class Selection:
         begin: Where each (row, KV head) begins in ``pages``, and the end of the last, int32
             [R * kv_heads + 1]; head h of row r is entry ``r * kv_heads + h``.
         mass: Estimated softmax mass that window and pages cover, mean over the query heads of each
-            KV head, float32 [R, kv_heads] within 0..1. Exactly 1 where everything is covered.
+            KV head, float32 [R, kv_heads] within 0..1. Exactly 1 where everything is covered; NaN
+            where the selector has no estimate.
         token_mask: Which tokens of each page to attend to, uint8 [P, page_tokens] of 0 and 1.
             None: all of them.
         alpha: If set, attention's output is not final: it becomes ``alpha * out + (1 - alpha) *

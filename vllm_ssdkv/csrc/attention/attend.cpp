@@ -47,10 +47,10 @@ struct Plan {
   std::int64_t threads = 1;
 };
 
-// Keys in the row's blocks that a query at `position` sees.
-std::int64_t visible_keys(const Problem& p, std::int64_t row, std::int64_t position) {
+// Keys in a list's blocks that a query at `position` sees, were none masked.
+std::int64_t visible_keys(const Problem& p, std::int64_t list, std::int64_t position) {
   std::int64_t keys = 0;
-  for (std::int64_t b = p.row_block_begin[row]; b < p.row_block_end[row]; ++b) {
+  for (std::int64_t b = p.row_block_begin[list]; b < p.row_block_end[list]; ++b) {
     keys += std::clamp<std::int64_t>(position + 1 - p.block_position[b], 0, p.layout.block_tokens);
   }
   return keys;
@@ -65,16 +65,18 @@ std::vector<Tile> cut_queries(const Problem& p, std::int64_t rows) {
     const std::int64_t count = p.row_query_count[row];
     for (std::int64_t begin = (count - 1) / step * step; count > 0 && begin >= 0; begin -= step) {
       const std::int64_t queries = std::min(step, count - begin);
-      const std::int64_t keys =
-          visible_keys(p, row, p.row_first_position[row] + begin + queries - 1);
-      if (keys == 0) continue;
+      const std::int64_t last = p.row_first_position[row] + begin + queries - 1;
+      std::int64_t keys = 0;
       for (std::int64_t head = 0; head < p.layout.kv_heads; ++head) {
+        const std::int64_t list = p.list_per_head ? row * p.layout.kv_heads + head : row;
+        if (head == 0 || p.list_per_head) keys = visible_keys(p, list, last);
+        if (keys == 0) continue;
         const Task task{static_cast<std::int32_t>(row),
                         static_cast<std::int32_t>(head),
                         static_cast<std::int32_t>(begin),
                         static_cast<std::int32_t>(queries),
-                        p.row_block_begin[row],
-                        p.row_block_end[row],
+                        p.row_block_begin[list],
+                        p.row_block_end[list],
                         nullptr};
         tiles.push_back({task, queries * group, keys});
       }

@@ -1,7 +1,5 @@
 // Python face of the CPU attention kernels. Arguments are checked here, before any address is
 // followed; what cannot be checked is that raw addresses point at memory of the stated shape.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,60 +7,74 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
+#include "attention/arguments.hpp"
 #include "attention/attend.hpp"
 #include "attention/isa.hpp"
 #include "attention/team.hpp"
 #include "attention/transfer.hpp"
 
-namespace nb = nanobind;
-
 namespace ssdkv::attention {
 namespace {
-
-template <typename T, typename Shape>
-using Array = nb::ndarray<T, Shape, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Vector = Array<const T, nb::ndim<1>>;
-using Matrix = Array<float, nb::ndim<2>>;
-using ConstMatrix = Array<const float, nb::ndim<2>>;
-using Cube = Array<float, nb::ndim<3>>;
-using ConstCube = Array<const float, nb::ndim<3>>;
-
-void require(bool condition, const char* text) {
-  if (!condition) throw std::invalid_argument(text);
-}
-
-DType to_dtype(int code) {
-  require(code >= 0 && code <= 2, "dtype must be FLOAT32 (0), BFLOAT16 (1) or FLOAT16 (2)");
-  return static_cast<DType>(code);
-}
-
-std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-std::int64_t extent(std::size_t n) { return static_cast<std::int64_t>(n); }
-
-PageLayout to_layout(std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t page_stride,
-                     std::int64_t kv_heads, std::int64_t head_size, int dtype) {
-  require(page_tokens > 0 && block_tokens > 0 && block_tokens % page_tokens == 0,
-          "block_tokens must be a positive multiple of page_tokens");
-  require(kv_heads > 0, "kv_heads must be positive");
-  require(head_size > 0 && head_size % 8 == 0 && head_size <= kMaxHeadSize,
-          "head_size must be a multiple of 8, at most 256");
-  const PageLayout layout{block_tokens, page_tokens, page_stride,
-                          kv_heads,     head_size,   to_dtype(dtype)};
-  require(page_stride >= 2 * page_tokens * head_size * item_bytes(layout.dtype),
-          "page_stride is smaller than K and V of one page");
-  return layout;
-}
 
 template <typename State, typename Accumulator>
 void check_state(const State& m, const State& l, const Accumulator& acc) {
   require(m.shape(0) == l.shape(0) && m.shape(1) == l.shape(1) && m.shape(0) == acc.shape(0) &&
               m.shape(1) == acc.shape(1),
           "m and l must be [tokens, q_heads] and acc [tokens, q_heads, head_size]");
+}
+
+// What calls over blocks and calls over pages have in common. `lists` is the number of block lists:
+// one per row, or one per row and KV head.
+struct AttendCall {
+  std::uint64_t q_address;
+  int q_dtype;
+  std::int64_t q_stride_bytes;
+  double scale;
+  Matrix m;
+  Matrix l;
+  Cube acc;
+  std::int64_t q_heads;
+  std::int64_t threads;
+
+  Problem problem(const PageLayout& layout) const {
+    Problem p{};
+    p.layout = layout;
+    check_state(m, l, acc);
+    require(q_heads > 0 && q_heads % layout.kv_heads == 0,
+            "q_heads must be a positive multiple of kv_heads");
+    require(extent(m.shape(1)) == q_heads && extent(acc.shape(2)) == layout.head_size,
+            "m, l and acc do not match q_heads and head_size");
+    require(std::isfinite(scale), "scale must be finite");
+    require(threads > 0, "threads must be positive");
+    p.query_heads = q_heads;
+    p.query = reinterpret_cast<const std::byte*>(q_address);
+    p.query_dtype = to_dtype(q_dtype);
+    p.query_stride = q_stride_bytes;
+    require(q_stride_bytes >= q_heads * layout.head_size * item_bytes(p.query_dtype),
+            "q_stride_bytes is smaller than the heads of one token");
+    p.scale = static_cast<float>(scale);
+    p.maximum = m.data();
+    p.denominator = l.data();
+    p.accumulator = acc.data();
+    return p;
+  }
+};
+
+// Sets the lists of blocks; checks that they lie within `blocks`.
+void set_lists(Problem& p, const Vector<std::int32_t>& begin, const Vector<std::int32_t>& end,
+               const Vector<std::uint64_t>& base, const Vector<std::int64_t>& position) {
+  const std::int64_t blocks = extent(base.shape(0));
+  require(extent(position.shape(0)) == blocks, "addresses and positions differ in length");
+  for (std::size_t i = 0; i < begin.shape(0); ++i) {
+    require(begin.data()[i] >= 0 && begin.data()[i] <= end.data()[i] && end.data()[i] <= blocks,
+            "a list reaches beyond the addresses");
+  }
+  p.row_block_begin = begin.data();
+  p.row_block_end = end.data();
+  p.block_base = base.data();
+  p.block_position = position.data();
 }
 
 void py_attend(std::uint64_t q_address, int q_dtype, std::int64_t q_stride_bytes, double scale,
@@ -73,49 +85,61 @@ void py_attend(std::uint64_t q_address, int q_dtype, std::int64_t q_stride_bytes
                std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t page_stride,
                std::int64_t kv_heads, std::int64_t q_heads, std::int64_t head_size, int kv_dtype,
                std::int64_t threads) {
-  Problem p{};
-  p.layout = to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, kv_dtype);
-  check_state(m, l, acc);
+  Problem p =
+      AttendCall{q_address, q_dtype, q_stride_bytes, scale, m, l, acc, q_heads, threads}.problem(
+          to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, kv_dtype));
   const std::int64_t tokens = extent(m.shape(0));
   const std::int64_t rows = extent(row_query_begin.shape(0));
-  const std::int64_t blocks = extent(block_base.shape(0));
-  require(q_heads > 0 && q_heads % kv_heads == 0,
-          "q_heads must be a positive multiple of kv_heads");
-  require(extent(m.shape(1)) == q_heads && extent(acc.shape(2)) == head_size,
-          "m, l and acc do not match q_heads and head_size");
-  require(std::isfinite(scale), "scale must be finite");
-  require(threads > 0, "threads must be positive");
   require(extent(row_query_count.shape(0)) == rows && extent(row_first_position.shape(0)) == rows &&
               extent(row_block_begin.shape(0)) == rows && extent(row_block_end.shape(0)) == rows,
           "the row_* arrays differ in length");
-  require(extent(block_position.shape(0)) == blocks,
-          "block_base and block_position differ in length");
   for (std::size_t r = 0; r < row_query_begin.shape(0); ++r) {
     const std::int64_t begin = row_query_begin.data()[r];
     const std::int64_t count = row_query_count.data()[r];
-    const std::int64_t first = row_block_begin.data()[r];
-    const std::int64_t last = row_block_end.data()[r];
     require(begin >= 0 && count >= 0 && begin + count <= tokens,
             "a row's queries lie outside m, l and acc");
-    require(first >= 0 && first <= last && last <= blocks, "a row's blocks lie outside block_base");
   }
-  p.query_heads = q_heads;
-  p.query = reinterpret_cast<const std::byte*>(q_address);
-  p.query_dtype = to_dtype(q_dtype);
-  p.query_stride = q_stride_bytes;
-  require(q_stride_bytes >= q_heads * head_size * item_bytes(p.query_dtype),
-          "q_stride_bytes is smaller than the heads of one token");
-  p.scale = static_cast<float>(scale);
-  p.maximum = m.data();
-  p.denominator = l.data();
-  p.accumulator = acc.data();
+  set_lists(p, row_block_begin, row_block_end, block_base, block_position);
   p.row_query_begin = row_query_begin.data();
   p.row_query_count = row_query_count.data();
   p.row_first_position = row_first_position.data();
-  p.row_block_begin = row_block_begin.data();
-  p.row_block_end = row_block_end.data();
-  p.block_base = block_base.data();
-  p.block_position = block_position.data();
+  const nb::gil_scoped_release release;
+  attend(active_kernels(), p, rows, threads);
+}
+
+void py_attend_pages(std::uint64_t q_address, int q_dtype, std::int64_t q_stride_bytes,
+                     double scale, Matrix m, Matrix l, Cube acc, Vector<std::int32_t> query_token,
+                     Vector<std::int64_t> query_position, Vector<std::int32_t> begin,
+                     Vector<std::int32_t> end, Vector<std::uint64_t> address,
+                     Vector<std::int64_t> position,
+                     std::optional<Array<const std::uint8_t, nb::ndim<2>>> token_mask,
+                     std::int64_t page_tokens, std::int64_t kv_heads, std::int64_t q_heads,
+                     std::int64_t head_size, int kv_dtype, std::int64_t threads) {
+  const std::int64_t payload = 2 * page_tokens * head_size * item_bytes(to_dtype(kv_dtype));
+  Problem p =
+      AttendCall{q_address, q_dtype, q_stride_bytes, scale, m, l, acc, q_heads, threads}.problem(
+          to_layout(page_tokens, page_tokens, payload, kv_heads, head_size, kv_dtype));
+  const std::int64_t tokens = extent(m.shape(0));
+  const std::int64_t rows = extent(query_token.shape(0));
+  require(extent(query_position.shape(0)) == rows && extent(begin.shape(0)) == rows * kv_heads &&
+              extent(end.shape(0)) == rows * kv_heads,
+          "query_position must be [rows], begin and end [rows * kv_heads]");
+  for (std::size_t r = 0; r < query_token.shape(0); ++r) {
+    require(query_token.data()[r] >= 0 && query_token.data()[r] < tokens,
+            "a query token lies outside m, l and acc");
+  }
+  set_lists(p, begin, end, address, position);
+  if (token_mask) {
+    require(extent(token_mask->shape(0)) == extent(address.shape(0)) &&
+                extent(token_mask->shape(1)) == page_tokens,
+            "token_mask must be [pages, page_tokens]");
+    p.token_mask = token_mask->data();
+  }
+  const std::vector<std::int32_t> ones(query_token.shape(0), 1);
+  p.list_per_head = true;
+  p.row_query_begin = query_token.data();
+  p.row_query_count = ones.data();
+  p.row_first_position = query_position.data();
   const nb::gil_scoped_release release;
   attend(active_kernels(), p, rows, threads);
 }
@@ -206,6 +230,7 @@ void py_unpack(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>&
 }  // namespace ssdkv::attention
 
 NB_MODULE(_kernels, module) {
+  namespace nb = nanobind;
   using namespace ssdkv::attention;  // NOLINT: binding code only
   module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
@@ -230,6 +255,15 @@ NB_MODULE(_kernels, module) {
              nb::arg("kv_dtype"), nb::arg("threads"),
              "Attend ragged rows of queries to blocks of KV; updates the running softmax (m, l, "
              "acc) in place.");
+  module.def("attend_pages", &py_attend_pages, nb::arg("q_address"), nb::arg("q_dtype"),
+             nb::arg("q_stride_bytes"), nb::arg("scale"), nb::arg("m").noconvert(),
+             nb::arg("l").noconvert(), nb::arg("acc").noconvert(),
+             nb::arg("query_token").noconvert(), nb::arg("query_position").noconvert(),
+             nb::arg("begin").noconvert(), nb::arg("end").noconvert(),
+             nb::arg("address").noconvert(), nb::arg("position").noconvert(),
+             nb::arg("token_mask").noconvert().none(), nb::arg("page_tokens"), nb::arg("kv_heads"),
+             nb::arg("q_heads"), nb::arg("head_size"), nb::arg("kv_dtype"), nb::arg("threads"),
+             "As attend, for one query per row and a list of pages per row and KV head.");
   module.def("finish", &py_finish, nb::arg("m").noconvert(), nb::arg("l").noconvert(),
              nb::arg("acc").noconvert(), nb::arg("out_address"), nb::arg("out_dtype"),
              nb::arg("out_stride_bytes"), nb::arg("lse").noconvert().none(), nb::arg("threads"),
@@ -248,4 +282,5 @@ NB_MODULE(_kernels, module) {
              nb::arg("destination").noconvert(), nb::arg("pages"), nb::arg("payload_bytes"),
              nb::arg("source_stride"), nb::arg("destination_stride"), nb::arg("threads"),
              "Copy items of `pages` pages; leaves the padding of the destination alone.");
+  bind_sparse(module);
 }

@@ -27,6 +27,9 @@ struct PageLayout {
 struct Problem {
   PageLayout layout;
   std::int64_t query_heads;
+  // Whether each (row, KV head) has a list of its own, [rows][kv_heads] instead of [rows], whose
+  // blocks are single pages of that head (sparse attention); the layout's block is then one page.
+  bool list_per_head;
 
   const std::byte* query;  // [tokens][query_heads][head_size], tokens `query_stride` bytes apart
   DType query_dtype;
@@ -44,6 +47,7 @@ struct Problem {
   const std::int32_t* row_block_end;
   const std::uint64_t* block_base;
   const std::int64_t* block_position;
+  const std::uint8_t* token_mask;  // [blocks][block_tokens]: 0 where a token takes no part; or null
 };
 
 // A unit of work: some queries of one row, the query heads of one KV head, a range of the row's
@@ -73,6 +77,8 @@ struct Output {
   float* lse;  // [tokens][query_heads] or null
 };
 
+struct SparseKernels;
+
 // The entry points of one instruction set.
 struct Kernels {
   const char* name;
@@ -84,6 +90,7 @@ struct Kernels {
   // order.
   void (*fold)(const Problem&, const Task&, const float* partials, std::int64_t count);
   void (*finish)(const Output&, std::int64_t token_begin, std::int64_t token_end);
+  const SparseKernels* sparse;
 };
 
 extern const Kernels kPortableKernels;

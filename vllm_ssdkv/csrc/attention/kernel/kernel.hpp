@@ -7,7 +7,9 @@
 
 #include <cmath>
 
+#include "attention/kernel/logits.hpp"
 #include "attention/kernel/panels.hpp"
+#include "attention/kernel/weights.hpp"
 
 namespace ssdkv::attention::SSDKV_ISA {
 namespace {
@@ -332,12 +334,15 @@ void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   }
 }
 
+constexpr SparseKernels kSparseKernels{summarize, bound_logits, channel_logits, window_logits,
+                                       weigh,     score_tokens, cover};
+
 }  // namespace
 }  // namespace ssdkv::attention::SSDKV_ISA
 
 namespace ssdkv::attention {
 
-const Kernels SSDKV_KERNELS{SSDKV_ISA_NAME, SSDKV_ISA::scratch_bytes, SSDKV_ISA::attend,
-                            SSDKV_ISA::fold, SSDKV_ISA::finish};
+const Kernels SSDKV_KERNELS{SSDKV_ISA_NAME,  SSDKV_ISA::scratch_bytes, SSDKV_ISA::attend,
+                            SSDKV_ISA::fold, SSDKV_ISA::finish,        &SSDKV_ISA::kSparseKernels};
 
 }  // namespace ssdkv::attention

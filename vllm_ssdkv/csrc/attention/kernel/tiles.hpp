@@ -35,7 +35,9 @@ class TileReader {
         limit_(task.query_begin + task.query_count - 1) {
     const PageLayout& layout = problem.layout;
     entry_ = layout.head_size * item_bytes(layout.dtype);
-    head_offset_ = task.head * (layout.block_tokens / layout.page_tokens) * layout.page_stride;
+    if (!problem.list_per_head) {
+      head_offset_ = task.head * (layout.block_tokens / layout.page_tokens) * layout.page_stride;
+    }
     enter_block();
   }
 
@@ -89,16 +91,35 @@ class TileReader {
                            head_offset_ + page * layout.page_stride + at * entry_;
     const std::byte* value = key + layout.page_tokens * entry_;
     const auto position = static_cast<std::int32_t>(start_ + token_);
-    for (int i = 0; i < run; ++i) {
-      tile.row[tile.count + i] = key + i * entry_;
-      tile.row[kKeys + tile.count + i] = value + i * entry_;
-      tile.position[tile.count + i] = position + i;
+    if (problem_.token_mask != nullptr) {
+      const std::uint8_t* mask = problem_.token_mask + block_ * layout.block_tokens + token_;
+      for (std::int32_t i = 0; i < run; ++i) {
+        if (mask[i] != 0) add_key(tile, key + i * entry_, value + i * entry_, position + i);
+      }
+    } else {
+      for (std::int32_t i = 0; i < run; ++i) {
+        tile.row[tile.count + i] = key + i * entry_;
+        tile.row[kKeys + tile.count + i] = value + i * entry_;
+        tile.position[tile.count + i] = position + i;
+      }
+      const auto count = static_cast<std::int32_t>(run);
+      tile.count += count;
+      widen_range(tile, position, position + count - 1);
     }
-    const auto count = static_cast<std::int32_t>(run);
-    tile.count += count;
     token_ += run;
-    if (position < tile.first) tile.first = position;
-    if (position + count - 1 > tile.last) tile.last = position + count - 1;
+  }
+
+  static void add_key(KeyTile& tile, const std::byte* key, const std::byte* value,
+                      std::int32_t position) {
+    tile.row[tile.count] = key;
+    tile.row[kKeys + tile.count] = value;
+    tile.position[tile.count++] = position;
+    widen_range(tile, position, position);
+  }
+
+  static void widen_range(KeyTile& tile, std::int32_t first, std::int32_t last) {
+    if (first < tile.first) tile.first = first;
+    if (last > tile.last) tile.last = last;
   }
 
   const Problem& problem_;

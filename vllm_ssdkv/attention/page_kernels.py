@@ -1,0 +1,149 @@
+"""Sparse attention's kernels beside :mod:`vllm_ssdkv.attention.kernels`: pages and summaries.
+
+``CpuPageKernels`` runs the native ones of ``vllm_ssdkv._kernels``; :func:`select_page_kernels`
+picks by device. They follow the semantics of ``attention/reference_sparse.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vllm_ssdkv.attention.blocks import BlockLayout, IntArray, PartialState, on_host
+from vllm_ssdkv.attention.kernels import head_stride
+from vllm_ssdkv.attention.native import dtype_codes, load_native
+from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.errors import UnsupportedError
+
+
+class PageKernels(Protocol):
+    """What sparse attention needs of a device. Threads and order: as ``AttentionKernels``."""
+
+    device: torch.device
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        pages: PageList,
+        layout: BlockLayout,
+        scale: float,
+    ) -> None:
+        """Fold the listed pages into ``state`` in place: exact attention over those tokens.
+
+        ``query [T, Hq, D]`` as in ``AttentionKernels.attend``; of ``layout`` only page tokens, KV
+        heads, head size and dtype count. A query whose lists hold no key keeps its state, so that
+        pages may be split over calls as they arrive. The same call gives the same bits, and cutting
+        the same tokens into pages of another size does, too.
+        """
+        ...
+
+    def summarize(
+        self,
+        source: IntArray,
+        layout: BlockLayout,
+        *,
+        bounds: IntArray | None = None,
+        channels: IntArray | None = None,
+        value_sum: IntArray | None = None,
+    ) -> None:
+        """Write what is kept of n complete blocks of one layer, for selectors and compensation.
+
+        All are absolute addresses, ``[n]``. ``source``: the layer's part of each block, laid out by
+        ``layout`` (as in the cache or as in a slot). Targets that are not None: ``bounds``
+        ``[kv_heads, groups, 2, head_size]`` (min and max over a page of each channel of K, in the
+        layout's dtype, exact; NaN where K has one), ``channels`` ``[kv_heads, head_size,
+        block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
+        (float32 sum of V over the block's tokens, in order).
+        """
+        ...
+
+
+class CpuPageKernels:
+    """The native kernels. ``threads`` bounds the threads of one call (default: torch's)."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Load the native module; raises ``UnsupportedError`` if it cannot be."""
+        self.device = torch.device("cpu")
+        self.threads = threads or torch.get_num_threads()
+        self._native = load_native(self.threads)
+        self._codes = dtype_codes(self._native)
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        pages: PageList,
+        layout: BlockLayout,
+        scale: float,
+    ) -> None:
+        """See :meth:`PageKernels.attend_pages`."""
+        state.check(query)
+        stride = head_stride("query", query, query.shape[1], layout.head_size)
+        mask = pages.token_mask
+        if mask is not None:
+            mask = mask.numpy() if isinstance(mask, torch.Tensor) else mask
+            mask = np.ascontiguousarray(mask, np.uint8)
+        self._native.attend_pages(
+            query.data_ptr(),
+            self._codes[query.dtype],
+            stride,
+            scale,
+            state.m.numpy(),
+            state.l.numpy(),
+            state.acc.numpy(),
+            on_host(pages.query_token, np.int32),
+            on_host(pages.query_position, np.int64),
+            on_host(pages.begin, np.int32),
+            on_host(pages.end, np.int32),
+            on_host(pages.address, np.uint64),
+            on_host(pages.position, np.int64),
+            mask,
+            layout.page_tokens,
+            layout.kv_heads,
+            query.shape[1],
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+        )
+
+    def summarize(
+        self,
+        source: IntArray,
+        layout: BlockLayout,
+        *,
+        bounds: IntArray | None = None,
+        channels: IntArray | None = None,
+        value_sum: IntArray | None = None,
+    ) -> None:
+        """See :meth:`PageKernels.summarize`."""
+        self._native.summarize(
+            on_host(source, np.uint64),
+            *(
+                None if target is None else on_host(target, np.uint64)
+                for target in (bounds, channels, value_sum)
+            ),
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.page_stride_bytes,
+            layout.kv_heads,
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+        )
+
+
+@functools.cache
+def select_page_kernels(device: torch.device) -> PageKernels:
+    """The kernels for tensors on ``device``, one object per device of a process.
+
+    Raises ``UnsupportedError`` if there are none.
+    """
+    if device.type == "cpu":
+        return CpuPageKernels()
+    raise UnsupportedError(
+        f"sparse selectors have no attention kernels for {device.type} devices; set selector: exact"
+    )

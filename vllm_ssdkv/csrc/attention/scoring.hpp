@@ -1,0 +1,114 @@
+// Plain descriptions of what page selection computes. No code lives here, for the reason given in
+// problem.hpp.
+//
+// Columns are what is scored: pages or tokens of a row. Row r has columns(r) = first_column[r + 1]
+// - first_column[r] of them; a table with one line per head holds column c of head h of row r at
+// first_column[r] * heads + h * columns(r) + c.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/problem.hpp"
+
+namespace ssdkv::attention {
+
+// What is kept of blocks when they leave; all addresses are absolute, one per block, any of the
+// targets may be null.
+struct Summaries {
+  PageLayout layout;
+  const std::uint64_t* source;     // the layer's part of the block
+  const std::uint64_t* bounds;     // [kv_heads][groups][2][head_size]: min, max over a page's K
+  const std::uint64_t* channels;   // [kv_heads][head_size][block_tokens]: K
+  const std::uint64_t* value_sum;  // float [kv_heads][head_size]: V summed over the tokens
+};
+
+// Logits of queries [rows][query_heads][head_size] against the page bounds of their rows' blocks.
+struct BoundScoring {
+  PageLayout layout;
+  std::int64_t query_heads;
+  const float* query;
+  float scale;
+  const std::int32_t* row_begin;  // [rows]: of the row's blocks
+  const std::uint64_t* bounds;    // [blocks], as in Summaries
+  const std::int64_t* first_column;
+  float* logits;  // columns are the row's pages
+};
+
+// Approximate logits from some channels: the row's context from channel-major K, then its window
+// from token-major blocks.
+struct ChannelScoring {
+  PageLayout layout;
+  std::int64_t query_heads;
+  std::int64_t count;            // channels per KV head
+  const std::int32_t* channels;  // [rows][kv_heads][count]
+  const float* query;            // [rows][query_heads][count]: those channels, scaled
+  const std::int32_t* row_begin;
+  const std::int32_t* row_end;
+  const std::uint64_t* base;  // [blocks]: channel-major K, as in Summaries
+  const std::int32_t* window_begin;
+  const std::uint64_t* window;        // [window blocks]: token-major
+  const std::int32_t* window_tokens;  // [rows]
+  const std::int64_t* first_column;
+  float* logits;  // columns are the row's tokens
+};
+
+// Logits of the query heads of each KV head, turned into one weight per column.
+struct Weighting {
+  std::int64_t kv_heads;
+  std::int64_t query_heads;
+  const std::int64_t* first_column;
+  const float* logits;
+  float column_tokens;      // tokens that a column stands for
+  const float* window_lse;  // [rows][query_heads], or null
+  float* weights;           // per KV head
+  float* window_mass;       // [rows][kv_heads]
+};
+
+// Approximate logits of tokens turned into scores and masses of context pages or tokens.
+struct TokenScoring {
+  std::int64_t kv_heads;
+  std::int64_t query_heads;
+  std::int64_t page_tokens;  // 1: a column of the result is a token
+  const std::int64_t* first_token;
+  const float* logits;               // columns are tokens, the window's last
+  const std::int64_t* first_column;  // of the context's columns
+  float* score;                      // per KV head: maximum over the page of sums over query heads
+  float* mass;                       // per KV head: mean over query heads of softmax, page summed
+  float* lse;                        // [rows][query_heads]
+  float* window_mass;                // [rows][kv_heads]
+};
+
+// Softmax mass of chosen pages and of the window.
+struct Coverage {
+  std::int64_t kv_heads;
+  std::int64_t query_heads;
+  std::int64_t page_tokens;
+  const std::int64_t* first_token;
+  const std::int32_t* window_tokens;
+  const float* logits;
+  const float* lse;
+  const std::int32_t* pages;
+  const std::int32_t* begin;       // [rows * kv_heads + 1]
+  const std::uint8_t* token_mask;  // [pages][page_tokens], or null
+  float* alpha;                    // [rows][query_heads]
+};
+
+// The entry points of one instruction set. Ranges are of what a task works on; `scratch` is
+// 64-byte aligned and has the bytes stated.
+struct SparseKernels {
+  void (*summarize)(const Summaries&, std::int64_t block_begin, std::int64_t block_end);
+  // 4 * (group + 3) * (head_size + 15) bytes.
+  void (*bound_logits)(const BoundScoring&, std::int64_t row, std::int64_t head,
+                       std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);
+  void (*channel_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
+                         std::int64_t block_begin, std::int64_t block_end);
+  // 4 * count * 64 bytes.
+  void (*window_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
+                        std::byte* scratch);
+  void (*weigh)(const Weighting&, std::int64_t row, std::int64_t head);
+  void (*score_tokens)(const TokenScoring&, std::int64_t row, std::int64_t head);
+  void (*cover)(const Coverage&, std::int64_t row, std::int64_t head);
+};
+
+}  // namespace ssdkv::attention

@@ -1,0 +1,134 @@
+#include "attention/sparse.hpp"
+
+#include <algorithm>
+
+#include "attention/isa.hpp"
+#include "attention/team.hpp"
+
+namespace ssdkv::attention {
+namespace {
+
+// Bytes read per task: enough to pay for handing it out.
+constexpr std::int64_t kTaskBytes = 1 << 17;
+// Below this many bytes in all, waking another thread costs more than it brings.
+constexpr std::int64_t kMinThreadBytes = 1 << 18;
+
+std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+template <typename Body>
+void run(std::int64_t tasks, std::int64_t threads, std::size_t scratch, const Body& body) {
+  run_tasks(
+      tasks, threads, scratch,
+      [](void* opaque, std::int64_t task, std::byte* bytes) {
+        (*static_cast<const Body*>(opaque))(task, bytes);
+      },
+      const_cast<Body*>(&body));
+}
+
+struct Piece {
+  std::int64_t row;
+  std::int64_t head;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// Cuts the items of every row and KV head into pieces of about kTaskBytes. The pieces' results do
+// not depend on where they are cut. A row without items has one empty piece per head.
+template <typename Items>
+std::vector<Piece> cut(std::int64_t rows, std::int64_t heads, std::int64_t item_size,
+                       const Items& items) {
+  const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / item_size);
+  std::vector<Piece> pieces;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t count = items(row);
+    for (std::int64_t head = 0; head < heads; ++head) {
+      std::int64_t begin = 0;
+      do {
+        pieces.push_back({row, head, begin, std::min(begin + step, count)});
+        begin += step;
+      } while (begin < count);
+    }
+  }
+  return pieces;
+}
+
+std::int64_t team(std::int64_t bytes, std::int64_t threads) {
+  return bytes < kMinThreadBytes ? 1 : threads;
+}
+
+// Runs body(row, head) for every row and KV head; `columns` floats are read in all.
+template <typename Body>
+void for_heads(std::int64_t rows, std::int64_t heads, std::int64_t columns, std::int64_t threads,
+               const Body& body) {
+  run(rows * heads, team(columns * 4, threads), 0,
+      [&](std::int64_t task, std::byte*) { body(task / heads, task % heads); });
+}
+
+}  // namespace
+
+void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  const PageLayout& layout = s.layout;
+  const std::int64_t bytes =
+      2 * layout.kv_heads * layout.block_tokens * layout.head_size * item_bytes(layout.dtype);
+  const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / bytes);
+  run((blocks + step - 1) / step, team(blocks * bytes, threads), 0,
+      [&](std::int64_t task, std::byte*) {
+        kernels.summarize(s, task * step, std::min(blocks, (task + 1) * step));
+      });
+}
+
+void score_bounds(const BoundScoring& s, std::int64_t rows, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  const PageLayout& layout = s.layout;
+  const std::int64_t page = 2 * layout.head_size * item_bytes(layout.dtype);
+  const std::vector<Piece> pieces = cut(rows, layout.kv_heads, page, [&](std::int64_t row) {
+    return s.first_column[row + 1] - s.first_column[row];
+  });
+  const std::int64_t group = s.query_heads / layout.kv_heads;
+  const std::int64_t scratch = 4 * (group + 3) * (layout.head_size + 15);
+  run(static_cast<std::int64_t>(pieces.size()),
+      team(s.first_column[rows] * layout.kv_heads * page, threads),
+      static_cast<std::size_t>(scratch), [&](std::int64_t task, std::byte* bytes) {
+        const Piece& p = pieces[static_cast<std::size_t>(task)];
+        if (p.begin == p.end) return;
+        kernels.bound_logits(s, p.row, p.head, p.begin, p.end, bytes);
+      });
+}
+
+void score_channels(const ChannelScoring& s, std::int64_t rows, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  const PageLayout& layout = s.layout;
+  const std::int64_t block = s.count * layout.block_tokens * item_bytes(layout.dtype);
+  const std::vector<Piece> pieces =
+      cut(rows, layout.kv_heads, std::max<std::int64_t>(1, block),
+          [&](std::int64_t row) { return s.row_end[row] - s.row_begin[row]; });
+  run(static_cast<std::int64_t>(pieces.size()),
+      team(s.first_column[rows] * layout.kv_heads * s.count * item_bytes(layout.dtype), threads),
+      static_cast<std::size_t>(4 * s.count * 64), [&](std::int64_t task, std::byte* bytes) {
+        const Piece& p = pieces[static_cast<std::size_t>(task)];
+        if (p.begin == 0) kernels.window_logits(s, p.row, p.head, bytes);
+        if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end);
+      });
+}
+
+void weigh_columns(const Weighting& w, std::int64_t rows, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  for_heads(rows, w.kv_heads, w.first_column[rows] * w.query_heads, threads,
+            [&](std::int64_t row, std::int64_t head) { kernels.weigh(w, row, head); });
+}
+
+void score_tokens(const TokenScoring& s, std::int64_t rows, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  for_heads(rows, s.kv_heads, s.first_token[rows] * s.query_heads, threads,
+            [&](std::int64_t row, std::int64_t head) { kernels.score_tokens(s, row, head); });
+}
+
+void cover_pages(const Coverage& c, std::int64_t rows, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  const std::int64_t group = c.query_heads / c.kv_heads;
+  for_heads(rows, c.kv_heads, c.begin[rows * c.kv_heads] * c.page_tokens * group, threads,
+            [&](std::int64_t row, std::int64_t head) { kernels.cover(c, row, head); });
+}
+
+}  // namespace ssdkv::attention

@@ -1,0 +1,361 @@
+// Python face of page selection. Arguments are checked here, as in bindings.cpp.
+#include <nanobind/stl/optional.h>
+
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "arrays.hpp"
+#include "attention/arguments.hpp"
+#include "attention/sparse.hpp"
+
+namespace ssdkv::attention {
+namespace {
+
+constexpr std::int64_t kMaxChannels = kMaxHeadSize;
+
+PageLayout dense_layout(std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
+                        std::int64_t head_size, int dtype) {
+  const std::int64_t payload = 2 * page_tokens * head_size * item_bytes(to_dtype(dtype));
+  return to_layout(block_tokens, page_tokens, payload, kv_heads, head_size, dtype);
+}
+
+// Rows of a table of columns; throws unless first_column starts at 0 and never falls.
+std::int64_t rows_of(const Vector<std::int64_t>& first_column) {
+  require(first_column.shape(0) > 0 && first_column.data()[0] == 0,
+          "a table's columns must begin at 0");
+  for (std::size_t r = 1; r < first_column.shape(0); ++r) {
+    require(first_column.data()[r] >= first_column.data()[r - 1], "a row has negative columns");
+  }
+  return extent(first_column.shape(0)) - 1;
+}
+
+std::int64_t columns_of(const Vector<std::int64_t>& first_column) {
+  return first_column.data()[first_column.shape(0) - 1];
+}
+
+void check_heads(std::int64_t kv_heads, std::int64_t q_heads, std::int64_t threads) {
+  require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0,
+          "q_heads must be a positive multiple of kv_heads");
+  require(threads > 0, "threads must be positive");
+}
+
+template <typename A>
+void check_size(const A& array, std::int64_t size, const char* text) {
+  require(extent(array.size()) == size, text);
+}
+
+const std::uint64_t* check_targets(const std::optional<Vector<std::uint64_t>>& list,
+                                   std::int64_t blocks) {
+  if (!list) return nullptr;
+  check_size(*list, blocks, "sources and targets differ in length");
+  return list->data();
+}
+
+void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> bounds,
+                  std::optional<Vector<std::uint64_t>> channels,
+                  std::optional<Vector<std::uint64_t>> value_sum, std::int64_t block_tokens,
+                  std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
+                  std::int64_t head_size, int dtype, std::int64_t threads) {
+  check_heads(kv_heads, kv_heads, threads);
+  const std::int64_t blocks = extent(source.shape(0));
+  const Summaries s{
+      to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype),
+      source.data(),
+      check_targets(bounds, blocks),
+      check_targets(channels, blocks),
+      check_targets(value_sum, blocks),
+  };
+  const nb::gil_scoped_release release;
+  summarize_blocks(s, blocks, threads);
+}
+
+// Checks that every row's blocks lie within the addresses and are as many as its columns say.
+void check_blocks(const Vector<std::int32_t>& begin, const Vector<std::int32_t>& end,
+                  std::int64_t rows, std::int64_t addresses) {
+  check_size(begin, rows, "a row needs one begin and one end of its blocks");
+  check_size(end, rows, "a row needs one begin and one end of its blocks");
+  for (std::int64_t r = 0; r < rows; ++r) {
+    require(begin.data()[r] >= 0 && begin.data()[r] <= end.data()[r] && end.data()[r] <= addresses,
+            "a row's blocks reach beyond the addresses");
+  }
+}
+
+void py_bound_logits(ConstCube query, double scale, Vector<std::int32_t> row_begin,
+                     Vector<std::int32_t> row_end, Vector<std::uint64_t> bounds,
+                     Vector<std::int64_t> first_page, Array<float, nb::ndim<1>> logits,
+                     std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
+                     int dtype, std::int64_t threads) {
+  BoundScoring s{};
+  s.layout = dense_layout(block_tokens, page_tokens, kv_heads, extent(query.shape(2)), dtype);
+  s.query_heads = extent(query.shape(1));
+  check_heads(kv_heads, s.query_heads, threads);
+  const std::int64_t rows = rows_of(first_page);
+  require(extent(query.shape(0)) == rows, "query and first_page differ in rows");
+  check_blocks(row_begin, row_end, rows, extent(bounds.shape(0)));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t blocks = row_end.data()[r] - row_begin.data()[r];
+    require(
+        first_page.data()[r + 1] - first_page.data()[r] == blocks * (block_tokens / page_tokens),
+        "a row's pages are not those of its blocks");
+  }
+  check_size(logits, columns_of(first_page) * s.query_heads, "logits must be [q_heads * pages]");
+  s.query = query.data();
+  s.scale = static_cast<float>(scale);
+  s.row_begin = row_begin.data();
+  s.bounds = bounds.data();
+  s.first_column = first_page.data();
+  s.logits = logits.data();
+  const nb::gil_scoped_release release;
+  score_bounds(s, rows, threads);
+}
+
+void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
+                        Array<std::int32_t, nb::ndim<3>> channels, Cube reduced) {
+  const std::int64_t rows = extent(query.shape(0));
+  const std::int64_t q_heads = extent(query.shape(1));
+  const std::int64_t head_size = extent(query.shape(2));
+  const std::int64_t count = extent(channels.shape(2));
+  check_heads(kv_heads, q_heads, 1);
+  require(count > 0 && count <= head_size, "channels must be between 1 and head_size");
+  require(extent(channels.shape(0)) == rows && extent(channels.shape(1)) == kv_heads,
+          "channels must be [rows, kv_heads, count]");
+  require(extent(reduced.shape(0)) == rows && extent(reduced.shape(1)) == q_heads &&
+              extent(reduced.shape(2)) == count,
+          "reduced must be [rows, q_heads, count]");
+  const ChannelChoice choice{
+      kv_heads,     q_heads,         head_size,     count, static_cast<float>(scale),
+      query.data(), channels.data(), reduced.data()};
+  const nb::gil_scoped_release release;
+  choose_channels(choice, rows);
+}
+
+void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCube reduced,
+                       Vector<std::int32_t> row_begin, Vector<std::int32_t> row_end,
+                       Vector<std::uint64_t> base, Vector<std::int32_t> window_begin,
+                       Vector<std::int32_t> window_end, Vector<std::uint64_t> window,
+                       Vector<std::int32_t> window_tokens, Vector<std::int64_t> first_token,
+                       Array<float, nb::ndim<1>> logits, std::int64_t block_tokens,
+                       std::int64_t page_tokens, std::int64_t page_stride, std::int64_t head_size,
+                       int dtype, std::int64_t threads) {
+  ChannelScoring s{};
+  const std::int64_t kv_heads = extent(channels.shape(1));
+  s.layout = to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype);
+  s.query_heads = extent(reduced.shape(1));
+  s.count = extent(channels.shape(2));
+  check_heads(kv_heads, s.query_heads, threads);
+  const std::int64_t rows = rows_of(first_token);
+  require(extent(channels.shape(0)) == rows && extent(reduced.shape(0)) == rows &&
+              extent(reduced.shape(2)) == s.count && s.count > 0 && s.count <= kMaxChannels,
+          "channels [rows, kv_heads, count] and reduced [rows, q_heads, count] differ");
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    require(channels.data()[i] >= 0 && channels.data()[i] < head_size,
+            "a channel lies outside the head");
+  }
+  check_blocks(row_begin, row_end, rows, extent(base.shape(0)));
+  check_blocks(window_begin, window_end, rows, extent(window.shape(0)));
+  check_size(window_tokens, rows, "window_tokens must be [rows]");
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t tokens = window_tokens.data()[r];
+    const std::int64_t blocks = window_end.data()[r] - window_begin.data()[r];
+    require(tokens >= 0 && tokens <= blocks * block_tokens,
+            "a window has more tokens than its blocks hold");
+    const std::int64_t context = (row_end.data()[r] - row_begin.data()[r]) * block_tokens;
+    require(first_token.data()[r + 1] - first_token.data()[r] == context + tokens,
+            "a row's tokens are not those of its blocks and window");
+  }
+  check_size(logits, columns_of(first_token) * s.query_heads, "logits must be [q_heads * tokens]");
+  s.channels = channels.data();
+  s.query = reduced.data();
+  s.row_begin = row_begin.data();
+  s.row_end = row_end.data();
+  s.base = base.data();
+  s.window_begin = window_begin.data();
+  s.window = window.data();
+  s.window_tokens = window_tokens.data();
+  s.first_column = first_token.data();
+  s.logits = logits.data();
+  const nb::gil_scoped_release release;
+  score_channels(s, rows, threads);
+}
+
+void py_weigh(Vector<float> logits, Vector<std::int64_t> first_page,
+              std::optional<ConstMatrix> window_lse, Array<float, nb::ndim<1>> weights,
+              Matrix window_mass, std::int64_t q_heads, std::int64_t page_tokens,
+              std::int64_t threads) {
+  const std::int64_t rows = rows_of(first_page);
+  const std::int64_t kv_heads = extent(window_mass.shape(1));
+  check_heads(kv_heads, q_heads, threads);
+  require(page_tokens > 0, "page_tokens must be positive");
+  require(extent(window_mass.shape(0)) == rows, "window_mass must be [rows, kv_heads]");
+  check_size(logits, columns_of(first_page) * q_heads, "logits must be [q_heads * pages]");
+  check_size(weights, columns_of(first_page) * kv_heads, "weights must be [kv_heads * pages]");
+  if (window_lse) {
+    require(extent(window_lse->shape(0)) == rows && extent(window_lse->shape(1)) == q_heads,
+            "window_lse must be [rows, q_heads]");
+  }
+  const Weighting w{kv_heads,
+                    q_heads,
+                    first_page.data(),
+                    logits.data(),
+                    static_cast<float>(page_tokens),
+                    window_lse ? window_lse->data() : nullptr,
+                    weights.data(),
+                    window_mass.data()};
+  const nb::gil_scoped_release release;
+  weigh_columns(w, rows, threads);
+}
+
+void py_score_tokens(Vector<float> logits, Vector<std::int64_t> first_token,
+                     Vector<std::int64_t> first_column, Array<float, nb::ndim<1>> score,
+                     Array<float, nb::ndim<1>> mass, Matrix lse, Matrix window_mass,
+                     std::int64_t page_tokens, std::int64_t threads) {
+  const std::int64_t rows = rows_of(first_token);
+  const std::int64_t kv_heads = extent(window_mass.shape(1));
+  const std::int64_t q_heads = extent(lse.shape(1));
+  check_heads(kv_heads, q_heads, threads);
+  require(page_tokens > 0, "page_tokens must be positive");
+  require(rows_of(first_column) == rows && extent(lse.shape(0)) == rows &&
+              extent(window_mass.shape(0)) == rows,
+          "first_column, lse and window_mass must have the rows of first_token");
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t columns = first_column.data()[r + 1] - first_column.data()[r];
+    require(columns * page_tokens <= first_token.data()[r + 1] - first_token.data()[r],
+            "a row's context has more tokens than the row");
+  }
+  check_size(logits, columns_of(first_token) * q_heads, "logits must be [q_heads * tokens]");
+  check_size(score, columns_of(first_column) * kv_heads, "score must be [kv_heads * columns]");
+  check_size(mass, columns_of(first_column) * kv_heads, "mass must be [kv_heads * columns]");
+  const TokenScoring s{kv_heads,           q_heads,       page_tokens,
+                       first_token.data(), logits.data(), first_column.data(),
+                       score.data(),       mass.data(),   lse.data(),
+                       window_mass.data()};
+  const nb::gil_scoped_release release;
+  score_tokens(s, rows, threads);
+}
+
+nb::tuple py_choose(Vector<float> score, Vector<float> mass, ConstMatrix window_mass,
+                    Vector<std::int64_t> first_column, Vector<std::int32_t> least,
+                    Vector<std::int32_t> most, std::int64_t sinks, double p, std::int64_t threads) {
+  const std::int64_t rows = rows_of(first_column);
+  const std::int64_t kv_heads = extent(window_mass.shape(1));
+  check_heads(kv_heads, kv_heads, threads);
+  require(extent(window_mass.shape(0)) == rows, "window_mass must be [rows, kv_heads]");
+  check_size(score, columns_of(first_column) * kv_heads, "score must be [kv_heads * columns]");
+  check_size(mass, columns_of(first_column) * kv_heads, "mass must be [kv_heads * columns]");
+  check_size(least, rows, "least must be [rows]");
+  check_size(most, rows, "most must be [rows]");
+  require(sinks >= 0 && !std::isnan(p), "sinks or p out of range");
+  const ColumnChoice choice{kv_heads,     sinks,       p,
+                            least.data(), most.data(), first_column.data(),
+                            score.data(), mass.data(), window_mass.data()};
+  ChosenColumns chosen;
+  {
+    const nb::gil_scoped_release release;
+    chosen = choose_columns(choice, rows, threads);
+  }
+  return nb::make_tuple(to_numpy(std::move(chosen.columns)), to_numpy(std::move(chosen.begin)),
+                        to_numpy(std::move(chosen.mass)));
+}
+
+void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatrix lse,
+              Vector<std::int32_t> window_tokens, Vector<std::int32_t> pages,
+              Vector<std::int32_t> begin,
+              std::optional<Array<const std::uint8_t, nb::ndim<2>>> token_mask, Matrix alpha,
+              std::int64_t page_tokens, std::int64_t threads) {
+  const std::int64_t rows = rows_of(first_token);
+  const std::int64_t q_heads = extent(lse.shape(1));
+  require(rows == 0 || (extent(begin.shape(0)) - 1) % rows == 0,
+          "begin must be [rows * kv_heads + 1]");
+  const std::int64_t kv_heads = rows == 0 ? 1 : (extent(begin.shape(0)) - 1) / rows;
+  check_heads(kv_heads, q_heads, threads);
+  require(page_tokens > 0, "page_tokens must be positive");
+  require(extent(lse.shape(0)) == rows && extent(alpha.shape(0)) == rows &&
+              extent(alpha.shape(1)) == q_heads,
+          "lse and alpha must be [rows, q_heads]");
+  check_size(window_tokens, rows, "window_tokens must be [rows]");
+  check_size(logits, columns_of(first_token) * q_heads, "logits must be [q_heads * tokens]");
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t context =
+        first_token.data()[r + 1] - first_token.data()[r] - window_tokens.data()[r];
+    require(window_tokens.data()[r] >= 0 && context >= 0, "a window is larger than its row");
+    for (std::int64_t i = r * kv_heads; i < (r + 1) * kv_heads; ++i) {
+      const std::int64_t first = begin.data()[i];
+      const std::int64_t last = begin.data()[i + 1];
+      require(first >= 0 && first <= last && last <= extent(pages.shape(0)),
+              "a list reaches beyond the pages");
+      for (std::int64_t at = first; at < last; ++at) {
+        require(pages.data()[at] >= 0 && (pages.data()[at] + 1) * page_tokens <= context,
+                "a page lies outside its row's context");
+      }
+    }
+  }
+  Coverage c{};
+  c.kv_heads = kv_heads;
+  c.query_heads = q_heads;
+  c.page_tokens = page_tokens;
+  c.first_token = first_token.data();
+  c.window_tokens = window_tokens.data();
+  c.logits = logits.data();
+  c.lse = lse.data();
+  c.pages = pages.data();
+  c.begin = begin.data();
+  if (token_mask) {
+    require(token_mask->shape(0) == pages.shape(0) && extent(token_mask->shape(1)) == page_tokens,
+            "token_mask must be [pages, page_tokens]");
+    c.token_mask = token_mask->data();
+  }
+  c.alpha = alpha.data();
+  const nb::gil_scoped_release release;
+  cover_pages(c, rows, threads);
+}
+
+}  // namespace
+
+void bind_sparse(nb::module_& module) {
+  module.def("summarize", &py_summarize, nb::arg("source").noconvert(),
+             nb::arg("bounds").noconvert().none(), nb::arg("channels").noconvert().none(),
+             nb::arg("value_sum").noconvert().none(), nb::arg("block_tokens"),
+             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
+             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
+             "Page bounds, channel-major K and sums of V of blocks.");
+  module.def("bound_logits", &py_bound_logits, nb::arg("query").noconvert(), nb::arg("scale"),
+             nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
+             nb::arg("bounds").noconvert(), nb::arg("first_page").noconvert(),
+             nb::arg("logits").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
+             nb::arg("kv_heads"), nb::arg("dtype"), nb::arg("threads"),
+             "Upper bounds of the scaled logits of each page.");
+  module.def("choose_channels", &py_choose_channels, nb::arg("query").noconvert(), nb::arg("scale"),
+             nb::arg("kv_heads"), nb::arg("channels").noconvert(), nb::arg("reduced").noconvert(),
+             "SparQ's channels and the scaled queries of them.");
+  module.def("channel_logits", &py_channel_logits, nb::arg("channels").noconvert(),
+             nb::arg("reduced").noconvert(), nb::arg("row_begin").noconvert(),
+             nb::arg("row_end").noconvert(), nb::arg("base").noconvert(),
+             nb::arg("window_begin").noconvert(), nb::arg("window_end").noconvert(),
+             nb::arg("window").noconvert(), nb::arg("window_tokens").noconvert(),
+             nb::arg("first_token").noconvert(), nb::arg("logits").noconvert(),
+             nb::arg("block_tokens"), nb::arg("page_tokens"), nb::arg("page_stride"),
+             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
+             "SparQ's approximate logits of context and window.");
+  module.def("weigh", &py_weigh, nb::arg("logits").noconvert(), nb::arg("first_page").noconvert(),
+             nb::arg("window_lse").noconvert().none(), nb::arg("weights").noconvert(),
+             nb::arg("window_mass").noconvert(), nb::arg("q_heads"), nb::arg("page_tokens"),
+             nb::arg("threads"), "Mean softmax weight of each page over a KV head's query heads.");
+  module.def("score_tokens", &py_score_tokens, nb::arg("logits").noconvert(),
+             nb::arg("first_token").noconvert(), nb::arg("first_column").noconvert(),
+             nb::arg("score").noconvert(), nb::arg("mass").noconvert(), nb::arg("lse").noconvert(),
+             nb::arg("window_mass").noconvert(), nb::arg("page_tokens"), nb::arg("threads"),
+             "Scores and masses of context pages or tokens from logits of tokens.");
+  module.def("choose", &py_choose, nb::arg("score").noconvert(), nb::arg("mass").noconvert(),
+             nb::arg("window_mass").noconvert(), nb::arg("first_column").noconvert(),
+             nb::arg("least").noconvert(), nb::arg("most").noconvert(), nb::arg("sinks"),
+             nb::arg("p"), nb::arg("threads"), "Columns by score until p of the mass is covered.");
+  module.def("cover", &py_cover, nb::arg("logits").noconvert(), nb::arg("first_token").noconvert(),
+             nb::arg("lse").noconvert(), nb::arg("window_tokens").noconvert(),
+             nb::arg("pages").noconvert(), nb::arg("begin").noconvert(),
+             nb::arg("token_mask").noconvert().none(), nb::arg("alpha").noconvert(),
+             nb::arg("page_tokens"), nb::arg("threads"),
+             "Softmax mass of chosen pages and the window, per query head.");
+}
+
+}  // namespace ssdkv::attention
