@@ -42,7 +42,7 @@ def random_selection(problem: Contexts, share: float, masked: bool, seed: int) -
     masked=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_pages_and_tokens_give_the_oracle(
     problem: Contexts, share: float, masked: bool, seed: int
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_page_after_the_query_is_not_seen() -> None:
 
 
 @given(problem=contexts())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_summaries_are_exact(problem: Contexts) -> None:
     layout = problem.layout
     for isa in ISAS:

@@ -6,6 +6,7 @@ Memory that holds no token is NaN: a kernel that reads what it may not poisons i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,6 +46,7 @@ class Contexts:
         self.layout = layout
         self.rows = list(rows)
         self.group = group
+        self._drawn = seed, spread
         self.scale = layout.head_size**-0.5
         heads = (len(rows), group * layout.kv_heads, layout.head_size)
         self.query = torch.randn(heads, generator=draw) * spread
@@ -93,6 +95,44 @@ class Contexts:
             self._addresses(window),
             window_ends - np.array(windows, np.int32),
             window_ends,
+        )
+
+    def moved(self) -> Contexts:
+        """The same rows with their blocks in other places."""
+        seed, spread = self._drawn
+        return Contexts(self.layout, self.group, self.rows, seed, spread, shuffle=1)
+
+    def only(self, row: int) -> Contexts:
+        """A batch of one of the rows, in the same memory."""
+        alone = copy(self)
+        alone.rows, alone.query = [self.rows[row]], self.query[row : row + 1]
+        alone.key, alone.value = [self.key[row]], [self.value[row]]
+        part = {
+            name: getattr(self.summaries, name)[row : row + 1]
+            for name in ("row_begin", "row_end", "window_tokens", "window_begin", "window_end")
+        }
+        alone.summaries = replace(self.summaries, **part)
+        return alone
+
+    def plant(self, row: int, token: int, key: torch.Tensor) -> None:
+        """Replace the key ``[kv_heads, head_size]`` of a context token, summaries included."""
+        layout = self.layout
+        self.key[row][token] = key.to(layout.dtype)
+        index = int(self.summaries.row_begin[row]) + token // layout.block_tokens
+        place = int(self.base[index] - self.blocks.data_ptr()) // layout.block_bytes
+        part = slice(token // layout.block_tokens * layout.block_tokens, None)
+        tokens = slice(0, layout.block_tokens)
+        write_block(
+            layout, self.blocks[place], self.key[row][part][tokens], self.value[row][part][tokens]
+        )
+        one = slice(index, index + 1)
+        assert self.summaries.bounds_base is not None
+        assert self.summaries.channel_base is not None
+        self.kernels.summarize(
+            self.base[one],
+            layout,
+            bounds=self.summaries.bounds_base[one],
+            channels=self.summaries.channel_base[one],
         )
 
     def _addresses(self, places: list[int]) -> NDArray[np.uint64]:
@@ -211,14 +251,3 @@ def contexts(
         draw(st.integers(0, 2**20)),
         draw(st.sampled_from([0.3, 1.0, 4.0])),
     )
-
-
-def moved(
-    problem: Contexts, seed: int, spread: float, layout: BlockLayout | None = None
-) -> Contexts:
-    """The same rows with their blocks elsewhere, or in a layout with other pages."""
-    sizes = problem.rows
-    if layout is not None:
-        old = problem.layout.block_tokens
-        sizes = [replace(row, blocks=row.blocks * old // layout.block_tokens) for row in sizes]
-    return Contexts(layout or problem.layout, problem.group, sizes, seed, spread, shuffle=1)

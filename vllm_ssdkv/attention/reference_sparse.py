@@ -152,11 +152,11 @@ def sparq_attention(
     chosen = torch.zeros((kv_heads, tokens), dtype=torch.bool).scatter(1, index, True)
     # Step 4, from the logits before the override of step 3.
     softmax = torch.softmax(logits, 2)
-    alpha = softmax.gather(2, index[:, None].expand(-1, q.shape[1], -1)).sum(2)
+    alpha = _sums(softmax.gather(2, index[:, None].expand(-1, q.shape[1], -1)))
     # Step 5.
     rows = index[..., None].expand(-1, -1, size)
     exact = _products(q, keys.gather(1, rows)) / size**0.5
-    out = torch.softmax(exact, 2) @ values.gather(1, rows)
+    out = _products(torch.softmax(exact, 2), values.gather(1, rows).transpose(1, 2))
     mean = mean_value(value, dtype)[:, None]
     mixed = alpha[..., None] * out + (1 - alpha[..., None]) * mean
     return mixed.reshape(query.shape), chosen
@@ -224,9 +224,9 @@ def sparf_attention(
             counts.token_pages += 1
         counts.tokens += len(index)
         every[head, index] = True
-        alpha = torch.softmax(logits, 1)[:, index].sum(1)
+        alpha = _sums(torch.softmax(logits, 1)[:, index])
         exact = _products(q[None], k_pages[index][None])[0] / size**0.5
-        attended = (torch.softmax(exact, 1)[None] @ v_pages[index][None])[0]
+        attended = _products(torch.softmax(exact, 1)[None], v_pages[index].T[None])[0]
         mean = mean_value(value, dtype)[head]
         out[head * group : (head + 1) * group] = (
             alpha[:, None] * attended + (1 - alpha[:, None]) * mean
@@ -238,6 +238,14 @@ def _top(values: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the ``count`` largest of the last dimension, ascending; equal ones by index."""
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
     return order.sort(-1).values
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    """Sums over the last dimension, one after the other."""
+    total = torch.zeros(values.shape[:-1], dtype=values.dtype)
+    for i in range(values.shape[-1]):
+        total += values[..., i]
+    return total
 
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

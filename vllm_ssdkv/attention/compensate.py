@@ -1,0 +1,39 @@
+"""SparQ's last step: what was not attended to counts as its mean (Ribar et al. 2024, step 5)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_ssdkv.attention.blocks import PartialState
+
+
+def compensate(
+    state: PartialState,
+    query_token: torch.Tensor,
+    alpha: torch.Tensor,
+    mean_value: torch.Tensor,
+) -> None:
+    """Mix rows' outputs with their mean V, in place: ``alpha * out + (1 - alpha) * mean_value``.
+
+    The state keeps its log-sum-exp and is finished as any other. Call it once all keys are folded
+    in. On any device; all tensors on the state's.
+
+    Args:
+        state: Of T query tokens.
+        query_token: The rows' tokens in it, int64 [R], none twice.
+        alpha: Mass that the attended tokens have, float32 [R, q_heads].
+        mean_value: Mean V of all of each row's tokens, float32 [R, kv_heads, head_size].
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    rows, kv_heads, _ = mean_value.shape
+    heads = state.m.shape[1]
+    if tuple(alpha.shape) != (rows, heads) or len(query_token) != rows or heads % kv_heads:
+        raise ValueError(
+            f"alpha {tuple(alpha.shape)}, mean_value {tuple(mean_value.shape)} and "
+            f"{len(query_token)} rows of {heads} query heads do not belong together"
+        )
+    mean = mean_value.repeat_interleave(heads // kv_heads, dim=1)
+    rest = ((1 - alpha) * state.l[query_token])[..., None]
+    state.acc[query_token] = alpha[..., None] * state.acc[query_token] + rest * mean
