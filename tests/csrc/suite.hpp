@@ -70,5 +70,6 @@ Tests index_tests();
 Tests engine_tests();
 Tests team_tests();
 Tests attention_tests();
+Tests sparse_tests();
 
 }  // namespace ssdkv::test

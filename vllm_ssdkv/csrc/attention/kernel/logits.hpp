@@ -178,9 +178,17 @@ void channel_blocks(const ChannelScoring& s, std::int64_t row, std::int64_t head
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
   const HeadPlace place(s, row, head);
   const std::int64_t tokens = s.layout.block_tokens;
+  const auto keys_of = [&](std::int64_t block) {
+    return reinterpret_cast<const std::byte*>(s.base[s.row_begin[row] + block]) +
+           head * s.layout.head_size * tokens * kItem;
+  };
   for (std::int64_t block = begin; block < end; ++block) {
-    const std::byte* keys = reinterpret_cast<const std::byte*>(s.base[s.row_begin[row] + block]) +
-                            head * s.layout.head_size * tokens * kItem;
+    const std::byte* keys = keys_of(block);
+    // Channels lie apart and blocks anywhere: no pattern for the hardware to see.
+    const std::byte* ahead = keys_of(block + 4 < end ? block + 4 : end - 1);
+    for (std::int64_t c = 0; c < s.count; ++c) {
+      __builtin_prefetch(ahead + place.channels[c] * tokens * kItem, 0, 2);
+    }
     for (std::int64_t t = 0; t < tokens;) {
       const bool wide = tokens - t > 2 * kLanes;
       const auto at = [&](std::int64_t c) {
