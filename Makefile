@@ -4,7 +4,7 @@
 .PHONY: help install demo test lint format bench soak sanitize docs clean
 
 bin := .venv/bin
-python_sources := vllm_ssdkv triton_kernels profiling fpga_offload scripts examples tests
+python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scripts examples tests
 # bench_triton is left out: it needs a GPU, and .venv holds vLLM and torch for CPU.
 benchmarks := bench_attend
 cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling -name '*.cpp' -o -name '*.hpp')
@@ -62,8 +62,9 @@ sanitize: install ## the native code from many threads under ASan and UBSan, the
 	    $$(setarch -R true 2>/dev/null && echo setarch -R) ./native_tests) || exit 1; \
 	done
 
-docs: install ## write the tables in docs/ that come from the code
+docs: install ## write the tables in docs/ and the dashboards that come from the code
 	$(bin)/ssdkv docs write docs
+	$(bin)/python -P -m vllm_ssdkv.grafana.write grafana/dashboards
 
 clean: ## remove what builds and tests leave behind, except .venv
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -3,8 +3,9 @@
 Run as ``python -P -m vllm_ssdkv.profiling.bench_ttft``. On the drive as it is and on one slowed by
 the throttled twin; with ``load: always`` and with ``load: auto``. One run fills a store, then one
 engine after the other opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one
-that is on the drive, and the same again from DRAM. Medians over repeats, in milliseconds; every
-ratio is of two measurements in one engine. Each engine is a process of its own.
+that is on the drive, and the same again from DRAM. Medians over repeats, in milliseconds; a ratio
+is the median of those of two measurements that followed each other. Each engine is a process of its
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = Path(__file__).resolve().parent.parent / "vllm_ssdkv" / "demo_model"
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 32
 CHUNK = 1024
 WARM_UP = (512, 4096, 64, 1024)
@@ -125,11 +126,17 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
                 "load": job["load"],
                 "tokens": length,
                 **{f"ttft_{name}": statistics.median(each) for name, each in times.items()},
+                **{f"ratio_{name}": _ratio(times[name], times["computed"]) for name in loaded},
                 **{f"loaded_{k}": n / length / job["repeats"] for k, n in loaded.items()},
             }
         )
     asker.close()
     return rows
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    """Median of the ratios of what was measured one after the other."""
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 
 MEASUREMENTS = {"fill": fill, "measure": measure}
@@ -168,7 +175,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for tier in ("ssd", "dram"):
             hit = row[f"ttft_{tier}"]
             part = row[f"loaded_{tier}"]
-            cells += [f"{hit * 1e3:.1f}", f"{part:.0%}", f"{hit / computed:.2f}"]
+            cells += [f"{hit * 1e3:.1f}", f"{part:.0%}", f"{row[f'ratio_{tier}']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -12,6 +12,9 @@ venv=.venv
 lock=requirements/cpu.lock
 locked_stamp=$venv/.locked
 installed_stamp=$venv/.installed
+offered_stamp=$venv/.prometheus-offered
+# Without a network apt-get must end soon.
+patience=(-o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1)
 
 say() { printf 'setup: %s\n' "$*"; }
 
@@ -23,7 +26,7 @@ fail() {
 # The wheel is a function of these files, so an install is current while their hash stands.
 source_hash() {
   {
-    find vllm_ssdkv triton_kernels profiling fpga_offload third_party \
+    find vllm_ssdkv triton_kernels profiling fpga_offload grafana third_party \
       \( -name __pycache__ -o -name '*.so' \) -prune -o -type f -print0
     printf '%s\0' pyproject.toml CMakeLists.txt README.md LICENSE NOTICE "$lock"
   } | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1
@@ -65,9 +68,7 @@ install_packages() {
     as_root=(sudo -n)
   fi
   say "installing system packages: $*"
-  # Without a network this must end soon.
-  local patience=(-o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1)
-  "${as_root[@]}" apt-get "${patience[@]}" update -q </dev/null
+  refresh_packages
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
     --no-install-recommends "$@" </dev/null
 }
@@ -93,6 +94,45 @@ offer_liburing() {
   has_liburing || install_packages liburing-dev || true
   has_liburing || say "no liburing (Debian and Ubuntu: liburing-dev): the I/O engine will be the" \
     "slower 'threads'; install it, remove $installed_stamp and run this again to have io_uring"
+}
+
+# Not needed: tests of the dashboards and alerts are skipped without it. It is unpacked, not installed:
+# the package would start a server. Tried once per environment.
+offer_prometheus() {
+  local folder=build/prometheus
+  [ ! -e "$offered_stamp" ] || return 0
+  if ! command -v prometheus >/dev/null; then
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    if unpack_prometheus "$folder"; then
+      install -t "$venv/bin" "$folder/usr/bin/prometheus" "$folder/usr/bin/promtool"
+    else
+      say "no Prometheus (Debian and Ubuntu: prometheus): tests that need it will be skipped;" \
+        "install it, or remove $offered_stamp and run this again"
+    fi
+    rm -rf "$folder"
+  fi
+  touch "$offered_stamp"
+}
+
+unpack_prometheus() {
+  command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return 1
+  say "fetching Prometheus"
+  download_prometheus "$1" || { refresh_packages && download_prometheus "$1"; } || return 1
+  dpkg-deb -x "$1"/prometheus_*.deb "$1"
+}
+
+download_prometheus() {
+  (cd "$1" && timeout 300 apt-get "${patience[@]}" -q download prometheus </dev/null >/dev/null 2>&1)
+}
+
+refresh_packages() {
+  local as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    sudo -n true 2>/dev/null || return 1
+    as_root=(sudo -n)
+  fi
+  "${as_root[@]}" apt-get "${patience[@]}" update -q </dev/null
 }
 
 make_environment() {
@@ -159,5 +199,6 @@ fi
 make_environment
 install_lock
 name_vllm
+offer_prometheus
 install_wheel
 say "$venv is up to date"

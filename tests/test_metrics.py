@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_ssdkv import metrics
 from vllm_ssdkv.metrics import (
+    BATCH_METRICS,
     BY_NAME,
+    LATENCY_BUCKETS,
     METRICS,
     Counters,
     Metric,
+    bucket_keys,
     combine_gauges,
+    histogram_of,
     metric_key,
     parse_key,
 )
@@ -27,28 +31,32 @@ def some_labels(metric: Metric, free: str = "/mnt/nvme0") -> dict[str, str]:
     return {label.name: label.values[0] if label.values else free for label in metric.labels}
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", BY_NAME.values(), ids=lambda metric: metric.name)
 def test_every_metric_is_declared_well(metric: Metric) -> None:
-    assert sum(other.name == metric.name for other in METRICS) == 1
+    assert sum(other.name == metric.name for other in (*METRICS, *BATCH_METRICS)) == 1
     assert metric.help.endswith(".")
     assert metric.unit
     for label in metric.labels:
         assert bool(label.values) != bool(label.bounded_by), "bounded in exactly one way"
         # vLLM's own labels on every metric of a connector.
         assert label.name not in {"model_name", "engine"}
-    assert metric.kind != "counter" or metric.combine == "sum"
+    assert not metric.adds_up or metric.combine == "sum"
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", BY_NAME.values(), ids=lambda metric: metric.name)
 def test_exposed_name_is_what_prometheus_shows(metric: Metric) -> None:
     registry = CollectorRegistry()
-    kind = Counter if metric.kind == "counter" else Gauge
+    kind = {"counter": Counter, "histogram": Histogram}.get(metric.kind, Gauge)
     made = kind(metric.full_name, metric.help, metric.label_names, registry=registry)
     if metric.labels:
         made.labels(**some_labels(metric))
     lines = generate_latest(registry).decode().splitlines()
     samples = [line for line in lines if not line.startswith("#") and "_created" not in line]
-    assert [line.partition("{")[0].partition(" ")[0] for line in samples] == [metric.exposed_name]
+    parts = ("_bucket", "_count", "_sum") if metric.kind == "histogram" else ("",)
+    found = {line.partition("{")[0].partition(" ")[0] for line in samples}
+    assert found == {metric.exposed_name + part for part in parts}
 
 
 @given(st.text(max_size=40))
@@ -79,6 +87,61 @@ def test_undeclared_counts_are_refused(name: str, labels: dict[str, str]) -> Non
     counters = Counters()
     with pytest.raises(ValueError, match=name):
         counters.add(name, 1, **labels)
+    assert counters.snapshot_delta() == {}
+
+
+PLACES = {"device": "/a,b=c|d#", "direction": "read"}
+
+
+def test_parts_of_a_histogram_have_keys_of_their_own() -> None:
+    for name, labels in (("io_latency_seconds", PLACES), ("io_queue_depth", {"device": "/a"})):
+        key = metric_key(name, labels)
+        parts = bucket_keys(key)
+        assert len(set(parts)) == len(BY_NAME[name].buckets) + 2
+        assert [histogram_of(part) for part in parts] == [(key, n) for n in range(len(parts))]
+        assert {parse_key(part)[1][:-1] for part in parts} == {tuple(labels.values())}
+
+
+def test_values_of_a_histogram_add_up() -> None:
+    counters = Counters()
+    first = [1.0] * (len(LATENCY_BUCKETS) + 1)
+    counters.add_all("io_latency_seconds", first, 2.5, **PLACES)
+    counters.add_all("io_latency_seconds", [0.0] * len(LATENCY_BUCKETS) + [3.0], 30.0, **PLACES)
+    parts = bucket_keys(metric_key("io_latency_seconds", PLACES))
+    expected = [1.0] * len(LATENCY_BUCKETS) + [4.0, 32.5]
+    assert counters.snapshot_delta() == dict(zip(parts, expected, strict=True))
+    assert counters.snapshot_delta() == {}
+
+
+def test_a_histogram_takes_what_fits_only() -> None:
+    counters = Counters()
+    right = [0.0] * (len(LATENCY_BUCKETS) + 1)
+    for name, counts, total, labels in (
+        ("io_latency_seconds", right[:-1], 0.0, PLACES),
+        ("io_latency_seconds", [-1.0, *right[1:]], 0.0, PLACES),
+        ("io_latency_seconds", right, -1.0, PLACES),
+        ("io_latency_seconds", right, 0.0, {"device": "/a"}),
+        ("slots_stored", [0.0], 0.0, {}),
+    ):
+        with pytest.raises(ValueError, match=name):
+            counters.add_all(name, counts, total, **labels)
+    with pytest.raises(ValueError, match="histogram"):
+        counters.add("io_latency_seconds", 1, **PLACES)
+    with pytest.raises(ValueError, match="histogram"):
+        counters.set("io_latency_seconds", 1, **PLACES)
+    assert counters.snapshot_delta() == {}
+
+
+def test_counters_of_devices_start_at_zero() -> None:
+    """Prometheus sees no increase in a series that begins with its first error."""
+    counters = Counters()
+    counters.start_at_zero(["/a", "/b"])
+    started = counters.snapshot_delta()
+    assert set(started.values()) == {0}
+    for device in ("/a", "/b"):
+        assert metric_key("device_lost", {"device": device}) in started
+        assert metric_key("io_errors", {"device": device, "kind": "eio"}) in started
+    assert not any(key.startswith("io_latency") or "device" not in key for key in started)
     assert counters.snapshot_delta() == {}
 
 
@@ -164,19 +227,19 @@ def test_gauges_of_ranks_combine_as_declared(values: list[int]) -> None:
 
 def package_trees() -> list[ast.Module]:
     package = Path(metrics.__file__).parent
-    links = {package / name for name in ("triton_kernels", "profiling", "fpga_offload")}
+    links = {package / name for name in ("triton_kernels", "profiling", "fpga_offload", "grafana")}
     paths = [path for path in package.rglob("*.py") if links.isdisjoint(path.parents)]
     return [ast.parse(path.read_text()) for path in paths if path.name != "metrics.py"]
 
 
 def counting_calls(tree: ast.Module) -> list[ast.Call]:
-    """Calls of ``add`` and ``set`` of something called counters."""
+    """Calls of ``add``, ``add_all`` and ``set`` of something called counters."""
     return [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"add", "set"}
+        and node.func.attr in {"add", "add_all", "set"}
         and ast.unparse(node.func.value).rpartition(".")[2].lstrip("_") == "counters"
         and node.args
     ]
@@ -192,7 +255,10 @@ def test_all_that_is_counted_is_declared() -> None:
             continue
         metric = BY_NAME[str(name.value)]
         assert isinstance(call.func, ast.Attribute)
-        assert (call.func.attr == "add") == (metric.kind == "counter"), metric.name
+        method = {"counter": "add", "histogram": "add_all"}.get(metric.kind, "set")
+        assert call.func.attr == method, metric.name
+        if any(keyword.arg is None for keyword in call.keywords):
+            continue
         assert {keyword.arg for keyword in call.keywords} == set(metric.label_names), metric.name
         for label in metric.labels:
             (value,) = [keyword.value for keyword in call.keywords if keyword.arg == label.name]
@@ -211,5 +277,5 @@ def test_all_that_is_declared_is_counted() -> None:
                 first = call.args[0].values[0]
                 assert isinstance(first, ast.Constant)
                 starts += (str(first.value),)
-    silent = [m.name for m in METRICS if m.name not in names and not m.name.startswith(starts)]
+    silent = [name for name in BY_NAME if name not in names and not name.startswith(starts)]
     assert silent == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = ("triton_kernels", "profiling", "fpga_offload")
+FOLDERS = ("triton_kernels", "profiling", "fpga_offload", "grafana")
 PROBE = """
 import importlib, importlib.util, json, sys
 bare, nested = json.loads(sys.argv[1])

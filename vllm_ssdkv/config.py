@@ -17,6 +17,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.config_encryption import EncryptionConfig
 from vllm_ssdkv.config_io import IoConfig
 from vllm_ssdkv.config_sparse import SparseConfig
@@ -289,6 +290,10 @@ class SSDKVConfig(OptionModel):
         IoConfig,
         Field(description="How bytes move between the devices and memory."),
     ] = IoConfig()
+    batch: Annotated[
+        BatchConfig,
+        Field(description="Limits of the Files and Batches API."),
+    ] = BatchConfig()
 
     @classmethod
     def from_extra_config(cls, options: Mapping[str, object]) -> SSDKVConfig:

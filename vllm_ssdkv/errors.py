@@ -61,3 +61,7 @@ class DeadlineError(StoreError):
 
 class BenchError(SSDKVError):
     """A benchmark cannot run here, or what it measured moved wrong bytes; the text says which."""
+
+
+class BatchError(SSDKVError):
+    """A batch cannot run: its input, its output file or the model is not fit for it."""

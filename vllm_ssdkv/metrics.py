@@ -7,13 +7,27 @@ Nothing here knows vLLM or Prometheus: ``connector/stats.py`` carries the number
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import quote, unquote
 
 PREFIX: Final = "vllm:ssdkv_"
 """vLLM unregisters metrics by the prefix ``vllm:``; connectors add their own name to it."""
+
+LATENCY_BUCKETS: Final = (
+    *(50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3),
+    *(100e-3, 200e-3, 500e-3, 1.0, 5.0),
+)
+"""Seconds. The native engines have the same in ``csrc/io/totals.hpp``, in nanoseconds."""
+
+DEPTH_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+"""Requests; as in ``csrc/io/totals.hpp``."""
+
+_BUCKET: Final = "le"
+_SUM: Final = "sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +50,22 @@ class Metric:
     Attributes:
         name: Short name; the code counts under it.
         unit: What the number counts, for the table.
-        combine: How the values of several ranks become one. Counters always add up.
+        combine: How the values of several ranks become one. Counters and histograms always add up.
+        buckets: Upper bounds of a histogram, ascending, without infinity.
     """
 
     name: str
-    kind: Literal["counter", "gauge", "info"]
+    kind: Literal["counter", "gauge", "info", "histogram"]
     unit: str
     help: str
     labels: tuple[Label, ...] = ()
     combine: Literal["sum", "max", "min"] = "sum"
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether it only grows: a counter or a histogram."""
+        return self.kind in {"counter", "histogram"}
 
     @property
     def full_name(self) -> str:
@@ -63,6 +84,7 @@ class Metric:
 
 
 _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
+_DIRECTION: Final = Label("direction", ("read", "write"))
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
 _DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost", "restriped"))
@@ -164,6 +186,23 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
     _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    _counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
+    Metric(
+        "io_latency_seconds",
+        "histogram",
+        "seconds",
+        "Time that an I/O request spent in the device.",
+        (_DEVICE, _DIRECTION),
+        buckets=LATENCY_BUCKETS,
+    ),
+    Metric(
+        "io_queue_depth",
+        "histogram",
+        "requests",
+        "Requests that the device had, the new one included, when one was given to it.",
+        (_DEVICE,),
+        buckets=DEPTH_BUCKETS,
+    ),
     _counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
     _counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
     _counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
@@ -210,9 +249,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
     _counter("manifest_errors", "errors", "Times the manifest could not be saved."),
+    _gauge("slots", "slots", "Slots that the store has."),
     _gauge("slots_ready", "slots", "Slots that can be found."),
     _gauge("slots_free", "slots", "Slots that hold nothing."),
     _gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    _gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     _gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
     _gauge(
         "dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."
@@ -281,11 +322,43 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
 )
 
-BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
+BATCH_METRICS: Final[tuple[Metric, ...]] = (
+    _gauge("batches_unended", "batches", "Batches that have not ended."),
+    _counter(
+        "batches_ended",
+        "batches",
+        "Batches that have ended.",
+        Label("outcome", ("completed", "failed", "expired", "cancelled")),
+    ),
+    _counter(
+        "batch_requests",
+        "requests",
+        "Requests of batches that got a line in the output file or the error file.",
+        Label("outcome", ("completed", "failed")),
+    ),
+    _gauge("batch_requests_running", "requests", "Requests of batches that run now."),
+    _counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
+    _counter(
+        "batch_saved_tokens",
+        "tokens",
+        "Those whose KV was found in a cache, so that their prefill was saved.",
+    ),
+    _gauge("batch_bytes", "bytes", "Size of the files and results of the Batch API."),
+    _counter(
+        "batch_errors",
+        "errors",
+        "Times the batch runner could not read or write its files; it tries again.",
+    ),
+)
+"""Metrics of the Batch API. They live in the API server, not in the engine."""
+
+BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in (*METRICS, *BATCH_METRICS)}
 
 
 def metric_key(name: str, labels: dict[str, str]) -> str:
     """``name|label=value,...`` in declaration order; values are percent-encoded.
+
+    The keys of a histogram have one more part: see :func:`bucket_keys`.
 
     Raises:
         ValueError: the metric, a label or a label's value is not declared.
@@ -305,8 +378,35 @@ def metric_key(name: str, labels: dict[str, str]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
+def bucket_keys(key: str) -> tuple[str, ...]:
+    """Keys of a histogram's parts, from its :func:`metric_key`: buckets, infinity, sum.
+
+    A bucket's number is of those values that are in no lower one.
+    """
+    metric, _ = parse_key(key)
+    start = key + ("," if metric.labels else "|")
+    bounds = (*map(repr, metric.buckets), "inf")
+    return (*(f"{start}{_BUCKET}={bound}" for bound in bounds), f"{start}{_SUM}=")
+
+
+@functools.lru_cache(maxsize=4096)
+def histogram_of(key: str) -> tuple[str, int]:
+    """The :func:`metric_key` of the histogram that one of its :func:`bucket_keys` belongs to.
+
+    And the position of the key among them.
+    """
+    metric, _ = parse_key(key)
+    name, _, parts = key.partition("|")
+    labels = ",".join(parts.split(",")[: len(metric.labels)])
+    whole = f"{name}|{labels}" if labels else name
+    return whole, bucket_keys(whole).index(key)
+
+
+@functools.lru_cache(maxsize=4096)
 def parse_key(key: str) -> tuple[Metric, tuple[str, ...]]:
     """The metric and its label values, from a key of :func:`metric_key`.
+
+    After the label values of a part of a histogram comes its bound, or nothing for the sum.
 
     Raises:
         KeyError: the metric is not declared.
@@ -335,7 +435,8 @@ def combine_gauges(snapshots: list[dict[str, float]]) -> dict[str, float]:
 class Counters:
     """Accumulator of one process. Any thread may call any method; none blocks on I/O.
 
-    Holds one number per declared metric and label value, so its size is bounded.
+    Holds one number per declared metric and label value (those of a histogram hold one per bucket
+    and the sum), so its size is bounded.
     """
 
     def __init__(self) -> None:
@@ -356,6 +457,39 @@ class Counters:
         with self._lock:
             self._totals[key] = self._totals.get(key, 0) + value
 
+    def add_all(self, name: str, counts: Sequence[float], total: float, **labels: str) -> None:
+        """Take values into a histogram.
+
+        Args:
+            name: The histogram.
+            counts: How many values fell into each bucket, the last one being infinity.
+            total: Their sum.
+            labels: As declared.
+
+        Raises:
+            ValueError: not a declared histogram, its labels or buckets do not fit, or a number is
+                negative.
+        """
+        key = metric_key(name, labels)
+        parts = bucket_keys(key) if BY_NAME[name].kind == "histogram" else ()
+        if len(counts) + 1 != len(parts) or not all(value >= 0 for value in (*counts, total)):
+            raise ValueError(f"cannot add {counts} and {total} to the {BY_NAME[name].kind} {name}")
+        with self._lock:
+            for part, value in zip(parts, (*counts, total), strict=True):
+                self._totals[part] = self._totals.get(part, 0) + value
+
+    def start_at_zero(self, devices: Sequence[str]) -> None:
+        """Let the counters of devices exist before they count.
+
+        What appears with its first error has no earlier value, so no rate sees that error.
+        """
+        for metric in METRICS:
+            if metric.kind != "counter" or _DEVICE not in metric.labels:
+                continue
+            choices = (devices if label is _DEVICE else label.values for label in metric.labels)
+            for values in itertools.product(*choices):
+                self.add(metric.name, 0, **dict(zip(metric.label_names, values, strict=True)))
+
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge, or an info metric (to 1).
 
@@ -363,8 +497,8 @@ class Counters:
             ValueError: not a declared gauge, or its labels do not fit.
         """
         key = metric_key(name, labels)
-        if BY_NAME[name].kind == "counter":
-            raise ValueError(f"{name} is a counter; use add")
+        if BY_NAME[name].adds_up:
+            raise ValueError(f"{name} is a {BY_NAME[name].kind}; use add")
         with self._lock:
             self._gauges[key] = value
 
@@ -379,7 +513,7 @@ class Counters:
             return self._totals.get(key, 0)
 
     def snapshot_delta(self) -> dict[str, float]:
-        """What counters gained since the last call (those that gained), and every gauge.
+        """What counters gained since the last call (those that gained or are new), and every gauge.
 
         Gauges are repeated each time: with several API servers each of them sees only some of
         the snapshots.
@@ -388,7 +522,7 @@ class Counters:
             delta = {
                 key: total - self._reported.get(key, 0)
                 for key, total in self._totals.items()
-                if total != self._reported.get(key, 0)
+                if total != self._reported.get(key)
             }
             self._reported = dict(self._totals)
             return {**delta, **self._gauges}

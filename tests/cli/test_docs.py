@@ -12,7 +12,7 @@ from vllm_ssdkv import __version__
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.pages import metrics_page, options_page
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.metrics import METRICS
+from vllm_ssdkv.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.options import walk
 
 
@@ -21,9 +21,9 @@ def run(*arguments: str, stdin: str = "") -> Result:
 
 
 def cells(page: str) -> list[list[str]]:
-    """The rows of the one table of a page, head first."""
+    """The rows of the tables of a page, heads first."""
     rows = [line for line in page.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    return [[cell.strip() for cell in row[1:-1].split(" | ")] for row in rows]
 
 
 def test_every_option_is_one_row() -> None:
@@ -33,9 +33,14 @@ def test_every_option_is_one_row() -> None:
 
 
 def test_every_metric_is_one_row() -> None:
-    head, rule, *rows = cells(metrics_page())
-    assert [row[0] for row in rows] == [f"`{metric.exposed_name}`" for metric in METRICS]
-    assert {len(row) for row in [head, rule, *rows]} == {6}
+    rows = cells(metrics_page())
+    second = rows.index(["Metric", "Kind", "Unit", "Meaning", "Labels"])
+    for (head, rule, *table), metrics, width in [
+        (rows[:second], METRICS, 6),
+        (rows[second:], BATCH_METRICS, 5),
+    ]:
+        assert [row[0] for row in table] == [f"`{metric.exposed_name}`" for metric in metrics]
+        assert {len(row) for row in [head, rule, *table]} == {width}
 
 
 def test_the_example_on_the_page_is_valid() -> None:

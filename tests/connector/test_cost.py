@@ -87,7 +87,7 @@ def test_loads_are_learnt_by_tier() -> None:
     assert not cost.known
     for dram, ssd in ((64, 0), (0, 64), (512, 512), (0, 4096), (1024, 0)):
         time = load(dram, ssd)
-        cost.observe(time, time.dram_s + time.ssd_s + 0.003)
+        cost.observe(time, time.loading_s + 0.003)
     assert cost.known
     assert cost.service(0, 1000) == pytest.approx(0.11, rel=0.2)
     assert cost.service(1000, 0) == pytest.approx(1e-3, rel=0.2)

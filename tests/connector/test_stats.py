@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import os
 import pickle
@@ -14,12 +15,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_ssdkv.connector.stats import SSDKVPromMetrics, SSDKVStats
-from vllm_ssdkv.metrics import METRICS, Counters, metric_key
+from vllm_ssdkv.metrics import BY_NAME, METRICS, Counters, metric_key
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
@@ -143,6 +151,70 @@ def test_gauges_of_a_silent_rank_keep_their_value(prom: SSDKVPromMetrics) -> Non
     assert sample("vllm:ssdkv_dram_frames_used") == 12
     prom.observe(stats_of("rank1", dram_frames_used=1).to_dict(), 0)
     assert sample("vllm:ssdkv_dram_frames_used") == 6
+
+
+LATENCY = BY_NAME["io_latency_seconds"]
+PLACE = {"device": "/a", "direction": "read"}
+values = st.lists(
+    st.one_of(st.floats(0, 20), st.sampled_from([0.0, *LATENCY.buckets])), max_size=40
+)
+
+
+@given(values, values)
+def test_a_histogram_is_what_single_observations_make(
+    first: list[float], second: list[float]
+) -> None:
+    """Of prometheus_client's own class, whose inner attributes we use."""
+    unregister_vllm_metrics()
+    prom = SSDKVPromMetrics(cast(VllmConfig, Config()), TYPES, LABELS, ENGINES)
+    registry = CollectorRegistry()
+    expected = Histogram("expected", "-", buckets=LATENCY.buckets, registry=registry)
+    for observed in (first, second):
+        counters = Counters()
+        counts = [0.0] * (len(LATENCY.buckets) + 1)
+        for value in observed:
+            counts[bisect.bisect_left(LATENCY.buckets, value)] += 1
+            expected.observe(value)
+        counters.add_all("io_latency_seconds", counts, sum(observed), **PLACE)
+        prom.observe(SSDKVStats.from_snapshot(counters.snapshot_delta(), "rank0").to_dict())
+    found = {
+        (s.name.removeprefix(LATENCY.full_name), s.labels.get("le")): s.value
+        for family in REGISTRY.collect()
+        for s in family.samples
+        if s.name.startswith(LATENCY.full_name) and not s.name.endswith("_created")
+    }
+    wanted = {
+        (s.name.removeprefix("expected"), s.labels.get("le")): s.value
+        for family in registry.collect()
+        for s in family.samples
+        if not s.name.endswith("_created")
+    }
+    assert found.keys() == wanted.keys()
+    assert found == pytest.approx(wanted)
+
+
+class RayLike:
+    """What vLLM's wrapper of Ray's histogram offers: one value at a time."""
+
+    def __init__(self, **options: object) -> None:
+        self.observed: list[float] = []
+
+    def labels(self, *values: object) -> RayLike:
+        return self
+
+    def observe(self, value: float) -> None:
+        self.observed.append(value)
+
+
+def test_without_prometheus_own_class_values_are_observed_one_by_one() -> None:
+    unregister_vllm_metrics()
+    types = {**TYPES, Histogram: RayLike}
+    prom = SSDKVPromMetrics(cast(VllmConfig, Config()), types, LABELS, ENGINES)
+    counters = Counters()
+    counters.add_all("io_queue_depth", [2, 0, 1, *[0] * 6, 1], 300.0, device="/a")
+    prom.observe(SSDKVStats.from_snapshot(counters.snapshot_delta(), "rank0").to_dict())
+    made = cast(RayLike, prom._histograms["io_queue_depth"])
+    assert made.observed == [1.0, 1.0, 4.0, 512.0]
 
 
 def test_info_names_what_is_in_force(prom: SSDKVPromMetrics) -> None:

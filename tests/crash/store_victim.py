@@ -42,7 +42,7 @@ CHAIN = 4
 DROP_EVERY = 13
 DUPLICATE_EVERY = 29
 READ_EVERY = 11
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def key_of(number: int) -> bytes:

@@ -50,6 +50,10 @@ def import_all() -> None:
     sys.modules["tests"] = tests
     for name in MODULES:
         importlib.import_module(name)
+    # Children begin with all of it, and their collectors leave it alone.
+    shared = importlib.import_module("tests.e2e.engine").SHARED
+    shared.replace_kernels()
+    shared.start()
 
 
 def batches(task: dict[str, Any]) -> Any:  # noqa: ANN401 - an endless iterator or a list

@@ -64,6 +64,7 @@ using Tests = std::vector<Test>;
 [[noreturn]] void skip(const std::string& why);
 
 Tests memory_tests();
+Tests cipher_tests();
 Tests cache_tests();
 Tests index_tests();
 Tests engine_tests();

@@ -14,6 +14,10 @@ from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
 from tests.e2e.stock import Stock
+from tests.store.unhurried import UnhurriedEngine
+from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
+from vllm_ssdkv.store.engine.protocol import IoEngine
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +72,17 @@ def bench(
     stock: Stock,
     devices: Callable[..., list[dict[str, Any]]],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., Bench]]:
     """Start an engine over four devices whose faults can be switched."""
     started: list[Bench] = []
+
+    def open_unhurried(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
+        # Deadlines are short: a machine that stands still must not make healthy devices late.
+        engine = open_engine(options, *rest)
+        return engine if options.throttle else UnhurriedEngine(engine)
+
+    monkeypatch.setattr(opening, "open_engine", open_unhurried)
     wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS)]
 
     def start(

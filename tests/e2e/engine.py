@@ -7,9 +7,12 @@ The others are what a user gets: an engine core and one worker process per rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +25,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
-IDLE_DEADLINE_S = 60.0
+from vllm_ssdkv.store import speed
+
+IDLE_DEADLINE_S = 300.0
 MAX_TOKENS = 40
 
 Tokens = list[int]
@@ -63,6 +69,44 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+class Shared:
+    """What vLLM does anew for each engine of a process, and need not: most of a start's time.
+
+    It has the garbage collector look at every object of every module several times, and looks for
+    kernels to replace in every module, replaced or not.
+    """
+
+    def __init__(self) -> None:
+        self._freeze = gc.freeze
+        self._replace_kernels = current_platform.register_triton_kernel_overrides
+        self._modules = 0
+        self._starts = 0
+        atexit.register(gc.unfreeze)
+        replaced = {"register_triton_kernel_overrides": self.replace_kernels}
+        for place, changes in (
+            (type(current_platform), replaced),
+            (gc, dict.fromkeys(("freeze", "unfreeze"), lambda: None)),
+        ):
+            for name, function in changes.items():
+                setattr(place, name, function)
+
+    def start(self) -> None:
+        """An engine starts: the first two import modules, which stay."""
+        self._starts += 1
+        if self._starts <= 2:
+            gc.collect()
+            self._freeze()
+
+    def replace_kernels(self) -> None:
+        """As vLLM does it, but not twice in the same modules."""
+        if len(sys.modules) != self._modules:
+            self._replace_kernels()
+            self._modules = len(sys.modules)
+
+
+SHARED = Shared()
+
+
 class Engine:
     """A running engine. Use it as a context manager, or end it with :meth:`close`."""
 
@@ -83,6 +127,7 @@ class Engine:
         if in_process and Engine._inside:
             raise RuntimeError("another engine runs in this process; end it first")
         Engine._inside |= in_process
+        SHARED.start()
         self.in_process = in_process
         self.block = int(options.setdefault("block_size", 32) or 128)
         tp = int(options.get("tensor_parallel_size", 1))
@@ -108,6 +153,10 @@ class Engine:
         self._set_num_threads = torch.set_num_threads
         # Test machines are small and busy: more threads would only spin.
         torch.set_num_threads(1)
+        self._windows = speed.WINDOWS
+        if in_process and "throttle" not in dict(ssdkv or {}).get("io", {}):  # type: ignore[operator]  # a table
+            # All devices are on one disk: that one is slower than another is noise.
+            speed.WINDOWS = 1 << 62
         variables = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -140,6 +189,7 @@ class Engine:
 
     def _clean(self) -> None:
         torch.set_num_threads = self._set_num_threads
+        speed.WINDOWS = self._windows
         if self.in_process:
             Engine._inside = False
             ensure_kv_transfer_shutdown()

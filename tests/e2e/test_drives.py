@@ -107,8 +107,8 @@ def test_the_share_of_a_slow_drive_falls(
         for device in range(3)
     ]
     here = bench(count=3, io={"throttle": rules})
-    fair = here.count("device_share", device=here.paths[VICTIM])
-    assert fair == pytest.approx(1 / 3)
+    here.ask()
+    fair = 1 / len(here.paths)
     end = time.monotonic() + HANG_S
     while here.count("device_share", device=here.paths[VICTIM]) > 0.6 * fair:
         assert time.monotonic() < end, "nobody noticed the slow drive"

@@ -69,7 +69,7 @@ def test_a_device_that_garbles_what_it_returns(bench: StartBench, log: list[str]
 
 def test_faults_that_pass(bench: StartBench) -> None:
     """Some of everything, everywhere, one after the other: nothing is given up."""
-    here = bench()
+    here = bench(io={"deadline": HANG_S})
     for number, rule in enumerate(
         (
             {"kind": "eio", "probability": 0.005},

@@ -11,14 +11,24 @@ from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import reuse_mode
+from tests.store.model_time import ModelTime
 from vllm_ssdkv.connector import choice
+from vllm_ssdkv.store import files, loader
+from vllm_ssdkv.store.engine import throttled
 
 BLOCK = 32
 LEARN, LONG, SHORT, PROBED, NEWS, OTHER_NEWS = prompts((1000, 2000, 300, 290, 700, 600), seed=20)
-SLOW_S = 3.0
-"""Of a read: far more than this machine needs to compute SHORT, however busy it is."""
+SLOW_S = 60.0
+"""Of a read, in the model's time: far more than this machine needs to compute SHORT, however busy
+it is."""
 
 Devices = Callable[..., list[dict[str, str]]]
+
+
+@pytest.fixture(autouse=True)
+def _model_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads take the time that the drive's model says, and nobody waits for it."""
+    ModelTime().govern(monkeypatch, files, loader, throttled)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +56,7 @@ def hit(prompt: Tokens) -> int:
 
 
 def engine_on(model: Path, place: list[dict[str, str]], latency: float) -> Engine:
-    io = {"staging": "4MiB", "throttle": [{"latency": latency}]}
+    io = {"staging": "4MiB", "deadline": 2 * SLOW_S, "throttle": [{"latency": latency}]}
     options = reuse_mode(place, load="auto", io=io)
     return Engine(model, ssdkv=options, kv_tokens=8192, enable_prefix_caching=False)
 

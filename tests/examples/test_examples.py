@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.serving import server
 from vllm_ssdkv.cli import recall
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-START_S = 420.0
 RUN_S = 600.0
 BLOCK = 128
 """vLLM's own block size on a CPU."""
@@ -53,49 +49,6 @@ def run(command: list[str], variables: dict[str, str], cwd: Path) -> str:
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return ended.stdout
-
-
-@contextlib.contextmanager
-def server(command: list[str], variables: dict[str, str], cwd: Path, log: Path) -> Iterator[str]:
-    """A running `vllm serve`, on a free port: its URL. Ended, with its children, in any case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=variables,
-            cwd=cwd,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while not healthy(url):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, (
-                "the server did not start: " + log.read_text()[-4000:]
-            )
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
 
 
 def metric(url: str, pattern: str) -> float:
@@ -193,7 +146,7 @@ def wait_for_journal(cache: Path, blocks: int) -> None:
         time.sleep(0.1)
 
 
-def test_run_batch(variables: dict[str, str], tmp_path: Path) -> None:
+def test_a_batch_of_a_file(variables: dict[str, str], tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     run([str(EXAMPLES / "run_batch.sh"), str(results)], variables, tmp_path)
     requests = [json.loads(line) for line in (EXAMPLES / "batch.jsonl").read_text().splitlines()]

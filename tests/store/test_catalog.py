@@ -71,6 +71,7 @@ def test_all_of_a_store(store: FilledStore) -> None:
     assert details.stripe_unit_bytes == store.placement.geometry.unit_bytes
     assert details.fingerprint == dict(MODEL.fields)
     assert (details.opened, details.damaged_records, details.key_id) == (1, 0, "")
+    assert details.doubled_slots == 0
     assert details.journal_bytes == (store.state / "journal").stat().st_size
     assert [device.path for device in details.devices] == [str(d) for d in store.devices]
     for number, device in enumerate(details.devices):

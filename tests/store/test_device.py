@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 MIB = 1 << 20
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def open_at(
@@ -397,7 +397,7 @@ def test_an_unwritable_directory_is_explained(where: str) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         )
     assert "Permission denied" in done.stdout
     assert folder in done.stdout

@@ -13,6 +13,8 @@ from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip
 from tests.store.test_fsck import SLOTS, check
 from vllm_ssdkv.store import layout
+from vllm_ssdkv.store.catalog import inspect_store
+from vllm_ssdkv.store.stored import find_store
 
 PAGE = GEOMETRY.page_offset(2) + 100
 
@@ -45,6 +47,8 @@ def test_both_copies_are_read(store: FilledStore) -> None:
     assert report.checked_slots == len(SLOTS) * RANKS
     assert report.checked_bytes == 2 * len(SLOTS) * RANKS * GEOMETRY.slot_bytes
     assert store.served() == set(SLOTS)
+    details = inspect_store(find_store(store.devices, store.state))
+    assert details.doubled_slots == details.summary.slots > 0
 
 
 @pytest.mark.parametrize("offset", [70, PAGE], ids=["header", "page"])

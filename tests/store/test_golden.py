@@ -240,7 +240,7 @@ def documented_slot(files: dict[str, bytes], slot: int, copy: int = 0) -> bytes:
         if s["first"] <= slot < s["first"] + s["slots"]
     ]
     lanes, copies = segment["lanes"], segment["copies"]
-    order = sorted(range(len(lanes)), key=lambda lane: (lanes[lane], lane))
+    order = sorted(range(len(lanes)), key=lambda lane: (lanes.index(lanes[lane]), lane))
     most = max(lanes.count(device) for device in lanes)
     partner = {lane: order[(j + most) % len(order)] for j, lane in enumerate(order)}
 

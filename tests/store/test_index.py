@@ -19,7 +19,7 @@ from vllm_ssdkv.store.journal import Journal
 
 STORE = UUID(int=5)
 DIGEST = bytes(range(16))
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def key(number: int) -> bytes:

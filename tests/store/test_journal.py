@@ -23,7 +23,7 @@ from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, Kind, encode_re
 STORE = UUID(int=5)
 DIGEST = bytes(range(16))
 SLOTS = 8
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def key(number: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -87,6 +88,16 @@ def test_two_copies_lie_on_two_devices(values: list[float]) -> None:
     most = max(range(len(values)), key=values.__getitem__)
     if values[most] >= sum(values) / 2:
         assert lanes.count(most) == pytest.approx(len(lanes) / 2, rel=0.05)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.randoms())
+def test_partners_do_not_depend_on_the_numbers_of_devices(
+    values: list[int], random: Random
+) -> None:
+    """They change when a device goes away."""
+    lanes = lanes_for([float(v) for v in values], copies=2)
+    numbers = random.sample(range(20), len(values))
+    assert partners(tuple(numbers[device] for device in lanes)) == partners(lanes)
 
 
 def test_what_cannot_have_two_copies_is_refused() -> None:

@@ -27,7 +27,7 @@ from tests.store.conftest import (
 )
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import READ_AHEAD, LoadOutcome
+from vllm_ssdkv.store.loader import LoadOutcome
 
 
 def assert_hbm(rig: StoreRig, expected: dict[int, int]) -> None:
@@ -195,81 +195,7 @@ def test_a_load_without_frames_fails_in_time(
     assert "no DRAM frame for request r" in caplog.text
 
 
-def submitted(rig: StoreRig) -> int:
-    """Reads that the engine was given so far."""
-    totals = rig.files.engine.statistics()
-    return sum(n for name, n in totals.items() if name.startswith("read_submitted."))
-
-
-@pytest.mark.parametrize("geometry", ALL)
-def test_the_next_pieces_are_being_read_while_one_is_copied(
-    make_store: MakeStore, geometry: SlotGeometry
-) -> None:
-    rig = make_store(geometry, frames=READ_AHEAD * 4)
-    names = {slot: 100 + slot for slot in range(30)}
-    rig.write(names)
-    before = submitted(rig)
-    seen: list[int] = []
-    rig.before_copy = lambda: seen.append(submitted(rig) - before)
-    ok(rig.load(names, range(1, 31)), dram=0, ssd=30)
-    assert_hbm(rig, {slot + 1: name for slot, name in names.items()})
-    whole = submitted(rig) - before
-    # Pieces of four slots; of the first one nothing is copied before four are on their way.
-    assert len(seen) == 8
-    assert seen[0] >= whole * 16 // 30
-    assert seen[-1] == whole
-    rig.assert_no_leak()
-
-
-def test_what_is_found_is_not_evicted_by_what_is_read(make_store: MakeStore) -> None:
-    """More is read than DRAM has room for, and what is there is the oldest of the hit."""
-    rig = make_store(frames=8)
-    names = {slot: 500 + slot for slot in range(30)}
-    rig.write(names)
-    ok(rig.load({slot: names[slot] for slot in range(6)}, range(1, 7)), dram=0, ssd=6)
-    rig.hbm.clear()
-    ok(rig.load(names, range(1, 31)), dram=6, ssd=24)
-    assert_hbm(rig, {slot + 1: name for slot, name in names.items()})
-    rig.assert_no_leak()
-
-
-def test_an_error_while_others_are_being_read_leaks_nothing(
-    make_store: MakeStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make_store(frames=16)
-    names = {slot: 500 + slot for slot in range(30)}
-    rig.write(names)
-
-    def fail() -> None:
-        raise RuntimeError("HBM is on fire")
-
-    rig.before_copy = fail
-    assert not rig.load(names, range(1, 31)).complete
-    assert caplog.text.count("load of request r failed") == 1  # nothing is copied after it
-    assert rig.hbm == {}
-    assert rig.total("load_failures") == 1
-    rig.before_copy = lambda: None
-    assert rig.load(names, range(1, 31)).complete
-    rig.assert_no_leak()
-
-
 # ---- page mode: slots that stay outside HBM ----
-
-
-@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
-def test_headers_of_long_contexts_pass_through_little_memory(
-    make_store: MakeStore, geometry: SlotGeometry
-) -> None:
-    rig = make_store(geometry, slots=420, frames=8)
-    names = {slot: slot for slot in range(400)}
-    rig.write(names)
-    rig.store.extend_context("r", 0, array(list(names)))
-    ok(rig.load(names, [5]), dram=0, ssd=400)
-    read = sum(rig.total("bytes_read", device=path) for path in rig.paths)
-    assert read == 8 * geometry.slot_bytes + 392 * geometry.header_bytes
-    rig.assert_rows(rig.walk(range(150, 160)), list(range(150, 160)))
-    rig.store.drop_context("r")
-    rig.assert_no_leak()
 
 
 @pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
@@ -560,7 +486,7 @@ def test_closing_does_not_wait_for_queued_jobs(make_store: MakeStore) -> None:
     rig = make_store()
     rig.write({0: 1})
     rig.faults({"kind": "latency", "op": "read", "seconds": 1.0})
-    for number in range(60):
+    for number in range(100):  # a second each, which is more than the bound below
         rig.store.frames.forget(array([0]))
         rig.start_load({0: 1}, [5], request=str(number))
     begin = time.monotonic()

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.store.conftest import PAGED, array
+from tests.store.conftest import PAGED, Slots, array
 from tests.store.opening import MODEL, Opened, close, fill, found, place
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.store.open import StorePlace, open_index
 from vllm_ssdkv.store.placement import Placement
 
-pytestmark = pytest.mark.usefixtures("impatient", "small_segments")
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 Devices = Callable[[int], list[Path]]
 
@@ -56,31 +56,55 @@ def test_capacity_is_half(tmp_devices: Devices, opened: Opened) -> None:
     assert needed[1] - needed[0] == 1000 * PAGED.units_per_slot * PAGED.unit_bytes
 
 
-def test_a_device_that_went_away_and_came_back(tmp_devices: Devices, opened: Opened) -> None:
+def places(where: StorePlace, slots: Slots) -> list[tuple[str, int]]:
+    """Device and offset of each unit of both copies."""
+    manifest = where.stored()
+    copies = manifest.placement().copies(slots, 0, PAGED.slot_bytes)
+    return [
+        (manifest.devices[device].path, offset)
+        for extents in copies
+        if extents is not None
+        for device, offset in zip(extents.device.tolist(), extents.offset.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("away", [0, 1, 2])
+def test_a_device_that_went_away_and_came_back(
+    tmp_devices: Devices, opened: Opened, tmp_path: Path, away: int
+) -> None:
     devices = tmp_devices(3)
-    close(opened(twice(devices)))
-    index, _ = open_index(twice(devices))
+    state = {"state_dir": tmp_path}
+    whole = twice(devices, **state)
+    close(opened(whole))
+    index, _ = open_index(whole)
     keys = fill(index, index.num_slots // 2)
+    slots = array(sorted(keys))
+    where = places(whole, slots)
     index.close()
 
-    store = opened(twice(devices[:2]))
+    left = twice([path for number, path in enumerate(devices) if number != away], **state)
+    store = opened(left)
     out = store.files.health.out_of_use(np.arange(3, dtype=np.uint16))
     assert out.tolist() == [False, False, True]
-    index, _ = open_index(twice(devices[:2]))
+    index, _ = open_index(left)
     assert found(index, keys) == set(keys)
+    assert places(left, slots) == where
     new = fill(index, 8)
     index.close()
     close(store)
-    assert gaps(twice(devices[:2])) == [(0, 0), (0, 0), (2, 3)]
+    assert gaps(left) == [(0, 0), (0, 0), (2, 3)]
 
-    store = opened(twice(devices))
-    index, _ = open_index(twice(devices))
+    whole = twice(devices, **state)
+    store = opened(whole)
+    index, _ = open_index(whole)
     assert found(index, keys) == set(keys) - set(new)
     assert found(index, new) == set(new)
+    kept = array(sorted(set(keys) - set(new)))
+    assert set(places(whole, kept)) <= set(where)
     # What was stored meanwhile is not looked for on it.
     slots = array(sorted({**keys, **new}))
     store.files.replicas.stored_in(slots, index.epochs(slots))
-    on = np.full(len(slots), 2, dtype=np.uint16)
+    on = np.full(len(slots), away, dtype=np.uint16)
     doubted = slots[store.files.replicas.doubted(slots, on)]
     assert set(doubted.tolist()) == set(new)
     index.close()

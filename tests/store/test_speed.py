@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import PATIENCE_S, MakeStore, array, key_of
+from tests.store.model_time import ModelTime
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import files
 from vllm_ssdkv.store import segments as dividing
+from vllm_ssdkv.store.engine import throttled
 from vllm_ssdkv.store.engine.protocol import PENDING
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.index import SlotIndex
@@ -145,6 +148,7 @@ def test_new_slots_soon_use_the_devices_as_they_are(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, devices: int
 ) -> None:
     """One device at a fifth of its speed, a full store: bytes per device approach the optimum."""
+    ModelTime().govern(monkeypatch, files, throttled)
     geometry = SlotGeometry("opaque", 1, 1, 1, 130_000)
     speeds = [1.0] * devices
     speeds[1] = 0.2

@@ -29,9 +29,12 @@ from hypothesis.stateful import (
 )
 
 from tests.conftest import disk_directory
+from tests.store.unhurried import UnhurriedEngine
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import StoreFullError
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.engine.open import open_engine
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import PAGE_ALIGN, Extents, SlotGeometry
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
@@ -44,7 +47,7 @@ GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=200_
 DEVICES = 3
 BLOCK_TOKENS = 32
 DEADLINE_S = 0.4
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 FAULTS = st.sampled_from(
     [
@@ -470,6 +473,12 @@ def run(machine: type[StoreMachine], examples: int, steps: int) -> None:
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Faults are logged by the thousand."""
     caplog.set_level("CRITICAL")
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still makes no healthy device late."""
+    monkeypatch.setattr(opening, "open_engine", lambda *a: UnhurriedEngine(open_engine(*a)))
 
 
 @pytest.mark.parametrize(

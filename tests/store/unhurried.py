@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from vllm_ssdkv.store.engine.held import FaultyBatch
 from vllm_ssdkv.store.engine.protocol import I32, U16, U32, U64, Batch, IoEngine, Op
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class UnhurriedEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_ssdkv import __version__
-from vllm_ssdkv.cli import bench, config, docs
+from vllm_ssdkv.cli import batch, bench, config, dashboard, docs
 from vllm_ssdkv.cli.bench_sparse import accuracy, decode
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
@@ -26,10 +26,12 @@ app.command("ls")(list_stores)
 app.command()(inspect)
 app.command()(fsck)
 app.command("rm")(remove)
+app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)
 bench.app.command()(decode)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
+app.add_typer(dashboard.app, name="dashboard")
 app.add_typer(docs.app, name="docs")
 
 

@@ -144,6 +144,7 @@ def _show(details: StoreDetails, console: Console) -> None:
         ("in use", "yes" if summary.in_use else "no"),
         ("encryption", f"key id {details.key_id}" if details.key_id else "off"),
         ("geometry", ", ".join(f"{name} {value}" for name, value in geometry.items())),
+        ("two copies", f"{details.doubled_slots} of {summary.slots} slots"),
         ("stripe unit", approximate_size(details.stripe_unit_bytes)),
         ("fingerprint", ", ".join(f"{k} {v}" for k, v in sorted(details.fingerprint.items()))),
     ):

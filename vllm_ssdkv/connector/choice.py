@@ -250,7 +250,7 @@ class LoadChoice:
         self._last_end = now
         if not load.times:
             return
-        slowest = max(load.times, key=lambda time_of: time_of.ssd_s + time_of.dram_s)
+        slowest = max(load.times, key=lambda time_of: time_of.loading_s)
         waited = now - load.planned_at
         self.load.observe(slowest, None if request_id == PROBE else waited)
         if slowest.tokens_from_ssd:

@@ -131,7 +131,7 @@ class LoadCost:
         if time.tokens_from_dram:
             self._dram.observe((1.0, time.tokens_from_dram), time.dram_s)
         if waited is not None:
-            self._way.observe((1.0,), waited - time.queued_s - time.ssd_s - time.dram_s)
+            self._way.observe((1.0,), waited - time.queued_s - time.loading_s)
 
     def service(self, dram_tokens: int, ssd_tokens: int) -> float:
         """Seconds that the loader is busy. What was never measured costs nothing: try it."""

@@ -32,6 +32,7 @@ class IndexMetrics:
 
     def update(self) -> None:
         """Bring the metrics up to date."""
+        self._counters.set("slots", float(self._index.num_slots))
         gauges = self._index.gauges()
         for name in _GAUGES:
             self._counters.set(f"slots_{name}", float(gauges[name]))

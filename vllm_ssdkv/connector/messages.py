@@ -78,7 +78,8 @@ class Load:
 class LoadTime:
     """Where one rank's time for a load went, in seconds. No tokens: the load failed.
 
-    ``queued_s`` was spent behind other loads, the others on what the tokens came from.
+    ``queued_s`` was spent behind other loads, the others on what the tokens came from. What is in
+    DRAM is copied while the devices read: that time is in both.
     """
 
     request_id: str
@@ -87,6 +88,11 @@ class LoadTime:
     queued_s: float
     dram_s: float
     ssd_s: float
+
+    @property
+    def loading_s(self) -> float:
+        """From the beginning of the load to its end."""
+        return max(self.dram_s, self.ssd_s)
 
 
 @dataclass(frozen=True, slots=True)

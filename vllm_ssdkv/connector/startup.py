@@ -85,6 +85,7 @@ def open_worker(
     rank = int(get_tensor_model_parallel_rank())
     counters = found.place.counters
     opened = open_rank(found.place, rank, counters)
+    counters.start_at_zero(opened.files.health.paths)
     counters.set(
         "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
     )

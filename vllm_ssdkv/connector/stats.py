@@ -6,17 +6,17 @@ Follows ``vllm.distributed.kv_transfer.kv_connector.v1.metrics`` of vLLM 0.32.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from vllm_ssdkv.metrics import METRICS, Metric, combine_gauges, parse_key
+from vllm_ssdkv.metrics import METRICS, Metric, bucket_keys, combine_gauges, histogram_of, parse_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +53,7 @@ class SSDKVStats(KVConnectorStats):
         """
         stats = cls()
         for key, value in snapshot.items():
-            if parse_key(key)[0].kind == "counter":
+            if parse_key(key)[0].adds_up:
                 stats.data["counters"][key] = value
             else:
                 stats.data["gauges"].setdefault(source, {})[key] = value
@@ -82,10 +82,17 @@ class SSDKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Counters that gained and all gauges but info, for vLLM's periodic log line."""
+        """Counters that gained and all gauges, for vLLM's periodic log line.
+
+        Without histograms and info, which say little on one line.
+        """
         gauges = combine_gauges(list(self.data["gauges"].values()))
-        shown = {key: value for key, value in gauges.items() if parse_key(key)[0].kind == "gauge"}
-        return {**self.data["counters"], **shown}
+        counters = {key: value for key, value in self.data["counters"].items() if value}
+        return {
+            key: value
+            for key, value in {**counters, **gauges}.items()
+            if parse_key(key)[0].kind in {"counter", "gauge"}
+        }
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
@@ -124,7 +131,17 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
                 multiprocess_mode="mostrecent",
             )
             for metric in METRICS
-            if metric.kind != "counter"
+            if metric.kind in {"gauge", "info"}
+        }
+        self._histograms: dict[str, Histogram] = {
+            metric.name: self._histogram_cls(
+                name=metric.full_name,
+                documentation=metric.help,
+                buckets=list(metric.buckets),
+                labelnames=[*labelnames, *metric.label_names],
+            )
+            for metric in METRICS
+            if metric.kind == "histogram"
         }
         self._engine_values = per_engine_labelvalues
         self._last: dict[int, dict[str, dict[str, float]]] = {}
@@ -145,11 +162,50 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
         Gauges of a source that is missing from this payload keep their last value.
         """
         engine_values = self._engine_values[engine_idx]
+        histograms: dict[str, list[float]] = {}
         for key, value in transfer_stats_data["counters"].items():
             metric, label_values = parse_key(key)
-            self._counters[metric.name].labels(*engine_values, *label_values).inc(value)
+            if metric.kind == "histogram":
+                whole, position = histogram_of(key)
+                parts = histograms.setdefault(whole, [0.0] * len(bucket_keys(whole)))
+                parts[position] = value
+            else:
+                self._counters[metric.name].labels(*engine_values, *label_values).inc(value)
+        for key, parts in histograms.items():
+            metric, label_values = parse_key(key)
+            child = self._histograms[metric.name].labels(*engine_values, *label_values)
+            _observe_all(child, metric.buckets, parts)
         known = self._last.setdefault(engine_idx, {})
         known.update(transfer_stats_data["gauges"])
         for key, value in combine_gauges(list(known.values())).items():
             metric, label_values = parse_key(key)
             self._gauges[metric.name].labels(*engine_values, *label_values).set(value)
+
+
+class _OneByOne(Protocol):
+    """What every histogram can do, Ray's too."""
+
+    def observe(self, amount: float) -> None: ...
+
+
+def _observe_all(
+    child: Histogram | _OneByOne, bounds: Sequence[float], parts: Sequence[float]
+) -> None:
+    """Add what many calls of ``observe`` would; a device ends 10,000 requests between two steps.
+
+    prometheus_client has no public way, so this uses the attributes that its own ``observe`` does.
+    Ray's histogram has no way at all: there each value counts as its bucket's bound.
+
+    Args:
+        child: With its labels.
+        bounds: Of its buckets.
+        parts: Values per bucket, in the last one above all bounds, and their sum.
+    """
+    if not isinstance(child, Histogram):
+        for bound, count in zip((*bounds, 2 * bounds[-1]), parts, strict=False):
+            for _ in range(int(count)):
+                child.observe(bound)
+        return
+    for bucket, count in zip(child._buckets, parts[:-1], strict=True):
+        bucket.inc(count)
+    child._sum.inc(parts[-1])

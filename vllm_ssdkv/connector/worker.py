@@ -16,6 +16,7 @@ from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort
 from vllm_ssdkv.connector.choosing import Choice
+from vllm_ssdkv.connector.engine_metrics import EngineMetrics
 from vllm_ssdkv.connector.messages import (
     PROBE,
     Commit,
@@ -65,7 +66,10 @@ class SSDKVWorker:
         self._invalid_blocks: set[int] = set()
         self._poisoned: set[str] = set()
         self._loading: set[str] = set()
+        paths = opened.files.health.paths
+        self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
         self._gauges_due = 0.0
+        self._engine_due = 0.0
         self._attending = False
         self._told_written = [0] * len(opened.devices)
         self._choice = Choice.of(config)
@@ -268,12 +272,20 @@ class SSDKVWorker:
         return None if report.empty() else report
 
     def update_gauges(self) -> None:
-        """Refresh the gauges that this process owns; while tokens are decoded, once a second."""
-        if self._attending and time.monotonic() < self._gauges_due:
+        """Refresh the gauges that this process owns; while tokens are decoded, once a second.
+
+        What the engine counts is many numbers: once a second in any case.
+        """
+        now = time.monotonic()
+        if now >= self._engine_due:
+            self._engine_due = now + GAUGE_INTERVAL_S
+            self._engine_metrics.update()
+        if self._attending and now < self._gauges_due:
             return
-        self._gauges_due = time.monotonic() + GAUGE_INTERVAL_S
+        self._gauges_due = now + GAUGE_INTERVAL_S
         frames = self.store.frames
         total = frames.frames - frames.count(FrameState.FREE)
+        self.counters.set("dram_frames", frames.frames)
         self.counters.set("dram_frames_used", total)
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
         pages, summaries = self.store.choice_gauges()

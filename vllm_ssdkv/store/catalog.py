@@ -86,6 +86,7 @@ class StoreDetails:
         damaged_records: Records of it that fail their checksums.
         opened: How often a scheduler has opened the store.
         key_id: Names the key that it is encrypted with; empty when it is not.
+        doubled_slots: Slots that have two copies.
     """
 
     summary: StoreSummary
@@ -98,6 +99,7 @@ class StoreDetails:
     damaged_records: int
     opened: int
     key_id: str
+    doubled_slots: int
 
 
 def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
@@ -186,6 +188,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
         damaged_records=journal.replay.corrupt,
         opened=manifest.opened,
         key_id=manifest.key_id,
+        doubled_slots=sum(s.slots for s in manifest.segments if s.copies > 1),
     )
 
 

@@ -52,7 +52,8 @@ def partners(lanes: Sequence[int]) -> tuple[int, ...]:
     that leaves none on its device.
 
     Lanes sorted by device, then position, are shifted by as many as the device with most lanes has.
-    So equal devices form a ring in which each has the second copies of its neighbour (chained
+    Devices are taken in the order of their first lanes, since their numbers are those of one run
+    only. So equal devices form a ring in which each has the second copies of its neighbour (chained
     declustering, Hsiao and DeWitt 1990): when one is lost, all others share its reads.
 
     Raises:
@@ -62,7 +63,7 @@ def partners(lanes: Sequence[int]) -> tuple[int, ...]:
     shift = max(counts, default=0)
     if 2 * shift > len(lanes):
         raise ValueError(f"a device has {shift} of {len(lanes)} lanes: it would hold both copies")
-    order = sorted(range(len(lanes)), key=lambda lane: (lanes[lane], lane))
+    order = sorted(range(len(lanes)), key=lambda lane: (lanes.index(lanes[lane]), lane))
     found = [0] * len(lanes)
     for i, lane in enumerate(order):
         found[lane] = order[(i + shift) % len(order)]

@@ -273,8 +273,8 @@ class StorePlace:
             device.path = sight.path
             if sight.missing:
                 logger.error(
-                    "ssdkv: device %s %s; the store runs without it, what lay on it is computed "
-                    "again",
+                    "ssdkv: device %s %s; the store runs without it, what lay nowhere else is "
+                    "computed again",
                     sight.path,
                     sight.missing,
                 )
@@ -285,7 +285,7 @@ class StorePlace:
         for old, device in enumerate(known):
             if device.present and old not in numbers:
                 logger.warning(
-                    "ssdkv: device %s is not among the devices any more, what lay on it is "
+                    "ssdkv: device %s is not among the devices any more, what lay nowhere else is "
                     "computed again",
                     device.path,
                 )

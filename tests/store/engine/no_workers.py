@@ -18,7 +18,7 @@ from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.engine.uring import UringEngine
 
 PAGE = 4096
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NOBODY = 65534
 
 

@@ -22,7 +22,7 @@ from vllm_ssdkv.store.engine.protocol import PENDING, Batch, Op
 from vllm_ssdkv.store.engine.threads import ThreadsEngine
 
 PAGE = 4096
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 IMPOSSIBLE = 77
 
 # linux/userfaultfd.h

@@ -19,7 +19,7 @@ from vllm_ssdkv.store.engine.protocol import PENDING, Batch, Op
 from vllm_ssdkv.store.engine.uring import UringEngine
 
 PAGE = 4096
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def read(engine: UringEngine, device: int, buffer: int, count: int = 1) -> Batch:

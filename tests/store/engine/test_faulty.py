@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.store.engine.conftest import Rig, Submit
 
 PAGE = 4096
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 DEVICE_BYTES = 64 * PAGE
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 MIB = 1 << 20
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 KALLSYMS = Path("/proc/kallsyms")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -14,14 +15,24 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.engine.faults import FaultRule
 from vllm_ssdkv.store.engine.open import EngineOptions
-from vllm_ssdkv.store.engine.protocol import PENDING, Batch, IoEngine, Op
+from vllm_ssdkv.store.engine.protocol import (
+    DEPTH_BOUNDS,
+    LATENCY_BOUNDS,
+    PENDING,
+    Batch,
+    IoEngine,
+    Op,
+    depth_bound,
+    latency_bound,
+    zero_totals,
+)
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 
 if TYPE_CHECKING:
     from tests.store.engine.conftest import Rig, Submit
 
 PAGE = 4096
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 DEVICES = 3
 DEVICE_BYTES = 1 << 20
 
@@ -264,6 +275,38 @@ def test_errors_are_results_of_their_request_only(
     assert statistics["write_errors.0"] == 0
     assert statistics[f"read_errors.{read_only + 1}"] == 1
     np.testing.assert_array_equal(np.fromfile(devices.paths[read_only], np.uint8), content(9))
+
+
+@parametrised(MOVING)
+def test_every_request_is_in_one_bucket(
+    devices: Rig, submit: Submit, options: EngineOptions
+) -> None:
+    engine = devices.open(options)
+    assert zero_totals(DEVICES).keys() <= engine.statistics().keys()
+    for op in (Op.WRITE, Op.READ):
+        finished(submit(engine, op, *((1, n * PAGE, PAGE, n * PAGE) for n in range(12))))
+    statistics = engine.statistics()
+    for device, requests in ((0, 0), (1, 12)):
+        for direction in ("read", "write"):
+            counts = [statistics[f"{direction}_latency_{b}.{device}"] for b in LATENCY_BOUNDS]
+            assert sum(counts) == requests
+            spent = statistics[f"{direction}_nanoseconds.{device}"]
+            lower = [0, *map(int, LATENCY_BOUNDS[:-1])]
+            assert sum(map(operator.mul, counts, lower)) <= spent
+            # Without those over the highest bound, of which the mean is not known.
+            if not counts[-1]:
+                assert spent <= sum(map(operator.mul, counts[:-1], lower[1:]))
+        counts = [statistics[f"depth_{bound}.{device}"] for bound in DEPTH_BOUNDS]
+        assert sum(counts) == 2 * requests
+        assert sum(counts) <= statistics[f"depth_sum.{device}"] <= 2 * requests * 12
+
+
+def test_bounds_of_buckets() -> None:
+    assert [latency_bound(n) for n in (0, 50_000, 50_001, 5 * 10**9)] == [
+        *("50000", "50000", "100000", "5000000000")
+    ]
+    assert latency_bound(5 * 10**9 + 1) == "inf"
+    assert [depth_bound(n) for n in (1, 2, 3, 256, 257)] == ["1", "2", "4", "256", "inf"]
 
 
 @parametrised(MOVING)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.store.engine.conftest import Rig, Submit
 
 PAGE = 4096
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CHUNK = 64 << 20
 MIB = 1 << 20
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ def script(name: str, argument: str) -> subprocess.CompletedProcess[str]:
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

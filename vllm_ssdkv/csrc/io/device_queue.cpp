@@ -30,7 +30,7 @@ bool DeviceQueue::take(Taken& taken, bool first) {
   if (!first && --running_ == 0 && waiting_.empty()) became_idle_.notify_all();
   work_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
   if (!waiting_.pop(taken)) return false;
-  ++running_;
+  totals_.add_started(++running_);
   return true;
 }
 

@@ -11,11 +11,17 @@ void append(Statistics& all, std::string name, size_t number, const std::atomic<
 void Totals::add_ended(int32_t result, uint64_t nanoseconds_spent) noexcept {
   requests.fetch_add(1, std::memory_order_relaxed);
   nanoseconds.fetch_add(nanoseconds_spent, std::memory_order_relaxed);
+  latency.add(nanoseconds_spent);
   if (result < 0) {
     errors.fetch_add(1, std::memory_order_relaxed);
   } else {
     bytes.fetch_add(static_cast<uint64_t>(result), std::memory_order_relaxed);
   }
+}
+
+void DeviceTotals::add_started(unsigned in_flight) noexcept {
+  depth.add(in_flight);
+  depth_sum.fetch_add(in_flight, std::memory_order_relaxed);
 }
 
 void DeviceTotals::append_to(Statistics& all, size_t device) const {
@@ -27,7 +33,10 @@ void DeviceTotals::append_to(Statistics& all, size_t device) const {
     append(all, direction + "bytes", device, totals.bytes);
     append(all, direction + "errors", device, totals.errors);
     append(all, direction + "nanoseconds", device, totals.nanoseconds);
+    totals.latency.append_to(all, direction + "latency", device);
   }
+  depth.append_to(all, "depth", device);
+  append(all, "depth_sum", device, depth_sum);
 }
 
 }  // namespace ssdkv

@@ -188,6 +188,7 @@ void UringWorker::start(size_t device, Taken& taken) {
   flights_[slot] = {std::move(taken), 0, 0, static_cast<uint16_t>(device), {}, {}};
   to_issue_.push_back(slot);
   const unsigned in_flight = ++devices_[device].in_flight;
+  devices_[device].totals.add_started(in_flight);
   auto& most = devices_[device].in_flight_max;
   if (in_flight > most.load(std::memory_order_relaxed)) {
     most.store(in_flight, std::memory_order_relaxed);

@@ -10,11 +10,16 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import EngineUnavailableError
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.coroutine import CoroutineEngine, Device, Transfers, arena_memory
+from vllm_ssdkv.store.engine.coroutine import (
+    CoroutineEngine,
+    Device,
+    Transfers,
+    check_arguments,
+)
 from vllm_ssdkv.store.engine.protocol import Op
 
 
-class _AiofilesTransfers(Transfers):
+class _AiofilesTransfers(Transfers[NDArray[np.uint8]]):
     def __init__(self, fds: Sequence[int], memory: NDArray[np.uint8], queue_depth: int) -> None:
         try:
             import aiofiles.os
@@ -26,7 +31,9 @@ class _AiofilesTransfers(Transfers):
         self._write = aiofiles.os.wrap(os.pwritev)
         super().__init__(fds, memory, queue_depth)
 
-    async def move(self, device: Device, op: Op, offset: int, memory: NDArray[np.uint8]) -> int:
+    async def move(
+        self, device: Device[NDArray[np.uint8]], op: Op, offset: int, memory: NDArray[np.uint8]
+    ) -> int:
         call = self._write if op is Op.WRITE else self._read
         return int(await call(device.fd, [memory.data], offset, executor=device.threads))
 
@@ -47,5 +54,6 @@ class AiofilesEngine(CoroutineEngine):
     name = "aiofiles"
 
     def __init__(self, fds: Sequence[int], arena: Arena, queue_depth: int) -> None:
-        memory = arena_memory(fds, arena, queue_depth)
+        check_arguments(fds, queue_depth)
+        memory = arena.view(0, arena.nbytes)
         super().__init__(_AiofilesTransfers(fds, memory, queue_depth))

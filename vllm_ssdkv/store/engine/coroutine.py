@@ -17,20 +17,40 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.errors import EngineUnavailableError
-from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.abandoned import GRACE_S, abandon
 from vllm_ssdkv.store.engine.daemon_executor import DaemonExecutor
-from vllm_ssdkv.store.engine.protocol import I32, PENDING, U16, U32, U64, Op, zero_totals
+from vllm_ssdkv.store.engine.protocol import (
+    I32,
+    PENDING,
+    U16,
+    U32,
+    U64,
+    Op,
+    depth_bound,
+    latency_bound,
+    zero_totals,
+)
 
 _ALIGN = 4096
 _READS_PER_WRITE = 32
 _MAX_QUEUE_DEPTH = 1024
+
+
+class _Bytes(Protocol):
+    @property
+    def size(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Any: ...  # noqa: ANN401  # the same again
+
+
+Memory = TypeVar("Memory", bound=_Bytes)
+"""An array of bytes, or something that is sliced like one."""
 
 
 class CoroutineBatch:
@@ -61,28 +81,28 @@ class CoroutineBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(Generic[Memory]):
     """One entry of a batch."""
 
     batch: CoroutineBatch
     index: int
     op: Op
     offset: int
-    memory: NDArray[np.uint8]
+    memory: Memory
 
 
 @dataclass(slots=True)
-class Device:
+class Device(Generic[Memory]):
     """A file, what waits for it, and the threads that may block in it."""
 
     fd: int
     threads: DaemonExecutor
-    reads: deque[Request] = field(default_factory=deque)
-    writes: deque[Request] = field(default_factory=deque)
+    reads: deque[Request[Memory]] = field(default_factory=deque)
+    writes: deque[Request[Memory]] = field(default_factory=deque)
     reads_in_row: int = 0
     in_flight: int = 0
 
-    def next(self) -> Request:
+    def next(self) -> Request[Memory]:
         """Take what is to start; something waits."""
         late = self.writes and self.reads_in_row >= _READS_PER_WRITE
         if self.reads and not late:
@@ -92,13 +112,13 @@ class Device:
         return self.writes.popleft()
 
 
-class Transfers(ABC):
+class Transfers(ABC, Generic[Memory]):
     """The moving part, which the loop's thread keeps alive; an engine can be forgotten."""
 
-    def __init__(self, fds: Sequence[int], memory: NDArray[np.uint8], queue_depth: int) -> None:
-        self._memory: NDArray[np.uint8] | None = memory
+    def __init__(self, fds: Sequence[int], memory: Memory, queue_depth: int) -> None:
+        self._memory: Memory | None = memory
         self._queue_depth = queue_depth
-        self._devices: list[Device] = []
+        self._devices: list[Device[Memory]] = []
         self._totals = zero_totals(len(fds))
         self._lock = threading.Lock()  # guards batches, queues and totals
         self._idle = threading.Condition(self._lock)
@@ -119,7 +139,7 @@ class Transfers(ABC):
         self._thread.start()
 
     @abstractmethod
-    async def move(self, device: Device, op: Op, offset: int, memory: NDArray[np.uint8]) -> int:
+    async def move(self, device: Device[Memory], op: Op, offset: int, memory: Memory) -> int:
         """Move bytes between ``memory`` and the file; fewer only where the file ends.
 
         Raises:
@@ -193,11 +213,13 @@ class Transfers(ABC):
             for number, device in enumerate(self._devices):
                 while device.in_flight < self._queue_depth and (device.reads or device.writes):
                     device.in_flight += 1
+                    self._totals[f"depth_{depth_bound(device.in_flight)}.{number}"] += 1
+                    self._totals[f"depth_sum.{number}"] += device.in_flight
                     task = self._loop.create_task(self._run(number, device.next()))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, number: int, request: Request) -> None:
+    async def _run(self, number: int, request: Request[Memory]) -> None:
         device, begin = self._devices[number], time.perf_counter_ns()
         try:
             result = await self._transfer(device, request)
@@ -209,7 +231,7 @@ class Transfers(ABC):
             self._end(number, request, result, spent)
         self._start()
 
-    async def _transfer(self, device: Device, request: Request) -> int:
+    async def _transfer(self, device: Device[Memory], request: Request[Memory]) -> int:
         length, moved = len(request.memory), 0
         while moved < length:
             begin = moved
@@ -226,13 +248,14 @@ class Transfers(ABC):
             moved = begin + count
         return moved
 
-    async def _part(self, device: Device, request: Request, begin: int) -> int:
+    async def _part(self, device: Device[Memory], request: Request[Memory], begin: int) -> int:
         return await self.move(device, request.op, request.offset + begin, request.memory[begin:])
 
-    def _end(self, number: int, request: Request, result: int, spent_ns: int) -> None:
+    def _end(self, number: int, request: Request[Memory], result: int, spent_ns: int) -> None:
         direction = request.op.name.lower()
         self._totals[f"{direction}_requests.{number}"] += 1
         self._totals[f"{direction}_nanoseconds.{number}"] += spent_ns
+        self._totals[f"{direction}_latency_{latency_bound(spent_ns)}.{number}"] += 1
         if result < 0:
             self._totals[f"{direction}_errors.{number}"] += 1
         else:
@@ -252,7 +275,7 @@ class CoroutineEngine:
         transfers: What moves the bytes.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers[Any]) -> None:
         self._transfers = transfers
         # For engines that are dropped, or alive when the interpreter ends, without close().
         self._finalizer = weakref.finalize(self, transfers.close, GRACE_S)
@@ -277,8 +300,8 @@ class CoroutineEngine:
         return self._transfers.close(timeout_s)
 
 
-def arena_memory(fds: Sequence[int], arena: Arena, queue_depth: int) -> NDArray[np.uint8]:
-    """All of the arena, after the checks that every engine makes.
+def check_arguments(fds: Sequence[int], queue_depth: int) -> None:
+    """What every engine checks.
 
     Raises:
         ValueError: no devices, or a depth out of range.
@@ -287,4 +310,3 @@ def arena_memory(fds: Sequence[int], arena: Arena, queue_depth: int) -> NDArray[
         raise ValueError("1 to 65535 devices")
     if not 1 <= queue_depth <= _MAX_QUEUE_DEPTH:
         raise ValueError(f"queue_depth must be 1 to {_MAX_QUEUE_DEPTH}")
-    return arena.view(0, arena.nbytes)

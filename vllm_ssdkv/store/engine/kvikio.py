@@ -1,7 +1,8 @@
 """The engine on KvikIO, NVIDIA's library for GPUDirect Storage.
 
-For memory of the host KvikIO is a pool of threads with POSIX calls (its compatibility mode), which
-is what this engine gives it. It loads the CUDA driver library even then.
+For memory of the host KvikIO is a pool of threads with POSIX calls (its compatibility mode). Memory
+of a GPU goes straight to and from the drive where GPUDirect Storage is set up, and through a buffer
+of KvikIO's where it is not. It loads the CUDA driver library in any case.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import EngineUnavailableError
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.coroutine import CoroutineEngine, Device, Transfers, arena_memory
+from vllm_ssdkv.store.engine.coroutine import (
+    CoroutineEngine,
+    Device,
+    Transfers,
+    check_arguments,
+)
+from vllm_ssdkv.store.engine.gpu_memory import GpuMemory
 from vllm_ssdkv.store.engine.protocol import Op
+
+_Memory: TypeAlias = "NDArray[np.uint8] | GpuMemory"
 
 _ERRNO = {os.strerror(code): code for code in errno.errorcode}
 
 
-class _KvikioTransfers(Transfers):
-    def __init__(self, fds: Sequence[int], memory: NDArray[np.uint8], queue_depth: int) -> None:
+class _KvikioTransfers(Transfers[_Memory]):
+    def __init__(self, fds: Sequence[int], memory: _Memory, queue_depth: int) -> None:
         self._kvikio = _load()
         super().__init__(fds, memory, queue_depth)
         defaults = self._kvikio.defaults
@@ -49,12 +58,12 @@ class _KvikioTransfers(Transfers):
             file.close()
         super()._release()
 
-    async def move(self, device: Device, op: Op, offset: int, memory: NDArray[np.uint8]) -> int:
+    async def move(self, device: Device[_Memory], op: Op, offset: int, memory: _Memory) -> int:
         return await self._loop.run_in_executor(
             device.threads, self._move, device.fd, op, offset, memory
         )
 
-    def _move(self, fd: int, op: Op, offset: int, memory: NDArray[np.uint8]) -> int:
+    def _move(self, fd: int, op: Op, offset: int, memory: _Memory) -> int:
         _check(fd, op)
         file = self._files[fd]
         try:
@@ -104,7 +113,8 @@ class KvikioEngine(CoroutineEngine):
 
     Args:
         fds: Open descriptors, one per device. KvikIO opens their files once more, by name.
-        arena: Memory of all requests.
+        arena: Memory of all requests; or a GPU's, which is moved without passing through the
+            host's where GPUDirect Storage is set up.
         queue_depth: Requests, and so threads, in flight per device, 1 to 1024.
 
     Raises:
@@ -114,6 +124,7 @@ class KvikioEngine(CoroutineEngine):
 
     name = "kvikio"
 
-    def __init__(self, fds: Sequence[int], arena: Arena, queue_depth: int) -> None:
-        memory = arena_memory(fds, arena, queue_depth)
+    def __init__(self, fds: Sequence[int], arena: Arena | GpuMemory, queue_depth: int) -> None:
+        check_arguments(fds, queue_depth)
+        memory = arena if isinstance(arena, GpuMemory) else arena.view(0, arena.nbytes)
         super().__init__(_KvikioTransfers(fds, memory, queue_depth))

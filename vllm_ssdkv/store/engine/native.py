@@ -52,7 +52,7 @@ class NativeEngine:
         )
 
     def statistics(self) -> Mapping[str, int]:
-        """See the protocol; ``<read|write>_<submitted|requests|bytes|errors|nanoseconds>.<i>``."""
+        """See the protocol."""
         return self._native.statistics()
 
     def close(self, timeout_s: float) -> bool:

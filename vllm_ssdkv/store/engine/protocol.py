@@ -6,12 +6,15 @@ length, buffer offset) and get a handle. Nothing in it knows about slots, pages 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_ssdkv.metrics import DEPTH_BUCKETS, LATENCY_BUCKETS
 
 U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
@@ -20,6 +23,13 @@ I32: TypeAlias = NDArray[np.int32]
 
 PENDING = int(np.iinfo(np.int32).min)
 """Result of a request that has not completed yet."""
+
+
+_LATENCY_NS: Final = tuple(round(bound * 1e9) for bound in LATENCY_BUCKETS)
+LATENCY_BOUNDS: Final = (*map(str, _LATENCY_NS), "inf")
+"""Nanoseconds, as the statistics name them."""
+DEPTH_BOUNDS: Final = (*(str(int(bound)) for bound in DEPTH_BUCKETS), "inf")
+"""Requests, as the statistics name them."""
 
 
 class Op(IntEnum):
@@ -74,7 +84,7 @@ class IoEngine(Protocol):
         """
 
     def statistics(self) -> Mapping[str, int]:
-        """Counters since the start: ``{"read_bytes.0": ..., "write_requests.1": ..., ...}``."""
+        """Counters since the start: those of :func:`zero_totals`, and what else there is."""
 
     def close(self, timeout_s: float) -> bool:
         """Wait for requests in flight, then release threads. False when some never ended.
@@ -84,10 +94,27 @@ class IoEngine(Protocol):
 
 
 def zero_totals(devices: int) -> dict[str, int]:
-    """The counters that every engine has, before the first request."""
-    return {
-        f"{op.name.lower()}_{what}.{device}": 0
-        for device in range(devices)
-        for op in Op
-        for what in ("submitted", "requests", "bytes", "errors", "nanoseconds")
-    }
+    """The counters that every engine has, before the first request.
+
+    ``<read|write>_<submitted|requests|bytes|errors|nanoseconds>.<device>``; how many requests took
+    at most so many nanoseconds and more than the bound before, ``<read|write>_latency_<bound>``;
+    how many found a device with so many requests, themselves included, ``depth_<bound>``, and the
+    sum of these numbers, ``depth_sum``. The last bound is ``inf``.
+    """
+    per_direction = [
+        *("submitted", "requests", "bytes", "errors", "nanoseconds"),
+        *(f"latency_{bound}" for bound in LATENCY_BOUNDS),
+    ]
+    names = [f"{op.name.lower()}_{what}" for op in Op for what in per_direction]
+    names += ["depth_sum", *(f"depth_{bound}" for bound in DEPTH_BOUNDS)]
+    return {f"{name}.{device}": 0 for device in range(devices) for name in names}
+
+
+def latency_bound(nanoseconds: int) -> str:
+    """The one of :data:`LATENCY_BOUNDS` under which a request that took so long is counted."""
+    return LATENCY_BOUNDS[bisect.bisect_left(_LATENCY_NS, nanoseconds)]
+
+
+def depth_bound(in_flight: int) -> str:
+    """The one of :data:`DEPTH_BOUNDS` under which a request is counted."""
+    return DEPTH_BOUNDS[bisect.bisect_left(DEPTH_BUCKETS, in_flight)]

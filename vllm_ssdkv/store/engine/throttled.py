@@ -85,7 +85,7 @@ class ThrottledEngine:
         inner: Engine that does the I/O; closed with this one.
         devices: Number of its devices.
         rules: Models; a device that none fits is not slowed.
-        clock: Monotonic seconds.
+        clock: Monotonic seconds; default: the system's.
 
     Raises:
         ConfigError: a rule names a device that does not exist.
@@ -96,10 +96,10 @@ class ThrottledEngine:
         inner: IoEngine,
         devices: int,
         rules: Sequence[ThrottleRule],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._inner = inner
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._lock = threading.Lock()
         self._free_at = np.full(devices, -math.inf)
         self._per_byte = np.zeros(devices)

@@ -1,0 +1,165 @@
+"""The dashboard ``devices``: each SSD's work, speed, errors and wear."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from vllm_ssdkv.grafana.panels import (
+    graph,
+    new_dashboard,
+    of_device,
+    ours,
+    quantile,
+    rate,
+    row,
+    share,
+    total,
+    with_device_choice,
+)
+
+_LEGEND = "{{device}}"
+_DIRECTED = "{{device}} {{direction}}"
+
+
+def devices() -> Dashboard:
+    """The whole dashboard."""
+    board = with_device_choice(
+        new_dashboard(
+            "SSDKV devices", "ssdkv-devices", "The SSDs of the KV cache: work, speed, errors, wear."
+        )
+    )
+    _state(board)
+    _work(board)
+    _speed(board)
+    _wear(board)
+    return board
+
+
+def _state(board: Dashboard) -> None:
+    board.with_row(row("State"))
+    for panel in (
+        graph(
+            "In service",
+            "1 while the device is used, 0 once an engine has taken it out.",
+            "none",
+            (f"min by (device) ({of_device('device_state')})", _LEGEND),
+        ),
+        graph(
+            "Share of what is stored now",
+            "Lowered while the device is slow or lost.",
+            "percentunit",
+            (f"avg by (device) ({of_device('device_share')})", _LEGEND),
+        ),
+        graph(
+            "Errors",
+            "Failed requests by kind, and refusals to be trimmed.",
+            "ops",
+            (rate(of_device("io_errors_total"), "device", "kind"), "{{device}} {{kind}}"),
+            (rate(of_device("trim_errors_total"), "device"), "{{device}} trim"),
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _work(board: Dashboard) -> None:
+    board.with_row(row("Work"))
+    read, written = of_device("bytes_read_total"), of_device("bytes_written_total")
+    for panel in (
+        graph("Read", "Bytes per second.", "Bps", (rate(read, "device"), _LEGEND)),
+        graph("Written", "Bytes per second.", "Bps", (rate(written, "device"), _LEGEND)),
+        graph(
+            "Requests",
+            "I/O requests per second.",
+            "iops",
+            (rate(of_device("io_requests_total"), "device", "direction"), _DIRECTED),
+        ),
+        graph(
+            "Bytes per request",
+            "Small requests cost throughput: SSDs are fastest from 128 KiB on.",
+            "decbytes",
+            *(
+                (
+                    share(
+                        rate(of_device(f"bytes_{past}_total"), "device"),
+                        rate(of_device("io_requests_total", f'direction="{direction}"'), "device"),
+                    ),
+                    f"{_LEGEND} {direction}",
+                )
+                for past, direction in (("read", "read"), ("written", "write"))
+            ),
+        ),
+        graph(
+            "Scrubbed",
+            "Bytes read again to find what has gone bad, of all devices.",
+            "Bps",
+            (rate(ours("scrub_bytes_total")), "scrub"),
+        ),
+        graph(
+            "Trimmed",
+            "Bytes of dropped slots that were given back to the device.",
+            "Bps",
+            (rate(of_device("bytes_trimmed_total"), "device"), _LEGEND),
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _speed(board: Dashboard) -> None:
+    board.with_row(row("Speed"))
+    buckets = of_device("io_latency_seconds_bucket")
+    depth = of_device("io_queue_depth_bucket")
+    for panel in (
+        graph(
+            "Latency, median",
+            "Time that half of the requests spent in the device, at most.",
+            "s",
+            (quantile(0.5, buckets, "device", "direction"), _DIRECTED),
+        ),
+        graph(
+            "Latency, 99 %",
+            "A device that is far above its neighbours is dying or does garbage collection.",
+            "s",
+            (quantile(0.99, buckets, "device", "direction"), _DIRECTED),
+        ),
+        graph(
+            "Queue depth",
+            "Requests in the device when one more was given to it: mean, and 95 %.",
+            "none",
+            (
+                share(
+                    rate(of_device("io_queue_depth_sum"), "device"),
+                    rate(of_device("io_queue_depth_count"), "device"),
+                ),
+                f"{_LEGEND} mean",
+            ),
+            (quantile(0.95, depth, "device"), f"{_LEGEND} 95 %"),
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _wear(board: Dashboard) -> None:
+    board.with_row(row("Space and wear"))
+    for panel in (
+        graph(
+            "Data files",
+            "Their size.",
+            "decbytes",
+            (total(of_device("store_bytes"), "device"), _LEGEND),
+        ),
+        graph(
+            "Written in the life of the store",
+            "Bytes, and their share of the endurance where the option `tbw` gives it.",
+            "decbytes",
+            (total(of_device("wear_bytes"), "device"), _LEGEND),
+        ),
+        graph(
+            "Endurance and budget used",
+            "Bytes written as a share of `tbw`, and today's as a share of `daily_write_budget`. "
+            "Empty without these options.",
+            "percentunit",
+            (f"max by (device) ({of_device('wear_used')})", f"{_LEGEND} endurance"),
+            (f"max by (device) ({of_device('write_budget_used')})", f"{_LEGEND} today's budget"),
+        ),
+    ):
+        board.with_panel(panel)

@@ -1,0 +1,243 @@
+"""The dashboard ``overview``: what the store spares, where KV is, what goes wrong."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+from grafana_foundation_sdk.models.common import BigValueTextMode
+
+from vllm_ssdkv.grafana.panels import (
+    graph,
+    new_dashboard,
+    number,
+    ours,
+    quantile,
+    rate,
+    row,
+    share,
+    theirs,
+    total,
+)
+
+_HIT_RATE = share(
+    rate(theirs("external_prefix_cache_hits_total")),
+    rate(theirs("external_prefix_cache_queries_total")),
+)
+_FULL = share(
+    f"({total(ours('slots'))} - {total(ours('slots_free'))})",
+    total(ours("slots")),
+)
+
+
+def overview() -> Dashboard:
+    """The whole dashboard."""
+    board = new_dashboard(
+        "SSDKV overview",
+        "ssdkv-overview",
+        "KV cache of vLLM on HBM, DRAM and SSDs: what it spares, where KV is, what goes wrong.",
+    )
+    _numbers(board)
+    _requests(board)
+    _tiers(board)
+    _trouble(board)
+    return board
+
+
+def _numbers(board: Dashboard) -> None:
+    for panel in (
+        number(
+            "Devices in service",
+            "SSDs that are used. One that fails is taken out; the dashboard of devices says which.",
+            "none",
+            (total(ours("device_state")), "devices"),
+        ),
+        number(
+            "Hit rate",
+            "Share of the prompt tokens asked of the store that it had.",
+            "percentunit",
+            (_HIT_RATE, "hits"),
+        ),
+        number(
+            "Store in use",
+            "Share of the slots that hold something. A cache is full most of its life.",
+            "percentunit",
+            (_FULL, "in use"),
+        ),
+        number(
+            "Tokens restored",
+            "Prompt tokens that were not computed, since the start.",
+            "short",
+            (total(ours("hit_tokens_total")), "tokens"),
+        ),
+        number(
+            "Time saved",
+            "Estimated time to first token that requests were spared, less what was lost.",
+            "s",
+            (f"{total(ours('seconds_saved_total'))} - {total(ours('seconds_lost_total'))}", "s"),
+        ),
+        number(
+            "In force",
+            "Mode, I/O engine and selector of each engine.",
+            "none",
+            (
+                total(ours("info"), "mode", "io_engine", "selector"),
+                "{{mode}}, {{io_engine}}, {{selector}}",
+            ),
+            BigValueTextMode.NAME,
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _requests(board: Dashboard) -> None:
+    board.with_row(row("Requests"))
+    first_token = theirs("time_to_first_token_seconds_bucket")
+    next_token = theirs("inter_token_latency_seconds_bucket")
+    for panel in (
+        graph(
+            "Prompt tokens restored",
+            "By the slowest tier that they came from, and those that the store had but that were "
+            "computed because this was expected to be faster.",
+            "short",
+            (rate(ours("hit_tokens_total"), "tier"), "{{tier}}"),
+            (rate(ours("hit_tokens_computed_total")), "computed"),
+            stacked=True,
+        ),
+        graph(
+            "Hit rate",
+            "Share of the prompt tokens asked of the store that it had.",
+            "percentunit",
+            (_HIT_RATE, "hits"),
+        ),
+        graph(
+            "Time saved and lost",
+            "Seconds of time to first token per second. Lost: loads that took longer than "
+            "computing was estimated to.",
+            "s",
+            (rate(ours("seconds_saved_total"), "by"), "saved by {{by}}"),
+            (rate(ours("seconds_lost_total")), "lost"),
+        ),
+        graph(
+            "Time to first token",
+            "Of all requests, hits or not.",
+            "s",
+            (quantile(0.5, first_token), "median"),
+            (quantile(0.95, first_token), "95 %"),
+        ),
+        graph(
+            "Time between tokens",
+            "In page mode this contains the reads of context.",
+            "s",
+            (quantile(0.5, next_token), "median"),
+            (quantile(0.95, next_token), "95 %"),
+        ),
+        graph(
+            "Requests",
+            "Those that run and those that wait.",
+            "none",
+            (total(theirs("num_requests_running")), "running"),
+            (total(theirs("num_requests_waiting")), "waiting"),
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _tiers(board: Dashboard) -> None:
+    board.with_row(row("Where KV is"))
+    frames = total(ours("dram_frames"))
+    for panel in (
+        graph(
+            "Memory tiers in use",
+            "HBM as vLLM counts it; DRAM frames that hold data, and those not yet on an SSD.",
+            "percentunit",
+            (f"avg({theirs('kv_cache_usage_perc')})", "HBM"),
+            (share(total(ours("dram_frames_used")), frames), "DRAM"),
+            (share(total(ours("dram_frames_dirty")), frames), "DRAM, not yet written"),
+        ),
+        graph(
+            "Slots",
+            "Slots of the SSDs. Pinned ones belong to requests that run.",
+            "none",
+            (total(ours("slots_ready")), "ready"),
+            (total(ours("slots_free")), "free"),
+            (total(ours("slots_pinned")), "pinned"),
+        ),
+        graph(
+            "Slots stored and evicted",
+            "As many evicted as stored: the store is full and works as a cache does.",
+            "ops",
+            (rate(ours("slots_stored_total")), "stored"),
+            (rate(ours("slots_evicted_total")), "evicted"),
+        ),
+        graph(
+            "Context pages brought in",
+            "Page mode: pages of context that steps needed and HBM did not have.",
+            "ops",
+            (rate(ours("context_pages_streamed_total"), "tier"), "{{tier}}"),
+            stacked=True,
+        ),
+        graph(
+            "Blocks not stored",
+            "By cause; all but `store_full` are what the options ask for.",
+            "ops",
+            (rate(ours("stores_skipped_total"), "cause"), "{{cause}}"),
+        ),
+        graph(
+            "Journal",
+            "Its size. It is rewritten when half of it is outdated.",
+            "decbytes",
+            (total(ours("journal_bytes")), "journal"),
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _trouble(board: Dashboard) -> None:
+    board.with_row(row("What goes wrong"))
+    for panel in (
+        graph(
+            "Back-pressure",
+            "Seconds per second that steps waited for room in the write buffer: the SSDs write "
+            "more slowly than KV is made.",
+            "s",
+            (rate(ours("write_stall_seconds_total")), "stalled"),
+        ),
+        graph(
+            "Loads that failed",
+            "Requests whose load did not bring everything, and those computed again, by what was "
+            "missing. They are answered all the same.",
+            "ops",
+            (rate(ours("load_failures_total")), "failed loads"),
+            (rate(ours("recomputed_requests_total"), "cause"), "computed again: {{cause}}"),
+        ),
+        graph(
+            "Slots lost",
+            "By cause.",
+            "ops",
+            (rate(ours("slots_dropped_total"), "cause"), "{{cause}}"),
+        ),
+        graph(
+            "Bad data",
+            "Found by checksums and tags, by headers, and by the scrub. None of it reaches a "
+            "request.",
+            "ops",
+            (rate(ours("checksum_failures_total")), "checksums"),
+            (rate(ours("header_mismatches_total")), "headers"),
+            (rate(ours("scrub_bad_pages_total")), "scrub"),
+        ),
+        graph(
+            "Errors of I/O",
+            "Requests to SSDs that failed, by kind, and batches not complete at their deadline.",
+            "ops",
+            (rate(ours("io_errors_total"), "kind"), "{{kind}}"),
+            (rate(ours("io_deadline_exceeded_total")), "batches too late"),
+        ),
+        graph(
+            "Errors of the store's own files",
+            "While they last, a restart forgets what is stored.",
+            "ops",
+            (rate(ours("journal_errors_total"), "call"), "journal: {{call}}"),
+            (rate(ours("manifest_errors_total")), "manifest"),
+            (rate(ours("wear_file_errors_total")), "wear.json"),
+        ),
+    ):
+        board.with_panel(panel)

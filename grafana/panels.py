@@ -1,0 +1,184 @@
+"""What the dashboards are built of: panels of one look, on one data source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+from grafana_foundation_sdk.builders import common, dashboard, stat, timeseries
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.models.common import (
+    BigValueTextMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    StackingMode,
+    TooltipDisplayMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    VariableRefresh,
+)
+
+OURS: Final = "vllm:ssdkv_"
+ENGINE: Final = 'model_name=~"$model_name",engine=~"$engine"'
+"""Chooses the engines. Every panel's series are of these."""
+DEVICE: Final = f'{ENGINE},device=~"$device"'
+
+Query: TypeAlias = tuple[str, str]
+"""A PromQL expression and the legend of its series."""
+
+_SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_WIDTH: Final = 8
+_HEIGHT: Final = 7
+
+
+def ours(name: str, *more: str) -> str:
+    """Selector of one of our metrics, for the chosen engines."""
+    return f"{OURS}{name}{{{','.join([ENGINE, *more])}}}"
+
+
+def of_device(name: str, *more: str) -> str:
+    """Selector of one of our metrics, for the chosen devices."""
+    return f"{OURS}{name}{{{','.join([DEVICE, *more])}}}"
+
+
+def theirs(name: str, *more: str) -> str:
+    """Selector of one of vLLM's own metrics, for the chosen engines."""
+    return f"vllm:{name}{{{','.join([ENGINE, *more])}}}"
+
+
+def rate(selector: str, *by: str) -> str:
+    """Increase per second, added up over everything but the labels ``by``."""
+    return _sum(f"rate({selector}[$__rate_interval])", by)
+
+
+def total(selector: str, *by: str) -> str:
+    """The values, added up over everything but the labels ``by``."""
+    return _sum(selector, by)
+
+
+def _sum(expression: str, by: Iterable[str]) -> str:
+    labels = ", ".join(by)
+    return f"sum by ({labels}) ({expression})" if labels else f"sum({expression})"
+
+
+def share(part: str, whole: str) -> str:
+    """``part / whole``, and nothing while the whole is 0."""
+    return f"{part} / ({whole} > 0)"
+
+
+def quantile(q: float, selector: str, *by: str) -> str:
+    """Quantile of a histogram, given the selector of its buckets."""
+    return f"histogram_quantile({q}, {rate(selector, 'le', *by)})"
+
+
+def _targets(queries: Iterable[Query]) -> list[Dataquery]:
+    return [
+        Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number))
+        for number, (expression, legend) in enumerate(queries)
+    ]
+
+
+def graph(
+    title: str, meaning: str, unit: str, *queries: Query, stacked: bool = False
+) -> timeseries.Panel:
+    """Lines over time, from zero.
+
+    Args:
+        title: Of the panel.
+        meaning: What it shows and what to make of it, for the corner of the panel.
+        unit: Grafana's name of the unit.
+        queries: What is drawn.
+        stacked: Whether the series are parts of a whole.
+    """
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(meaning)
+        .datasource(_SOURCE)
+        .unit(unit)
+        .min(0)
+        .span(_WIDTH)
+        .height(_HEIGHT)
+        .fill_opacity(40 if stacked else 8)
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
+    )
+    if stacked:
+        panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    for target in _targets(queries):
+        panel.with_target(target)
+    return panel
+
+
+def number(
+    title: str,
+    meaning: str,
+    unit: str,
+    query: Query,
+    show: BigValueTextMode = BigValueTextMode.VALUE,
+) -> stat.Panel:
+    """The last value, large, or the legend. See :func:`graph`."""
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(meaning)
+        .datasource(_SOURCE)
+        .unit(unit)
+        .span(4)
+        .height(4)
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .text_mode(show)
+    )
+    for target in _targets([query]):
+        panel.with_target(target)
+    return panel
+
+
+def row(title: str) -> dashboard.Row:
+    """A heading."""
+    return dashboard.Row(title)
+
+
+def _choice(name: str, label: str, metric: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(_SOURCE)
+        .query(f"label_values({metric}, {name})")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+    )
+
+
+def new_dashboard(title: str, uid: str, meaning: str) -> dashboard.Dashboard:
+    """An empty dashboard with the choices of data source, model and engine."""
+    return (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(meaning)
+        .tags(["vllm", "ssdkv"])
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+        )
+        .with_variable(_choice("model_name", "Model", f"{OURS}info"))
+        .with_variable(_choice("engine", "Engine", f"{OURS}info"))
+    )
+
+
+def with_device_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    """The dashboard, with a choice of devices."""
+    return board.with_variable(_choice("device", "Device", f"{OURS}device_state"))

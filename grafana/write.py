@@ -1,0 +1,36 @@
+"""Write the dashboards' JSON: ``python -P -m vllm_ssdkv.grafana.write DIR``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+from vllm_ssdkv.grafana.devices import devices
+from vllm_ssdkv.grafana.overview import overview
+
+
+def dashboards() -> dict[str, str]:
+    """File name and text of every dashboard."""
+    boards = {"overview": overview(), "devices": devices()}
+    texts: dict[str, str] = {}
+    for name, board in boards.items():
+        plain = json.loads(JSONEncoder().encode(board.build()))
+        for number, panel in enumerate(plain["panels"], 1):
+            panel["id"] = number
+        texts[f"{name}.json"] = json.dumps(plain, indent=1, sort_keys=True) + "\n"
+    return texts
+
+
+def main() -> None:
+    """Write into the directory that the command line names."""
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in dashboards().items():
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

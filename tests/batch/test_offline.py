@@ -1,0 +1,205 @@
+"""Batches from file to file: same format, order of the input, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from tests.batch.served import DEADLINE_S, KEYS, Model, chat_line, jsonl
+from vllm_ssdkv.batch import offline
+from vllm_ssdkv.batch.answering import NoReplyError
+from vllm_ssdkv.batch.answers import Reply, run_batch_line
+from vllm_ssdkv.batch.offline import Progress, read_plan, run
+from vllm_ssdkv.batch.order import BLOCK_BYTES
+from vllm_ssdkv.batch.partial import PartialOutput
+from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.errors import BatchError
+
+
+def written(root: Path, texts: list[str]) -> Path:
+    path = root / "in.jsonl"
+    path.write_bytes(jsonl([chat_line(f"id-{i}", text) for i, text in enumerate(texts)]))
+    return path
+
+
+def go(path: Path, output: Path, model: Model, publish: bool = True) -> Progress:
+    found = read_plan(path)
+    partial = PartialOutput(path, output, "m")
+    told: list[int] = []
+    try:
+        progress = asyncio.run(
+            run(path, found, partial, model, 3, lambda now: told.append(now.done))
+        )
+        assert told == sorted(told)
+        assert told[-1] == progress.requests == progress.done
+        if publish:
+            partial.publish([f"id-{i}" for i in range(progress.requests)])
+    finally:
+        partial.close()
+    return progress
+
+
+def test_answers_come_in_the_order_of_the_input(tmp_path: Path) -> None:
+    texts = [f"{i % 3}" * (2 * BLOCK_BYTES) + f" q{i}" for i in range(12)]
+    path, output = written(tmp_path, texts), tmp_path / "out.jsonl"
+    model = Model(errors={texts[4]: [400]})
+    progress = go(path, output, model)
+    assert (progress.failed, progress.usage.prompt, progress.usage.cached) == (1, 110, 44)
+    assert progress.expected_share == pytest.approx(0.75, abs=0.01)
+    groups = [text[0] for text in model.seen]
+    assert groups == sorted(groups, key=groups.index), "groups are contiguous"
+    lines = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"id-{i}" for i in range(12)]
+    for i, line in enumerate(lines):
+        assert set(line) == {"id", "custom_id", "response", "error"}
+        if i == 4:
+            assert line["response"]["status_code"] == 400
+            assert line["response"]["body"] is None
+            assert line["error"] == {"error": {"message": f"no {texts[4]}"}}
+        else:
+            assert line["response"]["body"] == {"echo": texts[i]}
+            assert line["error"] is None
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b'{"custom_id": "id-9", "tor', b"\x00\x00\n", b'{"id":"x"}\n']
+)
+def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, tail: bytes) -> None:
+    texts = [f"q{i}" for i in range(10)]
+    path, output = written(tmp_path, texts), tmp_path / "out.jsonl"
+    first = Model(errors={"q5": [None]})
+    with pytest.raises(NoReplyError):
+        go(path, output, first)
+    assert not output.exists()
+    (part,) = tmp_path.glob("*.part")
+    with part.open("ab") as file:
+        file.write(tail)
+    answered = len(part.read_bytes().removesuffix(tail).splitlines())
+    assert answered >= 3
+    second = Model()
+    progress = go(path, output, second)
+    assert len(second.seen) == 10 - answered
+    assert (progress.requests, progress.usage.prompt) == (10, 10 * len(second.seen))
+    lines = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert [line["response"]["body"]["echo"] for line in lines] == texts
+    assert not part.exists()
+
+
+def test_another_input_or_model_begins_anew(tmp_path: Path) -> None:
+    path, output = written(tmp_path, ["a", "b"]), tmp_path / "out.jsonl"
+    go(path, output, Model(), publish=False)
+    partial = PartialOutput(path, output, "other")
+    assert partial.answered == frozenset()
+    partial.close()
+    open_now = PartialOutput(path, output, "m")
+    with pytest.raises(BatchError, match="another process writes it"):
+        PartialOutput(path, output, "m")
+    open_now.close()
+    written(tmp_path, ["a", "c"])
+    partial = PartialOutput(path, output, "m")
+    assert partial.answered == frozenset()
+    with pytest.raises(KeyError):
+        partial.publish(["id-0"])
+    assert not output.exists()
+    partial.append("id-0", run_batch_line("id-0", Reply(200, b"{}")))
+    partial.publish(["id-0"])
+    assert json.loads(output.read_bytes())["custom_id"] == "id-0"
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["batch", "run", *arguments])
+    return result.exit_code, result.output
+
+
+def test_bad_input_is_told_before_anything_starts(tmp_path: Path) -> None:
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(jsonl([b"bad", chat_line("a", "x"), chat_line("b", "x", method="GET")]))
+    code, text = command(str(path), str(output), "--model", "m")
+    assert code == 1
+    flat = text.replace("\n", "")
+    assert f"{path}:1: This line is not JSON" in flat
+    assert f"{path}:3: 'method' must be 'POST'." in flat
+    path.write_bytes(b"")
+    assert command(str(path), str(output), "--model", "m")[0] == 1
+    path.write_bytes(jsonl([chat_line("a", "x"), chat_line("a", "y")]))
+    code, text = command(str(path), str(output), "--model", "m")
+    assert code == 1
+    assert "was used before" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_an_output_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    path, output = written(tmp_path, ["a"]), tmp_path / "out.jsonl"
+    output.write_text("precious")
+    code, text = command(str(path), str(output), "--model", "m")
+    assert code == 1
+    assert "exists; remove it" in text
+    assert output.read_text() == "precious"
+
+
+def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that are not ours reach vLLM; what is left is told as JSON."""
+    path, output = written(tmp_path, ["a", "b"]), tmp_path / "out.jsonl"
+    seen: list[Any] = []
+
+    async def run_file(*arguments: Any) -> Progress:  # noqa: ANN401
+        *others, tell = arguments
+        seen.extend(others)
+        progress = Progress(2, done=2, failed=1, expected_share=0.5)
+        tell(progress)
+        return progress
+
+    monkeypatch.setattr(offline, "run_file", run_file)
+    code, text = command(
+        str(path), str(output), "--model", "m", "--max-model-len", "99", "--enforce-eager", "--json"
+    )
+    assert code == 0, text
+    assert seen == [path, output, "m", ["--max-model-len", "99", "--enforce-eager"]]
+    assert json.loads(text.splitlines()[-1])["failed"] == 1
+
+
+def test_batches_of_a_server(url: str, tmp_path: Path) -> None:
+    client = openai.OpenAI(api_key=KEYS[0], base_url=f"{url}/v1", max_retries=0)
+    file = client.files.create(file=written(tmp_path, ["a", "b"]), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+
+    def ask(*arguments: str, key: str = KEYS[0]) -> tuple[int, str]:
+        result = CliRunner().invoke(
+            app, ["batch", *arguments, "--url", f"{url}/v1"], env={"OPENAI_API_KEY": key}
+        )
+        return result.exit_code, result.output
+
+    deadline = time.monotonic() + DEADLINE_S
+    while (shown := json.loads(ask("show", batch.id)[1]))["status"] != "completed":
+        assert time.monotonic() < deadline, shown
+    assert shown["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    code, text = ask("ls", "--json")
+    assert (code, [one["id"] for one in json.loads(text)]) == (0, [batch.id])
+    code, text = ask("ls")
+    assert code == 0
+    assert "completed" in text
+    code, text = ask("cancel", batch.id)
+    assert code == 1
+    assert "409: Cannot cancel a batch with status 'completed'." in text
+    assert ask("show", "../files")[0] == 1
+    assert ask("ls", key="wrong") == (1, f"{url}/v1: 401: Unauthorized\n")
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    for arguments in (["ls"], ["show", "x"], ["cancel", "x"]):
+        for url in ("http://127.0.0.1:9/v1", "file:///etc/passwd", "nonsense"):
+            result = CliRunner().invoke(app, ["batch", *arguments, "--url", url])
+            assert result.exit_code == 1, url
+            assert url in result.output

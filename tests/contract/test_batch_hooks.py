@@ -1,0 +1,104 @@
+"""What the Batch API uses of vLLM's OpenAI server, pinned one by one."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from vllm.entrypoints.launchers import run_batch
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.plugins import ENDPOINT_PLUGINS_GROUP
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+from vllm_ssdkv.batch.plugin import BatchPlugin, batch_config, directory
+from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.host import default_root
+
+
+def test_the_plugin_is_one() -> None:
+    assert ENDPOINT_PLUGINS_GROUP == "vllm.endpoint_plugins"
+    assert isinstance(BatchPlugin(), EndpointPlugin)
+
+
+def test_plugins_are_attached_before_and_initialised_after_vllms_own() -> None:
+    from vllm.entrypoints.launchers.api_server import app_state
+
+    source = inspect.getsource(build_app)
+    assert source.index("register_api_routers(") < source.index("attach_endpoint_plugins(")
+    source = inspect.getsource(app_state.init_app_state)
+    assert source.index("init_generate_state(") < source.index("init_endpoint_plugins_state(")
+
+
+def test_routes_are_added_where_vllm_has_none() -> None:
+    app = FastAPI()
+    BatchPlugin().attach_router(app)
+    found = {
+        (method, route.path)
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    assert found == {
+        ("POST", "/v1/files"),
+        ("GET", "/v1/files"),
+        ("GET", "/v1/files/{file_id}"),
+        ("DELETE", "/v1/files/{file_id}"),
+        ("GET", "/v1/files/{file_id}/content"),
+        ("POST", "/v1/batches"),
+        ("GET", "/v1/batches"),
+        ("GET", "/v1/batches/{batch_id}"),
+        ("POST", "/v1/batches/{batch_id}/cancel"),
+    }
+
+
+def test_serving_objects_take_a_request_alone_and_tell_cached_tokens() -> None:
+    for method in (
+        OpenAIServingChat.create_chat_completion,
+        OpenAIServingCompletion.create_completion,
+    ):
+        _, request, raw = inspect.signature(method).parameters.values()
+        assert request.default is inspect.Parameter.empty
+        assert raw.default is None
+    for serving in (OpenAIServingChat, OpenAIServingCompletion):
+        assert "self.enable_prompt_tokens_details" in inspect.getsource(serving)
+    assert "prompt_tokens_details" in UsageInfo.model_fields
+
+
+def test_requests_take_a_priority() -> None:
+    body = {"model": "m", "priority": 7}
+    adapter = TypeAdapter(EmbeddingRequest)
+    assert adapter.validate_python({**body, "input": "x"}).priority == 7
+    assert CompletionRequest.model_validate({**body, "prompt": "x"}).priority == 7
+    messages = [{"role": "user", "content": "x"}]
+    assert ChatCompletionRequest.model_validate({**body, "messages": messages}).priority == 7
+
+
+def test_run_batch_takes_its_engine_from_the_same_places() -> None:
+    source = inspect.getsource(run_batch)
+    for name in ("build_async_engine_client", "init_app_state(", "validate_run_batch_args("):
+        assert name in source
+    assert callable(run_batch.make_arg_parser)
+
+
+def test_options_come_from_the_connector() -> None:
+    def config(connector: str | None) -> SimpleNamespace:
+        options = {"batch": {"max_batches": 7}}
+        transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=options)
+        return SimpleNamespace(kv_transfer_config=transfer if connector else None)
+
+    assert batch_config(config("SSDKVConnector")).max_batches == 7
+    assert batch_config(config("OtherConnector")) == BatchConfig()
+    assert batch_config(config(None)) == BatchConfig()
+    here = directory(BatchConfig(), "model")
+    assert here.parent == default_root() / "batch"
+    assert here != directory(BatchConfig(), "other")
+    assert str(directory(BatchConfig(directory="/there"), "model")) == "/there"

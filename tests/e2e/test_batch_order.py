@@ -1,0 +1,70 @@
+"""A batch in our order and in that of submission: bytes read from the devices, same answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine import Engine, Tokens
+from tests.e2e.models import prompts
+from tests.e2e.workload import SMALL_DRAM, reuse_mode
+from vllm_ssdkv.batch.lines import COMPLETIONS, BatchRequest, prompt_bytes
+from vllm_ssdkv.batch.order import arrange, block_hashes
+
+PREFIX, QUESTION = 512, 20
+SEATS = 4
+
+Devices = Callable[..., list[dict[str, object]]]
+
+
+def arranged(batch: list[Tokens]) -> tuple[int, ...]:
+    """The order in which the Batch API would run these prompts."""
+    texts = [prompt_bytes(BatchRequest("", COMPLETIONS, {"prompt": p})) for p in batch]
+    return arrange([block_hashes(text) for text in texts], [len(text) for text in texts]).positions
+
+
+def bytes_read(engine: Engine) -> float:
+    try:
+        return engine.ssdkv("bytes_read")
+    except KeyError:  # a device is counted from its first read on
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("contexts", "questions"), [(8, 8), pytest.param(20, 30, marks=pytest.mark.soak)]
+)
+def test_half_the_bytes_at_most(
+    models: dict[str, Path], devices: Devices, contexts: int, questions: int
+) -> None:
+    """DRAM holds two contexts, HBM as much as runs at a time; the store holds all of them."""
+    prefixes = prompts([PREFIX] * contexts, seed=41)
+    endings = prompts([QUESTION] * questions, seed=42)
+    batch = [prefix + ending for prefix in prefixes for ending in endings]
+    random.Random(43).shuffle(batch)
+    order = arranged(batch)
+    options = reuse_mode(devices(2, "96MiB"), dram=SMALL_DRAM)
+    kv_tokens = SEATS * (PREFIX + 2 * QUESTION)
+    with Engine(
+        models["llama"], ssdkv=options, kv_tokens=kv_tokens, max_num_seqs=SEATS, max_model_len=1024
+    ) as engine:
+        engine.answers(prefixes, max_tokens=1)
+        engine.settle()
+
+        def measured(prompts_in_order: list[Tokens]) -> tuple[list[tuple[int, ...]], float, float]:
+            before, began = bytes_read(engine), time.monotonic()
+            tokens = [answer.tokens for answer in engine.answers(prompts_in_order, max_tokens=4)]
+            engine.settle()
+            return tokens, bytes_read(engine) - before, time.monotonic() - began
+
+        plain, plain_bytes, plain_s = measured(batch)
+        ordered, ordered_bytes, ordered_s = measured([batch[i] for i in order])
+    assert [plain[i] for i in order] == ordered
+    assert plain_bytes >= 2 * ordered_bytes
+    print(
+        f"submission order: {plain_bytes / 2**20:.1f} MiB read, {plain_s:.1f} s; "
+        f"by prefix: {ordered_bytes / 2**20:.1f} MiB, {ordered_s:.1f} s"
+    )

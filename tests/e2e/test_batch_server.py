@@ -1,0 +1,326 @@
+"""The Batch API on a real `vllm serve`, with the official client: answers, cancelling, kill -9."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+START_S = 420.0
+DEADLINE_S = 600.0
+KEYS = ("key-a", "key-b")
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+SEATS = 8
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Server:
+    """A `vllm serve` that can be killed and started again on the same directories."""
+
+    def __init__(self, model: Path, device: dict[str, Any], root: Path) -> None:
+        self.root = root
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        transfer = {
+            "kv_connector": "SSDKVConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "devices": [device],
+                "dram_gib": 0.1,
+                "batch": {"directory": str(root / "jobs")},
+            },
+        }
+        options = {
+            "host": "127.0.0.1",
+            "port": self._port,
+            "served-model-name": "tiny",
+            "dtype": "float32",
+            "max-model-len": 4096,
+            "max-num-seqs": SEATS,
+            "block-size": 32,
+            "kv-cache-memory-bytes": 64 << 20,
+            "chat-template": TEMPLATE,
+            "kv-transfer-config": json.dumps(transfer),
+        }
+        self._command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
+        for name, value in options.items():
+            self._command += [f"--{name}", str(value)]
+        self._command += ["--enforce-eager", "--api-key", *KEYS]
+
+    def start(self) -> None:
+        """Returns when it serves."""
+        log = self.root / "serve.log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env={
+                    **os.environ,
+                    "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "OMP_NUM_THREADS": "1",
+                },
+                cwd=self.root,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_S
+        while not self._is_healthy():
+            assert self._process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.2)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def kill(self) -> None:
+        """Kill -9, engine and all."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(60)
+
+    def client(self, key: str = KEYS[0]) -> openai.OpenAI:
+        return openai.OpenAI(
+            api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=DEADLINE_S
+        )
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.partition("{")[0].partition(" ")[0] == f"vllm:{name}"
+        ]
+        assert found, name
+        return sum(found)
+
+
+@pytest.fixture(scope="module")
+def server(
+    models: dict[str, Path],
+    devices: Callable[..., list[dict[str, Any]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    (device,) = devices(1)
+    made = Server(models["llama"], device, tmp_path_factory.mktemp("server"))
+    made.start()
+    yield made
+    made.kill()
+
+
+def words(source: random.Random, count: int) -> str:
+    return " ".join(
+        source.choice(("cache", "model", "small", "seen", "keep")) for _ in range(count)
+    )
+
+
+def bodies(prefixes: int, questions: int, max_tokens: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Requests by custom_id; `questions` for each of `prefixes` contexts, shuffled."""
+    source = random.Random(seed)
+    found: dict[str, dict[str, Any]] = {}
+    for prefix in range(prefixes):
+        context = f"{prefix} {words(source, 100)}"
+        for question in range(questions):
+            found[f"p{prefix}-q{question}"] = {
+                "model": "tiny",
+                "temperature": 0,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "messages": [
+                    {"role": "system", "content": context},
+                    {"role": "user", "content": f"{question} {words(source, 5)}"},
+                ],
+            }
+    names = list(found)
+    source.shuffle(names)
+    return {name: found[name] for name in names}
+
+
+def submit(client: openai.OpenAI, requests: dict[str, dict[str, Any]]) -> Batch:
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for name, body in requests.items()
+    ]
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    file = client.files.create(file=("batch.jsonl", data), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+
+
+def wait(client: openai.OpenAI, batch: Batch, until: Callable[[Batch], bool]) -> Batch:
+    deadline = time.monotonic() + DEADLINE_S
+    while not until(batch):
+        assert time.monotonic() < deadline, batch
+        assert batch.status not in ("failed", "expired"), batch
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def completed(batch: Batch) -> int:
+    assert batch.request_counts is not None
+    return batch.request_counts.completed
+
+
+def lines_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def check_answers(
+    client: openai.OpenAI, batch: Batch, requests: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Every request has one answer, the one that a direct call gets."""
+    assert batch.status == "completed", batch
+    assert batch.error_file_id is None
+    lines = lines_of(client, batch.output_file_id)
+    assert sorted(line["custom_id"] for line in lines) == sorted(requests)
+    for line in lines:
+        body = dict(requests[line["custom_id"]])
+        ignore_eos = body.pop("ignore_eos")
+        direct = client.chat.completions.create(**body, extra_body={"ignore_eos": ignore_eos})
+        (choice,) = line["response"]["body"]["choices"]
+        assert choice["message"]["content"] == direct.choices[0].message.content
+    return lines
+
+
+def test_a_batch_gets_the_answers_of_direct_calls(server: Server) -> None:
+    client = server.client()
+    requests = bodies(prefixes=6, questions=10, max_tokens=6, seed=1)
+    batch = wait(client, submit(client, requests), lambda b: b.status == "completed")
+    lines = check_answers(client, batch, requests)
+    assert all(line["response"]["body"]["object"] == "chat.completion" for line in lines)
+    assert batch.usage is not None
+    assert batch.usage.output_tokens == 60 * 6
+    prompt = sum(line["response"]["body"]["usage"]["prompt_tokens"] for line in lines)
+    assert batch.usage.input_tokens == prompt
+    # At most the requests that run together compute a prefix again.
+    again = SEATS // 2 * 6
+    assert batch.model_extra is not None
+    share = batch.model_extra["ordering"]["shared_prefix_share"]
+    assert share > 0.75
+    assert batch.usage.input_tokens_details.cached_tokens > 0.7 * prompt * (60 - again) / 60
+    assert server.metric("ssdkv_batch_requests_total") >= 60
+    assert server.metric("ssdkv_batch_saved_tokens_total") > 0
+    # The connector sees the same requests.
+    assert server.metric("ssdkv_slots_stored_total") > 0
+
+
+def test_keys_lists_and_errors(server: Server) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        server.client("wrong").files.list()
+    client, other = server.client(), server.client("key-b")
+    mine = [client.files.create(file=(f"{i}", b"x\n"), purpose="batch").id for i in range(5)]
+    assert [file.id for file in client.files.list(limit=2)][: len(mine)] == mine[::-1]
+    assert list(other.files.list()) == []
+    assert client.files.content(mine[0]).content == b"x\n"
+    with pytest.raises(openai.NotFoundError):
+        other.files.content(mine[0])
+    for file in mine:
+        assert client.files.delete(file).deleted
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.batches.create(
+            input_file_id=mine[0], endpoint="/v1/embeddings", completion_window="24h"
+        )
+    assert refused.value.param == "endpoint", "this model has no embeddings"
+    bad = {"model": "tiny", "messages": "none"}
+    unknown = {"model": "other", "messages": [{"role": "user", "content": "x"}]}
+    long = {"model": "tiny", "messages": [{"role": "user", "content": "x " * 5000}]}
+    requests = {"bad": bad, "unknown": unknown, "long": long}
+    batch = wait(client, submit(client, requests), lambda b: b.status == "completed")
+    errors = {line["custom_id"]: line["response"] for line in lines_of(client, batch.error_file_id)}
+    assert {name: response["status_code"] for name, response in errors.items()} == {
+        "bad": 400,
+        "unknown": 404,
+        "long": 400,
+    }
+    for response in errors.values():
+        assert response["body"]["error"]["message"]
+
+
+def test_completions_are_batched_too(server: Server) -> None:
+    client = server.client()
+    prompt = list(range(100, 164))
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    file = client.files.create(file=("f", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    batch = wait(client, batch, lambda b: b.status == "completed")
+    (answer,) = lines_of(client, batch.output_file_id)
+    direct = client.completions.create(model="tiny", prompt=prompt, max_tokens=5, temperature=0)
+    assert answer["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
+
+
+def test_a_batch_is_cancelled_in_the_middle_and_others_are_served_meanwhile(server: Server) -> None:
+    client = server.client()
+    # Minutes of work, so that it cannot end before it is cancelled.
+    requests = bodies(prefixes=20, questions=100, max_tokens=64, seed=2)
+    batch = wait(client, submit(client, requests), lambda b: completed(b) >= 4)
+    online = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+    )
+    assert online.usage is not None
+    assert online.usage.completion_tokens >= 1
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = wait(client, batch, lambda b: b.status == "cancelled")
+    good = lines_of(client, batch.output_file_id)
+    rest = lines_of(client, batch.error_file_id)
+    assert len(good) == completed(batch) >= 4
+    assert len(rest) > len(good)
+    assert {line["error"]["code"] for line in rest} == {"batch_cancelled"}
+    assert sorted(line["custom_id"] for line in good + rest) == sorted(requests)
+    # What was under way was aborted in the engine, too.
+    deadline = time.monotonic() + DEADLINE_S
+    while server.metric("num_requests_running") > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_killed_ten_times_during_500_requests(server: Server) -> None:
+    """tests/batch/test_kill.py kills the same runner with a model that starts sooner."""
+    kills = 10
+    client = server.client()
+    requests = bodies(prefixes=20, questions=25, max_tokens=16, seed=4)
+    batch = submit(client, requests)
+    for kill in range(1, kills + 1):
+        wanted = len(requests) * kill // (kills + 1)
+        batch = wait(client, batch, lambda b: completed(b) >= wanted)  # noqa: B023
+        server.kill()
+        server.start()
+        again = client.batches.retrieve(batch.id)
+        assert completed(again) >= completed(batch), "no finished answer is lost"
+    batch = wait(client, batch, lambda b: b.status == "completed")
+    assert completed(batch) == len(requests)
+    check_answers(client, batch, requests)

@@ -1,0 +1,66 @@
+"""The committed dashboards: what the code writes, and what the renderer reads."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.grafana.conftest import GRAFANA
+from vllm_ssdkv.grafana.board import NAMES, Query, fill_in, read_board
+from vllm_ssdkv.grafana.write import dashboards
+from vllm_ssdkv.metrics import METRICS
+
+
+def test_the_committed_json_is_what_the_code_writes() -> None:
+    """If not: make docs."""
+    committed = {path.name: path.read_text() for path in (GRAFANA / "dashboards").iterdir()}
+    assert committed == dashboards()
+    assert {f"{name}.json" for name in NAMES} == set(committed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_panels_do_not_overlap(name: str) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in read_board(name).panels:
+        cells = {
+            (x, y)
+            for x in range(panel.x, panel.x + panel.width)
+            for y in range(panel.y, panel.y + panel.height)
+        }
+        assert not cells & taken, panel.title
+        assert panel.x + panel.width <= 24
+        taken |= cells
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_panels_name_declared_metrics_and_explain_themselves(name: str) -> None:
+    exposed = {
+        metric.exposed_name + part
+        for metric in METRICS
+        for part in (("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",))
+    }
+    plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
+    panels = [panel for panel in plain["panels"] if panel["type"] != "row"]
+    assert len(panels) > 10
+    for panel in panels:
+        assert panel["description"].endswith(".")
+        for target in panel["targets"]:
+            assert "$engine" in target["expr"], "the choice of engine is for all panels"
+            ours = set(re.findall(r"vllm:ssdkv_\w+", target["expr"]))
+            assert ours <= exposed
+
+
+def test_alerts_name_declared_metrics() -> None:
+    exposed = {metric.exposed_name for metric in METRICS}
+    named = set(re.findall(r"vllm:ssdkv_\w+", (GRAFANA / "alerts.yml").read_text()))
+    assert len(named) > 5
+    assert named <= exposed
+
+
+def test_variables_and_legends_are_filled_in() -> None:
+    text = 'rate(x{engine=~"$engine",device=~"$device"}[$__rate_interval])'
+    assert fill_in(text, 1.5) == 'rate(x{engine=~".*",device=~".*"}[1500ms])'
+    query = Query("x", "{{device}} {{direction}}")
+    assert query.name({"device": "/a", "direction": "read", "le": "1"}) == "/a read"

@@ -1,0 +1,23 @@
+"""What the runner needs of the endpoints: a reply to a request, or word that there is none."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from vllm_ssdkv.batch.answers import Reply
+from vllm_ssdkv.errors import SSDKVError
+
+
+class NoReplyError(SSDKVError):
+    """The engine ended before the answer: the request has none, and may be sent again."""
+
+
+class Answering(Protocol):
+    """Something that answers requests, on the event loop."""
+
+    async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
+        """The reply of an endpoint, errors of the request included.
+
+        Raises:
+            NoReplyError: the engine has ended.
+        """

@@ -1,0 +1,168 @@
+"""The SQLite database of files, batches and their requests: durable, one writer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from vllm_ssdkv.errors import FormatError, StoreError
+
+VERSION: Final = 1
+BUSY_S: Final = 30.0
+"""How long a call waits for another process's transaction."""
+
+_SCHEMA: Final = """
+CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE files (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT NOT NULL UNIQUE,
+  owner BLOB NOT NULL,
+  purpose TEXT NOT NULL,
+  filename TEXT NOT NULL,
+  bytes INTEGER NOT NULL,
+  created_at INTEGER NOT NULL,
+  expires_at INTEGER
+);
+CREATE INDEX files_of_owner ON files (owner, seq);
+CREATE TABLE batches (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT NOT NULL UNIQUE,
+  owner BLOB NOT NULL,
+  endpoint TEXT NOT NULL,
+  input_file TEXT NOT NULL,
+  completion_window TEXT NOT NULL,
+  metadata TEXT,
+  output_expires_s INTEGER NOT NULL,
+  status TEXT NOT NULL,
+  created_at INTEGER NOT NULL,
+  expires_at INTEGER NOT NULL,
+  in_progress_at INTEGER,
+  finalizing_at INTEGER,
+  completed_at INTEGER,
+  failed_at INTEGER,
+  expired_at INTEGER,
+  cancelling_at INTEGER,
+  cancelled_at INTEGER,
+  model TEXT,
+  errors TEXT,
+  output_file TEXT NOT NULL,
+  error_file TEXT NOT NULL,
+  output_bytes INTEGER NOT NULL DEFAULT 0,
+  error_bytes INTEGER NOT NULL DEFAULT 0,
+  total INTEGER NOT NULL DEFAULT 0,
+  completed INTEGER NOT NULL DEFAULT 0,
+  failed INTEGER NOT NULL DEFAULT 0,
+  prompt_tokens INTEGER NOT NULL DEFAULT 0,
+  cached_tokens INTEGER NOT NULL DEFAULT 0,
+  completion_tokens INTEGER NOT NULL DEFAULT 0,
+  prompt_bytes INTEGER NOT NULL DEFAULT 0,
+  shared_bytes INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX batches_of_owner ON batches (owner, seq);
+CREATE INDEX batches_by_status ON batches (status, seq);
+CREATE TABLE requests (
+  batch INTEGER NOT NULL REFERENCES batches (seq) ON DELETE CASCADE,
+  rank INTEGER NOT NULL,
+  line INTEGER NOT NULL,
+  offset INTEGER NOT NULL,
+  length INTEGER NOT NULL,
+  done INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (batch, rank)
+) WITHOUT ROWID;
+"""
+
+
+class Database:
+    """A connection that any thread may use, one at a time. Every method blocks on I/O.
+
+    What a transaction committed survives a crash and a power loss (WAL with a sync per commit).
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create it, mode 0600.
+
+        Raises:
+            OSError: the file cannot be created.
+            FormatError: it was made by another version.
+            StoreError: it is no database, or damaged.
+        """
+        self._lock = threading.RLock()
+        # SQLite gives its journal files the mode of the database.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        self._connection = sqlite3.connect(
+            path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        self._connection.row_factory = sqlite3.Row
+        try:
+            self._prepare(path)
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
+            raise StoreError(
+                f"{path}: {error}; move the directory away to begin with an empty one"
+            ) from error
+        except FormatError:
+            self._connection.close()
+            raise
+
+    def _prepare(self, path: Path) -> None:
+        run = self._connection.execute
+        # Before there is a table: space of what was deleted can then be given back.
+        run("PRAGMA auto_vacuum = INCREMENTAL")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        run("PRAGMA foreign_keys = ON")
+        with self.transaction():
+            version = int(run("PRAGMA user_version").fetchone()[0])
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    run(statement)
+                run("INSERT INTO settings VALUES ('salt', ?)", (os.urandom(32),))
+                run(f"PRAGMA user_version = {VERSION}")
+            elif version != VERSION:
+                raise FormatError(
+                    f"{path}: version {version}, this program reads {VERSION}; give another "
+                    "batch.directory, or move this one away"
+                )
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing, and durable when the block has ended.
+
+        Raises:
+            sqlite3.Error: among others the disk is full; nothing was changed.
+        """
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """All rows of a query."""
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    def row(self, query: str, *values: object) -> sqlite3.Row | None:
+        """The first row of a query, or None."""
+        with self._lock:
+            found: sqlite3.Row | None = self._connection.execute(query, values).fetchone()
+            return found
+
+    def shrink(self) -> None:
+        """Give space of deleted rows back to the file system."""
+        with self._lock:
+            self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def close(self) -> None:
+        """Close it. Idempotent; nothing else may be called afterwards."""
+        with self._lock:
+            self._connection.close()

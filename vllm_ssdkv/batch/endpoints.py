@@ -1,0 +1,142 @@
+"""vLLM's own OpenAI serving objects: where requests of a batch go, as requests of clients do.
+
+Follows ``vllm.entrypoints.launchers.run_batch`` of vLLM 0.32; tests/contract pins what is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from pydantic import TypeAdapter
+from starlette.responses import Response
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_ssdkv.batch.answering import NoReplyError
+from vllm_ssdkv.batch.answers import Reply, Usage
+from vllm_ssdkv.batch.lines import CHAT, COMPLETIONS, EMBEDDINGS
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+LAST: Final = 1_000_000
+"""Priority of batches where vLLM schedules by priority; clients have 0, larger is later."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+    choices: list[_Choice] | None = None
+
+
+class Endpoints:
+    """The endpoints that the model has. To be called on the server's event loop only."""
+
+    def __init__(self, state: State, engine: EngineClient) -> None:
+        """Read them from the state that vLLM's ``init_app_state`` has filled."""
+        self._engine = engine
+        policy = engine.vllm_config.scheduler_config.policy
+        self._priority = LAST if policy == "priority" else None
+        self._handlers: dict[str, tuple[TypeAdapter[Any], Callable[[Any], Awaitable[Any]]]] = {}
+        chat = getattr(state, "openai_serving_chat", None)
+        if chat is not None:
+            self._add(CHAT, ChatCompletionRequest, _detailed(chat).create_chat_completion)
+        completion = getattr(state, "openai_serving_completion", None)
+        if completion is not None:
+            self._add(COMPLETIONS, CompletionRequest, _detailed(completion).create_completion)
+        embedding = getattr(state, "serving_embedding", None)
+        if embedding is not None:
+            self._add(EMBEDDINGS, EmbeddingRequest, embedding)
+        self.supported = frozenset(self._handlers)
+
+    def _add(
+        self,
+        endpoint: str,
+        request: Any,  # noqa: ANN401 - a type of vLLM's
+        handler: Callable[[Any], Awaitable[Any]],
+    ) -> None:
+        self._handlers[endpoint] = (TypeAdapter(request), handler)
+
+    @property
+    def by_priority(self) -> bool:
+        """Whether vLLM lets other requests go first."""
+        return self._priority is not None
+
+    @property
+    def seats(self) -> int:
+        """Requests that the engine runs at a time."""
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
+        """The reply of an endpoint of :attr:`supported`.
+
+        Raises:
+            NoReplyError: the engine has ended.
+        """
+        adapter, handler = self._handlers[endpoint]
+        if self._priority is not None:
+            body = {**body, "priority": self._priority}
+        try:
+            result = await handler(adapter.validate_python(body))
+        except EngineDeadError as error:
+            raise NoReplyError(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - vLLM's own handlers make a response of any
+            result = create_error_response(error)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # vLLM makes an error response of a cancellation ("Client disconnected").
+            raise asyncio.CancelledError
+        reply = _reply(result)
+        if self._engine.errored and not reply.succeeded:
+            raise NoReplyError("the engine has ended")
+        return reply
+
+
+def _detailed(serving: Any) -> Any:  # noqa: ANN401 - vLLM's serving objects
+    """The same serving object, but its answers say how many prompt tokens were cached."""
+    twin = copy.copy(serving)
+    twin.enable_prompt_tokens_details = True
+    return twin
+
+
+def _reply(result: Any) -> Reply:  # noqa: ANN401 - what vLLM's serving objects return
+    if isinstance(result, ErrorResponse):
+        return Reply(result.error.code, result.model_dump_json().encode())
+    if isinstance(result, Response):
+        status, content = result.status_code, bytes(result.body)
+    else:
+        status, content = 200, result.model_dump_json().encode()
+    if status != 200:
+        return Reply(status, content)
+    body = msgspec.json.decode(content, type=_Body)
+    if any(choice.finish_reason == "abort" for choice in body.choices or ()):
+        raise NoReplyError("the engine has aborted the request")
+    usage = body.usage or _Usage()
+    details = usage.prompt_tokens_details or _Details()
+    return Reply(
+        status,
+        content,
+        Usage(usage.prompt_tokens, details.cached_tokens or 0, usage.completion_tokens or 0),
+    )

@@ -1,0 +1,427 @@
+"""The batches of ``/v1/batches``: what users asked for, what is done, what is left to do.
+
+A batch is ``validating`` until its lines are known, ``in_progress`` until each has its answer,
+then ``completed``; or ``cancelling`` and ``cancelled``, ``expired``, ``failed``. Answers are
+appended to a file and counted in the database: what the database counts is what exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm_ssdkv.batch.answers import NO_TOKENS, Usage
+from vllm_ssdkv.batch.api_error import ApiError, not_found
+from vllm_ssdkv.batch.database import Database
+from vllm_ssdkv.batch.files import KEPT_S, Files, insert_file, new_id
+from vllm_ssdkv.batch.lines import Line
+from vllm_ssdkv.batch.order import BLOCK_BYTES, Order
+from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.store.durable import sync_directory, write_all
+
+UNENDED: Final = ("validating", "in_progress", "finalizing", "cancelling")
+ENDED: Final = ("completed", "failed", "expired", "cancelled")
+MAX_ERRORS: Final = 100
+"""Of a batch that failed; the rest is likely more of the same."""
+
+_UNENDED_SQL: Final = "('validating', 'in_progress', 'finalizing', 'cancelling')"
+
+
+def batch_object(row: sqlite3.Row) -> dict[str, Any]:
+    """The API's ``batch`` object, and in ``ordering`` what the order of running saves."""
+    shown = {
+        name: row[name]
+        for name in (
+            "id",
+            "endpoint",
+            "model",
+            "completion_window",
+            "status",
+            "created_at",
+            "in_progress_at",
+            "expires_at",
+            "finalizing_at",
+            "completed_at",
+            "failed_at",
+            "expired_at",
+            "cancelling_at",
+            "cancelled_at",
+        )
+    }
+    ended = row["status"] in ENDED
+    share = row["shared_bytes"] / row["prompt_bytes"] if row["prompt_bytes"] else 0.0
+    errors = None
+    if row["errors"] is not None:
+        errors = {"object": "list", "data": json.loads(row["errors"])}
+    return {
+        **shown,
+        "object": "batch",
+        "errors": errors,
+        "input_file_id": row["input_file"],
+        "output_file_id": row["output_file"] if ended and row["output_bytes"] else None,
+        "error_file_id": row["error_file"] if ended and row["error_bytes"] else None,
+        "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
+        "metadata": None if row["metadata"] is None else json.loads(row["metadata"]),
+        "usage": {
+            "input_tokens": row["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": row["cached_tokens"]},
+            "output_tokens": row["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": row["prompt_tokens"] + row["completion_tokens"],
+        },
+        "ordering": {
+            "shared_prefix_share": round(share, 4),
+            "estimated_saved_tokens": round(share * row["prompt_tokens"]),
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a user asks for; checked."""
+
+    endpoint: str
+    input_file: str
+    completion_window: str
+    window_s: int
+    metadata: dict[str, str] | None
+    output_expires_s: int = KEPT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A request without an answer: its rank in the order of running and its line."""
+
+    rank: int
+    number: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An answer to record.
+
+    Attributes:
+        line: For the output file, or the error file when it did not succeed.
+    """
+
+    rank: int
+    line: bytes
+    succeeded: bool
+    usage: Usage = NO_TOKENS
+
+
+class Jobs:
+    """All batches of one directory. Any thread may call; every method blocks on I/O."""
+
+    def __init__(
+        self,
+        database: Database,
+        files: Files,
+        config: BatchConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._database = database
+        self._files = files
+        self._config = config
+        self._clock = clock
+
+    # ---- for users ----
+
+    def create(self, owner: bytes, new: NewBatch) -> sqlite3.Row:
+        """A batch to be run; it survives a crash from now on.
+
+        Raises:
+            ApiError: 404, no such file; 429, too many batches.
+        """
+        now = int(self._clock())
+        identifier = new_id("batch_")
+        metadata = None if new.metadata is None else json.dumps(new.metadata)
+        with self._database.transaction() as connection:
+            self._files.get(owner, new.input_file)
+            self._make_room(connection)
+            connection.execute(
+                "INSERT INTO batches (id, owner, endpoint, input_file, completion_window, "
+                "metadata, output_expires_s, status, created_at, expires_at, output_file, "
+                "error_file) VALUES (?, ?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
+                (
+                    identifier,
+                    owner,
+                    new.endpoint,
+                    new.input_file,
+                    new.completion_window,
+                    metadata,
+                    new.output_expires_s,
+                    now,
+                    now + new.window_s,
+                    new_id("file-"),
+                    new_id("file-"),
+                ),
+            )
+        return self.get(owner, identifier)
+
+    def _make_room(self, connection: sqlite3.Connection) -> None:
+        (count,) = connection.execute("SELECT count(*) FROM batches").fetchone()
+        excess = count + 1 - self._config.max_batches
+        if excess <= 0:
+            return
+        gone = connection.execute(
+            f"DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE status NOT IN "
+            f"{_UNENDED_SQL} ORDER BY seq LIMIT ?)",
+            (excess,),
+        ).rowcount
+        if gone < excess:
+            raise ApiError(
+                429,
+                f"This server keeps {self._config.max_batches} batches (batch.max_batches), and "
+                "none has ended.",
+                code="too_many_batches",
+            )
+
+    def get(self, owner: bytes, identifier: str) -> sqlite3.Row:
+        """The row of a batch.
+
+        Raises:
+            ApiError: 404.
+        """
+        name = identifier.encode("utf-8", "replace").decode()
+        row = self._database.row("SELECT * FROM batches WHERE id = ? AND owner = ?", name, owner)
+        if row is None:
+            raise not_found("Batch", identifier)
+        return row
+
+    def page(
+        self, owner: bytes, *, after: str | None, limit: int
+    ) -> tuple[list[sqlite3.Row], bool]:
+        """Up to ``limit`` batches, newest first, after a given one, and whether there are more.
+
+        Raises:
+            ApiError: 404, there is no batch ``after``.
+        """
+        bound = 2**62 if after is None else self.get(owner, after)["seq"]
+        rows = self._database.rows(
+            "SELECT * FROM batches WHERE owner = ? AND seq < ? ORDER BY seq DESC LIMIT ?",
+            owner,
+            bound,
+            limit + 1,
+        )
+        return rows[:limit], len(rows) > limit
+
+    def cancel(self, owner: bytes, identifier: str) -> sqlite3.Row:
+        """Ask for the end of a batch; what is answered so far is kept.
+
+        Raises:
+            ApiError: 404; or 409, it has ended or is about to.
+        """
+        with self._database.transaction() as connection:
+            row = self.get(owner, identifier)
+            if row["status"] in ("validating", "in_progress"):
+                connection.execute(
+                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE seq = ?",
+                    (int(self._clock()), row["seq"]),
+                )
+            elif row["status"] != "cancelling":
+                raise ApiError(409, f"Cannot cancel a batch with status '{row['status']}'.", "id")
+        return self.get(owner, identifier)
+
+    # ---- for the runner: one process, the only one that changes batches otherwise ----
+
+    def unended(self) -> list[sqlite3.Row]:
+        """Batches that have not ended, oldest first."""
+        return self._database.rows(
+            f"SELECT * FROM batches WHERE status IN {_UNENDED_SQL} ORDER BY seq"
+        )
+
+    def start(self, seq: int, lines: Sequence[Line], order: Order, model: str | None) -> None:
+        """A validated batch is in progress, unless it was cancelled meanwhile.
+
+        Args:
+            seq: The batch.
+            lines: Its lines; their text is not looked at.
+            order: The order in which they are to run.
+            model: What the requests name, when they agree.
+        """
+        for column in ("output_file", "error_file"):
+            self._create(seq, column)
+        with self._database.transaction() as connection:
+            changed = connection.execute(
+                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ?, "
+                "model = ?, prompt_bytes = ?, shared_bytes = ? "
+                "WHERE seq = ? AND status = 'validating'",
+                (
+                    int(self._clock()),
+                    len(lines),
+                    model,
+                    order.blocks * BLOCK_BYTES,
+                    order.shared_blocks * BLOCK_BYTES,
+                    seq,
+                ),
+            ).rowcount
+            if changed:
+                connection.executemany(
+                    "INSERT INTO requests (batch, rank, line, offset, length) "
+                    "VALUES (?, ?, ?, ?, ?)",
+                    (
+                        (seq, rank, lines[i].number, lines[i].offset, lines[i].length)
+                        for rank, i in enumerate(order.positions)
+                    ),
+                )
+
+    def _create(self, seq: int, column: str) -> None:
+        path = self._files.path(self._one(seq)[column])
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        sync_directory(path.parent)
+
+    def _one(self, seq: int) -> sqlite3.Row:
+        (row,) = self._database.rows("SELECT * FROM batches WHERE seq = ?", seq)
+        return row
+
+    def pending(self, seq: int, after_rank: int, limit: int) -> list[Pending]:
+        """The next requests without an answer, in the order of running."""
+        return [
+            Pending(*row)
+            for row in self._database.rows(
+                "SELECT rank, line, offset, length FROM requests "
+                "WHERE batch = ? AND rank > ? AND NOT done ORDER BY rank LIMIT ?",
+                seq,
+                after_rank,
+                limit,
+            )
+        ]
+
+    def record(self, seq: int, finished: Iterable[Finished]) -> None:
+        """Make answers final: durable, counted, each request's once.
+
+        First the lines are on disk, then the database counts them: a crash in between leaves
+        bytes behind the counted ones, which the next record overwrites.
+
+        Raises:
+            OSError, sqlite3.Error: nothing was recorded; try again.
+            StoreError: somebody has shortened the file of answers.
+            ValueError: one of them has an answer already, or is no request of this batch.
+        """
+        answers = list(finished)
+        row = self._one(seq)
+        output = b"".join(answer.line for answer in answers if answer.succeeded)
+        errors = b"".join(answer.line for answer in answers if not answer.succeeded)
+        self._append(row["output_file"], row["output_bytes"], output)
+        self._append(row["error_file"], row["error_bytes"], errors)
+        usage = sum((answer.usage for answer in answers), NO_TOKENS)
+        good = sum(answer.succeeded for answer in answers)
+        with self._database.transaction() as connection:
+            changed = connection.executemany(
+                "UPDATE requests SET done = 1 WHERE batch = ? AND rank = ? AND NOT done",
+                [(seq, answer.rank) for answer in answers],
+            ).rowcount
+            if changed != len(answers):
+                raise ValueError(f"{len(answers) - changed} of these answers are not awaited")
+            connection.execute(
+                "UPDATE batches SET output_bytes = output_bytes + ?, error_bytes = error_bytes + ?,"
+                " completed = completed + ?, failed = failed + ?, prompt_tokens = prompt_tokens + "
+                "?, cached_tokens = cached_tokens + ?, completion_tokens = completion_tokens + ? "
+                "WHERE seq = ?",
+                (
+                    len(output),
+                    len(errors),
+                    good,
+                    len(answers) - good,
+                    usage.prompt,
+                    usage.cached,
+                    usage.completion,
+                    seq,
+                ),
+            )
+
+    def _append(self, identifier: str, offset: int, data: bytes) -> None:
+        if not data:
+            return
+        fd = os.open(self._files.path(identifier), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size < offset:
+                raise StoreError(f"{identifier} has lost answers that were on disk")
+            write_all(fd, data, offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def finish(self, seq: int, status: str) -> bool:
+        """End a batch: its results become files, its requests are forgotten.
+
+        Safe to repeat after a crash. Does nothing to a batch that would be completed but was
+        cancelled meanwhile, or has a request without an answer.
+
+        Args:
+            seq: The batch.
+            status: ``completed``, ``expired`` or ``cancelled``.
+
+        Returns:
+            Whether it has ended.
+        """
+        now = int(self._clock())
+        if status == "completed":
+            with self._database.transaction() as connection:
+                connection.execute(
+                    "UPDATE batches SET status = 'finalizing', finalizing_at = ? "
+                    "WHERE seq = ? AND status = 'in_progress' AND NOT EXISTS "
+                    "(SELECT 1 FROM requests WHERE batch = batches.seq AND NOT done)",
+                    (now, seq),
+                )
+        row = self._one(seq)
+        if status == "completed" and row["status"] != "finalizing":
+            return False
+        for name in ("output", "error"):
+            self._truncate(row[f"{name}_file"], row[f"{name}_bytes"])
+        with self._database.transaction() as connection:
+            for name in ("output", "error"):
+                if row[f"{name}_bytes"]:
+                    insert_file(
+                        connection,
+                        (
+                            row[f"{name}_file"],
+                            row["owner"],
+                            "batch_output",
+                            f"{row['id']}_{name}.jsonl",
+                            row[f"{name}_bytes"],
+                            now,
+                            now + row["output_expires_s"],
+                        ),
+                    )
+            connection.execute(
+                f"UPDATE batches SET status = ?, {status}_at = ? WHERE seq = ?", (status, now, seq)
+            )
+            connection.execute("DELETE FROM requests WHERE batch = ?", (seq,))
+        self._database.shrink()
+        return True
+
+    def _truncate(self, identifier: str, size: int) -> None:
+        path = self._files.path(identifier)
+        if size == 0:
+            path.unlink(missing_ok=True)
+            return
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.ftruncate(fd, size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def fail(self, seq: int, errors: Sequence[dict[str, Any]]) -> None:
+        """End a batch of which no request can run, or whose files somebody has damaged.
+
+        Args:
+            seq: The batch.
+            errors: Up to ``MAX_ERRORS`` objects with code, message, param and line.
+        """
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, "
+                "output_bytes = 0, error_bytes = 0 WHERE seq = ?",
+                (int(self._clock()), json.dumps(list(errors)), seq),
+            )
+            connection.execute("DELETE FROM requests WHERE batch = ?", (seq,))

@@ -1,0 +1,109 @@
+"""The answers of a batch of files so far: appended as they come, found again by the next run."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from vllm_ssdkv.errors import BatchError
+from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.store.durable import create_temporary, sync_directory
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+class PartialOutput:
+    """``OUT.<digest>.part`` next to the output file; the digest names input and model.
+
+    A kill loses no whole line. A line that is torn, and what follows it, is dropped by the next
+    run. One process at a time. Every method blocks on I/O.
+    """
+
+    def __init__(self, input_file: Path, output: Path, model: str) -> None:
+        """Open it, or make it with mode 0600, and find what was answered.
+
+        Raises:
+            BatchError: another process writes it.
+            OSError: it cannot be opened.
+        """
+        with input_file.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(model.encode()))
+        self._output: Final = output
+        self._path: Final = output.with_name(f"{output.name}.{digest.hexdigest()[:16]}.part")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.fdopen(os.open(self._path, flags, 0o600), "r+b", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise BatchError(f"{self._path}: another process writes it") from None
+        self._places: dict[str, tuple[int, int]] = {}
+        self._end = self._find()
+        self._file.truncate(self._end)
+
+    def _find(self) -> int:
+        end = 0
+        with self._path.open("rb", buffering=MIB) as file:
+            for line in file:
+                try:
+                    name = msgspec.json.decode(line, type=_Named).custom_id
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                self._places[name] = (end, len(line))
+                end += len(line)
+        return end
+
+    @property
+    def answered(self) -> frozenset[str]:
+        """The ``custom_id`` of every request that has its answer."""
+        return frozenset(self._places)
+
+    def append(self, custom_id: str, line: bytes) -> None:
+        """Add an answer; a kill does not take it back, a power loss may.
+
+        Raises:
+            OSError: it was not added.
+        """
+        view = memoryview(line)
+        while view:
+            done = len(line) - len(view)
+            view = view[os.pwrite(self._file.fileno(), view, self._end + done) :]
+        self._places[custom_id] = (self._end, len(line))
+        self._end += len(line)
+
+    def publish(self, order: Sequence[str]) -> None:
+        """Write the output file, answers in this order, and remove this one.
+
+        Raises:
+            KeyError: a request has no answer.
+            OSError: the output was not written; what is here stays.
+        """
+        fd, temporary = create_temporary(self._output)
+        try:
+            with os.fdopen(fd, "wb", buffering=MIB) as output:
+                for name in order:
+                    offset, length = self._places[name]
+                    output.write(os.pread(self._file.fileno(), length, offset))
+                output.flush()
+                os.fsync(output.fileno())
+            temporary.rename(self._output)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(self._output.parent)
+        self._path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Give it up; the next run goes on. Idempotent."""
+        self._file.close()

@@ -1,0 +1,128 @@
+"""vLLM entry point ``vllm.endpoint_plugins``: the Batch API on ``vllm serve``.
+
+Follows ``vllm.plugins.endpoint_plugins.interface`` of vLLM 0.32. Loaded only when ``VLLM_PLUGINS``
+names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI
+
+from vllm_ssdkv.batch.api_error import ApiError, respond
+from vllm_ssdkv.batch.prometheus import server_counters
+from vllm_ssdkv.batch.routes import STATE, router
+from vllm_ssdkv.batch.runner import Runner
+from vllm_ssdkv.batch.service import open_service
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.host import default_root
+from vllm_ssdkv.plugin import CONNECTOR
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+    from vllm.config import VllmConfig
+    from vllm.engine.protocol import EngineClient
+
+logger = logging.getLogger(__name__)
+
+RUNNER: Final = "ssdkv_batch_runner"
+"""Where the app's state holds the :class:`Runner`."""
+
+
+class BatchPlugin:
+    """One per API server process."""
+
+    name = "ssdkv_batch"
+    required_tasks = ("generate", "embed")
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, and run the batches while the server runs."""
+        app.include_router(router)
+        app.add_exception_handler(ApiError, respond)
+        inner = app.router.lifespan_context
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with inner(app) as state, running(app.state):
+                yield state
+
+        app.router.lifespan_context = lifespan
+
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
+        """Open the directory of the jobs.
+
+        Raises:
+            ConfigError: an option is wrong.
+            OSError, StoreError: the directory cannot be used. Either ends the start.
+        """
+        from vllm_ssdkv.batch.endpoints import Endpoints
+
+        if engine_client is None:
+            return  # a server without an engine: the routes say that there is no batch API
+        vllm_config = engine_client.vllm_config
+        config = batch_config(vllm_config)
+        endpoints = Endpoints(state, engine_client)
+        place = directory(config, str(vllm_config.model_config.model))
+        service = await asyncio.to_thread(open_service, place, config, endpoints.supported)
+        concurrency = config.concurrency or max(
+            1, endpoints.seats if endpoints.by_priority else endpoints.seats // 2
+        )
+        runner = Runner(service, endpoints, concurrency, server_counters())
+        setattr(state, STATE, service)
+        setattr(state, RUNNER, runner)
+        logger.info(
+            "batches: in %s; %d requests at a time; %s", place, concurrency, endpoints.supported
+        )
+
+
+def batch_config(vllm_config: VllmConfig) -> BatchConfig:
+    """The options of this server: those given to our connector, else the defaults.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        return BatchConfig()
+    return SSDKVConfig.from_extra_config(transfer.kv_connector_extra_config).batch
+
+
+def directory(config: BatchConfig, model: str) -> Path:
+    """Where the jobs of a model's server lie."""
+    if config.directory is not None:
+        return Path(config.directory)
+    return default_root() / "batch" / hashlib.sha256(model.encode()).hexdigest()[:16]
+
+
+@contextlib.asynccontextmanager
+async def running(state: State) -> AsyncIterator[None]:
+    """Run the batches of an app while the block lasts."""
+    runner: Runner | None = getattr(state, RUNNER, None)
+    if runner is None:
+        yield
+        return
+    task = asyncio.create_task(runner.run())
+    task.add_done_callback(_log_end)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        getattr(state, STATE).database.close()
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("batches: running has ended; restart the server", exc_info=error)

@@ -1,0 +1,191 @@
+"""``ssdkv batch``: batches of requests from files, and those of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.errors import BatchError, SSDKVError
+
+app = typer.Typer(no_args_is_help=True, help="Run batches of requests, and look after them.")
+
+FAILED: Final = 1
+REQUEST_S: Final = 60.0
+
+_Url = Annotated[
+    str, typer.Option("--url", envvar="OPENAI_BASE_URL", help="The server's base URL, with /v1.")
+]
+_Key = Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="The server's key.")]
+_Id = Annotated[str, typer.Argument(metavar="BATCH", help="Its id, as ls shows it.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_URL: Final = "http://127.0.0.1:8000/v1"
+
+
+def _fail(error: Exception) -> typer.Exit:
+    typer.echo(str(error), err=True)
+    return typer.Exit(FAILED)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    input_file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN", exists=True, dir_okay=False, help="Requests, one JSON object per line."
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; must not exist.")],
+    model: Annotated[str, typer.Option("--model", help="The model, as vLLM takes it.")],
+    as_json: _Json = False,
+) -> None:
+    """Answer the requests of IN, without a server; all other options go to vLLM.
+
+    The formats are those of `vllm run-batch`. Requests that begin alike run together. A run that
+    was interrupted is gone on with by the same command.
+    """
+    from vllm_ssdkv.batch.offline import Progress, run_file
+
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[saved]}"),
+        console=Console(stderr=True),
+    )
+    task = bar.add_task("requests", total=None, saved="")
+
+    def tell(progress: Progress) -> None:
+        bar.update(task, total=progress.requests, completed=progress.done, saved=_saved(progress))
+
+    try:
+        with bar:
+            ended = asyncio.run(run_file(input_file, output, model, context.args, tell))
+    except (SSDKVError, OSError) as error:
+        raise _fail(error) from None
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "requests": ended.requests,
+                    "failed": ended.failed,
+                    "prompt_tokens": ended.usage.prompt,
+                    "cached_tokens": ended.usage.cached,
+                    "completion_tokens": ended.usage.completion,
+                    "shared_prefix_share": round(ended.expected_share, 4),
+                }
+            )
+        )
+    else:
+        typer.echo(f"{ended.requests} requests answered; {_saved(ended) or 'nothing was left'}")
+        if ended.failed:
+            typer.echo(f"{ended.failed} of this run with an error, see {output}", err=True)
+
+
+def _saved(progress: Any) -> str:  # noqa: ANN401 - offline.Progress, imported when needed
+    if not progress.usage.prompt:
+        return ""
+    share = progress.usage.cached / progress.usage.prompt
+    return (
+        f"{progress.usage.cached} of {progress.usage.prompt} prompt tokens saved ({share:.0%}; "
+        f"expected {progress.expected_share:.0%})"
+    )
+
+
+def _call(url: str, key: str, path: str, method: str = "GET") -> dict[str, Any]:
+    """The JSON object that the server answers.
+
+    Raises:
+        BatchError: it cannot be reached, or answers with an error.
+    """
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise BatchError(f"{url}: not an http or https URL")
+    try:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}{path}", method=method, headers={"Authorization": f"Bearer {key}"}
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+            value = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise BatchError(f"{url}: {error.code}: {_message(error.read())}") from None
+    except (OSError, ValueError) as error:
+        raise BatchError(f"{url}: {error}") from None
+    if not isinstance(value, dict):
+        raise BatchError(f"{url}: not a batch API")
+    return value
+
+
+def _message(body: bytes) -> str:
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace") or "no message"
+
+
+def _when(seconds: int | None) -> str:
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M UTC}"
+
+
+@app.command("ls")
+def list_batches(url: _Url = _URL, key: _Key = "", as_json: _Json = False) -> None:
+    """List the newest 100 batches of a server."""
+    try:
+        found = _call(url, key, "/batches?limit=100")["data"]
+    except BatchError as error:
+        raise _fail(error) from None
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    table = Table(
+        "Batch", "Status", "Answered", "Failed", "Of", "Created", box=None, pad_edge=False
+    )
+    for batch in found:
+        counts = batch["request_counts"]
+        table.add_row(
+            Text(batch["id"], overflow="fold"),
+            Text(batch["status"]),
+            *(str(counts[name]) for name in ("completed", "failed", "total")),
+            _when(batch["created_at"]),
+        )
+    Console().print(table)
+
+
+@app.command()
+def show(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
+    """Print what a server knows of a batch, as JSON."""
+    _print(url, key, f"/batches/{urllib.parse.quote(identifier, safe='')}", "GET")
+
+
+@app.command()
+def cancel(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
+    """Cancel a batch of a server; what is answered is kept."""
+    _print(url, key, f"/batches/{urllib.parse.quote(identifier, safe='')}/cancel", "POST")
+
+
+def _print(url: str, key: str, path: str, method: str) -> None:
+    try:
+        typer.echo(json.dumps(_call(url, key, path, method), indent=2))
+    except BatchError as error:
+        raise _fail(error) from None

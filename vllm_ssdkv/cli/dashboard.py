@@ -1,0 +1,50 @@
+"""``ssdkv dashboard``: the Grafana dashboards, and pictures of them without Grafana."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.sizes import format_size
+
+app = typer.Typer(no_args_is_help=True, help="Draw the Grafana dashboards without Grafana.")
+
+
+@app.command()
+def render(
+    prometheus: Annotated[
+        str, typer.Option(metavar="URL", help="Prometheus, e.g. http://localhost:9090.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the PNG files go.")] = Path(),
+    minutes: Annotated[float, typer.Option(min=0.1, help="How much of the past is drawn.")] = 60.0,
+    scrape_interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two scrapes of that Prometheus.")
+    ] = 15.0,
+) -> None:
+    """Draw each dashboard's panels, from the data of a Prometheus, into DIR/NAME.png."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        typer.echo("drawing needs matplotlib: pip install 'vllm-ssdkv[bench]'", err=True)
+        raise typer.Exit(1) from None
+    from vllm_ssdkv.grafana.board import NAMES, read_board
+    from vllm_ssdkv.grafana.prometheus import Prometheus
+    from vllm_ssdkv.grafana.render import Period
+    from vllm_ssdkv.grafana.render import render as draw
+
+    end = time.time()
+    period = Period(end - minutes * 60, end, 4 * scrape_interval)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in NAMES:
+            path = out / f"{name}.png"
+            empty = draw(read_board(name), Prometheus(prometheus), period, path)
+            missing = f", {empty} panels without data" if empty else ""
+            typer.echo(f"wrote {path} ({format_size(path.stat().st_size)}{missing})")
+    except (SSDKVError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error

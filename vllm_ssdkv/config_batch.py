@@ -1,0 +1,70 @@
+"""The ``batch`` group of options: limits of the Files and Batches API of ``vllm serve``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from vllm_ssdkv.options import PATH_TEXT, Allowed, OptionModel, PathText, Reason
+from vllm_ssdkv.sizes import GIB, KIB, MIB, SIZE_TEXT, parse_size
+
+
+class BatchConfig(OptionModel):
+    """Where batch jobs live, and how much they may take. Only the batch plugin reads it."""
+
+    directory: Annotated[
+        PathText | None,
+        Allowed(PATH_TEXT),
+        Field(
+            description="Directory of the batch jobs and of the files of `/v1/files` "
+            "(docs/batch.md). Created with mode 0700 if missing. Servers that share it share "
+            "their jobs, so they must serve the same models."
+        ),
+        Reason(
+            "null: one per model below $XDG_CACHE_HOME/ssdkv/batch (~/.cache/ssdkv/batch), so "
+            "that a first try needs no option and no server runs another one's jobs."
+        ),
+    ] = None
+    capacity: Annotated[
+        int,
+        Field(
+            ge=MIB,
+            description="Bytes that uploaded files and results may take together. When it is used "
+            "up, uploads are refused, and batches wait until files are deleted or expire.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(parse_size),
+        Reason("Holds some twenty of the largest files that are accepted, and their results."),
+    ] = 10 * GIB
+    max_file: Annotated[
+        int,
+        Field(ge=KIB, description="Bytes of one uploaded file."),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(parse_size),
+        Reason("The limit that OpenAI states, rounded up."),
+    ] = 256 * MIB
+    max_requests: Annotated[
+        int,
+        Field(ge=1, le=10_000_000, description="Requests in one batch."),
+        Reason("The limit that OpenAI states; each request takes about 200 bytes of memory once."),
+    ] = 50_000
+    max_batches: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="Batches that are remembered, ended ones included. The oldest ended one "
+            "makes room for a new one; when none has ended, a new one is refused.",
+        ),
+        Reason("A batch an hour for six weeks; a batch that has ended takes less than 2 KiB."),
+    ] = 1_000
+    concurrency: Annotated[
+        int | None,
+        Field(ge=1, le=65536, description="Requests of batches that run at a time."),
+        Reason(
+            "null: half of vLLM's max_num_seqs, so that a request of a user who waits finds a "
+            "seat; with --scheduling-policy priority all of it, as batches then have the lowest "
+            "priority."
+        ),
+    ] = None
