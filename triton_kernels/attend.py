@@ -1,4 +1,4 @@
-"""Exact attention of ragged query rows over lists of KV blocks, with resumable partial results.
+"""Attention of ragged query rows over lists of KV blocks or pages, with resumable partial results.
 
 The online softmax of Milakov and Gimelshein (2018) over tiles, as in FlashAttention (Dao 2022);
 the queries of all heads that share a KV head form the M dimension of one matrix product, so that K
@@ -13,7 +13,8 @@ import math
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.attention.blocks import DTYPES, BlockLayout, PartialState, Rows
+from vllm_ssdkv.attention.blocks import DTYPES, BlockLayout, PartialState, Rows, on_device
+from vllm_ssdkv.attention.pages import PageList
 from vllm_ssdkv.triton_kernels.launch import (
     TL_DTYPES,
     dot_dtype,
@@ -52,6 +53,7 @@ def _attend_kernel(
     cache_ptr: torch.Tensor,
     block_offset_ptr: torch.Tensor,
     block_position_ptr: torch.Tensor,
+    token_mask_ptr: torch.Tensor,
     scale: float,
     q_stride: int,
     state_rows: int,
@@ -70,6 +72,8 @@ def _attend_kernel(
     SPLIT: tl.constexpr,
     SKIP_FUTURE: tl.constexpr,
     ABSOLUTE: tl.constexpr,
+    LIST_PER_HEAD: tl.constexpr,
+    MASKED: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
@@ -108,8 +112,9 @@ def _attend_kernel(
         l = tl.load(l_ptr + state, mask=in_use, other=0.0)  # noqa: E741
         acc = tl.load(acc_at, mask=q_mask, other=0.0)
 
-    first_block = tl.load(block_begin_ptr + row)
-    end_block = tl.load(block_end_ptr + row)
+    blocks = row * KV_HEADS + head if LIST_PER_HEAD else row
+    first_block = tl.load(block_begin_ptr + blocks)
+    end_block = tl.load(block_end_ptr + blocks)
     if SKIP_FUTURE:
         # Reading the blocks' positions costs little; it spares a tile of early queries the blocks
         # that hold only later keys, whatever order the blocks are listed in.
@@ -132,6 +137,9 @@ def _attend_kernel(
         listed = key < high
         block = first_block + key // BLOCK_TOKENS
         in_block = key % BLOCK_TOKENS
+        if MASKED:
+            mask_at = token_mask_ptr + block.to(tl.int64) * BLOCK_TOKENS + in_block
+            listed = listed & (tl.load(mask_at, mask=listed, other=0) != 0)
         position = tl.load(block_position_ptr + block, mask=listed, other=0) + in_block
         # A key that no query of this tile may see need not have been written: its bytes could be
         # a NaN, which a zero weight would not silence.
@@ -141,7 +149,7 @@ def _attend_kernel(
             block_at = start_of_block.to(tl.pointer_type(KV))
         else:
             block_at = cache_ptr + start_of_block
-        page = head * GROUPS + in_block // PAGE_TOKENS
+        page = in_block // PAGE_TOKENS if LIST_PER_HEAD else head * GROUPS + in_block // PAGE_TOKENS
         key_at = block_at + page * PAGE_STRIDE + (in_block % PAGE_TOKENS) * HEAD_SIZE
         key_at = tl.multiple_of(key_at, ALIGN)
         k = tl.load(
@@ -223,6 +231,93 @@ def attend(
     full precision. Queued on the current stream; does not wait. Raises ``ValueError`` on wrong
     shapes, dtypes or devices.
     """
+    _attend(
+        query,
+        state,
+        rows,
+        cache=cache,
+        block_offset=block_offset,
+        block_position=block_position,
+        token_mask=None,
+        list_per_head=False,
+        layout=layout,
+        scale=scale,
+        splits=splits,
+    )
+
+
+def attend_pages(
+    query: torch.Tensor,
+    state: PartialState,
+    pages: PageList,
+    *,
+    layout: BlockLayout,
+    scale: float,
+    max_pages: int,
+    splits: int | None = None,
+) -> None:
+    """Fold listed pages into ``state``, in place: ``PageKernels.attend_pages``.
+
+    All of ``pages`` are tensors on the query's device, the mask uint8 and contiguous; nothing is
+    read back. ``max_pages`` bounds the length of a list and sizes the launch. Alignment, splits and
+    errors: as :func:`attend`.
+    """
+    rows = Rows(
+        on_device(pages.query_token, torch.int32, query.device),
+        torch.ones(len(pages.query_token), dtype=torch.int32, device=query.device),
+        on_device(pages.query_position, torch.int64, query.device),
+        on_device(pages.begin, torch.int32, query.device),
+        on_device(pages.end, torch.int32, query.device),
+        1,
+        max_pages,
+    )
+    mask = pages.token_mask
+    require(
+        mask is None
+        or (
+            isinstance(mask, torch.Tensor)
+            and mask.dtype == torch.uint8
+            and mask.is_contiguous()
+            and mask.device == query.device
+            and tuple(mask.shape[1:]) == (layout.page_tokens,)
+        ),
+        f"a token mask must be contiguous uint8 [P, {layout.page_tokens}] on {query.device}",
+    )
+    _attend(
+        query,
+        state,
+        rows,
+        cache=None,
+        block_offset=on_device(pages.address, torch.int64, query.device),
+        block_position=on_device(pages.position, torch.int64, query.device),
+        token_mask=mask if isinstance(mask, torch.Tensor) else None,
+        list_per_head=True,
+        layout=BlockLayout.unpadded(
+            layout.page_tokens,
+            layout.page_tokens,
+            layout.kv_heads,
+            layout.head_size,
+            layout.dtype,
+        ),
+        scale=scale,
+        splits=splits,
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    state: PartialState,
+    rows: Rows,
+    *,
+    cache: torch.Tensor | None,
+    block_offset: torch.Tensor,
+    block_position: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    list_per_head: bool,
+    layout: BlockLayout,
+    scale: float,
+    splits: int | None,
+) -> None:
     tokens, query_heads, head_size = _check(query, cache, layout)
     state.check(query)
     for name, values, dtype in (
@@ -275,6 +370,7 @@ def attend(
             query if cache is None else cache,
             block_offset,
             block_position,
+            query if token_mask is None else token_mask,
             scale,
             query.stride(0),
             tokens * query_heads,
@@ -293,6 +389,8 @@ def attend(
             SPLIT=splits > 1,
             SKIP_FUTURE=tiles > 1,
             ABSOLUTE=cache is None,
+            LIST_PER_HEAD=list_per_head,
+            MASKED=token_mask is not None,
             KV=TL_DTYPES[layout.dtype],
             DOT=dot,
             num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,

@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, Rows
-from vllm_ssdkv.triton_kernels import attend, finish, merge, pack, store_kv
+from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.triton_kernels import attend, choose, finish, merge, pack, score, store_kv
 
 CPU = torch.device("cpu")
 POINTERS = {
@@ -28,6 +29,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 OPTIONS = ("num_warps", "num_stages")
 SHARED = {80: 99 * 1024, 90: 227 * 1024}
@@ -146,6 +148,70 @@ def test_attend(
     assert "v4" in ptx or "cp.async.cg" in ptx
     if dtype != torch.float32:
         assert "mma" in ptx
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attend_pages(
+    record: Callable[[ModuleType, str], Recorder], capability: int, masked: bool
+) -> None:
+    recorder = record(attend, "_attend_kernel")
+    query = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+    one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    address = torch.zeros(3, dtype=torch.int64)
+    mask = torch.zeros(3, 16, dtype=torch.uint8) if masked else None
+    attend.attend_pages(
+        query,
+        PartialState.empty(1, 8, 128, CPU),
+        PageList(one, one.long(), two, two, address, address, mask),
+        layout=BlockLayout.unpadded(64, 16, 2, 128, torch.bfloat16),
+        scale=0.1,
+        max_pages=64,
+        splits=1,
+    )
+    ptx = check(recorder, capability)
+    assert "mma" in ptx
+    assert "v4" in ptx or "cp.async.cg" in ptx
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores(
+    record: Callable[[ModuleType, str], Recorder], capability: int, dtype: torch.dtype
+) -> None:
+    bounds, channels = record(score, "_bounds_kernel"), record(score, "_channels_kernel")
+    layout = BlockLayout.unpadded(64, 16, 2, 128, dtype)
+    query = torch.zeros(3, 14, 128, dtype=dtype)
+    rows, places = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    score.bound_logits(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100)
+    score.channel_logits(
+        query,
+        rows,
+        rows,
+        places,
+        rows,
+        rows,
+        places,
+        layout=layout,
+        channels=16,
+        scale=0.1,
+        max_tokens=1000,
+    )
+    check(bounds, capability)
+    check(channels, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("width", "p"), [(2048, 1.0), (2**13, 0.5)])
+def test_choose(
+    record: Callable[[ModuleType, str], Recorder], capability: int, width: int, p: float
+) -> None:
+    weighs, chooses = record(choose, "_weigh_kernel"), record(choose, "_choose_kernel")
+    rows = torch.zeros(3, dtype=torch.int32)
+    weights, window = choose.weigh(torch.zeros(3, 8, width), torch.zeros(3, 8), 2, 16)
+    choose.choose(weights, weights, window, rows, rows, rows, max_chosen=256, sinks=2, p=p)
+    check(weighs, capability)
+    check(chooses, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -1,0 +1,85 @@
+"""Logits for selection against the native kernels, which are tested against the oracles."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.selection.contexts import Contexts, Row, contexts
+from tests.selection.test_scores import table
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.selection.scores import ScoringKernels
+from vllm_ssdkv.triton_kernels.score import bound_logits, channel_logits
+
+KERNELS = ScoringKernels(1)
+
+
+def tensor(values: NDArray[np.generic] | None) -> torch.Tensor:
+    assert values is not None
+    return torch.from_numpy(values.view(np.int64) if values.dtype == np.uint64 else values)
+
+
+def compare(got: torch.Tensor, want: list[torch.Tensor]) -> None:
+    """Rows side by side; what a row does not have is minus infinity."""
+    for row, logits in enumerate(want):
+        have = logits.shape[1]
+        torch.testing.assert_close(got[row, :, :have], logits, atol=2e-5, rtol=2e-5)
+        assert got[row, :, have:].isneginf().all()
+
+
+@given(problem=contexts(most_blocks=4), spare=st.integers(0, 20))
+@settings(max_examples=12, deadline=None)
+def test_bounds(problem: Contexts, spare: int) -> None:
+    context, heads = problem.summaries, problem.query.shape[1]
+    logits, first = KERNELS.bound_logits(problem.query, context, problem.scale)
+    got = bound_logits(
+        problem.query,
+        tensor(context.row_begin),
+        tensor(context.row_end),
+        tensor(context.bounds_base),
+        layout=problem.layout,
+        scale=problem.scale,
+        max_pages=int(context.pages.max()) + spare,
+    )
+    compare(got, table(logits, first, heads))
+
+
+@given(problem=contexts(most_blocks=4), channels=st.integers(1, 20), spare=st.integers(0, 200))
+@settings(max_examples=12, deadline=None)
+def test_channels(problem: Contexts, channels: int, spare: int) -> None:
+    context, heads = problem.summaries, problem.query.shape[1]
+    logits, first = KERNELS.channel_logits(problem.query, context, problem.scale, channels)
+    got = channel_logits(
+        problem.query,
+        tensor(context.row_begin),
+        tensor(context.row_end),
+        tensor(context.channel_base),
+        tensor(context.window_begin),
+        tensor(context.window_tokens),
+        tensor(context.window_base),
+        layout=problem.layout,
+        channels=channels,
+        scale=problem.scale,
+        max_tokens=int(np.diff(first).max()) + spare,
+    )
+    compare(got, table(logits, first, heads))
+
+
+def test_wrong_shapes_are_refused() -> None:
+    layout = BlockLayout.unpadded(8, 4, 2, 16, torch.float32)
+    problem = Contexts(layout, 1, [Row(1, 1)])
+    context = problem.summaries
+    begin, end = tensor(context.row_begin), tensor(context.row_end)
+    for query, first in ((problem.query[:, :1], begin), (problem.query, begin.long())):
+        with pytest.raises(ValueError, match=r"fit|need"):
+            bound_logits(
+                query,
+                first,
+                end,
+                tensor(context.bounds_base),
+                layout=layout,
+                scale=1.0,
+                max_pages=2,
+            )

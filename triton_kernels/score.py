@@ -1,0 +1,254 @@
+"""Logits of context pages and tokens that selection goes by: bounds (Quest) and some channels.
+
+The semantics are those of ``selection/scores.py``; tables have a fixed width instead of ragged
+rows, so that no size has to be read back: ``[R, heads, columns]`` with minus infinity where a row
+has no such column.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
+
+TILE_PAGES = 16
+TILE_TOKENS = 128
+
+
+@jit
+def _bounds_kernel(
+    q_ptr: torch.Tensor,
+    row_begin_ptr: torch.Tensor,
+    row_end_ptr: torch.Tensor,
+    bounds_ptr: torch.Tensor,
+    logits_ptr: torch.Tensor,
+    scale: float,
+    columns: int,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    KV: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    page = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    begin = tl.load(row_begin_ptr + row)
+    there = page < (tl.load(row_end_ptr + row) - begin) * GROUPS
+    channel = tl.arange(0, BLOCK_D)
+    in_head = channel < HEAD_SIZE
+    base = tl.load(bounds_ptr + begin + page // GROUPS, mask=there, other=0)
+    at = base.to(tl.pointer_type(KV)) + (head * GROUPS + page % GROUPS) * (2 * HEAD_SIZE)
+    at = at[:, None] + channel[None, :]
+    mask = there[:, None] & in_head[None, :]
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
+    for g in range(GROUP):
+        query_head = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
+        q = tl.load(q_ptr + query_head * HEAD_SIZE + channel, mask=in_head, other=0.0)
+        q = q.to(tl.float32) * scale
+        bound = tl.sum(q[None, :] * tl.where(q[None, :] > 0, high, low), 1)
+        bound = tl.where(there, bound, float("-inf"))
+        tl.store(logits_ptr + query_head * columns + page, bound, mask=page < columns)
+
+
+@jit
+def _channels_kernel(
+    q_ptr: torch.Tensor,
+    channel_ptr: torch.Tensor,
+    row_begin_ptr: torch.Tensor,
+    row_end_ptr: torch.Tensor,
+    base_ptr: torch.Tensor,
+    window_begin_ptr: torch.Tensor,
+    window_tokens_ptr: torch.Tensor,
+    window_ptr: torch.Tensor,
+    logits_ptr: torch.Tensor,
+    count: int,
+    columns: int,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TILE: tl.constexpr,
+    KV: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    begin = tl.load(row_begin_ptr + row)
+    context = (tl.load(row_end_ptr + row) - begin) * BLOCK_TOKENS
+    in_context = token < context
+    recent = token - context
+    in_window = (recent >= 0) & (recent < tl.load(window_tokens_ptr + row))
+    base = tl.load(base_ptr + begin + token // BLOCK_TOKENS, mask=in_context, other=0)
+    window_block = tl.load(window_begin_ptr + row) + recent // BLOCK_TOKENS
+    window = tl.load(window_ptr + window_block, mask=in_window, other=0)
+    offset = recent % BLOCK_TOKENS
+    GROUPS: tl.constexpr = BLOCK_TOKENS // PAGE_TOKENS
+    page = head * GROUPS + offset // PAGE_TOKENS
+    # Of channel 0; a channel further is BLOCK_TOKENS elements on in one copy, 1 in the other.
+    at = tl.where(
+        in_context,
+        head * (HEAD_SIZE * BLOCK_TOKENS) + token % BLOCK_TOKENS,
+        page * PAGE_STRIDE + offset % PAGE_TOKENS * HEAD_SIZE,
+    )
+    key_at = tl.where(in_context, base, window).to(tl.pointer_type(KV)) + at
+    step = tl.where(in_context, BLOCK_TOKENS, 1)
+    there = in_context | in_window
+    g = tl.arange(0, BLOCK_G)
+    list_at = (row * KV_HEADS + head).to(tl.int64)
+    query_head = list_at * GROUP + g
+    logits = tl.zeros([BLOCK_G, TILE], tl.float32)
+    for c in range(count):
+        channel = tl.load(channel_ptr + list_at * count + c)
+        key = tl.load(key_at + channel * step, mask=there, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + query_head * count + c, mask=g < GROUP, other=0.0)
+        logits += q[:, None] * key[None, :]
+    logits = tl.where(there[None, :], logits, float("-inf"))
+    tl.store(
+        logits_ptr + query_head[:, None] * columns + token[None, :],
+        logits,
+        mask=(g < GROUP)[:, None] & (token < columns)[None, :],
+    )
+
+
+def bound_logits(
+    query: torch.Tensor,
+    row_begin: torch.Tensor,
+    row_end: torch.Tensor,
+    bounds: torch.Tensor,
+    *,
+    layout: BlockLayout,
+    scale: float,
+    max_pages: int,
+) -> torch.Tensor:
+    """Upper bounds of the scaled logits of each context page, float32 ``[R, Hq, max_pages]``.
+
+    ``query [R, Hq, D]`` contiguous; row r has the blocks ``row_begin[r] .. row_end[r]`` (int32
+    ``[R]``) of ``bounds`` (absolute addresses, int64 ``[B]``, ``[kv_heads, groups, 2, head_size]``
+    of the layout's dtype each, in memory that the device reaches). A row has at most ``max_pages``
+    pages. Queued on the current stream; raises ``ValueError`` on wrong shapes.
+    """
+    rows, heads = _check(query, layout, row_begin, row_end)
+    logits = torch.empty((rows, heads, max_pages), dtype=torch.float32, device=query.device)
+    if not logits.numel():
+        return logits
+    with on_device_of(query):
+        _bounds_kernel[(rows, layout.kv_heads, -(-max_pages // TILE_PAGES))](
+            query,
+            row_begin,
+            row_end,
+            bounds,
+            logits,
+            scale,
+            max_pages,
+            KV_HEADS=layout.kv_heads,
+            GROUP=heads // layout.kv_heads,
+            HEAD_SIZE=layout.head_size,
+            GROUPS=layout.groups,
+            BLOCK_D=padded(layout.head_size),
+            TILE=TILE_PAGES,
+            KV=TL_DTYPES[layout.dtype],
+            num_warps=4,
+        )
+    return logits
+
+
+def choose_channels(
+    query: torch.Tensor, layout: BlockLayout, channels: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SparQ's channels int32 ``[R, Hkv, r]`` and their scaled queries float32 ``[R, Hq, r]``.
+
+    ``r`` is ``channels``, or the head size if that is less. Runs in torch; nothing is read back.
+    """
+    rows, heads, size = query.shape
+    grouped = query.float().view(rows, layout.kv_heads, -1, size)
+    magnitude = grouped.abs()
+    order = torch.sort(magnitude.sum(2), dim=2, descending=True, stable=True).indices
+    chosen = order[..., : min(channels, size)].sort(2).values
+    index = chosen[:, :, None].expand(-1, -1, grouped.shape[2], -1)
+    part = magnitude.gather(3, index).sum(3)
+    correction = torch.where(part > 0, magnitude.sum(3) / part, 1.0).sqrt()
+    reduced = grouped.gather(3, index) * (correction * scale)[..., None]
+    return chosen.int(), reduced.reshape(rows, heads, -1).contiguous()
+
+
+def channel_logits(
+    query: torch.Tensor,
+    row_begin: torch.Tensor,
+    row_end: torch.Tensor,
+    base: torch.Tensor,
+    window_begin: torch.Tensor,
+    window_tokens: torch.Tensor,
+    window: torch.Tensor,
+    *,
+    layout: BlockLayout,
+    channels: int,
+    scale: float,
+    max_tokens: int,
+) -> torch.Tensor:
+    """SparQ's approximate logits of each token, the window's last: ``[R, Hq, max_tokens]`` float32.
+
+    As :func:`bound_logits`, with ``base`` of channel-major K ``[kv_heads, head_size,
+    block_tokens]`` and the window's token-major blocks, laid out by ``layout``: row r's begin at
+    ``window_begin[r]`` (int32 ``[R]``) of ``window`` (absolute addresses, int64) and hold
+    ``window_tokens[r]`` (int32) tokens.
+    """
+    rows, heads = _check(query, layout, row_begin, row_end, window_begin, window_tokens)
+    chosen, reduced = choose_channels(query, layout, channels, scale)
+    logits = torch.empty((rows, heads, max_tokens), dtype=torch.float32, device=query.device)
+    if not logits.numel():
+        return logits
+    group = heads // layout.kv_heads
+    with on_device_of(query):
+        _channels_kernel[(rows, layout.kv_heads, -(-max_tokens // TILE_TOKENS))](
+            reduced,
+            chosen,
+            row_begin,
+            row_end,
+            base,
+            window_begin,
+            window_tokens,
+            window,
+            logits,
+            chosen.shape[2],
+            max_tokens,
+            KV_HEADS=layout.kv_heads,
+            GROUP=group,
+            HEAD_SIZE=layout.head_size,
+            BLOCK_TOKENS=layout.block_tokens,
+            PAGE_TOKENS=layout.page_tokens,
+            PAGE_STRIDE=layout.page_stride,
+            BLOCK_G=padded(group),
+            TILE=TILE_TOKENS,
+            KV=TL_DTYPES[layout.dtype],
+            num_warps=4,
+        )
+    return logits
+
+
+def _check(query: torch.Tensor, layout: BlockLayout, *per_row: torch.Tensor) -> tuple[int, int]:
+    """Rows and query heads of a query that fits."""
+    require(
+        query.dim() == 3
+        and query.is_contiguous()
+        and query.shape[2] == layout.head_size
+        and query.shape[1] > 0
+        and query.shape[1] % layout.kv_heads == 0,
+        f"a query of {tuple(query.shape)} does not fit {layout}",
+    )
+    for values in per_row:
+        require(
+            values.dtype == torch.int32
+            and tuple(values.shape) == (query.shape[0],)
+            and values.device == query.device,
+            f"rows need int32 [{query.shape[0]}] on {query.device}",
+        )
+    return query.shape[0], query.shape[1]
