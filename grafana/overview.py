@@ -95,7 +95,7 @@ def _requests(board: Dashboard) -> None:
     for panel in (
         graph(
             "Prompt tokens restored",
-            "By the slowest tier that they came from, and those that the store had but that were "
+            "By the tier that they came from, and those that the store had but that were "
             "computed because this was expected to be faster.",
             "short",
             (rate(ours("hit_tokens_total"), "tier"), "{{tier}}"),
