@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import vllm_ssdkv
+from vllm_ssdkv.profiling.measuring_process import (
+    MODEL,
+    add_hidden_options,
+    measured,
+    run_measurement,
+)
 
-MODEL = Path(vllm_ssdkv.__file__).parent / "demo_model"
 LENGTHS = (2048, 8192, 16384, 32768)
 DECODE = ((1, 2048), (1, 8192), (8, 2048))
 """Batch and context of each decode measurement."""
@@ -133,30 +134,15 @@ def measure_decode(job: dict[str, Any]) -> list[dict[str, Any]]:
 MEASUREMENTS = {"hits": measure_hits, "decode": measure_decode}
 
 
-def _run(measurement: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.bench_engine"]
-        command += ["--measure", measurement, "--job", json.dumps(job), "--json", out.name]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
-        if done.returncode:
-            raise RuntimeError(f"{measurement} {job['mode']} failed:\n{done.stderr[-4000:]}")
-        rows: list[dict[str, Any]] = json.loads(Path(out.name).read_text())
-        return rows
-
-
 def main() -> None:
     """Measure everything, print two tables, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default=str(MODEL), help="a model directory")
     parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
     parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--measure", choices=sorted(MEASUREMENTS), help=argparse.SUPPRESS)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    add_hidden_options(parser, MEASUREMENTS)
     arguments = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if arguments.measure:
-        rows = MEASUREMENTS[arguments.measure](json.loads(arguments.job))
-        Path(arguments.json).write_text(json.dumps(rows))
+    if measured(arguments, MEASUREMENTS):
         return
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
         job: dict[str, Any] = {"model": arguments.model}
@@ -165,11 +151,15 @@ def main() -> None:
             devices = [f"{d}/{mode}" for d in arguments.dir or (f"{scratch}/0", f"{scratch}/1")]
             for device in devices:
                 Path(device).mkdir(parents=True, exist_ok=True)
-            hits += _run("hits", {**job, "mode": mode, "devices": devices})
+            hits += run_measurement(
+                "bench_engine", "hits", {**job, "mode": mode, "devices": devices}
+            )
         decode = [
             row
             for mode in ("stock", "page")
-            for row in _run("decode", {**job, "mode": mode, "devices": [f"{scratch}/0/decode"]})
+            for row in run_measurement(
+                "bench_engine", "decode", {**job, "mode": mode, "devices": [f"{scratch}/0/decode"]}
+            )
         ]
     print("| mode | tokens | TTFT computed s | TTFT hit s | ratio |\n|---|---|---|---|---|")
     for row in hits:

@@ -11,17 +11,21 @@ own.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-MODEL = Path(__file__).resolve().parent.parent / "vllm_ssdkv" / "demo_model"
+from vllm_ssdkv.profiling.measuring_process import (
+    MODEL,
+    add_hidden_options,
+    measured,
+    run_measurement,
+)
+
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 32
 CHUNK = 1024
@@ -141,25 +145,12 @@ def _ratio(these: list[float], those: list[float]) -> float:
 
 MEASUREMENTS = {"fill": fill, "measure": measure}
 
-
-def _run(measurement: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.bench_ttft"]
-        command += ["--measure", measurement, "--job", json.dumps(job), "--json", out.name]
-        # One thread: vLLM's would spin against the loader's on a machine with few cores.
-        inside = {
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=900, env=inside
-        )
-        if done.returncode:
-            raise RuntimeError(f"{measurement} failed:\n{done.stderr[-4000:]}")
-        rows: list[dict[str, Any]] = json.loads(Path(out.name).read_text())
-        return rows
+ONE_THREAD = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""vLLM's threads would spin against the loader's on a machine with few cores."""
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -189,13 +180,9 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.02, help="seconds per request there")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--measure", choices=sorted(MEASUREMENTS), help=argparse.SUPPRESS)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    add_hidden_options(parser, MEASUREMENTS)
     arguments = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if arguments.measure:
-        rows = MEASUREMENTS[arguments.measure](json.loads(arguments.job))
-        Path(arguments.json).write_text(json.dumps(rows))
+    if measured(arguments, MEASUREMENTS):
         return
     slow = [{"bandwidth": arguments.bandwidth, "latency": arguments.latency}]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
@@ -207,12 +194,13 @@ def main() -> None:
             "devices": [{"path": path, "capacity": "1GiB"} for path in paths],
             "repeats": arguments.repeats,
         }
-        _run("fill", {**job, "load": "always", "throttle": []})
+        run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
+        run("fill", {**job, "load": "always", "throttle": []})
         found = [
             row
             for drive, throttle in zip(DRIVES, ([], slow), strict=True)
             for load in LOADS
-            for row in _run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
+            for row in run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
         ]
     print(table(found))
     if arguments.json:
