@@ -32,6 +32,7 @@ from vllm_ssdkv.batch.answers import Reply
 from vllm_ssdkv.batch.files import Files
 from vllm_ssdkv.batch.jobs import Jobs
 from vllm_ssdkv.batch.order import BLOCK_BYTES
+from vllm_ssdkv.batch.plugin import RUNNER
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.sizes import MIB
 
@@ -374,3 +375,20 @@ def test_lines_of_the_error_file_are_json(tmp_path: Path) -> None:
         assert json.dumps(line)
 
     served(tmp_path, scenario)
+
+
+def test_it_ends_although_it_was_woken_at_that_moment(tmp_path: Path) -> None:
+    """What asyncio.wait_for of Python 3.11 forgets: a cancellation that comes with the event."""
+
+    async def run() -> None:
+        async with serving(tmp_path, run=False) as server:
+            tested: runner.Runner = getattr(server.app.state, RUNNER)
+            for pause in range(10):  # in milliseconds: most find it waiting for something to do
+                task = asyncio.create_task(tested.run())
+                await asyncio.sleep(0.03 + pause / 1000)
+                tested.wake()
+                task.cancel()
+                _, late = await asyncio.wait([task], timeout=10)
+                assert not late
+
+    asyncio.run(run())

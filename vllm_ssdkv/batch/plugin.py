@@ -39,6 +39,10 @@ RUNNER: Final = "ssdkv_batch_runner"
 """Where the app's state holds the :class:`Runner`."""
 
 
+STOP_S: Final = 30.0
+"""How long a server that ends waits for what the runner has under way."""
+
+
 class BatchPlugin:
     """One per API server process."""
 
@@ -119,7 +123,9 @@ async def running(state: State) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        _, late = await asyncio.wait([task], timeout=STOP_S)
+        if late:
+            logger.error("batches: running did not end in %g s; the next start goes on", STOP_S)
         getattr(state, STATE).database.close()
 
 

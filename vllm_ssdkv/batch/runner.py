@@ -112,8 +112,10 @@ class Runner:
                     await self._step()
                 except Exception as error:  # noqa: BLE001 - running must not end for all batches
                     await self._pause(error)
+                # Not wait_for: on Python 3.11 it forgets a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), POLL_S)
+                    async with asyncio.timeout(POLL_S):
+                        await self._woken.wait()
         finally:
             await self._stop()
             os.close(lock)
