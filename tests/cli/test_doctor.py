@@ -201,6 +201,7 @@ def test_a_good_directory(
     monkeypatch.setattr(check_devices, "MAX_BYTES", 4 * MIB)
     (path,) = tmp_devices(1)
     found = by_subject(check_devices.device(path))
+    found.pop(f"{path}: drive", None)  # not everywhere is there one, see test_check_drives.py
     assert set(found) == {str(path)} | {
         f"{path}: {what}" for what in ("file system", "space", "flock", "O_DIRECT", "speed")
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from vllm_ssdkv.cli.check_drives import drives, drives_of
 from vllm_ssdkv.cli.findings import Finding, fail, ok, warn
 from vllm_ssdkv.cli.measure import (
     MAX_BYTES,
@@ -180,9 +181,11 @@ def directory(path: Path) -> list[Finding]:
     if not os.access(place, os.W_OK | os.X_OK):
         cure = f"give this user (uid {os.geteuid()}) write permission"
         return [fail(name, f"{place} is not writable", cure)]
+    mount = mount_of(path)
     findings = [
         ok(name, "writable directory" if place == path else f"will be created in {place}"),
-        filesystem(f"{name}: file system", mount_of(path)),
+        filesystem(f"{name}: file system", mount),
+        *drives(f"{name}: drive", drives_of(path, mount.source if mount else "")),
         space(f"{name}: space", path),
     ]
     nbytes = min(MAX_BYTES, free_bytes(path) // 8) // REQUEST_BYTES * REQUEST_BYTES
@@ -203,7 +206,10 @@ def raw_device(path: Path) -> list[Finding]:
         cure = f"give this user (uid {os.geteuid()}) read and write permission"
         return [fail(name, "raw block device without permission", cure)]
     size = default_capacity(path)
-    findings = [ok(name, f"raw block device of {approximate_size(size)}")]
+    findings = [
+        ok(name, f"raw block device of {approximate_size(size)}"),
+        *drives(f"{name}: drive", drives_of(path)),
+    ]
     if size < MIN_CAPACITY:
         cure = f"a device needs at least {approximate_size(MIN_CAPACITY)}"
         return [fail(name, f"raw block device of {approximate_size(size)}", cure)]

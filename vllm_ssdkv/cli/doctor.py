@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ssdkv.cli import check_devices, check_host, check_io_uring, check_software
+from vllm_ssdkv.cli import check_devices, check_gds, check_host, check_io_uring, check_software
 from vllm_ssdkv.cli.findings import Finding, Level
 from vllm_ssdkv.host import default_root
 
@@ -32,6 +32,7 @@ def examine(devices: list[Path]) -> list[Finding]:
         *check_software.probe_vllm(),
         *check_host.host(),
         *check_io_uring.io_uring(),
+        check_gds.gds(),
     ]
     for path in devices or [default_root()]:
         findings.extend(check_devices.device(path))
