@@ -15,7 +15,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.config_encryption import EncryptionConfig
@@ -30,7 +39,7 @@ from vllm_ssdkv.host import (
     is_block_device,
 )
 from vllm_ssdkv.option_errors import problems
-from vllm_ssdkv.options import PATH_TEXT, Allowed, OptionModel, PathText, Reason
+from vllm_ssdkv.options import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
 from vllm_ssdkv.sizes import (
     GIB,
     MIB,
@@ -129,6 +138,12 @@ class DeviceConfig(OptionModel):
     def _from_path(cls, value: object) -> object:
         return {"path": value} if isinstance(value, str) else value
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return or_text(handler(core_schema))
+
 
 class SSDKVConfig(OptionModel):
     """All options. Build it with :meth:`from_extra_config`; instances never change."""
@@ -198,7 +213,7 @@ class SSDKVConfig(OptionModel):
             description="Memory of the DRAM tier of this engine, shared equally "
             "by its workers. Includes io.staging.",
         ),
-        BeforeValidator(_gib_or_none),
+        BeforeValidator(_gib_or_none, json_schema_input_type=float | str | None),
         Reason(
             "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
             "nothing else on the machine."

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from vllm_ssdkv.sizes import format_size
 
@@ -35,17 +37,29 @@ class Reason:
     text: str
 
 
+def or_text(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """JSON Schema of a value that may also be a text."""
+    return {"anyOf": [{"type": "string"}, *schema.get("anyOf", [schema])]}
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What an option accepts, where its type does not say so. Bounds are appended.
 
     Attributes:
         text: Reads well after "allowed: ".
-        is_size: Bounds are bytes and are printed with a unit.
+        is_size: It may be a text with a unit. Bounds are bytes and are printed with one.
     """
 
     text: str
     is_size: bool = False
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Sizes are integers once they are validated; the schema is of what users write."""
+        schema = handler(core_schema)
+        return or_text(schema) if self.is_size else schema
 
 
 def _absolute_path(value: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -12,6 +13,7 @@ from vllm_ssdkv import __version__
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.pages import metrics_page, options_page
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.options import walk
 
@@ -53,7 +55,10 @@ def test_written_pages_pass_the_check(tmp_path: Path) -> None:
     place = tmp_path / "docs"
     assert run("docs", "check", str(place)).exit_code == 1, "nothing is there yet"
     assert run("docs", "write", str(place)).exit_code == 0
-    assert sorted(path.name for path in place.iterdir()) == ["metrics.md", "options.md"]
+    assert sorted(path.name for path in place.iterdir()) == [
+        *("cli.md", "metrics.md"),
+        "options.md",
+    ]
     assert run("docs", "check", str(place)).exit_code == 0
     assert run("docs", "write", str(place)).output == "", "nothing to write"
 
@@ -89,6 +94,15 @@ def test_bad_options_are_told_line_by_line() -> None:
         "  io.queue_depth: got 0; allowed: an integer, from 1 to 256",
         "  devcies: unknown option; did you mean devices?",
     ]
+
+
+def test_a_check_as_json() -> None:
+    result = run("config", "check", "-", "--json", stdin="{}")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"ok": True, "problems": []})
+    result = run("config", "check", "-", "--json", stdin='{"devcies": []}')
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"]) == (1, False)
+    assert found["problems"][1:] == ["  devcies: unknown option; did you mean devices?"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +143,47 @@ def test_show_prints_every_option_and_where_it_comes_from(tmp_path: Path) -> Non
     assert ["encryption", "null", "default"] in words
     assert ["DRAM", "of", "a", "single", "worker", "1GiB"] in words
     assert "1GiB, weight 2" in result.output
+
+
+def test_show_as_json(tmp_path: Path) -> None:
+    options = {"devices": [{"path": str(tmp_path), "capacity": "1GiB"}], "dram_gib": 1}
+    result = run("config", "show", "-", "--json", stdin=json.dumps(options))
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    rows = {row["option"]: (row["value"], row["source"]) for row in found["options"]}
+    assert rows["dram_gib"] == (1.0, "given")
+    assert rows["io.deadline"] == (10.0, "default")
+    assert rows["devices"][0][0]["capacity"] == 1 << 30
+    assert found["on_this_machine"][f"device {tmp_path}"] == "1GiB, weight 1"
+
+
+def test_the_schema_is_of_what_users_write() -> None:
+    schema = json.loads(run("config", "schema").stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    page = options_page()
+    example = json.loads(page[page.index("'{") + 1 : page.index("}'") + 1])
+    good: list[dict[str, object]] = [
+        example["kv_connector_extra_config"],
+        {},
+        {"dram_gib": "4GiB", "io": {"staging": "4MiB"}},
+        {"dram_gib": 0.5, "batch": {"capacity": 1 << 30}},
+        {"devices": [{"path": "/a", "capacity": None, "tbw": "1.4TB"}]},
+    ]
+    bad: list[dict[str, object]] = [
+        {"devices": [{"pth": "/a"}]},
+        {"devices": [7]},
+        {"io": {"queue_depth": 0}},
+        {"unknown": 1},
+        {"dram_gib": []},
+    ]
+    for options in good:
+        SSDKVConfig.from_extra_config(options)
+        assert list(validator.iter_errors(options)) == [], options
+    for options in bad:
+        assert list(validator.iter_errors(options)), options
+        with pytest.raises(ConfigError):
+            SSDKVConfig.from_extra_config(options)
 
 
 def test_show_without_options_prints_the_defaults(

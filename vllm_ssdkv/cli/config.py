@@ -1,4 +1,4 @@
-"""``ssdkv config``: check options, and show what is in force, without starting anything."""
+"""``ssdkv config``: check options, show what is in force, or what there is to give."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal, NamedTuple
 
 import typer
 from pydantic import BaseModel
@@ -18,7 +18,7 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import format_size
 
-app = typer.Typer(no_args_is_help=True, help="Check options, or show what is in force.")
+app = typer.Typer(no_args_is_help=True, help="Check options, show what is in force, or the schema.")
 
 EXTRA: Final = "kv_connector_extra_config"
 _MODEL_KEY: Final = "MODEL"
@@ -51,16 +51,16 @@ def _load(file: str) -> dict[str, object]:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _stop(error: ConfigError) -> typer.Exit:
-    typer.echo(str(error), err=True)
-    return typer.Exit(1)
+class Row(NamedTuple):
+    """An option, its value in force as JSON holds it, and where that comes from."""
+
+    option: str
+    value: object
+    source: Literal["given", "default"]
 
 
-def _rows(
-    model: BaseModel, given: Mapping[str, object], prefix: str = ""
-) -> list[tuple[str, str, str]]:
-    """Option, value in force as JSON, and where the value comes from."""
-    rows: list[tuple[str, str, str]] = []
+def _rows(model: BaseModel, given: Mapping[str, object], prefix: str = "") -> list[Row]:
+    rows: list[Row] = []
     dumped = model.model_dump(mode="json")
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -68,8 +68,8 @@ def _rows(
         if isinstance(value, BaseModel):
             rows += _rows(value, inner if isinstance(inner, Mapping) else {}, f"{prefix}{name}.")
         else:
-            source = "given" if name in given else "default"
-            rows.append((f"{prefix}{name}", json.dumps(dumped[name]), source))
+            source: Literal["given", "default"] = "given" if name in given else "default"
+            rows.append(Row(f"{prefix}{name}", dumped[name], source))
     return rows
 
 
@@ -95,14 +95,23 @@ _File = Annotated[
 ]
 
 
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 @app.command()
-def check(file: _File) -> None:
+def check(file: _File, as_json: _Json = False) -> None:
     """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong."""
+    problem = ""
     try:
         SSDKVConfig.from_extra_config(_load(file))
     except ConfigError as error:
-        raise _stop(error) from None
-    typer.echo("ok")
+        problem = str(error)
+    if as_json:
+        typer.echo(json.dumps({"ok": not problem, "problems": problem.splitlines()}))
+    else:
+        typer.echo(problem or "ok", err=bool(problem))
+    if problem:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -111,6 +120,7 @@ def show(
         str | None,
         typer.Argument(metavar="[FILE]", help="As for check; without it, the defaults."),
     ] = None,
+    as_json: _Json = False,
 ) -> None:
     """Print every option with the value in force, and what it comes to on this machine."""
     try:
@@ -118,14 +128,27 @@ def show(
         config = SSDKVConfig.from_extra_config(given)
         here = _on_this_machine(config)
     except ConfigError as error:
-        raise _stop(error) from None
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    rows = _rows(config, given)
+    if as_json:
+        content = {"options": [row._asdict() for row in rows], "on_this_machine": dict(here)}
+        typer.echo(json.dumps(content, indent=2))
+        return
     console = Console()
     options = Table("Option", "Value", "From", box=None, pad_edge=False)
-    for row in _rows(config, given):
-        options.add_row(*(Text(cell, overflow="fold") for cell in row))
+    for row in rows:
+        cells = (row.option, json.dumps(row.value), row.source)
+        options.add_row(*(Text(cell, overflow="fold") for cell in cells))
     console.print(options)
     console.print()
     machine = Table("On this machine", "", box=None, pad_edge=False)
     for name, value in here:
         machine.add_row(Text(name, overflow="fold"), Text(value))
     console.print(machine)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the options, for editors and other programs."""
+    typer.echo(json.dumps(SSDKVConfig.model_json_schema(), indent=2))
