@@ -1,30 +1,23 @@
 """Real vLLM in reuse mode: time to first token of a hit against that of computing the prompt.
 
-Run as ``python -P -m vllm_ssdkv.profiling.bench_ttft``. On the drive as it is and on one slowed by
-the throttled twin; with ``load: always`` and with ``load: auto``. One run fills a store, then one
-engine after the other opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one
-that is on the drive, and the same again from DRAM. Medians over repeats, in milliseconds; a ratio
-is the median of those of two measurements that followed each other. Each engine is a process of its
-own.
+Run as ``ssdkv bench ttft``. On the drive as it is and on one slowed by the throttled twin; with
+``load: always`` and with ``load: auto``. One run fills a store, then one engine after the other
+opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one that is on the drive,
+and the same again from DRAM. Medians over repeats; a ratio is the median of those of two
+measurements that followed each other. Each engine is a process of its own, which runs this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import random
 import statistics
-import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ssdkv.profiling.measuring_process import (
-    MODEL,
-    add_hidden_options,
-    measured,
-    run_measurement,
-)
+from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 32
@@ -153,58 +146,48 @@ ONE_THREAD = {
 """vLLM's threads would spin against the loader's on a machine with few cores."""
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown, times in milliseconds, loaded parts in percent."""
-    lines = [
-        "| drive | load | tokens | computed | hit on SSD | loaded | hit / computed "
-        "| then in DRAM | loaded | hit / computed |",
-        "|---" * 10 + "|",
-    ]
-    for row in rows:
-        computed = row["ttft_computed"]
-        cells = [row["drive"], row["load"], f"{row['tokens']}", f"{computed * 1e3:.1f}"]
-        for tier in ("ssd", "dram"):
-            hit = row[f"ttft_{tier}"]
-            part = row[f"loaded_{tier}"]
-            cells += [f"{hit * 1e3:.1f}", f"{part:.0%}", f"{row[f'ratio_{tier}']:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def run_bench(
+    model: Path,
+    directories: Sequence[Path],
+    slow: dict[str, object],
+    repeats: int,
+    tell: Callable[[str], object],
+) -> list[dict[str, Any]]:
+    """Measure everything: a row per drive, option ``load`` and length. Takes minutes.
+
+    Args:
+        model: A model directory.
+        directories: Of the store's devices; left full.
+        slow: Model of the slowed drive, an entry of the option ``io.throttle``.
+        repeats: Prompts of each length.
+        tell: Called with what is measured next.
+
+    Raises:
+        BenchError: an engine failed; the text has the end of its log.
+    """
+    job: dict[str, Any] = {
+        "model": str(model),
+        "devices": [{"path": str(path), "capacity": "1GiB"} for path in directories],
+        "repeats": repeats,
+    }
+    run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
+    tell("filling a store")
+    run("fill", {**job, "load": "always", "throttle": []})
+    rows = []
+    for drive, throttle in zip(DRIVES, ([], [slow]), strict=True):
+        for load in LOADS:
+            tell(f"drive {drive}, load {load}")
+            rows += run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
+    return rows
 
 
 def main() -> None:
-    """Measure everything, print the table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default=str(MODEL), help="a model directory")
-    parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
-    parser.add_argument("--bandwidth", default="2MiB", help="bytes/s of the slowed drive")
-    parser.add_argument("--latency", type=float, default=0.02, help="seconds per request there")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", help="file for the figures")
+    """One engine, as :func:`run_bench` starts it."""
+    parser = argparse.ArgumentParser(description="Part of: ssdkv bench ttft")
+    parser.add_argument("--json", help=argparse.SUPPRESS)
     add_hidden_options(parser, MEASUREMENTS)
-    arguments = parser.parse_args()
-    if measured(arguments, MEASUREMENTS):
-        return
-    slow = [{"bandwidth": arguments.bandwidth, "latency": arguments.latency}]
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
-        paths = arguments.dir or [f"{scratch}/0"]
-        for path in paths:
-            Path(path).mkdir(parents=True, exist_ok=True)
-        job: dict[str, Any] = {
-            "model": arguments.model,
-            "devices": [{"path": path, "capacity": "1GiB"} for path in paths],
-            "repeats": arguments.repeats,
-        }
-        run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
-        run("fill", {**job, "load": "always", "throttle": []})
-        found = [
-            row
-            for drive, throttle in zip(DRIVES, ([], slow), strict=True)
-            for load in LOADS
-            for row in run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
-        ]
-    print(table(found))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=1))
+    if not measured(parser.parse_args(), MEASUREMENTS):
+        parser.error("run: ssdkv bench ttft")
 
 
 if __name__ == "__main__":

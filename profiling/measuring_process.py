@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_ssdkv
+from vllm_ssdkv.errors import BenchError
 
 MODEL = Path(vllm_ssdkv.__file__).parent / "demo_model"
 """A model that every installation has."""
@@ -52,21 +53,24 @@ def run_measurement(
     """Rows of one measurement of the module ``vllm_ssdkv.profiling.<benchmark>``. Blocks.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
-        subprocess.TimeoutExpired: it took longer than :data:`PATIENCE_S`.
+        BenchError: it failed, with the end of what it printed; or took longer than
+            :data:`PATIENCE_S`.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [sys.executable, "-P", "-m", f"vllm_ssdkv.profiling.{benchmark}"]
         command += ["--measure", name, "--job", json.dumps(job), "--json", out.name]
-        done = subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            env={**os.environ, **(environment or {})},
-        )
+        try:
+            done = subprocess.run(
+                command,
+                check=False,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                env={**os.environ, **(environment or {})},
+            )
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"{benchmark}: {name} did not end in {PATIENCE_S} s") from None
         if done.returncode:
-            raise RuntimeError(f"{benchmark}: {name} failed:\n{done.stderr[-4000:]}")
+            raise BenchError(f"{benchmark}: {name} failed:\n{done.stderr[-4000:]}")
         rows: Rows = json.loads(Path(out.name).read_text(encoding="utf-8"))
         return rows

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.profiling import measuring_process
 from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
 
@@ -36,8 +38,17 @@ def test_without_them_nothing_is_measured() -> None:
 
 
 def test_a_failure_says_which_measurement_and_why() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)bench_ttft: no_such failed.*invalid choice"):
+    with pytest.raises(BenchError, match=r"(?s)bench_ttft: no_such failed.*invalid choice"):
         run_measurement("bench_ttft", "no_such", {})
+
+
+def test_a_measurement_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(BenchError, match="bench_ttft: fill did not end in 900 s"):
+        run_measurement("bench_ttft", "fill", {})
 
 
 def test_the_model_is_that_of_the_package() -> None:

@@ -96,7 +96,8 @@ def _region(text: str, largest: int) -> int:
     return region
 
 
-def _writable(option: str, path: Path | None) -> None:
+def require_writable(option: str, path: Path | None) -> None:
+    """Refuse, before anything is measured, a file that could not be written afterwards."""
     if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         _refuse(option, f"{path.parent} is not a directory that can be written")
 
@@ -158,8 +159,8 @@ def io(
     default_depths = (16,) if quick else DEPTHS
     everybody = tuple(contender_names())
     region = _region(file_size or ("64MiB" if quick else "1GiB"), max(sizes))
-    _writable("--json", json_file)
-    _writable("--plot", plot_file)
+    require_writable("--json", json_file)
+    require_writable("--plot", plot_file)
     settings = Settings(
         directories=directories,
         devices=emulate or len(directories),

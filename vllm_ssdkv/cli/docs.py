@@ -8,13 +8,19 @@ from typing import Annotated
 
 import typer
 
-from vllm_ssdkv.cli.pages import pages
+from vllm_ssdkv.cli.command_page import commands_page
+from vllm_ssdkv.cli.pages import metrics_page, options_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
 
 _Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of the pages, docs/ of the repository.")
 ]
+
+
+def pages() -> dict[str, str]:
+    """File name and text of every generated page."""
+    return {"cli.md": commands_page(), "metrics.md": metrics_page(), "options.md": options_page()}
 
 
 def stale(directory: Path) -> dict[str, str]:
@@ -33,10 +39,11 @@ def stale(directory: Path) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write options.md and metrics.md into DIR."""
+    """Write cli.md, metrics.md and options.md into DIR."""
     directory.mkdir(parents=True, exist_ok=True)
+    fresh = pages()
     for name in stale(directory):
-        (directory / name).write_text(pages()[name], encoding="utf-8")
+        (directory / name).write_text(fresh[name], encoding="utf-8")
         typer.echo(f"wrote {directory / name}")
 
 

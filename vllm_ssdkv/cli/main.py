@@ -7,28 +7,33 @@ import typer
 from vllm_ssdkv import __version__
 from vllm_ssdkv.cli import batch, bench, config, dashboard, docs
 from vllm_ssdkv.cli.bench_sparse import accuracy, decode
+from vllm_ssdkv.cli.bench_ttft import ttft
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
 from vllm_ssdkv.cli.fsck import fsck
+from vllm_ssdkv.cli.quota import quota
 from vllm_ssdkv.cli.stores import inspect, list_stores, remove
+from vllm_ssdkv.cli.top import top
 
 app = typer.Typer(
     name="ssdkv",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
     help="KV cache of vLLM on SSDs: see it work, check and measure machines, options and stores.",
 )
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command()(top)
 app.command("ls")(list_stores)
 app.command()(inspect)
 app.command()(fsck)
 app.command("rm")(remove)
+app.command()(quota)
 app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)
 bench.app.command()(decode)
+bench.app.command()(ttft)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(dashboard.app, name="dashboard")
@@ -39,3 +44,7 @@ app.add_typer(docs.app, name="docs")
 def version() -> None:
     """Print the version of vllm-ssdkv."""
     typer.echo(__version__)
+
+
+if __name__ == "__main__":
+    app(prog_name="ssdkv")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,16 +20,16 @@ from vllm_ssdkv.host import default_root
 from vllm_ssdkv.sizes import approximate_size
 from vllm_ssdkv.store.catalog import (
     StoreDetails,
-    StoreSummary,
     inspect_store,
     stores_below,
     summarize,
 )
 from vllm_ssdkv.store.removal import Removal, plan_removal
 from vllm_ssdkv.store.removal import remove as remove_files
-from vllm_ssdkv.store.stored import find_store
+from vllm_ssdkv.store.stored import StoredStore, find_store
 
 FAILED: Final = 1
+Seen = TypeVar("Seen")
 
 _Directories = Annotated[
     list[Path] | None,
@@ -76,6 +76,29 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def look_at_all(
+    directories: Sequence[Path] | None, look: Callable[[StoredStore], Seen]
+) -> tuple[list[Seen], list[str]]:
+    """What there is to say of every store in the directories and two folders below.
+
+    Args:
+        directories: None or empty: the cache directory.
+        look: Called for each store; may raise SSDKVError or OSError.
+
+    Returns:
+        Of each store that could be looked at; and a line of text for each of the others.
+    """
+    found: list[Seen] = []
+    broken: list[str] = []
+    states = {s: None for d in _absolute(directories) or [default_root()] for s in stores_below(d)}
+    for state in states:
+        try:
+            found.append(look(find_store([], state)))
+        except (SSDKVError, OSError) as error:
+            broken.append(f"{state}: {error}")
+    return found, broken
+
+
 def list_stores(
     directories: Annotated[
         list[Path] | None,
@@ -87,14 +110,7 @@ def list_stores(
 
     Exits with 1 when one of them cannot be read; the others are listed.
     """
-    found: list[StoreSummary] = []
-    broken: list[str] = []
-    for root in _absolute(directories) or [default_root()]:
-        for state in stores_below(root):
-            try:
-                found.append(summarize(find_store([], state)))
-            except (SSDKVError, OSError) as error:
-                broken.append(f"{state}: {error}")
+    found, broken = look_at_all(directories, summarize)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(store) for store in found], indent=2))
     else:

@@ -1,0 +1,99 @@
+"""``ssdkv bench ttft``: what it asks for and what it prints; engines are stood for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.cli.recall import MODEL_DIR
+from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.profiling import bench_ttft
+
+Jobs = list[tuple[str, dict[str, Any]]]
+
+
+def ttft(*arguments: object) -> Result:
+    command = ["bench", "ttft", *map(str, arguments)]
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """What engines were started for; a hit takes half as long as computing."""
+    seen: Jobs = []
+
+    def run(
+        benchmark: str, measurement: str, job: dict[str, Any], environment: dict[str, str]
+    ) -> list[dict[str, Any]]:
+        assert benchmark == "bench_ttft"
+        assert environment["OMP_NUM_THREADS"] == "1"
+        seen.append((measurement, job))
+        assert all(Path(device["path"]).is_dir() for device in job["devices"])
+        if measurement == "fill":
+            return []
+        row = {"drive": job["drive"], "load": job["load"], "tokens": 512}
+        times = {"ttft_computed": 0.1, "ttft_ssd": 0.05, "ttft_dram": 0.01}
+        ratios = {"ratio_ssd": 0.5, "ratio_dram": 0.1, "loaded_ssd": 1.0, "loaded_dram": 1.0}
+        return [{**row, **times, **ratios}]
+
+    monkeypatch.setattr(bench_ttft, "run_measurement", run)
+    return seen
+
+
+def test_one_store_is_measured_in_every_way(jobs: Jobs, tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    out = tmp_path / "figures.json"
+    given = [word for place in places for word in ("--dir", place)]
+    result = ttft(*given, "--json", out, "--repeats", "3", "--bandwidth", "1MiB")
+    assert result.exit_code == 0, result.output
+    assert [name for name, _ in jobs] == ["fill"] + ["measure"] * 4
+    assert len({json.dumps(job["devices"]) for _, job in jobs}) == 1, "the same store"
+    assert {(job["model"], job["repeats"]) for _, job in jobs} == {(str(MODEL_DIR), 3)}
+    slow = [{"bandwidth": 1 << 20, "latency": 0.02}]
+    assert [job["throttle"] for _, job in jobs] == [[], [], [], slow, slow]
+    assert [row["load"] for row in json.loads(out.read_text())] == ["always", "auto"] * 2
+    (first, *_) = [line.split() for line in result.stdout.splitlines() if "throttled" in line]
+    assert first[1:] == ["always", "512", "100.0", "50.0", "100%", "0.50", "10.0", "100%", "0.10"]
+    assert [list(place.iterdir()) for place in places] == [[], []], "nothing is left"
+
+
+def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(*_: object, **__: object) -> list[dict[str, Any]]:
+        raise BenchError("fill failed:\nno memory")
+
+    monkeypatch.setattr(bench_ttft, "run_measurement", run)
+    result = ttft("--dir", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "ssdkv bench ttft: fill failed:\nno memory" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--bandwidth", "fast"), "--bandwidth"),
+        (("--json", "/no/such/folder/x.json"), "--json"),
+        (("--model", "/no/such/model"), "--model"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(
+    jobs: Jobs, arguments: tuple[str, ...], text: str
+) -> None:
+    result = ttft(*arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert jobs == []
+
+
+def test_a_directory_that_is_not_there_is_told(jobs: Jobs, tmp_path: Path) -> None:
+    result = ttft("--dir", tmp_path / "none")
+    assert result.exit_code == 1
+    assert str(tmp_path / "none") in result.stderr
+    assert jobs == []

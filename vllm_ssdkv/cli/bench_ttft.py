@@ -1,0 +1,95 @@
+"""``ssdkv bench ttft``: time to first token of a hit, against that of computing the prompt."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_ssdkv.cli.bench import require_writable
+from vllm_ssdkv.cli.recall import MODEL_DIR
+from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.sizes import parse_size
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """Times in milliseconds; loaded: the part of the prompt that was not computed."""
+    table = Table("drive", "load", box=None, pad_edge=False)
+    for name in (
+        "tokens",
+        "computed ms",
+        "SSD ms",
+        "loaded",
+        "ratio",
+        "DRAM ms",
+        "loaded",
+        "ratio",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [row["drive"], row["load"], str(row["tokens"]), f"{1e3 * row['ttft_computed']:.1f}"]
+        for tier in ("ssd", "dram"):
+            cells.append(f"{1e3 * row[f'ttft_{tier}']:.1f}")
+            cells.append(f"{row[f'loaded_{tier}']:.0%}")
+            cells.append(f"{row[f'ratio_{tier}']:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def ttft(
+    directory: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--dir",
+            help="Where to make the store, may be repeated for several drives; default: the "
+            "working directory.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, exists=True, help="A model directory; default: the demo's model."
+        ),
+    ] = None,
+    bandwidth: Annotated[str, typer.Option(help="Of the slowed drive, per second.")] = "2MiB",
+    latency: Annotated[float, typer.Option(min=0, max=1, help="Of it, in seconds.")] = 0.02,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="Prompts of each length.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+) -> None:
+    """Measure the time to first token of hits on SSD and in DRAM, on real vLLM in mode reuse.
+
+    On the drives as they are and on slowed ones, with `load: always` and `load: auto`. Takes
+    minutes: five engines, one after the other.
+    """
+    from vllm_ssdkv.profiling.bench_ttft import run_bench
+
+    try:
+        slow: dict[str, object] = {"bandwidth": parse_size(bandwidth), "latency": latency}
+    except ValueError as error:
+        raise typer.BadParameter(f"{bandwidth!r}: {error}", param_hint="--bandwidth") from None
+    require_writable("--json", json_file)
+    parents = [path.expanduser().absolute() for path in directory or [Path.cwd()]]
+    console = Console(stderr=True)
+    folders: list[tempfile.TemporaryDirectory[str]] = []
+    try:
+        for parent in parents:
+            folders.append(tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=parent))
+        places = [Path(folder.name) for folder in folders]
+        with console.status("starting") as status:
+            rows = run_bench(model or MODEL_DIR, places, slow, repeats, status.update)
+        if json_file is not None:
+            json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except (BenchError, OSError) as error:
+        typer.echo(f"ssdkv bench ttft: {error}", err=True)
+        raise typer.Exit(1) from error
+    finally:
+        for folder in folders:
+            folder.cleanup()
+    Console().print(_table(rows))
