@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from tests.store.filled_store import GEOMETRY, FilledStore
 from vllm_ssdkv.cli import space
+from vllm_ssdkv.cli.check_devices import Mount
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.quota import _advice
 from vllm_ssdkv.cli.space import FileSystemSpace, store_space
@@ -173,6 +174,17 @@ def test_a_broken_store_hides_no_other(store: FilledStore) -> None:
     assert result.exit_code == 1
     assert str(store.state) in result.stdout
     assert f"{broken}: {broken / NAME} is damaged" in result.stderr
+
+
+def test_a_file_system_that_is_mounted_twice_is_one(
+    store: FilledStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with bind mounts: each device has another mount, and both the same free space."""
+    monkeypatch.setattr(space, "mount_of", lambda path: Mount(str(path), "ext4", "/dev/sda"))
+    found = store_space(find_store([], store.state))
+    assert {device.filesystem for device in found.devices} == set(map(str, store.devices))
+    (place,) = space.filesystems([found])
+    assert place.stores == found.on_disk
 
 
 def test_a_device_that_is_away_takes_nothing(store: FilledStore) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.metric_pages import Values, page
+from tests.cli.metric_pages import THEIRS, Values, page
 from vllm_ssdkv.cli.sample import TROUBLES, Sample, compare
 from vllm_ssdkv.cli.scrape import Scrape, parse
 from vllm_ssdkv.metrics import BY_NAME
@@ -144,6 +146,15 @@ def test_an_engine_without_requests_yet_has_no_numbers_but_zero() -> None:
     found = compare(scrape(1.0, page_of_new), scrape(2.0, page_of_new), URL, 0)
     assert (found.models, found.in_force, found.devices) == ((), (), ())
     assert (found.slots, found.hbm_used, found.hit_rate_since_start) == (0, None, None)
+
+
+def test_the_names_of_vllms_metrics_are_those_of_its_loggers() -> None:
+    """Without importing it, which takes long."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    loggers = (Path(spec.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
+    assert {name for name in THEIRS if f'name="vllm:{name}"' not in loggers} == set()
 
 
 def test_troubles_are_counters() -> None:

@@ -79,6 +79,7 @@ class FileSystemSpace:
     """A file system with devices of stores on it. Sizes in bytes.
 
     Attributes:
+        mount: One of the places where it is mounted.
         stores: What these stores occupy.
         others: What everything else occupies.
         free: What an unprivileged user may still write.
@@ -131,34 +132,39 @@ def store_space(store: StoredStore, capacity: int | None = None) -> StoreSpace:
 
 
 def filesystems(stores: Sequence[StoreSpace]) -> list[FileSystemSpace]:
-    """The file systems of these stores, each once. Blocks on I/O."""
-    places: dict[str, list[Path]] = {}
-    growth: dict[str, int] = {}
+    """The file systems of these stores, each once, however often it is mounted. Blocks on I/O."""
+    mounts: dict[int, str] = {}
+    places: dict[int, list[Path]] = {}
+    growth: dict[int, int] = {}
     for store in stores:
         for device in store.devices:
-            if device.filesystem:
-                places.setdefault(device.filesystem, []).append(Path(device.path))
-                room = max(0, device.capacity - device.on_disk)
-                growth[device.filesystem] = growth.get(device.filesystem, 0) + room
-        mount = _filesystem(Path(store.state_dir))
-        if mount in places:
-            places[mount].append(Path(store.state_dir))
+            if not device.filesystem:
+                continue
+            number = os.stat(device.path).st_dev
+            mounts.setdefault(number, device.filesystem)
+            places.setdefault(number, []).append(Path(device.path))
+            room = max(0, device.capacity - device.on_disk)
+            growth[number] = growth.get(number, 0) + room
+    for store in stores:
+        number = os.stat(store.state_dir).st_dev
+        if number in places:
+            places[number].append(Path(store.state_dir))
     found = []
-    for mount, paths in sorted(places.items()):
-        status = os.statvfs(mount)
+    for number, paths in places.items():
+        status = os.statvfs(paths[0])
         used = (status.f_blocks - status.f_bfree) * status.f_frsize
         ours = _occupied(paths)
         found.append(
             FileSystemSpace(
-                mount=mount,
+                mount=mounts[number],
                 size=status.f_blocks * status.f_frsize,
                 stores=ours,
                 others=max(0, used - ours),
                 free=status.f_bavail * status.f_frsize,
-                growth=growth[mount],
+                growth=growth[number],
             )
         )
-    return found
+    return sorted(found, key=lambda place: place.mount)
 
 
 def _filesystem(path: Path) -> str:
