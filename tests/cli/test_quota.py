@@ -100,13 +100,16 @@ def resized(store: FilledStore, capacity: int) -> StorePlace:
 
 @pytest.mark.parametrize("capacity", [16 * MIB, 24 * MIB, 200 * MIB])
 def test_a_forecast_is_what_the_next_start_makes(store: FilledStore, capacity: int) -> None:
-    (entry,) = as_json(folder(store), "--capacity", f"{capacity // MIB}MiB")["stores"]
+    found = as_json(folder(store), "--capacity", f"{capacity // MIB}MiB")
+    (entry,), (place,) = found["stores"], found["filesystems"]
+    room = [max(0, capacity - device["on_disk"]) for device in entry["devices"]]
+    assert place["growth"] == sum(room)
     assert entry["forecast"]["capacity"] == capacity
-    assert {device["capacity"] for device in entry["devices"]} == {capacity}
-    place = resized(store, capacity)
-    index, restriper = open_index(place)
+    assert {device["capacity"] for device in entry["devices"]} == {16 * MIB}, "as it is now"
+    bigger = resized(store, capacity)
+    index, restriper = open_index(bigger)
     try:
-        assert place.stored().slots == entry["forecast"]["slots"]
+        assert bigger.stored().slots == entry["forecast"]["slots"]
         assert index.gauges()["ready"] == entry["forecast"]["kept"]
     finally:
         assert restriper.close()

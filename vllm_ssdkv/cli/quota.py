@@ -48,11 +48,14 @@ def _stores(stores: Sequence[StoreSpace]) -> Table:
             blocks += f", {lost} given up" if lost else ""
         for row, device in enumerate(store.devices):
             first = row == 0
+            capacity = approximate_size(device.capacity)
+            if store.forecast is not None:
+                capacity += f" -> {approximate_size(store.forecast.capacity)}"
             table.add_row(
                 Text(store.state_dir if first else ""),
                 Text(store.model if first else ""),
                 Text(device.path),
-                approximate_size(device.capacity),
+                capacity,
                 approximate_size(device.on_disk) if device.filesystem else "-",
                 blocks if first else "",
             )

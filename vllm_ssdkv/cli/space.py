@@ -26,7 +26,7 @@ class DeviceSpace:
     Attributes:
         filesystem: Where its file system is mounted; empty for a raw block device, and for a
             directory that is away.
-        capacity: What the store may take there, or with ``--capacity`` would be allowed to.
+        capacity: What the store may take there.
         on_disk: What the store's files occupy there now, as ``du`` counts it.
     """
 
@@ -83,7 +83,8 @@ class FileSystemSpace:
         stores: What these stores occupy.
         others: What everything else occupies.
         free: What an unprivileged user may still write.
-        growth: What these stores may still grow by at the most, in their capacities.
+        growth: What these stores may still grow by at the most, in their capacities or, where
+            there is a forecast, in those of the forecast.
     """
 
     mount: str
@@ -103,7 +104,7 @@ def store_space(store: StoredStore, capacity: int | None = None) -> StoreSpace:
     """What a store takes. Blocks on I/O; takes no lock.
 
     Args:
-        capacity: Bytes that each device is given, instead of what it has.
+        capacity: Bytes of each device for the forecast; None: without one.
 
     Raises:
         StoreError: the journal cannot be read.
@@ -113,7 +114,7 @@ def store_space(store: StoredStore, capacity: int | None = None) -> StoreSpace:
         DeviceSpace(
             path=str(path),
             filesystem=_filesystem(path),
-            capacity=entry.capacity if capacity is None else capacity,
+            capacity=entry.capacity,
             on_disk=_occupied([path]),
         )
         for path, entry in zip(store.paths, manifest.devices, strict=True)
@@ -143,7 +144,8 @@ def filesystems(stores: Sequence[StoreSpace]) -> list[FileSystemSpace]:
             number = os.stat(device.path).st_dev
             mounts.setdefault(number, device.filesystem)
             places.setdefault(number, []).append(Path(device.path))
-            room = max(0, device.capacity - device.on_disk)
+            capacity = store.forecast.capacity if store.forecast else device.capacity
+            room = max(0, capacity - device.on_disk)
             growth[number] = growth.get(number, 0) + room
     for store in stores:
         number = os.stat(store.state_dir).st_dev
