@@ -98,18 +98,24 @@ def resized(store: FilledStore, capacity: int) -> StorePlace:
     return StorePlace(config, GEOMETRY, store.place.fingerprint, store.ranks, model="some/model")
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("capacity", [16 * MIB, 24 * MIB, 200 * MIB])
-def test_a_forecast_is_what_the_next_start_makes(store: FilledStore, capacity: int) -> None:
+def test_a_forecast_is_what_the_next_start_makes(
+    tmp_devices: Callable[[int], list[Path]], capacity: int, ranks: int, replicas: int
+) -> None:
+    devices = tuple(tmp_devices(2))
+    store = FilledStore(devices, devices[0], (0, 1, 40), ranks=ranks, replicas=replicas)
+    store.fill()
     found = as_json(folder(store), "--capacity", f"{capacity // MIB}MiB")
     (entry,), (place,) = found["stores"], found["filesystems"]
     room = [max(0, capacity - device["on_disk"]) for device in entry["devices"]]
     assert place["growth"] == sum(room)
     assert entry["forecast"]["capacity"] == capacity
     assert {device["capacity"] for device in entry["devices"]} == {16 * MIB}, "as it is now"
-    bigger = resized(store, capacity)
-    index, restriper = open_index(bigger)
+    other = resized(store, capacity)
+    index, restriper = open_index(other)
     try:
-        assert bigger.stored().slots == entry["forecast"]["slots"]
+        assert other.stored().slots == entry["forecast"]["slots"]
         assert index.gauges()["ready"] == entry["forecast"]["kept"]
     finally:
         assert restriper.close()

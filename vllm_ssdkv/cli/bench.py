@@ -19,7 +19,7 @@ from vllm_ssdkv.sizes import KIB, MIB, format_size, parse_size
 if TYPE_CHECKING:
     from vllm_ssdkv.store.engine.protocol import Op
 
-app = typer.Typer(no_args_is_help=True, help="Measure SSDs and I/O engines.")
+app = typer.Typer(no_args_is_help=True, help="Measure SSDs, I/O engines, and vLLM on them.")
 
 SIZES: Final = (4 * KIB, 8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
 DEPTHS: Final = (1, 16, 64)
