@@ -89,7 +89,7 @@ def _panel(plain: Mapping[str, Any]) -> Panel:
 
 
 def fill_in(expression: str, rate_interval_s: float) -> str:
-    """The expression with a value for each of Grafana's variables: all models, engines and so on."""
+    """The expression with a value for each of Grafana's variables: everything they choose from."""
     text = expression.replace("$__rate_interval", f"{round(rate_interval_s * 1000)}ms")
     for variable in ("model_name", "engine", "device", "instance"):
         text = text.replace(f"${variable}", ".*")

@@ -132,10 +132,10 @@ def serving(scratch: Path) -> Iterator[Server]:
     options = {
         "mode": "page",
         "devices": [{"path": str(path), **limits} for path in devices],
-        "dram_gib": "12MiB",
+        "dram_gib": "8MiB",
         "hbm_window_tokens": 128,
         "selector": "bounds",
-        # Room for the pages of one prompt, so that SSDs are read in every round.
+        # DRAM holds less than one prompt, so that SSDs are read in every round.
         "sparse": {"budget": 0.25, "exact_below": 0, "page_cache": "1MiB"},
         "io": {"staging": "4MiB", "fault_file": str(control), "deadline": 30.0},
     }
@@ -145,7 +145,7 @@ def serving(scratch: Path) -> Iterator[Server]:
         "kv_connector_extra_config": options,
     }
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(recall.MODEL_DIR)]
-    command += ["--enforce-eager", "--max-model-len", str(MAX_LEN)]
+    command += ["--enforce-eager", "--max-model-len", str(MAX_LEN), "--block-size", "32"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     variables = {
         **os.environ,

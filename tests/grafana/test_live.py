@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ BOARDS = {name: read_board(name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def period(serving: Server, prometheus: str) -> Iterator[Period]:
+def period(serving: Server, prometheus: str) -> Period:
     """From before a workload to after it, in what Prometheus has scraped."""
     begin = time.time() - RATE_INTERVAL_S
     server = Prometheus(prometheus)
