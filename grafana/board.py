@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import vllm_ssdkv.grafana
 
-NAMES: Final = ("overview", "devices")
+NAMES: Final = ("overview", "devices", "sparse", "batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ def _panel(plain: Mapping[str, Any]) -> Panel:
 
 
 def fill_in(expression: str, rate_interval_s: float) -> str:
-    """The expression with a value for each of Grafana's variables: all models, engines, devices."""
+    """The expression with a value for each of Grafana's variables: everything they choose from."""
     text = expression.replace("$__rate_interval", f"{round(rate_interval_s * 1000)}ms")
-    for variable in ("model_name", "engine", "device"):
+    for variable in ("model_name", "engine", "device", "instance"):
         text = text.replace(f"${variable}", ".*")
     return text

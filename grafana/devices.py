@@ -15,6 +15,7 @@ from vllm_ssdkv.grafana.panels import (
     share,
     total,
     with_device_choice,
+    with_engine_choice,
 )
 
 _LEGEND = "{{device}}"
@@ -23,11 +24,10 @@ _DIRECTED = "{{device}} {{direction}}"
 
 def devices() -> Dashboard:
     """The whole dashboard."""
-    board = with_device_choice(
-        new_dashboard(
-            "SSDKV devices", "ssdkv-devices", "The SSDs of the KV cache: work, speed, errors, wear."
-        )
+    empty = new_dashboard(
+        "SSDKV devices", "ssdkv-devices", "The SSDs of the KV cache: work, speed, errors, wear."
     )
+    board = with_device_choice(with_engine_choice(empty))
     _state(board)
     _work(board)
     _speed(board)

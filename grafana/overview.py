@@ -16,6 +16,7 @@ from vllm_ssdkv.grafana.panels import (
     share,
     theirs,
     total,
+    with_engine_choice,
 )
 
 _HIT_RATE = share(
@@ -30,10 +31,12 @@ _FULL = share(
 
 def overview() -> Dashboard:
     """The whole dashboard."""
-    board = new_dashboard(
-        "SSDKV overview",
-        "ssdkv-overview",
-        "KV cache of vLLM on HBM, DRAM and SSDs: what it spares, where KV is, what goes wrong.",
+    board = with_engine_choice(
+        new_dashboard(
+            "SSDKV overview",
+            "ssdkv-overview",
+            "KV cache of vLLM on HBM, DRAM and SSDs: what it spares, where KV is, what goes wrong.",
+        )
     )
     _numbers(board)
     _requests(board)

@@ -24,6 +24,8 @@ OURS: Final = "vllm:ssdkv_"
 ENGINE: Final = 'model_name=~"$model_name",engine=~"$engine"'
 """Chooses the engines. Every panel's series are of these."""
 DEVICE: Final = f'{ENGINE},device=~"$device"'
+SERVER: Final = 'instance=~"$instance"'
+"""Chooses the servers. Metrics of the Batch API name no engine."""
 
 Query: TypeAlias = tuple[str, str]
 """A PromQL expression and the legend of its series."""
@@ -48,6 +50,11 @@ def theirs(name: str, *more: str) -> str:
     return f"vllm:{name}{{{','.join([ENGINE, *more])}}}"
 
 
+def on_server(name: str, *more: str) -> str:
+    """Selector of a metric of vLLM's or ours (``ssdkv_...``), for the chosen servers."""
+    return f"vllm:{name}{{{','.join([SERVER, *more])}}}"
+
+
 def rate(selector: str, *by: str) -> str:
     """Increase per second, added up over everything but the labels ``by``."""
     return _sum(f"rate({selector}[$__rate_interval])", by)
@@ -66,6 +73,11 @@ def _sum(expression: str, by: Iterable[str]) -> str:
 def share(part: str, whole: str) -> str:
     """``part / whole``, and nothing while the whole is 0."""
     return f"{part} / ({whole} > 0)"
+
+
+def parts(each: str, whole: str) -> str:
+    """Every series of ``each`` divided by the one of ``whole``; nothing while that is 0."""
+    return f"{each} / on () group_left () ({whole} > 0)"
 
 
 def quantile(q: float, selector: str, *by: str) -> str:
@@ -160,7 +172,7 @@ def _choice(name: str, label: str, metric: str) -> dashboard.QueryVariable:
 
 
 def new_dashboard(title: str, uid: str, meaning: str) -> dashboard.Dashboard:
-    """An empty dashboard with the choices of data source, model and engine."""
+    """An empty dashboard with the choice of data source."""
     return (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -174,11 +186,21 @@ def new_dashboard(title: str, uid: str, meaning: str) -> dashboard.Dashboard:
         .with_variable(
             dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
         )
-        .with_variable(_choice("model_name", "Model", f"{OURS}info"))
-        .with_variable(_choice("engine", "Engine", f"{OURS}info"))
+    )
+
+
+def with_engine_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    """The dashboard, with a choice of models and one of engines."""
+    return board.with_variable(_choice("model_name", "Model", f"{OURS}info")).with_variable(
+        _choice("engine", "Engine", f"{OURS}info")
     )
 
 
 def with_device_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
     """The dashboard, with a choice of devices."""
     return board.with_variable(_choice("device", "Device", f"{OURS}device_state"))
+
+
+def with_server_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    """The dashboard, with a choice of servers that run batches."""
+    return board.with_variable(_choice("instance", "Server", f"{OURS}batches_unended"))

@@ -8,13 +8,20 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from vllm_ssdkv.grafana.batch import batch
 from vllm_ssdkv.grafana.devices import devices
 from vllm_ssdkv.grafana.overview import overview
+from vllm_ssdkv.grafana.sparse import sparse
 
 
 def dashboards() -> dict[str, str]:
     """File name and text of every dashboard."""
-    boards = {"overview": overview(), "devices": devices()}
+    boards = {
+        "overview": overview(),
+        "devices": devices(),
+        "sparse": sparse(),
+        "batch": batch(),
+    }
     texts: dict[str, str] = {}
     for name, board in boards.items():
         plain = json.loads(JSONEncoder().encode(board.build()))

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from openai.types import Batch
 
 from tests.conftest import disk_directory
 from tests.serving import free_port, server
@@ -27,6 +28,8 @@ GRAFANA = Path(__file__).parents[2] / "grafana"
 PATIENCE_S = 300.0
 SCRAPE_S = 1.0
 MAX_LEN = 4096
+LENGTH = 1536
+"""Tokens of a prompt."""
 
 
 def wait_for(what: str, holds: Callable[[], bool], between: Callable[[], object] = object) -> None:
@@ -55,7 +58,10 @@ def promtool() -> str:
 
 @dataclass(frozen=True)
 class Server:
-    """A `vllm serve` in page mode on two directories, with faults that can be switched."""
+    """A `vllm serve` with sparse attention and the Batch API, on two directories.
+
+    Its faults can be switched.
+    """
 
     url: str
     devices: list[Path]
@@ -67,17 +73,45 @@ class Server:
         fresh.write_text(json.dumps(rules))
         fresh.rename(self.control)
 
-    def ask(self, seed: int, tokens: int = 4, length: int = 1536) -> str:
+    def ask(self, seed: int) -> str:
         """The answer to a prompt that ``seed`` chooses."""
-        question = recall.ask("multikey", length, seed)
-        body = {"prompt": list(question.prompt), "max_tokens": tokens, "temperature": 0}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps({"model": str(recall.MODEL_DIR), **body}).encode(),
-            {"Content-Type": "application/json"},
+        answer = self._client().completions.create(**_completion(seed))
+        return str(answer.choices[0].text)
+
+    def batch(self, seeds: Iterable[int]) -> Batch:
+        """The same prompts as a batch, and a request that must fail; returns when it has ended."""
+        bodies = [*map(_completion, seeds), {**_completion(0), "model": "another"}]
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+            for i, body in enumerate(bodies)
+        ]
+        client = self._client()
+        text = "\n".join(map(json.dumps, lines))
+        file = client.files.create(file=("batch.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
+        wait_for(
+            "the batch to end",
+            lambda: client.batches.retrieve(batch.id).status in ("completed", "failed", "expired"),
+        )
+        return client.batches.retrieve(batch.id)
+
+    def _client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            api_key="none", base_url=f"{self.url}/v1", max_retries=0, timeout=PATIENCE_S
+        )
+
+
+def _completion(seed: int) -> dict[str, Any]:
+    """Body of a request whose answer is far back in its prompt."""
+    question = recall.ask("single", LENGTH, seed)
+    return {
+        "model": str(recall.MODEL_DIR),
+        "prompt": list(question.prompt),
+        "max_tokens": len(question.answer),
+        "temperature": 0,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +134,9 @@ def serving(scratch: Path) -> Iterator[Server]:
         "devices": [{"path": str(path), **limits} for path in devices],
         "dram_gib": "8MiB",
         "hbm_window_tokens": 128,
+        "selector": "bounds",
+        # DRAM holds less than one prompt, so that SSDs are read in every round.
+        "sparse": {"budget": 0.25, "exact_below": 0, "page_cache": "1MiB"},
         "io": {"staging": "4MiB", "fault_file": str(control), "deadline": 30.0},
     }
     transfer = {
@@ -108,12 +145,13 @@ def serving(scratch: Path) -> Iterator[Server]:
         "kv_connector_extra_config": options,
     }
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(recall.MODEL_DIR)]
-    command += ["--enforce-eager", "--max-model-len", str(MAX_LEN)]
+    command += ["--enforce-eager", "--max-model-len", str(MAX_LEN), "--block-size", "32"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     variables = {
         **os.environ,
         "XDG_CACHE_HOME": str(scratch),
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
     }
     with server(command, variables, scratch, scratch / "serve.log") as url:
         yield Server(url, devices, control)

@@ -10,7 +10,7 @@ import pytest
 from tests.grafana.conftest import GRAFANA
 from vllm_ssdkv.grafana.board import NAMES, Query, fill_in, read_board
 from vllm_ssdkv.grafana.write import dashboards
-from vllm_ssdkv.metrics import METRICS
+from vllm_ssdkv.metrics import BATCH_METRICS, METRICS
 
 
 def test_the_committed_json_is_what_the_code_writes() -> None:
@@ -38,22 +38,35 @@ def test_panels_do_not_overlap(name: str) -> None:
 def test_panels_name_declared_metrics_and_explain_themselves(name: str) -> None:
     exposed = {
         metric.exposed_name + part
-        for metric in METRICS
+        for metric in (*METRICS, *BATCH_METRICS)
         for part in (("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",))
     }
+    choice = 'instance=~"$instance"' if name == "batch" else 'engine=~"$engine"'
     plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
+    assert choice.partition("=")[0] in {one["name"] for one in plain["templating"]["list"]}
     panels = [panel for panel in plain["panels"] if panel["type"] != "row"]
     assert len(panels) > 10
     for panel in panels:
         assert panel["description"].endswith(".")
         for target in panel["targets"]:
-            assert "$engine" in target["expr"], "the choice of engine is for all panels"
+            selectors = re.findall(r"vllm:\w+\{([^}]*)\}", target["expr"])
+            assert selectors
+            assert all(choice in selector for selector in selectors), "the choice is for all panels"
             ours = set(re.findall(r"vllm:ssdkv_\w+", target["expr"]))
             assert ours <= exposed
 
 
+def test_every_metric_of_sparse_attention_and_batches_is_drawn() -> None:
+    names = {metric.exposed_name for metric in METRICS if metric.name.startswith("sparse_")}
+    names |= {metric.exposed_name for metric in BATCH_METRICS}
+    panels = [panel for name in ("sparse", "batch") for panel in read_board(name).panels]
+    queries = [query.expression for panel in panels for query in panel.queries]
+    drawn = {name for text in queries for name in re.findall(r"vllm:ssdkv_\w+", text)}
+    assert names - drawn == set()
+
+
 def test_alerts_name_declared_metrics() -> None:
-    exposed = {metric.exposed_name for metric in METRICS}
+    exposed = {metric.exposed_name for metric in (*METRICS, *BATCH_METRICS)}
     named = set(re.findall(r"vllm:ssdkv_\w+", (GRAFANA / "alerts.yml").read_text()))
     assert len(named) > 5
     assert named <= exposed
@@ -62,5 +75,6 @@ def test_alerts_name_declared_metrics() -> None:
 def test_variables_and_legends_are_filled_in() -> None:
     text = 'rate(x{engine=~"$engine",device=~"$device"}[$__rate_interval])'
     assert fill_in(text, 1.5) == 'rate(x{engine=~".*",device=~".*"}[1500ms])'
+    assert fill_in('x{instance=~"$instance"}', 1) == 'x{instance=~".*"}'
     query = Query("x", "{{device}} {{direction}}")
     assert query.name({"device": "/a", "direction": "read", "le": "1"}) == "/a read"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.grafana.board import NAMES, Panel, read_board
 from vllm_ssdkv.grafana.prometheus import Prometheus
 from vllm_ssdkv.grafana.render import Period, ask
-from vllm_ssdkv.metrics import METRICS
+from vllm_ssdkv.metrics import BATCH_METRICS, METRICS
 
 pytestmark = pytest.mark.timeout(900)
 RATE_INTERVAL_S = 10 * SCRAPE_S
@@ -30,7 +29,7 @@ BOARDS = {name: read_board(name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
-def period(serving: Server, prometheus: str) -> Iterator[Period]:
+def period(serving: Server, prometheus: str) -> Period:
     """From before a workload to after it, in what Prometheus has scraped."""
     begin = time.time() - RATE_INTERVAL_S
     server = Prometheus(prometheus)
@@ -40,6 +39,9 @@ def period(serving: Server, prometheus: str) -> Iterator[Period]:
         for seed in SEEDS:
             answer = serving.ask(seed)
             assert answers.setdefault(seed, answer) == answer
+        counts = serving.batch(SEEDS).request_counts
+        assert counts is not None
+        assert (counts.completed, counts.failed) == (len(SEEDS), 1)
 
     def complete() -> bool:
         now = Period(begin, time.time(), RATE_INTERVAL_S)
@@ -72,7 +74,7 @@ def test_every_documented_metric_is_scraped(prometheus: str, period: Period) -> 
     parts = {"histogram": ("_bucket", "_count", "_sum")}
     missing = {
         metric.name
-        for metric in METRICS
+        for metric in (*METRICS, *BATCH_METRICS)
         for part in parts.get(metric.kind, ("",))
         if metric.exposed_name + part not in names
     }
