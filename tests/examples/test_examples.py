@@ -30,13 +30,20 @@ FOUND = 4095 // BLOCK * BLOCK
 pytestmark = pytest.mark.timeout(2000)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where vLLM keeps what it compiled: the examples have one model."""
+    return tmp_path_factory.mktemp("vllm")
+
+
 @pytest.fixture
-def variables(tmp_devices: Callable[[int], list[Path]]) -> dict[str, str]:
+def variables(tmp_devices: Callable[[int], list[Path]], compiled: Path) -> dict[str, str]:
     """Environment of an example: own cache directory, little memory, this Python's commands."""
     (cache,) = tmp_devices(1)
     return {
         **os.environ,
         "XDG_CACHE_HOME": str(cache),
+        "VLLM_CACHE_ROOT": str(compiled),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
