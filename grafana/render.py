@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from vllm_ssdkv.grafana.board import Board, Panel, fill_in
 from vllm_ssdkv.grafana.prometheus import Prometheus, Series
 
@@ -19,6 +21,8 @@ _INCHES_PER_ROW: Final = 0.34
 _DPI: Final = 80
 _LEGEND_ENTRIES: Final = 6
 _POINTS: Final = 240
+_DAY_S: Final = 86400.0
+"""Matplotlib's dates are days since 1970."""
 
 _FIXED: Final = {"percentunit": (100.0, " %"), "none": (1.0, "")}
 _SUFFIX: Final = {"ops": "/s", "iops": "/s", "decbytes": "B", "Bps": "B/s", "s": "s", "short": ""}
@@ -131,17 +135,16 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[tuple[str, Series]], peri
     axes.set_title(panel.title, fontsize=9, loc="left", color="#444444")
     if not series:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="#999999")
-    ends = (datetime.fromtimestamp(t, UTC) for t in (period.start, period.end))
-    axes.set_xlim(*ends)  # type: ignore[arg-type]
+    axes.set_xlim(period.start / _DAY_S, period.end / _DAY_S)
     below: dict[float, float] = {}
     for name, one in series:
-        times = [datetime.fromtimestamp(t, UTC) for t in one.times]
+        times = np.asarray(one.times) / _DAY_S
         bases = [below.get(t, 0.0) if panel.stacked else 0.0 for t in one.times]
         values = one.values + bases
         below.update(zip(one.times, values, strict=True))
-        (line,) = axes.plot(times, values, linewidth=1.2, label=name, clip_on=False)  # type: ignore[arg-type]
+        (line,) = axes.plot(times, values, linewidth=1.2, label=name, clip_on=False)
         alpha = 0.3 if panel.stacked else 0.05
-        axes.fill_between(times, bases, values, alpha=alpha, color=line.get_color())  # type: ignore[arg-type]
+        axes.fill_between(times, bases, values, alpha=alpha, color=line.get_color())
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: format_value(v, panel.unit)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -85,11 +86,13 @@ def dense(problem: Contexts) -> torch.Tensor:
 
 @given(problem=contexts(), granularity=st.sampled_from(["token", "page"]))
 @settings(max_examples=20, deadline=None)
-def test_everything_selected_is_dense(problem: Contexts, granularity: str) -> None:
+def test_everything_selected_is_dense(
+    problem: Contexts, granularity: Literal["token", "page"]
+) -> None:
     """Exact; r = d and k = s of SparF; p = 1 of adaptive; any selector with the whole budget."""
     size = problem.layout.head_size
     bounds = BoundsSelector(ALL, 0, KERNELS)
-    sparf = SparfSelector(ALL, size, granularity, 0, KERNELS)  # type: ignore[arg-type]
+    sparf = SparfSelector(ALL, size, granularity, 0, KERNELS)
     want = dense(problem)
     for selector in (
         ExactSelector(),

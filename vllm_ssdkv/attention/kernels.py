@@ -27,7 +27,7 @@ from vllm_ssdkv.attention.blocks import (
     on_device,
     on_host,
 )
-from vllm_ssdkv.attention.native import dtype_codes, load_native
+from vllm_ssdkv.attention.native import NativeKernels
 from vllm_ssdkv.errors import UnsupportedError
 
 
@@ -163,15 +163,10 @@ def _layer_addresses(
     return blocks.ravel(), (slots[None, :] + layers[:, None]).ravel()
 
 
-class CpuKernels:
+class CpuKernels(NativeKernels):
     """The native kernels. ``threads`` bounds the threads of one call (default: torch's)."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        """Load the native module; raises ``UnsupportedError`` if it cannot be."""
-        self.device = torch.device("cpu")
-        self.threads = threads or torch.get_num_threads()
-        self._native = load_native(self.threads)
-        self._codes = dtype_codes(self._native)
+    device = torch.device("cpu")
 
     def attend(
         self,

@@ -31,10 +31,20 @@ def load_native(threads: int) -> ModuleType:
     return native
 
 
-def dtype_codes(native: ModuleType) -> dict[torch.dtype, int]:
-    """The module's number of each element type that it takes."""
-    return {
-        torch.float32: native.FLOAT32,
-        torch.float16: native.FLOAT16,
-        torch.bfloat16: native.BFLOAT16,
-    }
+class NativeKernels:
+    """What every class of native kernels begins with."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Load the module. ``threads`` bounds the threads of one call (default: torch's).
+
+        Raises:
+            UnsupportedError: it does not load.
+        """
+        self.threads = threads or torch.get_num_threads()
+        self._native = load_native(self.threads)
+        # The module's number of each element type that it takes.
+        self._codes: dict[torch.dtype, int] = {
+            torch.float32: self._native.FLOAT32,
+            torch.float16: self._native.FLOAT16,
+            torch.bfloat16: self._native.BFLOAT16,
+        }

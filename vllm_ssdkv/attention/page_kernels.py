@@ -14,7 +14,7 @@ import torch
 
 from vllm_ssdkv.attention.blocks import BlockLayout, IntArray, PartialState, on_host
 from vllm_ssdkv.attention.kernels import head_stride
-from vllm_ssdkv.attention.native import dtype_codes, load_native
+from vllm_ssdkv.attention.native import NativeKernels
 from vllm_ssdkv.attention.pages import PageList
 from vllm_ssdkv.errors import UnsupportedError
 
@@ -62,15 +62,10 @@ class PageKernels(Protocol):
         ...
 
 
-class CpuPageKernels:
+class CpuPageKernels(NativeKernels):
     """The native kernels. ``threads`` bounds the threads of one call (default: torch's)."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        """Load the native module; raises ``UnsupportedError`` if it cannot be."""
-        self.device = torch.device("cpu")
-        self.threads = threads or torch.get_num_threads()
-        self._native = load_native(self.threads)
-        self._codes = dtype_codes(self._native)
+    device = torch.device("cpu")
 
     def attend_pages(
         self,

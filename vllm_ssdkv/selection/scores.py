@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.native import dtype_codes, load_native
+from vllm_ssdkv.attention.native import NativeKernels
 from vllm_ssdkv.selection.protocol import ContextSummaries, Needs, Selection
 
 Floats = NDArray[np.float32]
@@ -83,18 +83,12 @@ def offsets(counts: NDArray[np.int64]) -> Offsets:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-class ScoringKernels:
+class ScoringKernels(NativeKernels):
     """The native kernels of page selection. ``threads`` as of ``CpuKernels``.
 
     Calls block until done with the GIL free; any thread may call. All raise ``ValueError`` before
     any work if arguments do not fit.
     """
-
-    def __init__(self, threads: int | None = None) -> None:
-        """Load the native module; raises ``UnsupportedError`` if it cannot be."""
-        self.threads = threads or torch.get_num_threads()
-        self._native = load_native(self.threads)
-        self._codes = dtype_codes(self._native)
 
     def bound_logits(
         self, query: torch.Tensor, context: ContextSummaries, scale: float
