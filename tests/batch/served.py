@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,19 @@ async def serving(
             return
         async with running(app.state):
             yield served
+
+
+Scenario = Callable[[Served], Awaitable[None]]
+
+
+def served(directory: Path, scenario: Scenario, **options: Any) -> None:  # noqa: ANN401 - those of serving()
+    """Run a scenario against a server."""
+
+    async def run() -> None:
+        async with serving(directory, **options) as server:
+            await scenario(server)
+
+    asyncio.run(run())
 
 
 def chat_line(custom_id: str, text: str, **others: object) -> dict[str, Any]:

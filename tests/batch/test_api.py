@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import stat
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.batch.served import Model, Served, chat_line, content, ended, serving, submit
+from tests.batch.served import Model, Served, chat_line, content, ended, served, submit
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.sizes import KIB, MIB
-
-Scenario = Callable[[Served], Awaitable[None]]
-
-
-def served(directory: Path, scenario: Scenario, **options: Any) -> None:  # noqa: ANN401
-    async def run() -> None:
-        async with serving(directory, **options) as server:
-            await scenario(server)
-
-    asyncio.run(run())
-
 
 # --- files
 

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import sqlite3
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.batch.served import (
     chat_line,
     content,
     ended,
+    served,
     serving,
     submit,
     until,
@@ -53,17 +53,6 @@ class Gated(Model):
         if len(self.seen) >= self.closes_after:
             self.open.clear()
         return await super().answer(endpoint, body)
-
-
-Scenario = Callable[[Served], Awaitable[None]]
-
-
-def served(directory: Path, scenario: Scenario, **options: Any) -> None:  # noqa: ANN401
-    async def run() -> None:
-        async with serving(directory, **options) as server:
-            await scenario(server)
-
-    asyncio.run(run())
 
 
 def texts(lines: list[dict[str, Any]]) -> dict[str, str]:

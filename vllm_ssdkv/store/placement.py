@@ -9,7 +9,7 @@ they are. What this file computes is the on-disk format (``docs/format.md``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -244,13 +244,7 @@ class Placement:
         """
         if not 0 <= device < self.devices:
             raise ValueError(f"device {device} of {self.devices}")
-        tables = self._tables
-        segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
-        touched = np.zeros(len(inside), dtype=np.bool_)
-        for number, stripes in enumerate(tables.maps):
-            mine = np.flatnonzero((inside >= 0) & (tables.map_of[segment] == number))
-            touched[mine] = stripes.touches(device, inside[mine])
-        return touched
+        return self._asked(slots, lambda stripes, inside: stripes.touches(device, inside))
 
     def lost(self, out: NDArray[np.bool_], slots: I64) -> NDArray[np.bool_]:
         """Which slots cannot be had without some devices: a piece has no copy elsewhere.
@@ -267,13 +261,19 @@ class Placement:
         Raises:
             ValueError: not one entry of ``out`` per device.
         """
+        return self._asked(slots, lambda stripes, inside: stripes.lost(out, inside))
+
+    def _asked(
+        self, slots: I64, ask: Callable[[StripeMap, I64], NDArray[np.bool_]]
+    ) -> NDArray[np.bool_]:
+        """What the stripe map of each slot's segment answers; False where there is none."""
         tables = self._tables
         segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
-        gone = np.zeros(len(inside), dtype=np.bool_)
+        answers = np.zeros(len(inside), dtype=np.bool_)
         for number, stripes in enumerate(tables.maps):
             mine = np.flatnonzero((inside >= 0) & (tables.map_of[segment] == number))
-            gone[mine] = stripes.lost(out, inside[mine])
-        return gone
+            answers[mine] = ask(stripes, inside[mine])
+        return answers
 
     def doubled(self, slots: I64) -> NDArray[np.bool_]:
         """Which slots, int64, [n], have two copies; bool, [n]."""
