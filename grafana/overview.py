@@ -179,10 +179,12 @@ def _tiers(board: Dashboard) -> None:
             stacked=True,
         ),
         graph(
-            "Blocks not stored",
-            "By cause; all but `store_full` are what the options ask for.",
+            "Not stored, not started",
+            "Blocks that are not stored, by cause; all but `store_full` are what the options ask "
+            "for. And how often requests ask again for slots that they wait for (page mode).",
             "ops",
-            (rate(ours("stores_skipped_total"), "cause"), "{{cause}}"),
+            (rate(ours("stores_skipped_total"), "cause"), "not stored: {{cause}}"),
+            (rate(ours("slot_waits_total")), "waits for slots"),
         ),
         graph(
             "Journal",

@@ -28,17 +28,16 @@ _IN_CONTEXT: Final = rate(ours("sparse_pages_in_context_total"))
 _FETCHED: Final = rate(ours("sparse_pages_fetched_total"))
 _SELECTED_SHARE: Final = share(_CHOSEN, _IN_CONTEXT)
 _MISSING_MASS: Final = share(rate(ours("sparse_missing_mass_total")), _LISTS)
+_BYTES: Final = ours("sparse_bytes_fetched_total")
+_KEPT: Final = ours("sparse_bytes_kept_total")
 _IN_MEMORY: Final = share(
-    rate(ours("sparse_pages_fetched_total", 'tier=~"dram|page_cache"')), _FETCHED
+    rate(ours("sparse_pages_fetched_total", 'tier=~"hbm|dram|page_cache"')), _FETCHED
 )
 _WAITING: Final = share(
     rate(ours("attention_seconds_total", 'part="wait"')), rate(ours("attention_seconds_total"))
 )
-_FROM_SSD: Final = " + ".join(
-    rate(ours(f"{pages}_total", 'tier="ssd"'))
-    for pages in ("sparse_pages_fetched", "context_pages_streamed")
-)
-_BYTES_PER_PAGE: Final = share(rate(ours("bytes_read_total")), f"({_FROM_SSD})")
+_STEPS: Final = rate(theirs("iteration_tokens_total_count"))
+_AMPLIFICATION: Final = share(rate(ours("bytes_read_total")), rate(ours("bytes_used_total")))
 
 
 def sparse() -> Dashboard:
@@ -92,10 +91,10 @@ def _numbers(board: Dashboard) -> None:
             (_WAITING, "waits"),
         ),
         number(
-            "Read per page",
-            "Bytes read from SSDs for each context page that came from one.",
-            "decbytes",
-            (_BYTES_PER_PAGE, "per page"),
+            "Read amplification",
+            "Bytes read from SSDs for each byte of KV that requests got out of them.",
+            "none",
+            (_AMPLIFICATION, "read / used"),
         ),
     ):
         board.with_panel(panel)
@@ -135,15 +134,23 @@ def _choice(board: Dashboard) -> None:
         ),
         graph(
             "Lists",
-            "Choices per second.",
+            "Of pages to attend to, per second; what is reused was chosen for a token before "
+            "(`sparse.reuse_steps`).",
             "ops",
             (_LISTS, "lists"),
+            (rate(ours("sparse_selections_reused_total")), "reused"),
         ),
         graph(
             "Tokens that attended to everything",
-            "Because DRAM has no room for the bounds of their pages: raise `sparse.summaries`.",
+            "Because DRAM has no room for what the selector must know: raise `sparse.summaries`.",
             "ops",
             (rate(ours("sparse_rows_exact_total")), "tokens"),
+        ),
+        graph(
+            "Requests refused",
+            "They asked for a selector or a budget that there is not, and attend to everything.",
+            "ops",
+            (rate(ours("sparse_requests_refused_total")), "requests"),
         ),
     ):
         board.with_panel(panel)
@@ -156,7 +163,8 @@ def _tiers(board: Dashboard) -> None:
     for panel in (
         graph(
             "Chosen pages by tier",
-            "`dram`: in a frame of a whole slot; `page_cache`: read lately; `ssd`: read now.",
+            "`hbm`: in memory of the GPU; `dram`: in a frame of a whole slot; `page_cache`: read "
+            "lately; `ssd`: read now.",
             "ops",
             (rate(ours("sparse_pages_fetched_total"), "tier"), "{{tier}}"),
             stacked=True,
@@ -166,6 +174,37 @@ def _tiers(board: Dashboard) -> None:
             "Of the chosen pages that are in no frame. Low: raise `sparse.page_cache`.",
             "percentunit",
             (share(rate(cached), rate(outside)), "hits"),
+        ),
+        graph(
+            "Bytes fetched",
+            "Chosen pages (`token`), channels and pages of them that they were chosen by, and what "
+            "is read when decode begins (`summary`).",
+            "Bps",
+            (rate(_BYTES, "pages", "tier"), "{{pages}}, {{tier}}"),
+            stacked=True,
+        ),
+        graph(
+            "Kept after the filter",
+            "Share of the fetched bytes that was attended to, or that pages were chosen by. Low: "
+            "single tokens are chosen, or channels in large pages.",
+            "percentunit",
+            (
+                share(rate(_KEPT), rate(ours("sparse_bytes_fetched_total", 'pages!="summary"'))),
+                "kept",
+            ),
+        ),
+        graph(
+            "Guesses that were right",
+            "Of the pages read ahead, for a layer whose query was not known yet. What is missing "
+            "to all of them was read in vain.",
+            "percentunit",
+            (
+                share(
+                    rate(ours("sparse_read_ahead_hits_total")),
+                    rate(ours("sparse_pages_read_ahead_total")),
+                ),
+                "hits",
+            ),
         ),
         graph(
             "Choices per page",
@@ -181,11 +220,19 @@ def _tiers(board: Dashboard) -> None:
             (rate(ours("bytes_read_total"), "device"), "{{device}}"),
         ),
         graph(
-            "Read per page",
-            "Bytes read from SSDs for each context page that came from one. The size of a page is "
-            "the least; what is above it is read amplification, or was read for hits and scrub.",
-            "decbytes",
-            (_BYTES_PER_PAGE, "per page"),
+            "Read amplification",
+            "Bytes read from SSDs for each byte of KV that requests got out of them: what is above "
+            "1 are headers, padding, bounds of pages, and the scrub.",
+            "none",
+            (_AMPLIFICATION, "read / used"),
+        ),
+        graph(
+            "Pages per step",
+            "Context pages that a step of the engine needed: chosen ones, and those of exact "
+            "attention.",
+            "none",
+            (share(_FETCHED, _STEPS), "chosen"),
+            (share(rate(ours("context_pages_streamed_total")), _STEPS), "exact"),
         ),
         graph(
             "Pages of exact attention",
@@ -204,15 +251,23 @@ def _memory(board: Dashboard) -> None:
     for panel in (
         graph(
             "Page cache",
-            "Single pages that DRAM holds. It fills up and stays full.",
-            "short",
-            (total(ours("page_cache_pages")), "pages"),
+            "Share of its room for single pages that is in use. It fills up and stays full. `hbm`: "
+            "that of `sparse.hbm_pages`.",
+            "percentunit",
+            (share(total(ours("page_cache_pages")), total(ours("page_cache_places"))), "in use"),
+            # 0 where sparse.hbm_pages is off.
+            (
+                f"{total(ours('hot_pages_held'))} / "
+                f"clamp_min({total(ours('hot_pages_places'))}, 1)",
+                "hbm",
+            ),
         ),
         graph(
             "Summaries",
-            "Blocks whose page bounds DRAM holds. Those of running requests must be.",
-            "short",
-            (total(ours("summaries_held")), "blocks"),
+            "Share of the room for page bounds that is in use. Those of running requests must be "
+            "in memory.",
+            "percentunit",
+            (share(total(ours("summaries_held")), total(ours("summaries_places"))), "in use"),
         ),
         graph(
             "Frames in use",
@@ -231,8 +286,8 @@ def _time(board: Dashboard) -> None:
     for panel in (
         graph(
             "Time in attention",
-            "Seconds per second, all layers and ranks: choosing, waiting for bytes, attending, "
-            "merging. Prompts are in it.",
+            "Seconds per second, all layers and ranks: choosing, looking up and checking (fetch), "
+            "waiting for bytes, attending, merging. Prompts are in it.",
             "s",
             (by_part, "{{part}}"),
             stacked=True,

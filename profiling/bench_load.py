@@ -3,12 +3,17 @@
     python -P -m vllm_ssdkv.profiling.bench_load --dir /mnt/nvme0 --dir /mnt/nvme1
 
 Per size of block and of hit, in turns in one run: the hit loaded by the store (read, checked, and
-copied to where HBM would be), the same bytes of the same files read by the same engine and nothing
-else, and the engine under ``ssdkv bench io`` at the size of the store's requests. Medians over
-rounds. A hit begins with empty queues and ends with its last byte copied, ``bench io`` keeps the
-queues full for a while, so small hits cannot reach it.
+copied to where HBM would be); *one batch*, the same requests for the same bytes of the same files,
+given at once to the same engine, and nothing done with them; and the engine under ``ssdkv bench
+io`` at the size of the store's requests. Medians over rounds. One batch is what a load of that size
+can reach at best: both begin with empty queues and end with the last byte. ``bench io`` keeps the
+queues full for a while and reads into few buffers, which stay in the processor's cache.
 
-With ``--bandwidth`` the drives are slowed down inside the engine, for everybody.
+*Check and copy* is how fast one thread does that with the same slots when they are in memory. A
+drive that is faster needs more threads, which a load takes when it falls behind, and their cores.
+
+With ``--bandwidth`` the drives are slowed down inside the engine, for everybody. CPU seconds are
+those of the whole process while a hit is loaded; they hold on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -31,14 +36,17 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
+from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.engines import EngineContender
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
 from vllm_ssdkv.sizes import MIB, format_size, parse_size
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cache import NO_FRAME
 from vllm_ssdkv.store.engine.open import EngineKind
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.loader import LoadJob
 from vllm_ssdkv.store.open import StorePlace, open_rank
@@ -47,9 +55,11 @@ from vllm_ssdkv.store.tiers import TieredStore
 LAYERS = 32
 BLOCKS = (128 * 1024, 512 * 1024, 2 * MIB)
 """Bytes of a block, all layers."""
-HITS = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+HITS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 DRAM_BYTES = 320 * MIB
 ENGINE_S = 0.3
+ONE_THREAD_BYTES = 3 * MIB
+"""Of what has arrived at once, so much is not worth a second thread."""
 PATIENCE_S = 120.0
 
 
@@ -63,8 +73,10 @@ class Row:
     load: float
     reads: float
     engine: float
+    check: float
     load_per_reads: float
     load_per_engine: float
+    load_cpu_s_per_gb: float
 
 
 class Bench:
@@ -98,6 +110,7 @@ class Bench:
             self._opened.num_slots,
             16,
             self._copy_in,
+            stretches=self._stretches(),
         )
         self.slots = np.arange(blocks, dtype=np.int64)
         self._keys = [slot.to_bytes(32, "little") for slot in range(blocks)]
@@ -109,6 +122,17 @@ class Bench:
         files = self.store.files
         extents = files.placement.extents(self.slots, 0, self.geometry.slot_bytes)
         return int(extents.length.max())
+
+    def _stretches(self) -> _io.Stretches:
+        geometry, pages = self.geometry, np.arange(self.geometry.pages, dtype=np.uint64)
+        block = geometry.pages * geometry.payload_bytes
+        base = self._hbm.ctypes.data - block  # of block 0, which stands for none
+        return _io.Stretches(
+            np.uint64(geometry.header_bytes) + pages * np.uint64(geometry.page_bytes),
+            np.full(geometry.pages, geometry.payload_bytes, dtype=np.uint64),
+            np.uint64(base) + pages * np.uint64(geometry.payload_bytes),
+            np.full(geometry.pages, block, dtype=np.uint64),
+        )
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         geometry, pages = self.geometry, np.arange(self.geometry.pages, dtype=np.uint64)
@@ -152,8 +176,44 @@ class Bench:
             raise RuntimeError("the load failed, or something was in DRAM")
         return outcomes[0].ssd_s
 
+    def check_and_copy(self, blocks: int) -> float:
+        """Seconds in which one thread does so with what :meth:`load` has just brought."""
+        slots, files = self.slots[:blocks], self.store.files
+        frames = self.store.frames.borrow(slots)
+        if (frames == NO_FRAME).any():
+            raise RuntimeError("DRAM does not hold the hit")
+        spent = 0.0
+        per = max(1, ONE_THREAD_BYTES // self.geometry.slot_bytes)
+        for at in range(0, blocks, per):
+            part = slots[at : at + per]
+            keys = key_rows(self._keys[at : at + len(part)])
+            plain = files.sealer.plain_check(part, np.ones(len(part), np.int64), keys)
+            if plain is None:
+                raise RuntimeError("the store is encrypted")
+            length = np.full(len(part), self.geometry.slot_bytes, dtype=np.uint32)
+            intake = _io.Intake(
+                plain.shape,
+                self.store.frames.address(frames[at : at + len(part)]),
+                plain.beginnings.ravel(),
+                (part + 1).astype(np.uint64),
+                np.arange(len(part)),
+                length,
+                np.zeros(len(part), dtype=np.uint8),
+                self._stretches(),
+                plain.first,
+                plain.step,
+            )
+            begin = time.perf_counter()
+            intake.take(length.astype(np.int32))
+            spent += time.perf_counter() - begin
+            if (intake.states() != 1).any():
+                raise RuntimeError("a slot is wrong")
+        self.store.frames.give_back(frames)
+        return spent
+
     def read(self, blocks: int) -> float:
-        """Seconds in which the engine read the same, all of it queued as early as memory allows."""
+        """Seconds in which the engine read the same in one batch; where there is no memory for all
+        of it, blocks share some."""
         files, plan = self.store.files, self._opened.plan
         self.store.frames.forget(self.slots)
         size = self.geometry.slot_bytes
@@ -221,6 +281,8 @@ def measure(
         with bench_files(directories, len(directories), region_bytes) as files:
             for block in blocks:
                 fitting = [hit for hit in hits if hit >= block]
+                if not fitting:
+                    continue
                 with _bench(directories, block, fitting, drive) as bench:
                     kind: EngineKind = "uring" if _io.has_uring else "threads"
                     contender = EngineContender(kind, files, arena, drive)
@@ -245,11 +307,17 @@ def _row(
     depth = max(1, min(bench.depth, MEMORY_BYTES // request // len(files)))
     case = Case(Op.READ, request, depth, len(files))
     nbytes = count * bench.geometry.slot_bytes
-    speeds: list[tuple[float, float, float]] = []
+    speeds: list[tuple[float, float, float, float]] = []
+    cpu: list[float] = []
     for _ in range(rounds):
-        load, read = nbytes / bench.load(count), nbytes / bench.read(count)
-        speeds.append((load / 1e9, read / 1e9, contender.run(case, engine_s).bytes_per_s / 1e9))
-    load, read, engine = (statistics.median(each) for each in zip(*speeds, strict=True))
+        with Clock() as clock:
+            load = nbytes / bench.load(count)
+        cpu.append(clock.cpu_s / nbytes * 1e9)
+        check = nbytes / bench.check_and_copy(count)
+        read = nbytes / bench.read(count)
+        full = contender.run(case, engine_s).bytes_per_s
+        speeds.append((load / 1e9, read / 1e9, full / 1e9, check / 1e9))
+    load, read, engine, check = (statistics.median(each) for each in zip(*speeds, strict=True))
     return Row(
         block,
         hit,
@@ -257,23 +325,26 @@ def _row(
         load,
         read,
         engine,
+        check,
         statistics.median(one[0] / one[1] for one in speeds),
         statistics.median(one[0] / one[2] for one in speeds),
+        statistics.median(cpu),
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| block | hit | request | load GB/s | its reads alone | bench io | load / reads "
-        "| load / bench io |",
-        "|---" * 8 + "|",
+        "| block | hit | request | load GB/s | one batch | bench io | check and copy "
+        "| load / one batch | load / bench io | CPU s/GB |",
+        "|---" * 10 + "|",
     ]
     for row in rows:
         sizes = (row.block_bytes, row.hit_bytes, row.request_bytes)
         cells = [format_size(size) for size in sizes]
-        cells += [f"{speed:.2f}" for speed in (row.load, row.reads, row.engine)]
+        cells += [f"{speed:.2f}" for speed in (row.load, row.reads, row.engine, row.check)]
         cells += [f"{ratio:.2f}" for ratio in (row.load_per_reads, row.load_per_engine)]
+        cells.append(f"{row.load_cpu_s_per_gb:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -282,6 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", action="append", type=Path, help="device (repeat for several)")
+    parser.add_argument("--block", action="append", type=parse_size, help="bytes, all layers")
+    parser.add_argument("--hit", action="append", type=parse_size, help="bytes of a hit")
     parser.add_argument("--bandwidth", help="bytes/s that each drive is slowed down to")
     parser.add_argument("--latency", type=float, default=0.0001, help="seconds per request then")
     parser.add_argument("--rounds", type=int, default=7)
@@ -295,7 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for i, parent in enumerate(given.dir or [Path(scratch)]):
             directories.append(Path(tempfile.mkdtemp(prefix=f"ssdkv-bench-{i}-", dir=parent)))
         try:
-            rows = measure(directories, BLOCKS, HITS, given.rounds, drive=drive)
+            blocks, hits = given.block or BLOCKS, given.hit or HITS
+            rows = measure(directories, blocks, hits, given.rounds, drive=drive)
         finally:
             for directory in directories:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -4,7 +4,10 @@
 
 Every kernel is first compared with its oracle; only then is anything timed. A figure is bytes that
 have to move (each key, value, query and output once) per second, and its share of what a plain
-device-to-device copy reaches in the same run (bytes read plus bytes written).
+device-to-device copy reaches in the same run (bytes read plus bytes written). Sparse decode attends
+to an eighth of the pages and scores by an eighth of the channels, as the options' defaults do; all
+of it lies in the device's memory, so that the kernels are measured and not the bus. PyTorch,
+Triton, NumPy and this package with its native kernels are needed; vLLM is not.
 
 Not measured: no GPU has run this script yet. The kernels are tested in Triton's interpreter and
 compiled for compute capabilities 8.0 and 9.0, which says nothing about speed.
@@ -15,45 +18,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
 import triton
 
-from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
-from vllm_ssdkv.attention.kernels import AttentionKernels, CpuKernels, TritonKernels
-from vllm_ssdkv.attention.merge import merge as merge_finished
-from vllm_ssdkv.profiling.attention_problem import RowShape, attention_problem
+from vllm_ssdkv.attention.blocks import BlockSource, IntArray, PartialState, Rows, on_device
+from vllm_ssdkv.attention.kernels import AttentionKernels, TritonKernels
+from vllm_ssdkv.attention.page_kernels import TritonPageKernels
+from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.profiling.sparse_problem import SparseProblem
+from vllm_ssdkv.profiling.triton_checks import (
+    PAGE_ALIGN,
+    CheckError,
+    Model,
+    check_attention,
+    check_copies,
+    check_sparse,
+)
 
-PAGE_ALIGN = 4096
 CONTEXTS = (32 * 1024, 128 * 1024)
 BATCHES = (1, 2, 4, 8, 16, 32)
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Absolute, on values of about 1: inputs are exact, weights and outputs are rounded."""
-
-
-class CheckError(Exception):
-    """A compiled kernel does not compute what its oracle does; nothing is timed then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Sizes of one attention layer."""
-
-    heads: int
-    group: int
-    head_size: int
-    block_tokens: int
-    dtype: torch.dtype
-
-    def layout(self) -> BlockLayout:
-        """Blocks as vLLM's cache holds them."""
-        return BlockLayout.unpadded(
-            self.block_tokens, min(16, self.block_tokens), self.heads, self.head_size, self.dtype
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,93 +53,6 @@ class Figure:
     bytes_moved: int
     seconds: float
     copy_share: float
-
-
-def expect(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    """Raise ``CheckError`` if ``got`` is not close to ``want`` (any devices and dtypes)."""
-    got, want = got.double().cpu(), want.double().cpu()
-    if not torch.allclose(got, want, atol=tolerance, rtol=tolerance):
-        worst = float((got - want).nan_to_num(torch.inf, torch.inf, -torch.inf).abs().max())
-        raise CheckError(f"{name}: differs from its oracle by up to {worst:.3g}")
-
-
-def check_attention(device: torch.device, model: Model) -> None:
-    """``attend`` (split and not), ``finish`` and ``merge`` against the definition."""
-    from vllm_ssdkv.triton_kernels.attend import attend
-    from vllm_ssdkv.triton_kernels.finish import finish
-    from vllm_ssdkv.triton_kernels.merge import merge
-
-    shapes = [RowShape(1, 500, 0, 501), RowShape(40, 30, 0, 70), RowShape(3, 50, 0, 0)]
-    dtypes = dict.fromkeys((model.dtype, torch.float32))
-    for dtype in dtypes:
-        tolerance = TOLERANCE[dtype]
-        layout = Model(
-            model.heads, model.group, model.head_size, model.block_tokens, dtype
-        ).layout()
-        padded = layout.with_page_stride(layout.page_stride_bytes + PAGE_ALIGN)
-        for pages in (layout, padded):
-            problem = attention_problem(pages, model.group, shapes, seed=1, idle_tokens=1)
-            want, want_lse = problem.expected()
-            there = problem.to(device)
-            source = there.source().to(device)
-            for splits in (1, 3):
-                state = there.state()
-                attend(
-                    there.query,
-                    state,
-                    there.rows,
-                    cache=there.cache,
-                    block_offset=torch.as_tensor(source.base),
-                    block_position=torch.as_tensor(source.position),
-                    layout=pages,
-                    scale=there.scale,
-                    splits=splits,
-                )
-                out = torch.empty_like(there.query)
-                lse = torch.empty(out.shape[:2], device=device)
-                finish(state, out, lse)
-                name = f"attend and finish, {dtype}, {splits} splits"
-                expect(name, out, want, tolerance)
-                seen = ~torch.isinf(want_lse)
-                expect(f"{name}, lse", lse.cpu()[seen], want_lse[seen], 1e-3)
-
-    outs = torch.randn((20, 3, model.heads, model.head_size), device=device)
-    lses = torch.randn((20, 3, model.heads), device=device)
-    state = PartialState.empty(3, model.heads, model.head_size, device)
-    merge(state, lses, None, outs)
-    want, want_lse = merge_finished(outs, lses)
-    expect("merge", state.acc / state.l[..., None], want, 1e-4)
-    expect("merge, lse", state.m + state.l.log(), want_lse, 1e-4)
-
-
-def check_copies(device: torch.device, model: Model) -> None:
-    """``store_kv``, ``pack`` and ``unpack`` give the bytes that the native kernels give."""
-    layout = model.layout()
-    slots = layout.with_page_stride(layout.page_stride_bytes + PAGE_ALIGN)
-    key, value = torch.randn((2, 50, model.heads, model.head_size)).to(model.dtype)
-    mapping = torch.randperm(8 * model.block_tokens)[:50]
-    mapping[min(3, len(mapping) - 1)] = -1
-    results = []
-    for kernels in (CpuKernels(), TritonKernels(device)):
-        here = kernels.device
-        caches = [
-            torch.zeros((8, layout.block_bytes // model.dtype.itemsize), dtype=model.dtype).to(here)
-            for _ in range(2)
-        ]
-        for cache in caches:
-            count = len(mapping)
-            kernels.store_kv(key[:count].to(here), value[:count].to(here), cache, mapping, layout)
-        held = torch.full((5, 2 * slots.block_bytes), 255, dtype=torch.uint8, device=here)
-        address = held.data_ptr() + np.arange(5) * held.shape[1]
-        ids = np.array([7, 0, 3, 2, 5])
-        kernels.pack(caches, ids, address, slots.block_bytes, layout, slots)
-        back = [torch.zeros_like(cache) for cache in caches]
-        kernels.unpack(back, ids, address, slots.block_bytes, layout, slots)
-        results.append([*caches, held, *back])
-    for name, want, got in zip(
-        ("store_kv", "store_kv", "pack", "unpack", "unpack"), *results, strict=True
-    ):
-        expect(name, got, want, 0.0)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -202,6 +104,128 @@ def decode_figure(
     )
 
 
+def sparse_figures(
+    device: torch.device, model: Model, context: int, batch: int, rate: float
+) -> list[Figure]:
+    """The kernels of one sparse decode step of one layer, each on its own."""
+    from vllm_ssdkv.triton_kernels import choose, score, tokens
+    from vllm_ssdkv.triton_kernels.attend import attend_pages
+
+    layout, kernels = model.layout(), TritonPageKernels(device)
+    blocks = batch * (context // layout.block_tokens + 1)
+    size = layout.block_bytes // layout.dtype.itemsize
+    cache = torch.empty((blocks, size), dtype=layout.dtype, device=device).normal_()
+    shape = (batch, model.heads * model.group, model.head_size)
+    query = torch.randn(shape, device=device).to(model.dtype)
+    problem = SparseProblem.of(layout, query, cache, kernels)
+    held, scale, share = problem.summaries, problem.scale, 1 / 8
+    channels = max(1, model.head_size // 8)
+    pages = int(held.pages[0])
+    every = int((held.context_tokens + held.window_tokens)[0])
+    most = max(1, int(pages * share))
+
+    def there(values: IntArray | None, dtype: torch.dtype) -> torch.Tensor:
+        return on_device(np.zeros(0, np.int64) if values is None else values, dtype, device)
+
+    rows = there(held.row_begin, torch.int32), there(held.row_end, torch.int32)
+    bounds = there(held.bounds_base, torch.int64)
+    window = there(held.window_tokens, torch.int32)
+    ends = there(held.context_tokens, torch.int32)
+    places = (
+        there(held.channel_base, torch.int64),
+        there(held.window_begin, torch.int32),
+        window,
+        there(held.window_base, torch.int64),
+    )
+    parts = score.choose_channels(query, layout, channels, scale)
+
+    def by_bounds() -> torch.Tensor:
+        return score.bound_logits(query, *rows, bounds, layout=layout, scale=scale, max_pages=pages)
+
+    def by_channels() -> torch.Tensor:
+        return score.channel_logits(
+            *parts, *rows, *places, layout=layout, picked=False, max_tokens=every
+        )
+
+    bound, logits = by_bounds(), by_channels()
+
+    def by_tokens() -> tuple[torch.Tensor, ...]:
+        return tokens.score_tokens(
+            logits,
+            ends,
+            kv_heads=layout.kv_heads,
+            page_tokens=layout.page_tokens,
+            max_columns=pages,
+        )
+
+    table, mass, seen, lse = by_tokens()
+    columns = there(held.pages, torch.int32)
+    limit = torch.full_like(columns, most)
+
+    def by_scores(p: float) -> object:
+        return choose.choose(
+            table, mass, seen, columns, 0 * limit, limit, max_chosen=most, sinks=1, p=p
+        )
+
+    selection = problem.random_selection(most / pages, seed=1)
+    begin, chosen = there(selection.begin, torch.int32), there(selection.pages, torch.int32)
+
+    def covered() -> torch.Tensor:
+        return tokens.cover(
+            logits, lse, ends, window, chosen, begin, None, page_tokens=layout.page_tokens
+        )
+
+    listed = problem.page_list(selection, cache)
+    listed = PageList(
+        there(listed.query_token, torch.int32),
+        there(listed.query_position, torch.int64),
+        there(listed.begin, torch.int32),
+        there(listed.end, torch.int32),
+        there(listed.address, torch.int64),
+        there(listed.position, torch.int64),
+    )
+    state = PartialState.empty(*shape, device)
+
+    def over_pages() -> None:
+        attend_pages(query, state, listed, layout=layout, scale=scale, max_pages=most)
+
+    summaries = problem.bounds, problem.channels, problem.value_sum
+    targets = [
+        part.data_ptr() + torch.arange(len(part), device=device) * (part[0].numel() * part.itemsize)
+        for part in summaries
+    ]
+    first = torch.arange(blocks, device=device).view(batch, -1)[:, :-1].flatten()
+    source = cache.data_ptr() + first * (size * cache.itemsize)
+
+    def kept() -> None:
+        kernels.summarize(
+            source, layout, bounds=targets[0], channels=targets[1], value_sum=targets[2]
+        )
+
+    picked = int(_nbytes(problem.channels) * channels / model.head_size)
+    chosen_mass = batch * shape[1] * most * layout.page_tokens * 4
+    work: list[tuple[str, Callable[[], object], int]] = [
+        ("summarize", kept, len(source) * layout.block_bytes + _nbytes(*summaries)),
+        ("score by bounds", by_bounds, _nbytes(problem.bounds, query, bound)),
+        ("score by channels", by_channels, picked + _nbytes(*parts, logits)),
+        ("score tokens", by_tokens, 2 * _nbytes(logits) + _nbytes(table, mass)),
+        ("choose top-k", lambda: by_scores(1.0), _nbytes(table, mass)),
+        ("choose top-p", lambda: by_scores(0.9), _nbytes(table, mass)),
+        ("cover", covered, chosen_mass),
+        ("attend to pages", over_pages, len(chosen) * layout.page_payload_bytes + _nbytes(query)),
+    ]
+    figures = []
+    for name, step, moved in work:
+        seconds = seconds_of(step)
+        label = f"{name}, context {context}, batch {batch}"
+        figures.append(Figure(label, moved, seconds, moved / seconds / rate))
+    return figures
+
+
+def _nbytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
 def pack_figures(kernels: AttentionKernels, model: Model, blocks: int, rate: float) -> list[Figure]:
     """Pack and unpack of ``blocks`` blocks of 8 layers, in one launch each."""
     layout, device, layers = model.layout(), kernels.device, 8
@@ -238,6 +262,7 @@ def measure(
     """
     check_attention(device, model)
     check_copies(device, model)
+    check_sparse(device, model)
     rate = copy_rate(device, copy_bytes)
     kernels = TritonKernels(device)
     figures = [Figure("device copy", 2 * copy_bytes, 2 * copy_bytes / rate, 1.0)]
@@ -245,8 +270,9 @@ def measure(
         for batch in batches:
             try:
                 figures.append(decode_figure(kernels, model, context, batch, rate))
+                figures += sparse_figures(device, model, context, batch, rate)
             except torch.OutOfMemoryError:
-                print(f"decode, context {context}, batch {batch}: does not fit", file=sys.stderr)
+                print(f"context {context}, batch {batch}: does not fit", file=sys.stderr)
     return figures + pack_figures(kernels, model, pack_blocks, rate)
 
 
@@ -271,16 +297,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = measure(device, model, options.contexts, options.batches, 64, 2**30)
     except CheckError as error:
         raise SystemExit(f"bench_triton: {error}") from error
-    print(f"{torch.cuda.get_device_name(device)}; all kernels agree with their oracles")
-    print(f"{'':<36}{'GB/s':>10}{'of copy':>10}{'us':>12}")
+    where = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    report(where, model, figures)
+    if options.json:
+        held = {**where, "model": str(model), "figures": [asdict(figure) for figure in figures]}
+        options.json.write_text(json.dumps(held, indent=1))
+
+
+def report(where: Mapping[str, str], model: Model, figures: Sequence[Figure]) -> None:
+    """Print the table: when, on what, with what, then a line per figure."""
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{model}; all kernels agree with their oracles")
+    print(f"{'':<48}{'GB/s':>10}{'of copy':>10}{'us':>12}")
     for figure in figures:
         gigabytes = figure.bytes_moved / figure.seconds / 1e9
         print(
-            f"{figure.name:<36}{gigabytes:>10.1f}{figure.copy_share:>10.2f}"
+            f"{figure.name:<48}{gigabytes:>10.1f}{figure.copy_share:>10.2f}"
             f"{figure.seconds * 1e6:>12.1f}"
         )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
 
 
 if __name__ == "__main__":

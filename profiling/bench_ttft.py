@@ -5,6 +5,16 @@ Run as ``ssdkv bench ttft``. On the drive as it is and on one slowed by the thro
 opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one that is on the drive,
 and the same again from DRAM. Medians over repeats; a ratio is the median of those of two
 measurements that followed each other. Each engine is a process of its own, which runs this file.
+
+How fast the connector loads what is on the drive, in bytes per second that it was at it, is set
+against what our I/O engine alone reads from the same drives with requests of the same size: as many
+of them in one batch, to empty queues, which is what a load of that size can reach at best; and with
+the queues kept full, as under ``ssdkv bench io``. Both before and after.
+
+Of the time to the first token of a hit on the drive, *load* is ours: from when the worker was told
+of the load until its last byte was copied. *Report* is how long the worker then did not look, which
+is when vLLM steps. All the rest is vLLM's: from the request to the plan, from the worker's report
+to the next step, and that step, which computes the last token.
 """
 
 from __future__ import annotations
@@ -13,11 +23,25 @@ import argparse
 import functools
 import random
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
+from vllm_ssdkv.profiling.bench_io.engines import EngineContender
+from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
+from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.engine.open import EngineKind
+from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.engine.throttled import ThrottleRule
+from vllm_ssdkv.store.loader import LoadOutcome
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 32
@@ -26,6 +50,12 @@ WARM_UP = (512, 4096, 64, 1024)
 """Hits before the measurement, from which the engine learns."""
 DRIVES = ("as it is", "throttled")
 LOADS = ("always", "auto")
+REGION_BYTES = 256 * MIB
+"""Of the file, per drive, that the engine alone reads."""
+ALONE_S = 0.3
+"""Seconds of one run of it, at least."""
+BATCHES_S = 0.1
+"""Seconds of one run of batches of one size, at least."""
 
 
 def _prompt(length: int, name: str) -> dict[str, list[int]]:
@@ -68,6 +98,8 @@ class _Asker:
         from vllm import SamplingParams
 
         self._llm = _engine(job)
+        self._taken: list[tuple[LoadOutcome, float]] = []
+        self._note_loads()
         self._params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
     def ask(self, length: int, name: str) -> tuple[float, int]:
@@ -80,9 +112,95 @@ class _Asker:
             raise RuntimeError("vLLM did not reset its prefix cache")
         return output.metrics.first_token_latency, output.num_cached_tokens or 0
 
+    def _note_loads(self) -> None:
+        store = self._worker.store
+        take = store.take_load_outcomes
+
+        def noted(patience_s: float = 0.0) -> list[LoadOutcome]:
+            outcomes: list[LoadOutcome] = take(patience_s)
+            now = time.monotonic()
+            self._taken += [(outcome, now - outcome.ended) for outcome in outcomes]
+            return outcomes
+
+        store.take_load_outcomes = noted
+
+    def load_parts(self) -> tuple[float, float]:
+        """Seconds of the loads from the drive since the last call, queued and loaded, and until
+        the worker took notice."""
+        taken, self._taken = self._taken, []
+        loads = [(o.queued_s + o.ssd_s, late) for o, late in taken if o.tokens_from_ssd]
+        return sum(load for load, _ in loads), sum(late for _, late in loads)
+
+    @property
+    def _worker(self) -> Any:  # noqa: ANN401 - SSDKVWorker; vLLM is imported in the measuring process only
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker
+
+    def loaded(self) -> tuple[float, float]:
+        """Bytes that were loaded from the drive so far, and the seconds that it took."""
+        worker = self._worker
+        blocks = worker.counters.total("hit_tokens", tier="ssd") / BLOCK
+        seconds = worker.counters.total("load_seconds", tier="ssd")
+        return blocks * worker.layout.geometry.slot_bytes, seconds
+
+    def request(self) -> tuple[int, int, int]:
+        """Bytes of the largest request that a block is read with, how many are in flight, and how
+        many a block takes."""
+        files = self._worker.store.files
+        extents = files.placement.extents(np.arange(1), 0, files.geometry.slot_bytes)
+        depth = self._worker.config.io.queue_depth
+        return int(extents.length.max()), depth, len(extents.length)
+
     def close(self) -> None:
         """End the engine: what is written is journalled."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+class _EngineAlone:
+    """Our engine reads random requests of ``nbytes`` from the job's drives."""
+
+    def __init__(self, contender: EngineContender, nbytes: int, depth: int, devices: int):
+        self._contender = contender
+        self._case = Case(Op.READ, nbytes, depth, devices)
+        self._full: list[float] = []
+        self._at_once: dict[int, list[float]] = {}
+
+    def measure(self, batches: Sequence[int]) -> None:
+        """With full queues, and so many requests in one batch."""
+        self._full.append(self._contender.run(self._case, ALONE_S).bytes_per_s)
+        for requests in batches:
+            speeds = self._contender.one_batch(self._case, requests, BATCHES_S)
+            self._at_once.setdefault(requests, []).extend(speeds)
+
+    def full(self) -> float:
+        """Bytes per second with full queues; median of all measurements."""
+        return statistics.median(self._full)
+
+    def at_once(self, requests: int) -> float:
+        """The same of so many requests in one batch."""
+        return statistics.median(self._at_once[requests])
+
+
+@contextmanager
+def _engine_alone(job: dict[str, Any], nbytes: int, depth: int) -> Iterator[_EngineAlone]:
+    """``depth``: requests in flight on each drive, or fewer where that is enough."""
+    paths = [Path(device["path"]) for device in job["devices"]]
+    model = None
+    most = MEMORY_BYTES // nbytes // len(paths)
+    if job["throttle"]:
+        (slow,) = job["throttle"]
+        model = ThrottleRule(bandwidth=slow["bandwidth"], latency_s=slow["latency"])
+        # Enough to keep it busy: more would only take long to end.
+        most = min(most, 4 + int(slow["bandwidth"] * slow["latency"] / nbytes))
+    arena = Arena(MEMORY_BYTES)
+    try:
+        with bench_files(paths, len(paths), REGION_BYTES) as files:
+            kind: EngineKind = "uring" if _io.has_uring else "threads"
+            contender = EngineContender(kind, files, arena, model)
+            yield _EngineAlone(contender, nbytes, max(1, min(depth, most)), len(paths))
+    finally:
+        arena.close()
 
 
 def fill(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -100,6 +218,24 @@ def fill(job: dict[str, Any]) -> list[dict[str, Any]]:
 def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per length."""
     asker = _Asker(job)
+    nbytes, depth, per_block = asker.request()
+    batches = {length: per_block * length // BLOCK for length in LENGTHS}
+    with _engine_alone(job, nbytes, depth) as alone:
+        alone.measure(list(batches.values()))
+        rows = _ask_all(asker, job)
+        alone.measure(list(batches.values()))
+    asker.close()
+    for row in rows:
+        load = row["load_bytes_per_s"]
+        engine = {"batch": alone.at_once(batches[row["tokens"]]), "engine": alone.full()}
+        row["request_bytes"] = nbytes
+        for name, speed in engine.items():
+            row[f"{name}_bytes_per_s"] = speed
+            row[f"load_per_{name}"] = None if load is None else load / speed
+    return rows
+
+
+def _ask_all(asker: _Asker, job: dict[str, Any]) -> list[dict[str, Any]]:
     news = f"{job['drive']} {job['load']}"
     for number, length in enumerate(WARM_UP):
         asker.ask(length, f"news {news} {number}")
@@ -108,15 +244,25 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     for length in LENGTHS:
         times: dict[str, list[float]] = {"computed": [], "ssd": [], "dram": []}
         loaded = {"ssd": 0, "dram": 0}
+        speeds: list[float] = []
+        parts: list[tuple[float, float, float]] = []
         for repeat in range(job["repeats"]):
             seconds, cached = asker.ask(length, f"news {news} {length} {repeat}")
             if cached:
                 raise RuntimeError("a prompt that nobody knows was found")
             times["computed"].append(seconds)
+            before = asker.loaded()
+            asker.load_parts()
             for tier in loaded:
                 seconds, cached = asker.ask(length, f"stored {length} {repeat}")
                 times[tier].append(seconds)
                 loaded[tier] += cached
+                load, report = asker.load_parts()
+                if load:
+                    parts.append((load, report, seconds - load - report))
+            size, spent = np.subtract(asker.loaded(), before).tolist()
+            if size:
+                speeds.append(size / spent)
         rows.append(
             {
                 "drive": job["drive"],
@@ -125,9 +271,10 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
                 **{f"ttft_{name}": statistics.median(each) for name, each in times.items()},
                 **{f"ratio_{name}": _ratio(times[name], times["computed"]) for name in loaded},
                 **{f"loaded_{k}": n / length / job["repeats"] for k, n in loaded.items()},
+                "load_bytes_per_s": statistics.median(speeds) if speeds else None,
+                "hit_parts_s": [statistics.median(part) for part in zip(*parts, strict=True)],
             }
         )
-    asker.close()
     return rows
 
 

@@ -1,5 +1,6 @@
 """Fixtures that every kind of test may use."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.messages import Undocumented
 
 # Before anything imports a Hugging Face library, and for every child process: tests make their own
 # models and must not depend on a network.
@@ -43,6 +46,16 @@ def disk_directory() -> Path:
     raise RuntimeError(
         f"{listed}: not writable or in memory; set SSDKV_TEST_DIR to a directory on a disk"
     )
+
+
+@pytest.fixture(autouse=True)
+def cures() -> Iterator[None]:
+    """Whatever fault a test injects: docs have the cure for what is logged then."""
+    ours, undocumented = logging.getLogger("vllm_ssdkv"), Undocumented()
+    ours.addHandler(undocumented)
+    yield
+    ours.removeHandler(undocumented)
+    assert undocumented.messages == [], "docs/operations.md does not have these"
 
 
 @pytest.fixture

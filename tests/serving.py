@@ -11,9 +11,50 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 START_S = 420.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a server and its children hold.
+
+    Attributes:
+        memory: Bytes that belong to no file.
+        descriptors: Open files.
+        series: On the page of metrics.
+    """
+
+    memory: int
+    descriptors: int
+    threads: int
+    series: int
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server. Its processes are in a session of their own."""
+
+    url: str
+    session: int
+
+    def footprint(self) -> Footprint:
+        """What it holds now."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            series = sum(not line.startswith(b"#") for line in answer.read().splitlines())
+        memory = descriptors = threads = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if os.getsid(int(process.name)) != self.session:
+                    continue
+                lines = (process / "status").read_text().splitlines()
+                status = dict(line.split(":", 1) for line in lines)
+                memory += int(status["RssAnon"].split()[0]) * 1024
+                threads += int(status["Threads"])
+                descriptors += len(os.listdir(process / "fd"))
+        return Footprint(memory, descriptors, threads, series)
 
 
 def free_port() -> int:
@@ -24,8 +65,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(command: list[str], variables: Mapping[str, str], cwd: Path, log: Path) -> Iterator[str]:
-    """A running `vllm serve`, on a free port: its URL. Ended, with its children, in any case."""
+def server(
+    command: list[str], variables: Mapping[str, str], cwd: Path, log: Path
+) -> Iterator[Running]:
+    """A running `vllm serve`, on a free port. Ended, with its children, in any case."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
@@ -45,7 +88,7 @@ def server(command: list[str], variables: Mapping[str, str], cwd: Path, log: Pat
                 "the server did not start: " + log.read_text()[-4000:]
             )
             time.sleep(0.5)
-        yield url
+        yield Running(url, process.pid)
     finally:
         process.terminate()
         try:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from vllm_ssdkv import config, host
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.config_io import FaultConfig, IoConfig, ThrottleConfig
+from vllm_ssdkv.config_sparse import LEAST_CHOOSING
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.host import available_memory, default_capacity
 from vllm_ssdkv.options import Option, walk
@@ -106,9 +107,11 @@ def test_short_requests_are_exact_where_the_window_takes_the_budget() -> None:
     def below(**sparse: object) -> int:
         return build({"mode": "page", "selector": "bounds", "sparse": sparse}).exact_below
 
-    assert below() == 2 * 1024 * 8
+    assert below() == 2 * 1024 * 8 > LEAST_CHOOSING
     assert below(budget=0.3) == 6827
+    assert below(budget=1) == 2048
     assert below(budget_tokens=4096) == 4096
+    assert below(budget_tokens=1100) == LEAST_CHOOSING
     assert below(exact_below=0) == 0
     assert below(budget_tokens=4096, exact_below=77) == 77
 
@@ -252,7 +255,7 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"page_tokens": 8}, "page_tokens: got 8; not a power of two"),
         (
             {"selector": "sparq"},
-            'selector: got "sparq"; allowed: "exact" or "bounds" or "adaptive" or',
+            'selector: got "sparq"; allowed: "exact" or "bounds" or "sparf" or',
         ),
         (
             {"sparse": {"floor": 0.5}},

@@ -79,6 +79,7 @@ def test_only_the_top_layer_imports_vllm() -> None:
         ROOT / "profiling" / p
         for p in (
             "bench_engine.py",
+            "bench_metrics.py",
             "bench_ttft.py",
             "bench_io/vllm_fs.py",
             "bench_ssds/vllm_requests.py",

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_ssdkv import metrics
+from vllm_ssdkv.metric import LATENCY_BUCKETS, Metric
 from vllm_ssdkv.metrics import (
     BATCH_METRICS,
     BY_NAME,
-    LATENCY_BUCKETS,
     METRICS,
     Counters,
-    Metric,
     bucket_keys,
     combine_gauges,
+    counter_key,
     histogram_of,
     metric_key,
     parse_key,
@@ -87,7 +87,7 @@ def test_undeclared_counts_are_refused(name: str, labels: dict[str, str]) -> Non
     counters = Counters()
     with pytest.raises(ValueError, match=name):
         counters.add(name, 1, **labels)
-    assert counters.snapshot_delta() == {}
+    assert counters.take_gained() == {}
 
 
 PLACES = {"device": "/a,b=c|d#", "direction": "read"}
@@ -109,8 +109,8 @@ def test_values_of_a_histogram_add_up() -> None:
     counters.add_all("io_latency_seconds", [0.0] * len(LATENCY_BUCKETS) + [3.0], 30.0, **PLACES)
     parts = bucket_keys(metric_key("io_latency_seconds", PLACES))
     expected = [1.0] * len(LATENCY_BUCKETS) + [4.0, 32.5]
-    assert counters.snapshot_delta() == dict(zip(parts, expected, strict=True))
-    assert counters.snapshot_delta() == {}
+    assert counters.take_gained() == dict(zip(parts, expected, strict=True))
+    assert counters.take_gained() == {}
 
 
 def test_a_histogram_takes_what_fits_only() -> None:
@@ -129,20 +129,20 @@ def test_a_histogram_takes_what_fits_only() -> None:
         counters.add("io_latency_seconds", 1, **PLACES)
     with pytest.raises(ValueError, match="histogram"):
         counters.set("io_latency_seconds", 1, **PLACES)
-    assert counters.snapshot_delta() == {}
+    assert counters.take_gained() == {}
 
 
 def test_counters_of_devices_start_at_zero() -> None:
     """Prometheus sees no increase in a series that begins with its first error."""
     counters = Counters()
     counters.start_at_zero(["/a", "/b"])
-    started = counters.snapshot_delta()
+    started = counters.take_gained()
     assert set(started.values()) == {0}
     for device in ("/a", "/b"):
         assert metric_key("device_lost", {"device": device}) in started
         assert metric_key("io_errors", {"device": device, "kind": "eio"}) in started
     assert not any(key.startswith("io_latency") or "device" not in key for key in started)
-    assert counters.snapshot_delta() == {}
+    assert counters.take_gained() == {}
 
 
 def test_counter_and_gauge_are_not_mixed_up() -> None:
@@ -163,21 +163,52 @@ def test_deltas_add_up_to_the_total(steps: list[int | None]) -> None:
     told = 0.0
     for step in steps:
         if step is None:
-            told += counters.snapshot_delta().get("slots_stored", 0)
+            told += counters.take_gained().get("slots_stored", 0)
         else:
             counters.add("slots_stored", step)
-    told += counters.snapshot_delta().get("slots_stored", 0)
+    told += counters.take_gained().get("slots_stored", 0)
     assert told == counters.total("slots_stored") == sum(step for step in steps if step)
-    assert counters.snapshot_delta() == {}
+    assert counters.take_gained() == {}
 
 
-def test_gauges_are_repeated_and_replaced() -> None:
+def test_a_gauge_is_told_when_it_has_another_value() -> None:
     counters = Counters()
     counters.set("slots_ready", 5)
-    assert counters.snapshot_delta() == {"slots_ready": 5}
-    assert counters.snapshot_delta() == {"slots_ready": 5}
+    assert counters.take_gauges() == {"slots_ready": 5}
+    counters.set("slots_ready", 5)
+    assert counters.take_gauges() == {}
     counters.set("slots_ready", 3)
-    assert counters.snapshot_delta() == {"slots_ready": 3}
+    counters.set("slots_free", 0)
+    assert counters.take_gauges() == {"slots_ready": 3, "slots_free": 0}
+    assert counters.take_gained() == {}
+
+
+def test_gains_of_another_process_are_taken_in() -> None:
+    """Those that are new and nothing yet among them."""
+    worker, scheduler = Counters(), Counters()
+    worker.start_at_zero(["/a"])
+    for gain in (5, 0, 7):
+        worker.add("slots_stored", gain)
+        scheduler.add_keyed(worker.take_gained().items())
+    assert scheduler.total("slots_stored") == 12
+    told = scheduler.take_gained()
+    assert told["slots_stored"] == 12
+    assert told[counter_key("device_lost", device="/a")] == 0
+    scheduler.add_keyed([("slots_stored", 0), ("slots_evicted", 0)])
+    assert scheduler.take_gained() == {"slots_evicted": 0}
+
+
+def test_keys_of_counters_are_checked_when_they_are_made() -> None:
+    assert counter_key("hit_tokens", tier="ssd") == metric_key("hit_tokens", {"tier": "ssd"})
+    with pytest.raises(ValueError, match="gauge slots_ready"):
+        counter_key("slots_ready")
+    with pytest.raises(ValueError, match="tier"):
+        counter_key("hit_tokens", tier="tape")
+    counters = Counters()
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="slots_stored"):
+            counters.add_keyed([("slots_stored", 2), ("slots_stored", wrong)])
+    assert counters.total("slots_stored") == 4
 
 
 def test_increments_of_many_threads_are_all_counted() -> None:
@@ -191,7 +222,7 @@ def test_increments_of_many_threads_are_all_counted() -> None:
 
     def drain() -> None:
         while not stop.is_set():
-            told.append(sum(counters.snapshot_delta().values()))
+            told.append(sum(counters.take_gained().values()))
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     drainer = threading.Thread(target=drain)
@@ -202,7 +233,7 @@ def test_increments_of_many_threads_are_all_counted() -> None:
         thread.join(60)
     stop.set()
     drainer.join(60)
-    told.append(sum(counters.snapshot_delta().values()))
+    told.append(sum(counters.take_gained().values()))
     assert sum(told) == 4 * 2000 * 3 == counters.total("bytes_read", device="/a")
 
 
@@ -229,7 +260,7 @@ def package_trees() -> list[ast.Module]:
     package = Path(metrics.__file__).parent
     links = {package / name for name in ("triton_kernels", "profiling", "fpga_offload", "grafana")}
     paths = [path for path in package.rglob("*.py") if links.isdisjoint(path.parents)]
-    return [ast.parse(path.read_text()) for path in paths if path.name != "metrics.py"]
+    return [ast.parse(path.read_text()) for path in paths if not path.name.startswith("metrics")]
 
 
 def counting_calls(tree: ast.Module) -> list[ast.Call]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.triton_kernels.launch import jit, on_device_of, padded, require
+from vllm_ssdkv.triton_kernels.launch import inline, jit, on_device_of, padded, require
 
 TILE = 1024
 
@@ -60,6 +60,30 @@ def _weigh_kernel(
     tl.store(window_mass_ptr + line, window)
 
 
+@inline
+def _ranked(
+    score_ptr: torch.Tensor,
+    mass_ptr: torch.Tensor,
+    start: int,
+    columns: int,
+    first: int,
+    BLOCK: tl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns ``start ..``: unsigned integers in the order of their scores, and their masses.
+
+    NaN counts as infinity, the ``first`` columns come before all, -1 is no column.
+    """
+    column = start + tl.arange(0, BLOCK)
+    there = column < columns
+    x = tl.load(score_ptr + column, mask=there, other=0.0)
+    mass = tl.load(mass_ptr + column, mask=there, other=0.0)
+    x = tl.where(x != x, float("inf"), x) + 0.0  # noqa: PLR0124
+    bits = x.to(tl.uint32, bitcast=True)
+    key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000).to(tl.int64)
+    key = tl.where(column < first, 0xFFFFFFFF, key)
+    return tl.where(there, key, -1), mass
+
+
 @jit
 def _choose_kernel(
     score_ptr: torch.Tensor,
@@ -81,20 +105,12 @@ def _choose_kernel(
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
     row = line // KV_HEADS
+    score_ptr += line * width
+    mass_ptr += line * width
     columns = tl.load(columns_ptr + row)
     most = tl.minimum(tl.minimum(tl.load(most_ptr + row), columns), room)
     most = tl.maximum(most, 0)
     first = tl.minimum(sinks, most)
-    column = tl.arange(0, BLOCK)
-    there = column < columns
-    x = tl.load(score_ptr + line * width + column, mask=there, other=0.0)
-    mass = tl.load(mass_ptr + line * width + column, mask=there, other=0.0)
-    # As unsigned integers in the order of the scores; NaN as infinity, sinks before all.
-    x = tl.where(x != x, float("inf"), x) + 0.0  # noqa: PLR0124
-    bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000).to(tl.int64)
-    key = tl.where(column < first, 0xFFFFFFFF, key)
-    key = tl.where(there, key, -1)
     covered = tl.load(window_mass_ptr + line)
     count = most
     if ADAPTIVE:
@@ -102,33 +118,53 @@ def _choose_kernel(
         bound = tl.zeros([], tl.int64)
         step = tl.full([], 1 << 31, tl.int64)
         for _ in range(32):
-            enough = covered + tl.sum(tl.where(key >= (bound | step), mass, 0.0), 0) >= p
-            bound = tl.where(enough, bound | step, bound)
+            reached = covered
+            for start in range(0, columns, BLOCK):
+                key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+                reached += tl.sum(tl.where(key >= (bound | step), mass, 0.0), 0)
+            bound = tl.where(reached >= p, bound | step, bound)
             step = step >> 1
-        above = tl.sum((key > bound).to(tl.int32), 0)
-        missing = p - covered - tl.sum(tl.where(key > bound, mass, 0.0), 0)
-        equal = tl.sum((key == bound).to(tl.int32), 0)
-        share = tl.sum(tl.where(key == bound, mass, 0.0), 0) / tl.maximum(equal, 1)
-        needed = tl.where(share > 0, tl.ceil(missing / tl.where(share > 0, share, 1.0)), equal)
-        needed = tl.where(missing > 0, needed, 0.0).to(tl.int32)
-        count = above + tl.minimum(needed, equal)
+        count = tl.zeros([], tl.int32)
+        reached = covered
+        for start in range(0, columns, BLOCK):
+            key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+            reached += tl.sum(tl.where(key > bound, mass, 0.0), 0)
+            count += tl.sum((key > bound).to(tl.int32), 0)
+        for start in range(0, columns, BLOCK):
+            key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+            mass = tl.where(key == bound, mass, 0.0)
+            # Before each of them; not below p says that it is not needed, NaN that it is.
+            before = reached + tl.cumsum(mass, 0) - mass
+            count += tl.sum(((key == bound) & ((before >= p) == 0)).to(tl.int32), 0)
+            reached += tl.sum(mass, 0)
         count = tl.maximum(tl.maximum(count, tl.load(least_ptr + row)), first)
         count = tl.minimum(count, most)
     # The count-th largest key.
     bound = tl.zeros([], tl.int64)
     step = tl.full([], 1 << 31, tl.int64)
     for _ in range(32):
-        enough = tl.sum((key >= (bound | step)).to(tl.int32), 0) >= count
-        bound = tl.where(enough, bound | step, bound)
+        number = tl.zeros([], tl.int32)
+        for start in range(0, columns, BLOCK):
+            key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+            number += tl.sum((key >= (bound | step)).to(tl.int32), 0)
+        bound = tl.where(number >= count, bound | step, bound)
         step = step >> 1
-    above = key > bound
-    tie = key == bound
-    left = count - tl.sum(above.to(tl.int32), 0)
-    taken = above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= left))
-    at = tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(pages_ptr + line * room + at, column, mask=taken)
-    covered = tl.minimum(covered + tl.sum(tl.where(taken, mass, 0.0), 0), 1.0)
+    left = count
+    for start in range(0, columns, BLOCK):
+        key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+        left -= tl.sum((key > bound).to(tl.int32), 0)
+    at = line * room
+    for start in range(0, columns, BLOCK):
+        key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+        tie = (key == bound).to(tl.int32)
+        taken = (key > bound) | ((tie > 0) & (tl.cumsum(tie, 0) <= left))
+        number = tl.cumsum(taken.to(tl.int32), 0)
+        tl.store(pages_ptr + at + number - 1, start + tl.arange(0, BLOCK), mask=taken)
+        covered += tl.sum(tl.where(taken, mass, 0.0), 0)
+        at += tl.sum(taken.to(tl.int32), 0)
+        left -= tl.sum(tie, 0)
     tl.store(count_ptr + line, count)
+    covered = tl.where(covered > 1.0, 1.0, covered)
     tl.store(covered_ptr + line, tl.where(count == columns, 1.0, covered))
 
 
@@ -182,9 +218,8 @@ def choose(
 
     ``score, mass`` float32 ``[R, Hkv, n]``, of which row r has ``columns[r]``; ``window_mass``
     float32 ``[R, Hkv]``; ``columns, least, most`` int32 ``[R]``; no row takes more than
-    ``max_chosen``. Entries after the chosen ones are undefined. A program holds a whole line, so
-    ``n`` is at most 2**15: half a million tokens in pages of 16. With ``p`` below 1, equal
-    scores must have equal masses. Queued on the current stream; raises ``ValueError``.
+    ``max_chosen``. Entries after the chosen ones are undefined. Queued on the current stream;
+    raises ``ValueError``.
     """
     rows, heads, width = score.shape
     require(
@@ -193,7 +228,6 @@ def choose(
         and all(tuple(part.shape) == (rows,) for part in (columns, least, most)),
         f"scores {tuple(score.shape)} need masses alike, window_mass [R, Hkv] and counts [R]",
     )
-    require(width <= 2**15, f"at most {2**15} columns, got {width}")
     pages = torch.empty((rows, heads, max_chosen), dtype=torch.int32, device=score.device)
     count = torch.zeros((rows, heads), dtype=torch.int32, device=score.device)
     covered = torch.empty((rows, heads), dtype=torch.float32, device=score.device)
@@ -216,7 +250,7 @@ def choose(
             max_chosen,
             KV_HEADS=heads,
             ADAPTIVE=p < 1,
-            BLOCK=padded(width),
-            num_warps=max(4, min(32, padded(width) // 512)),
+            BLOCK=min(TILE, padded(width)),
+            num_warps=4,
         )
     return pages, count, covered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import triton
@@ -21,6 +21,11 @@ class Kernel(Protocol):
 
 jit = cast("Callable[[Callable[..., None]], Kernel]", triton.jit)
 """``triton.jit``, which carries no types of its own."""
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+inline = cast("Callable[[_Function], _Function]", triton.jit)
+"""The same for a function that kernels call."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors."""

@@ -66,6 +66,7 @@ def _channels_kernel(
     window_begin_ptr: torch.Tensor,
     window_tokens_ptr: torch.Tensor,
     window_ptr: torch.Tensor,
+    scales_ptr: torch.Tensor,
     logits_ptr: torch.Tensor,
     count: int,
     columns: int,
@@ -77,6 +78,9 @@ def _channels_kernel(
     PAGE_STRIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     TILE: tl.constexpr,
+    PICKED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
     KV: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -94,21 +98,33 @@ def _channels_kernel(
     GROUPS: tl.constexpr = BLOCK_TOKENS // PAGE_TOKENS
     page = head * GROUPS + offset // PAGE_TOKENS
     # Of channel 0; a channel further is BLOCK_TOKENS elements on in one copy, 1 in the other.
+    held = count if PICKED else HEAD_SIZE
     at = tl.where(
         in_context,
-        head * (HEAD_SIZE * BLOCK_TOKENS) + token % BLOCK_TOKENS,
+        head * (held * BLOCK_TOKENS) + token % BLOCK_TOKENS,
         page * PAGE_STRIDE + offset % PAGE_TOKENS * HEAD_SIZE,
     )
     key_at = tl.where(in_context, base, window).to(tl.pointer_type(KV)) + at
     step = tl.where(in_context, BLOCK_TOKENS, 1)
     there = in_context | in_window
+    if SCALED:
+        whole_at = base.to(tl.pointer_type(tl.int8)) + at
+        scale_at = tl.load(scales_ptr + begin + token // BLOCK_TOKENS, mask=in_context, other=0)
+        scale_at = scale_at.to(tl.pointer_type(tl.float32)) + head * SCALE_STEP
     g = tl.arange(0, BLOCK_G)
     list_at = (row * KV_HEADS + head).to(tl.int64)
     query_head = list_at * GROUP + g
     logits = tl.zeros([BLOCK_G, TILE], tl.float32)
     for c in range(count):
         channel = tl.load(channel_ptr + list_at * count + c)
-        key = tl.load(key_at + channel * step, mask=there, other=0.0).to(tl.float32)
+        place = tl.where(in_context, c, channel) if PICKED else channel
+        if SCALED:
+            key = tl.load(key_at + place * step, mask=in_window, other=0.0).to(tl.float32)
+            whole = tl.load(whole_at + place * step, mask=in_context, other=0).to(tl.float32)
+            scale = tl.load(scale_at + channel, mask=in_context, other=0.0)
+            key = tl.where(in_context, whole * scale, key)
+        else:
+            key = tl.load(key_at + place * step, mask=there, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + query_head * count + c, mask=g < GROUP, other=0.0)
         logits += q[:, None] * key[None, :]
     logits = tl.where(there[None, :], logits, float("-inf"))
@@ -162,17 +178,20 @@ def bound_logits(
 
 
 def choose_channels(
-    query: torch.Tensor, layout: BlockLayout, channels: int, scale: float
+    query: torch.Tensor, layout: BlockLayout, channels: int, scale: float, together: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SparQ's channels int32 ``[R, Hkv, r]`` and their scaled queries float32 ``[R, Hq, r]``.
 
-    ``r`` is ``channels``, or the head size if that is less. Runs in torch; nothing is read back.
+    ``r`` is ``channels``, or the head size if that is less; ``together`` as in
+    ``ScoringKernels.channel_logits``. Runs in torch; nothing is read back.
     """
     rows, heads, size = query.shape
     grouped = query.float().view(rows, layout.kv_heads, -1, size)
     magnitude = grouped.abs()
-    order = torch.sort(magnitude.sum(2), dim=2, descending=True, stable=True).indices
-    chosen = order[..., : min(channels, size)].sort(2).values
+    sums = magnitude.sum(2).view(rows, layout.kv_heads, size // together, together).sum(3)
+    order = torch.sort(sums, dim=2, descending=True, stable=True).indices
+    first = order[..., : min(channels, size) // together].sort(2).values * together
+    chosen = (first[..., None] + torch.arange(together, device=query.device)).flatten(2)
     index = chosen[:, :, None].expand(-1, -1, grouped.shape[2], -1)
     part = magnitude.gather(3, index).sum(3)
     correction = torch.where(part > 0, magnitude.sum(3) / part, 1.0).sqrt()
@@ -181,33 +200,44 @@ def choose_channels(
 
 
 def channel_logits(
-    query: torch.Tensor,
+    chosen: torch.Tensor,
+    reduced: torch.Tensor,
     row_begin: torch.Tensor,
     row_end: torch.Tensor,
     base: torch.Tensor,
     window_begin: torch.Tensor,
     window_tokens: torch.Tensor,
     window: torch.Tensor,
+    scales: torch.Tensor | None = None,
     *,
     layout: BlockLayout,
-    channels: int,
-    scale: float,
+    picked: bool,
     max_tokens: int,
 ) -> torch.Tensor:
     """SparQ's approximate logits of each token, the window's last: ``[R, Hq, max_tokens]`` float32.
 
-    As :func:`bound_logits`, with ``base`` of channel-major K ``[kv_heads, head_size,
-    block_tokens]`` and the window's token-major blocks, laid out by ``layout``: row r's begin at
-    ``window_begin[r]`` (int32 ``[R]``) of ``window`` (absolute addresses, int64) and hold
-    ``window_tokens[r]`` (int32) tokens.
+    From the channels and queries of :func:`choose_channels`. As :func:`bound_logits`, with ``base``
+    of channel-major K ``[kv_heads, head_size, block_tokens]``, or if it is ``picked`` only the
+    chosen channels, ``[kv_heads, r, block_tokens]``; and the window's token-major blocks, laid out
+    by ``layout``: row r's begin at ``window_begin[r]`` (int32 ``[R]``) of ``window`` (absolute
+    addresses, int64) and hold ``window_tokens[r]`` (int32) tokens. With ``scales`` (as ``base``)
+    channel-major K is int8, see ``ContextSummaries.channel_scales``.
     """
-    rows, heads = _check(query, layout, row_begin, row_end, window_begin, window_tokens)
-    chosen, reduced = choose_channels(query, layout, channels, scale)
-    logits = torch.empty((rows, heads, max_tokens), dtype=torch.float32, device=query.device)
+    rows, heads, count = reduced.shape
+    _check_rows(reduced, row_begin, row_end, window_begin, window_tokens)
+    require(
+        tuple(chosen.shape) == (rows, layout.kv_heads, count)
+        and heads % layout.kv_heads == 0
+        and chosen.dtype == torch.int32
+        and chosen.is_contiguous()
+        and reduced.is_contiguous(),
+        f"channels {tuple(chosen.shape)} and queries {tuple(reduced.shape)} do not fit {layout}",
+    )
+    logits = torch.empty((rows, heads, max_tokens), dtype=torch.float32, device=reduced.device)
     if not logits.numel():
         return logits
     group = heads // layout.kv_heads
-    with on_device_of(query):
+    with on_device_of(reduced):
         _channels_kernel[(rows, layout.kv_heads, -(-max_tokens // TILE_TOKENS))](
             reduced,
             chosen,
@@ -217,8 +247,9 @@ def channel_logits(
             window_begin,
             window_tokens,
             window,
+            base if scales is None else scales,
             logits,
-            chosen.shape[2],
+            count,
             max_tokens,
             KV_HEADS=layout.kv_heads,
             GROUP=group,
@@ -228,6 +259,9 @@ def channel_logits(
             PAGE_STRIDE=layout.page_stride,
             BLOCK_G=padded(group),
             TILE=TILE_TOKENS,
+            PICKED=picked,
+            SCALED=scales is not None,
+            SCALE_STEP=layout.head_size * layout.dtype.itemsize // 2,
             KV=TL_DTYPES[layout.dtype],
             num_warps=4,
         )
@@ -244,6 +278,11 @@ def _check(query: torch.Tensor, layout: BlockLayout, *per_row: torch.Tensor) -> 
         and query.shape[1] % layout.kv_heads == 0,
         f"a query of {tuple(query.shape)} does not fit {layout}",
     )
+    _check_rows(query, *per_row)
+    return query.shape[0], query.shape[1]
+
+
+def _check_rows(query: torch.Tensor, *per_row: torch.Tensor) -> None:
     for values in per_row:
         require(
             values.dtype == torch.int32
@@ -251,4 +290,3 @@ def _check(query: torch.Tensor, layout: BlockLayout, *per_row: torch.Tensor) -> 
             and values.device == query.device,
             f"rows need int32 [{query.shape[0]}] on {query.device}",
         )
-    return query.shape[0], query.shape[1]

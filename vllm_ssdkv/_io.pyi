@@ -72,6 +72,84 @@ class FrameCache:
     def audit(self) -> None:
         """RuntimeError unless all tables agree. For tests: looks at everything."""
 
+class PageCache:
+    """Native part of :class:`vllm_ssdkv.store.page_cache.PageCache`, which says what calls do.
+
+    One thread at a time. Raises IndexError for slots, pages and places that do not exist,
+    ValueError for arrays that do not belong together or an unknown policy, TypeError for another
+    dtype or a strided array.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        page_bytes: int,
+        header_bytes: int,
+        places: int,
+        slots: int,
+        pages: int,
+        policy: str,
+    ) -> None: ...
+    def ask(
+        self, slots: NDArray[np.int64], pages: NDArray[np.int64], frames: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], int, int, int, int]:
+        """The fields of ``Asked``, in order."""
+
+    def guess(
+        self,
+        slots: NDArray[np.int64],
+        pages: NDArray[np.int64],
+        frames: NDArray[np.uint64],
+        begin: NDArray[np.int32],
+        limit: int,
+        devices: NDArray[np.uint16],
+        quota: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
+    def arrive(
+        self,
+        keys: NDArray[np.int64],
+        places: NDArray[np.int32],
+        good: NDArray[np.uint8],
+        devices: NDArray[np.uint16],
+    ) -> None: ...
+    def find(
+        self,
+        pages: NDArray[np.int64],
+        frames: NDArray[np.uint64],
+        which: NDArray[np.int32],
+        keys: NDArray[np.int64],
+        places: NDArray[np.int32],
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]: ...
+    def holds(self, slots: NDArray[np.int64], pages: NDArray[np.int64]) -> NDArray[np.uint8]: ...
+    def release(self, places: NDArray[np.int32]) -> None: ...
+    def forget(self, slots: NDArray[np.int64]) -> None: ...
+    def step(self, costs: NDArray[np.float64]) -> None: ...
+    def held(self) -> int: ...
+    def taken(self) -> int: ...
+
+def locate(
+    first: NDArray[np.int32],
+    slots: NDArray[np.int64],
+    frames: NDArray[np.uint64],
+    pages: NDArray[np.int32],
+    begin: NDArray[np.int32],
+    heads: int,
+    groups: int,
+    page_tokens: int,
+    first_page: int,
+) -> tuple[
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.uint64],
+    NDArray[np.int64],
+    NDArray[np.int32],
+]:
+    """Slot, number within it, address of the frame, first token's position and block of each page.
+
+    Row r has the blocks ``first[r]``, ``first[r] + 1``, ... of ``slots`` and ``frames``; head h of
+    it the pages ``begin[i] .. begin[i + 1]``, ``i = r * heads + h``.
+    """
+
 class Batch:
     """Native :class:`vllm_ssdkv.store.engine.protocol.Batch`."""
 
@@ -151,6 +229,136 @@ def check_requests(
     arena_bytes: int,
 ) -> None:
     """Raise the ValueError with which every engine refuses these requests, or return."""
+
+class StripeTable:
+    """Native tables of one :class:`vllm_ssdkv.store.layout.StripeMap`, [lanes * copies * units].
+
+    Raises ValueError when the arrays do not fit, TypeError for another dtype or a strided one.
+    """
+
+    def __init__(
+        self,
+        device: NDArray[np.int64],
+        place: NDArray[np.int64],
+        row_units: NDArray[np.int64],
+        lanes: int,
+        copies: int,
+        unit_bytes: int,
+        slot_bytes: int,
+        first_byte: int,
+        merge_units: int,
+    ) -> None: ...
+
+class Stripes:
+    """Ranges of slots, ``first .. first + slots``, each striped by one of the tables. Immutable.
+
+    ``begin`` are the bytes before a range's first unit on each device, [ranges * devices]. The
+    errors are those of :class:`StripeTable`.
+    """
+
+    def __init__(
+        self,
+        tables: list[StripeTable],
+        first: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        table_of: NDArray[np.int64],
+        begin: NDArray[np.int64],
+        devices: int,
+    ) -> None: ...
+    def extents(
+        self, slots: NDArray[np.int64], offsets: NDArray[np.int64], length: int, copy: int
+    ) -> tuple[
+        NDArray[np.uint16],
+        NDArray[np.uint64],
+        NDArray[np.uint32],
+        NDArray[np.int64],
+        NDArray[np.uint64],
+    ]:
+        """The fields of :class:`vllm_ssdkv.store.layout.Extents`; ``offsets`` are one or [n].
+
+        Raises ValueError for slots in no range and bytes that leave the slot.
+        """
+
+class SlotShape:
+    """Sizes of a slot in bytes; ValueError when the parts of a header do not fit into it."""
+
+    def __init__(
+        self,
+        header_bytes: int,
+        fixed_bytes: int,
+        used_bytes: int,
+        pages: int,
+        page_bytes: int,
+        payload_bytes: int,
+    ) -> None: ...
+
+def right_headers(
+    addresses: NDArray[np.uint64], fixed: NDArray[np.uint8], shape: SlotShape
+) -> NDArray[np.uint8]:
+    """1 for each header, at absolute addresses [n], that begins with its row of ``fixed``,
+    [n * fixed_bytes], and is whole.
+
+    Raises ValueError for a zero address or arrays that do not belong together.
+    """
+
+class Stretches:
+    """Parts of every slot that go to a block of vLLM's cache in memory; arrays [k], ascending.
+
+    Each is in one page. Part i of block b lies at ``bases[i] + b * steps[i]``; addresses are
+    absolute. Raises ValueError for a zero address or arrays that differ in length.
+    """
+
+    def __init__(
+        self,
+        offsets: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+        bases: NDArray[np.uint64],
+        steps: NDArray[np.uint64],
+    ) -> None: ...
+
+class Intake:
+    """Checks slots of a read as they arrive, against headers and xxh3-64, and copies them.
+
+    Args:
+        shape: Of the slots.
+        addresses: Where each of n slots is read to; absolute.
+        fixed: The bytes with which each one's header begins, [n * fixed_bytes].
+        blocks: Where they go, [n]; 0 is nowhere.
+        slot_of: Which of the slots each of m requests is a part of, [m].
+        lengths: Bytes of each request, [m].
+        missing: Slots, [n], of which something is not being read: they never arrive.
+        stretches: What is copied.
+        first, step: Of the pages of all slots, one after the other, the first one that is looked
+            at, and how far it is to the next.
+
+    One thread at a time. The memory must stay until the last call has returned. Raises ValueError
+    for arrays that do not belong together, TypeError for another dtype or a strided one.
+    """
+
+    def __init__(
+        self,
+        shape: SlotShape,
+        addresses: NDArray[np.uint64],
+        fixed: NDArray[np.uint8],
+        blocks: NDArray[np.uint64],
+        slot_of: NDArray[np.int64],
+        lengths: NDArray[np.uint32],
+        missing: NDArray[np.uint8],
+        stretches: Stretches,
+        first: int,
+        step: int,
+    ) -> None: ...
+    def follow(self, batch: Batch, timeout_s: float) -> bool:
+        """Look at all that arrives until the batch has ended, which is True, or time is up."""
+
+    def take(self, results: NDArray[np.int32]) -> None:
+        """Look at what has arrived by now, given the results of another engine's batch."""
+
+    def states(self) -> NDArray[np.uint8]:
+        """Of each slot: 0 not there, 1 right, 2 another header, 3 a wrong page."""
+
+    def wrong_pages(self) -> NDArray[np.int64]:
+        """Slot, as an index, and page of each wrong one, [2 * k], ascending."""
 
 def preallocate(fd: int, nbytes: int) -> int:
     """fallocate(2) of the first ``nbytes``, without glibc's emulation; 0 or an errno."""

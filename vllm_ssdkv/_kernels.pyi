@@ -172,6 +172,7 @@ def summarize(
     source: torch.Tensor | NDArray[np.uint64],
     bounds: torch.Tensor | NDArray[np.uint64] | None,
     channels: torch.Tensor | NDArray[np.uint64] | None,
+    scales: torch.Tensor | NDArray[np.uint64] | None,
     value_sum: torch.Tensor | NDArray[np.uint64] | None,
     block_tokens: int,
     page_tokens: int,
@@ -208,6 +209,7 @@ def choose_channels(
     kv_heads: int,
     channels: NDArray[np.int32],
     reduced: NDArray[np.float32],
+    together: int,
 ) -> None:
     """Write SparQ's ``channels [rows, kv_heads, r]``, ascending, and the queries of them.
 
@@ -220,6 +222,7 @@ def channel_logits(
     row_begin: NDArray[np.int32],
     row_end: NDArray[np.int32],
     base: NDArray[np.uint64],
+    scales: NDArray[np.uint64] | None,
     window_begin: NDArray[np.int32],
     window_end: NDArray[np.int32],
     window: NDArray[np.uint64],

@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.config_encryption import EncryptionConfig
 from vllm_ssdkv.config_io import IoConfig
-from vllm_ssdkv.config_sparse import SparseConfig
+from vllm_ssdkv.config_sparse import LEAST_CHOOSING, SparseConfig
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.host import (
     DEFAULT_DRAM_LIMIT,
@@ -50,6 +50,7 @@ from vllm_ssdkv.sizes import (
     size_or_none,
 )
 
+SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 
@@ -108,7 +109,7 @@ class DeviceConfig(OptionModel):
     tbw: Annotated[
         int | None,
         Field(
-            ge=GIB,
+            ge=MIN_CAPACITY,
             description="Endurance of the drive as its maker states it, in bytes written (TBW). "
             "Only for vllm:ssdkv_wear_used, which shows the share of it that this store has used.",
         ),
@@ -239,13 +240,15 @@ class SSDKVConfig(OptionModel):
         Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
     ] = 16
     selector: Annotated[
-        Literal["exact", "bounds", "adaptive", "window"],
+        SelectorName,
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
-            "`exact` is all of it. `bounds` chooses pages by bounds of their logits. `adaptive` "
-            "does the same until they cover enough of the attention. `window` is the first tokens "
-            "and the newest ones only, to compare with. Prompts are always exact. "
-            "A store made for `exact` cannot be used with the others, nor the other way round."
+            "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `sparf` pages "
+            "or tokens by logits from a few channels of K, of which the store then holds a second "
+            "copy. `adaptive` takes pages of either until they cover enough of the attention. "
+            "`window` is the first tokens and the newest ones only, to compare with. Prompts are "
+            "always exact. A store made for `exact`, for channels or for the others cannot be used "
+            "in place of another."
         ),
         Reason("exact: lossless."),
     ] = "exact"
@@ -402,13 +405,25 @@ class SSDKVConfig(OptionModel):
         return self
 
     @property
+    def scores_channels(self) -> bool:
+        """Whether the selector scores by channels of K, which slots then hold a second time."""
+        return self.selector == "sparf" or (
+            self.selector == "adaptive" and self.sparse.scorer == "sparf"
+        )
+
+    @property
+    def scales_channels(self) -> bool:
+        """Whether these channels are int8."""
+        return self.scores_channels and self.sparse.channel_dtype == "int8"
+
+    @property
     def exact_below(self) -> int:
         """Tokens of the shortest request that chooses, see ``sparse.exact_below``."""
         if self.sparse.exact_below is not None:
             return self.sparse.exact_below
         if self.sparse.budget_tokens is not None:
-            return self.sparse.budget_tokens
-        return math.ceil(2 * self.hbm_window_tokens / self.sparse.budget)
+            return max(LEAST_CHOOSING, self.sparse.budget_tokens)
+        return max(LEAST_CHOOSING, math.ceil(2 * self.hbm_window_tokens / self.sparse.budget))
 
     def dram_bytes(self, workers: int) -> int:
         """Bytes of the DRAM tier of each of the engine's ``workers``, staging included.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -10,6 +10,11 @@ from vllm_ssdkv.options import Allowed, OptionModel, Reason
 from vllm_ssdkv.sizes import MIB, SIZE_TEXT, size_or_none
 
 MIN_PART: Final = MIB
+
+LEAST_CHOOSING: Final = 2048
+"""Tokens of a request below which sparse decode was slower than exact: what choosing costs does not
+grow with the request, what it saves does. A fixed number, since answers must not depend on how fast
+a machine happens to be."""
 
 
 class SparseConfig(OptionModel):
@@ -42,8 +47,8 @@ class SparseConfig(OptionModel):
             "covers with as few pages as it takes, within `floor` and `budget`.",
         ),
         Reason(
-            "The estimate takes upper bounds for logits, so pages that do not matter look as if "
-            "they did: much of what it calls missing is not."
+            "With logits from channels the estimate is close to the attention. With upper bounds "
+            "pages that do not matter look as if they did: much of what it calls missing is not."
         ),
     ] = 0.9
     floor: Annotated[
@@ -63,8 +68,10 @@ class SparseConfig(OptionModel):
             description="Requests of fewer tokens attend to everything, as with `exact`.",
         ),
         Reason(
-            "null: the length at which the budget is twice the window. Below it most of the budget "
-            "is what HBM holds anyway, and little would be chosen from the context."
+            "null: the length at which the budget is twice the window, and no less than 2,048. "
+            "Below the one most of the budget is what HBM holds anyway, and little would be chosen "
+            "from the context. Below the other choosing takes longer than attending to everything "
+            "where DRAM holds it (measured by `ssdkv bench decode` for one request at a time)."
         ),
     ] = None
     sink_tokens: Annotated[
@@ -89,6 +96,33 @@ class SparseConfig(OptionModel):
             "layers; each costs a full read of the context in that layer."
         ),
     ] = 0
+    reuse_steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Tokens for which a choice of pages is kept, the one whose query chose "
+            "included; what leaves the window meanwhile is attended to as well. 1: every query "
+            "chooses.",
+        ),
+        Reason(
+            "1: every token attends to what its own query chose. More spares time and reads; what "
+            "it costs in answers, `ssdkv bench accuracy --reuse-steps` says for the demo's model."
+        ),
+    ] = 1
+    reuse_similarity: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="A query chooses at once if its cosine with the query that chose, the mean "
+            "over a KV head's query heads, is less than this for any KV head of the layer.",
+        ),
+        Reason(
+            "0.8: neighbouring queries of language models are reported to have 0.84 on average. "
+            "Those of the demo's model look up something else nearly every time: the medians of "
+            "its three layers are 0.76, 0.17 and -0.06, so it reuses next to nothing."
+        ),
+    ] = 0.8
     page_cache: Annotated[
         int | None,
         Field(
@@ -102,15 +136,117 @@ class SparseConfig(OptionModel):
             "the step before, which then are not read again."
         ),
     ] = None
+    hbm_pages: Annotated[
+        int | None,
+        Field(
+            ge=MIN_PART,
+            description="Memory of the GPU per worker for single pages that were chosen, so that "
+            "they need not cross PCIe again; beside what vLLM takes, so lower its "
+            "--gpu-memory-utilization by as much. On a CPU a piece of DRAM beside `dram_gib`, "
+            "which gains nothing.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: none. It helps from the size on of what a step chooses in all layers together; "
+            "with less, pages mostly make room for others before they are chosen again."
+        ),
+    ] = None
+    page_policy: Annotated[
+        Literal["lru", "frequency"],
+        Field(
+            description="Which single page makes room for another, in `page_cache` and in "
+            "`hbm_pages`: `lru` the one that was chosen longest ago; `frequency` the one with the "
+            "least frequency times time of a read, where the frequency grows by one when a page is "
+            "chosen and falls by one per token when it is not (Swarm)."
+        ),
+        Reason(
+            "lru: what a query chooses, the next one mostly chooses again, and what requests that "
+            "have ended chose often is gone sooner."
+        ),
+    ] = "lru"
+    prefetch: Annotated[
+        bool,
+        Field(
+            description="While a layer is attended to, read what the request chose in the next "
+            "layer for its token before, where DRAM has it no more; and, as far as devices would "
+            "be idle, what came next by the scores of that choice.",
+        ),
+        Reason(
+            "true: it hides time of the drives. Wrong guesses cost bandwidth: with drives that "
+            "others need more, turn it off."
+        ),
+    ] = True
     summaries: Annotated[
         int | None,
         Field(
             ge=MIN_PART,
-            description="Memory per worker for the bounds of pages, a part of dram_gib. They take "
-            "1/page_tokens of the KV that they stand for. Requests whose bounds do not fit attend "
-            "to everything.",
+            description="Memory per worker for what selectors know of pages, a part of dram_gib. "
+            "Bounds take 1/page_tokens of the KV that they stand for, the channels of `sparf` half "
+            "of it, in int8 a quarter or an eighth. Requests for which it has no room attend to "
+            "everything.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason("null: those of the whole store, but a quarter of the share of dram_gib at most."),
     ] = None
+    scorer: Annotated[
+        Literal["bounds", "sparf"],
+        Field(description="By what `adaptive` scores pages; as the selector of that name does."),
+        Reason(
+            "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "
+            "of the budget; by bounds it does not (docs/accuracy.md). `bounds` needs no second "
+            "copy of K."
+        ),
+    ] = "sparf"
+    channels: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Channels of K from which `sparf` scores tokens, for each KV head: those "
+            "in which the query is largest.",
+        ),
+        Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
+    ] = None
+    channel_dtype: Annotated[
+        Literal["as_k", "int8"],
+        Field(
+            description="How the second copy of K is kept that `sparf` scores by. `as_k`: in the "
+            "type of K. `int8`: with a scale for each channel of a block, in half of the memory "
+            "and bytes, or a quarter where K is float32. Attention reads K as it is in any case. A "
+            "store made for one cannot be used for the other."
+        ),
+        Reason(
+            "as_k: what is chosen is what the paper chooses. int8 chose as well wherever we looked "
+            "(docs/accuracy.md)."
+        ),
+    ] = "as_k"
+    channel_group: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Channels are chosen in groups of so many neighbours, by the query's sum "
+            "over them; divides the head size. With `channel_pages` `ssd` and as many as a page "
+            "has, all that is read of a page is used.",
+        ),
+        Reason("1: as in SparQ. Groups choose less well from as many channels."),
+    ] = 1
+    granularity: Annotated[
+        Literal["page", "token"],
+        Field(
+            description="What `sparf` chooses and counts. `token` attends to the chosen tokens "
+            "only, and reads every page that holds one; `adaptive` chooses pages in any case."
+        ),
+        Reason("page: reads the budget and no more. Single tokens touch many pages."),
+    ] = "page"
+    channel_pages: Annotated[
+        Literal["dram", "ssd"],
+        Field(
+            description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
+            "part of `summaries`. `ssd`: pages that hold a chosen channel are read for every "
+            "token; a page has 2 x head size x page_tokens / block size channels, in int8 twice as "
+            "many or four times, so this wants blocks of 1024 tokens and more. The store is the "
+            "same."
+        ),
+        Reason("dram: the channels of a token are spread over the whole context."),
+    ] = "dram"

@@ -9,78 +9,27 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Iterable, Sequence
+from typing import Final
 from urllib.parse import quote, unquote
 
-PREFIX: Final = "vllm:ssdkv_"
-"""vLLM unregisters metrics by the prefix ``vllm:``; connectors add their own name to it."""
-
-LATENCY_BUCKETS: Final = (
-    *(50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3),
-    *(100e-3, 200e-3, 500e-3, 1.0, 5.0),
+from vllm_ssdkv.metric import (
+    DEPTH_BUCKETS,
+    LATENCY_BUCKETS,
+    Label,
+    Metric,
+    counter,
+    gauge,
 )
-"""Seconds. The native engines have the same in ``csrc/io/totals.hpp``, in nanoseconds."""
+from vllm_ssdkv.metrics_sparse import SPARSE_METRICS
 
-DEPTH_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-"""Requests; as in ``csrc/io/totals.hpp``."""
+TELL_INTERVAL_S: Final = 0.5
+"""How often a process brings its gauges up to date, and how often the engine tells its numbers,
+while requests run: a step may be shorter than telling takes. So what ``/metrics`` shows is no older
+than twice this, and a step."""
 
 _BUCKET: Final = "le"
 _SUM: Final = "sum"
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """One label of a metric. Its values are bounded: listed here, or by the options.
-
-    Attributes:
-        values: All values, or empty when ``bounded_by`` says what bounds them.
-    """
-
-    name: str
-    values: tuple[str, ...] = ()
-    bounded_by: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: Short name; the code counts under it.
-        unit: What the number counts, for the table.
-        combine: How the values of several ranks become one. Counters and histograms always add up.
-        buckets: Upper bounds of a histogram, ascending, without infinity.
-    """
-
-    name: str
-    kind: Literal["counter", "gauge", "info", "histogram"]
-    unit: str
-    help: str
-    labels: tuple[Label, ...] = ()
-    combine: Literal["sum", "max", "min"] = "sum"
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether it only grows: a counter or a histogram."""
-        return self.kind in {"counter", "histogram"}
-
-    @property
-    def full_name(self) -> str:
-        """Name that Prometheus is given (it appends ``_total`` to counters)."""
-        return PREFIX + self.name
-
-    @property
-    def exposed_name(self) -> str:
-        """Name that a scrape of ``/metrics`` shows."""
-        return self.full_name + ("_total" if self.kind == "counter" else "")
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Names of the labels in declaration order."""
-        return tuple(label.name for label in self.labels)
 
 
 _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
@@ -92,101 +41,82 @@ _JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
 
-def _counter(name: str, unit: str, help: str, *labels: Label) -> Metric:
-    return Metric(name, "counter", unit, help, labels)
-
-
-def _gauge(
-    name: str, unit: str, help: str, *labels: Label, combine: Literal["sum", "max", "min"] = "sum"
-) -> Metric:
-    return Metric(name, "gauge", unit, help, labels, combine)
-
-
 METRICS: Final[tuple[Metric, ...]] = (
-    _counter("slots_stored", "slots", "Slots written and published."),
-    _counter("slots_evicted", "slots", "Slots given up to make room for newer ones."),
-    _counter(
+    counter("slots_stored", "slots", "Slots written and published."),
+    counter("slots_evicted", "slots", "Slots given up to make room for newer ones."),
+    counter(
         "slots_dropped", "slots", "Slots whose data cannot be trusted or was lost.", _DROP_CAUSE
     ),
-    _counter("recovered_slots", "slots", "Slots found again in the journal at start."),
-    _counter("hit_tokens", "tokens", "Prompt tokens restored from the store.", _TIER),
-    _counter(
+    counter("recovered_slots", "slots", "Slots found again in the journal at start."),
+    counter("hit_tokens", "tokens", "Prompt tokens restored from the store.", _TIER),
+    counter(
+        "load_seconds",
+        "seconds",
+        "Time that loads took; while one reads from SSDs and copies from DRAM, it counts for both.",
+        _TIER,
+    ),
+    counter(
         "hit_tokens_computed",
         "tokens",
         "Prompt tokens that the store holds, computed because that was expected to be faster.",
     ),
-    _counter(
+    counter(
         "seconds_saved",
         "seconds",
         "Estimated time to first token that requests were spared: by loading, what computing would "
         "have taken longer; by computing, what loading would have.",
         Label("by", ("loading", "computing")),
     ),
-    _counter(
+    counter(
         "seconds_lost",
         "seconds",
         "Time that loads took longer than computing was estimated to take.",
     ),
-    _counter(
+    counter(
         "load_probes",
         "loads",
         "Reads beside a request that was computed, to see whether the devices are faster now.",
     ),
-    _counter("load_failures", "requests", "Requests for which a load did not bring all its data."),
-    _counter(
+    counter("load_failures", "requests", "Requests for which a load did not bring all its data."),
+    counter(
         "recomputed_requests",
         "requests",
         "Requests computed again because their hit or their context could not be read.",
         _RECOMPUTE_CAUSE,
     ),
-    _counter(
+    counter(
         "stores_skipped",
         "blocks",
         "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
         "had not seen them often enough, or a daily write budget was used up.",
         Label("cause", ("write_buffer", "store_full", "admission", "budget")),
     ),
-    _counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
-    _counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
-    _counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
-    _counter(
-        "sparse_selections",
-        "lists",
-        "Times that pages were chosen: per decoded token, layer and KV head (page, sparse).",
+    counter(
+        "slot_waits",
+        "times",
+        "Times that a request could not start because too few slots can be had; it asks again "
+        "every step (page).",
     ),
-    _counter(
-        "sparse_pages_selected", "pages", "Context pages chosen, all of these lists together."
-    ),
-    _counter("sparse_pages_in_context", "pages", "Context pages that there were to choose from."),
-    _counter(
-        "sparse_pages_fetched",
-        "pages",
-        "Chosen pages by where they were: in a frame, in the page cache, or read from a device. A "
-        "page that several requests chose at once counts once.",
-        Label("tier", ("dram", "page_cache", "ssd")),
-    ),
-    _counter(
-        "sparse_missing_mass",
-        "shares",
-        "Share of attention that by the selector's estimate was not attended to, added up over "
-        "sparse_selections.",
-    ),
-    _counter(
-        "sparse_rows_exact",
-        "rows",
-        "Decoded tokens that attended to everything, because DRAM has no room for the bounds of "
-        "their pages.",
-    ),
-    _counter(
+    counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
+    counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
+    counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
+    *SPARSE_METRICS,
+    counter(
         "attention_seconds",
         "seconds",
-        "Time that the forward pass spent in attention (page): choosing pages, waiting for bytes, "
-        "attending, merging.",
-        Label("part", ("select", "wait", "attend", "merge")),
+        "Time that the forward pass spent in attention (page): choosing pages, looking them up and "
+        "checking them, reading ahead, waiting for bytes, attending, merging.",
+        Label("part", ("select", "fetch", "ahead", "wait", "attend", "merge")),
     ),
-    _counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
-    _counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
-    _counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
+    counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
+    counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    counter(
+        "bytes_used",
+        "bytes",
+        "Bytes of KV that requests got out of what was read. bytes_read is more: headers, padding, "
+        "page bounds, checks by the scrub. Their ratio is the read amplification.",
+    ),
+    counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
     Metric(
         "io_latency_seconds",
         "histogram",
@@ -203,106 +133,118 @@ METRICS: Final[tuple[Metric, ...]] = (
         (_DEVICE,),
         buckets=DEPTH_BUCKETS,
     ),
-    _counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
-    _counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
-    _counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
-    _counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
-    _counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
-    _counter(
-        "checksum_failures", "pages", "Pages whose data does not match their checksum or tag."
-    ),
-    _counter(
+    counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
+    counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
+    counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
+    counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
+    counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
+    counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
+    counter(
         "bad_copies",
         "slots",
         "Copies of slots on the device that were found wrong or out of date, while there was "
         "another copy (replicas).",
         _DEVICE,
     ),
-    _counter(
+    counter(
         "single_copies",
         "slots",
         "Slots stored with one copy only, because the device of the other one failed (replicas).",
     ),
-    _counter(
+    counter(
         "mended_copies",
         "slots",
         "Copies of slots that the scrub wrote anew from the other copy (replicas).",
     ),
-    _counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
-    _counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
-    _counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),
-    _counter(
+    counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
+    counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
+    counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),
+    counter(
         "header_mismatches", "slots", "Slots whose header names another block, model or version."
     ),
-    _counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
-    _counter(
+    counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
+    counter(
         "journal_resets", "journals", "Journals that were set aside at start: the store is empty."
     ),
-    _counter(
+    counter(
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
-    _counter(
+    counter(
         "manifest_restores",
         "files",
         "Manifests that were damaged and restored, from their copy or from superblocks.",
     ),
-    _counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
-    _counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
-    _counter("manifest_errors", "errors", "Times the manifest could not be saved."),
-    _gauge("slots", "slots", "Slots that the store has."),
-    _gauge("slots_ready", "slots", "Slots that can be found."),
-    _gauge("slots_free", "slots", "Slots that hold nothing."),
-    _gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
-    _gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
-    _gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
-    _gauge(
-        "dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."
+    counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
+    counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
+    counter("manifest_errors", "errors", "Times the manifest could not be saved."),
+    gauge("slots", "slots", "Slots that the store has."),
+    gauge("slots_ready", "slots", "Slots that can be found."),
+    gauge("slots_free", "slots", "Slots that hold nothing."),
+    gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
+    gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
+    gauge("dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."),
+    gauge(
+        "page_cache_places",
+        "pages",
+        "Single pages that DRAM has room for, all ranks (page, sparse).",
     ),
-    _gauge("page_cache_pages", "pages", "Single pages that DRAM holds, all ranks (page, sparse)."),
-    _gauge("summaries_held", "blocks", "Blocks whose page bounds DRAM holds, all ranks."),
-    _gauge("journal_bytes", "bytes", "Size of the journal."),
-    _gauge(
+    gauge("page_cache_pages", "pages", "Single pages that DRAM holds, all ranks."),
+    gauge(
+        "hot_pages_places",
+        "pages",
+        "Single pages that the memory of the GPU has room for, all ranks (page, sparse).",
+    ),
+    gauge("hot_pages_held", "pages", "Single pages that the memory of the GPU holds, all ranks."),
+    gauge(
+        "summaries_places",
+        "blocks",
+        "Blocks whose page bounds DRAM has room for, all ranks (page, sparse).",
+    ),
+    gauge("summaries_held", "blocks", "Blocks whose page bounds DRAM holds, all ranks."),
+    gauge("journal_bytes", "bytes", "Size of the journal."),
+    gauge(
         "estimated_prefill_tokens_per_second",
         "tokens/s",
         "Measured rate of computing a full chunk without context.",
     ),
-    _gauge(
+    gauge(
         "estimated_load_tokens_per_second",
         "tokens/s",
         "Measured rate of reading a large hit from the devices.",
     ),
-    _gauge(
+    gauge(
         "estimated_load_latency_seconds",
         "seconds",
         "Measured time that a hit on the devices takes, however small.",
     ),
-    _gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
-    _gauge(
+    gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
+    gauge(
         "wear_bytes",
         "bytes",
         "Bytes written to the device over the life of this store, all ranks.",
         _DEVICE,
     ),
-    _gauge(
+    gauge(
         "wear_used",
         "share",
         "wear_bytes as a share of the device's option tbw; 1 is all of its endurance.",
         _DEVICE,
     ),
-    _gauge(
+    gauge(
         "write_budget_used",
         "share",
         "Bytes written to the device since midnight UTC as a share of its daily_write_budget.",
         _DEVICE,
     ),
-    _gauge(
+    gauge(
         "device_state",
         "0 or 1",
         "1 while the device is in service, 0 once any rank has taken it out.",
         _DEVICE,
         combine="min",
     ),
-    _gauge(
+    gauge(
         "device_share",
         "0 to 1",
         "Share of the device in what is stored now, lowered while it is slow or lost.",
@@ -323,28 +265,28 @@ METRICS: Final[tuple[Metric, ...]] = (
 )
 
 BATCH_METRICS: Final[tuple[Metric, ...]] = (
-    _gauge("batches_unended", "batches", "Batches that have not ended."),
-    _counter(
+    gauge("batches_unended", "batches", "Batches that have not ended."),
+    counter(
         "batches_ended",
         "batches",
         "Batches that have ended.",
         Label("outcome", ("completed", "failed", "expired", "cancelled")),
     ),
-    _counter(
+    counter(
         "batch_requests",
         "requests",
         "Requests of batches that got a line in the output file or the error file.",
         Label("outcome", ("completed", "failed")),
     ),
-    _gauge("batch_requests_running", "requests", "Requests of batches that run now."),
-    _counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
-    _counter(
+    gauge("batch_requests_running", "requests", "Requests of batches that run now."),
+    counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
+    counter(
         "batch_saved_tokens",
         "tokens",
         "Those whose KV was found in a cache, so that their prefill was saved.",
     ),
-    _gauge("batch_bytes", "bytes", "Size of the files and results of the Batch API."),
-    _counter(
+    gauge("batch_bytes", "bytes", "Size of the files and results of the Batch API."),
+    counter(
         "batch_errors",
         "errors",
         "Times the batch runner could not read or write its files; it tries again.",
@@ -363,6 +305,13 @@ def metric_key(name: str, labels: dict[str, str]) -> str:
     Raises:
         ValueError: the metric, a label or a label's value is not declared.
     """
+    return _metric_key(name, tuple(labels.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _metric_key(name: str, items: tuple[tuple[str, str], ...]) -> str:
+    """See :func:`metric_key`. Every step asks for the same few."""
+    labels = dict(items)
     metric = BY_NAME.get(name)
     if metric is None:
         raise ValueError(f"no metric {name!r} is declared")
@@ -375,6 +324,24 @@ def metric_key(name: str, labels: dict[str, str]) -> str:
             raise ValueError(f"metric {name}: label {label.name} cannot be {value!r}")
         parts.append(f"{label.name}={quote(value, safe='/')}")
     return f"{name}|{','.join(parts)}" if parts else name
+
+
+def counter_key(name: str, **labels: str) -> str:
+    """The :func:`metric_key` of a counter.
+
+    Raises:
+        ValueError: not a declared counter, or its labels do not fit.
+    """
+    return _counter_key(name, tuple(labels.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _counter_key(name: str, items: tuple[tuple[str, str], ...]) -> str:
+    """See :func:`counter_key`."""
+    key = _metric_key(name, items)
+    if BY_NAME[name].kind != "counter":
+        raise ValueError(f"cannot add to the {BY_NAME[name].kind} {name}")
+    return key
 
 
 @functools.lru_cache(maxsize=4096)
@@ -441,9 +408,12 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: dict[str, float] = {}
-        self._reported: dict[str, float] = {}
+        self._taken: dict[str, float] = {}
+        self._gained: dict[str, float] = {}
+        """Since the last :meth:`take_gained`; the whole is the sum of both."""
         self._gauges: dict[str, float] = {}
+        self._changed: dict[str, float] = {}
+        """Gauges that have other values than at the last :meth:`take_gauges`."""
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Increase a counter.
@@ -451,11 +421,24 @@ class Counters:
         Raises:
             ValueError: not a declared counter, its labels do not fit, or ``value`` is negative.
         """
-        key = metric_key(name, labels)
-        if BY_NAME[name].kind != "counter" or not value >= 0:
-            raise ValueError(f"cannot add {value} to the {BY_NAME[name].kind} {name}")
+        self.add_keyed(((counter_key(name, **labels), value),))
+
+    def add_keyed(self, gains: Iterable[tuple[str, float]]) -> None:
+        """Increase counters, by keys that :func:`counter_key` or :meth:`take_gained` has made.
+
+        What every step counts is counted so: to find a key takes longer than to add to it.
+
+        Raises:
+            ValueError: a value is negative; those before it are counted.
+        """
         with self._lock:
-            self._totals[key] = self._totals.get(key, 0) + value
+            for key, value in gains:
+                if value > 0:
+                    self._gained[key] = self._gained.get(key, 0) + value
+                elif value != 0:  # NaN, too
+                    raise ValueError(f"cannot add {value} to the counter {key}")
+                elif key not in self._taken:
+                    self._gained.setdefault(key, 0)
 
     def add_all(self, name: str, counts: Sequence[float], total: float, **labels: str) -> None:
         """Take values into a histogram.
@@ -474,9 +457,7 @@ class Counters:
         parts = bucket_keys(key) if BY_NAME[name].kind == "histogram" else ()
         if len(counts) + 1 != len(parts) or not all(value >= 0 for value in (*counts, total)):
             raise ValueError(f"cannot add {counts} and {total} to the {BY_NAME[name].kind} {name}")
-        with self._lock:
-            for part, value in zip(parts, (*counts, total), strict=True):
-                self._totals[part] = self._totals.get(part, 0) + value
+        self.add_keyed(zip(parts, (*counts, total), strict=True))
 
     def start_at_zero(self, devices: Sequence[str]) -> None:
         """Let the counters of devices exist before they count.
@@ -500,7 +481,8 @@ class Counters:
         if BY_NAME[name].adds_up:
             raise ValueError(f"{name} is a {BY_NAME[name].kind}; use add")
         with self._lock:
-            self._gauges[key] = value
+            if self._gauges.get(key) != value:
+                self._gauges[key] = self._changed[key] = value
 
     def total(self, name: str, **labels: str) -> float:
         """A counter since the start of the process.
@@ -510,19 +492,24 @@ class Counters:
         """
         key = metric_key(name, labels)
         with self._lock:
-            return self._totals.get(key, 0)
+            return self._taken.get(key, 0) + self._gained.get(key, 0)
 
-    def snapshot_delta(self) -> dict[str, float]:
-        """What counters gained since the last call (those that gained or are new), and every gauge.
-
-        Gauges are repeated each time: with several API servers each of them sees only some of
-        the snapshots.
-        """
+    def totals(self) -> dict[str, float]:
+        """All counters, and the parts of histograms, since the start of the process."""
         with self._lock:
-            delta = {
-                key: total - self._reported.get(key, 0)
-                for key, total in self._totals.items()
-                if total != self._reported.get(key)
-            }
-            self._reported = dict(self._totals)
-            return {**delta, **self._gauges}
+            gained = self._gained.items()
+            return {**self._taken, **{key: self._taken.get(key, 0) + n for key, n in gained}}
+
+    def take_gained(self) -> dict[str, float]:
+        """What counters gained since the last call; those that are new also if that is nothing."""
+        with self._lock:
+            gained, self._gained = self._gained, {}
+            for key, value in gained.items():
+                self._taken[key] = self._taken.get(key, 0) + value
+            return gained
+
+    def take_gauges(self) -> dict[str, float]:
+        """Gauges that have another value than at the last call."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            return changed

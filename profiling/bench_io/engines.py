@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import get_args
@@ -145,6 +146,27 @@ class EngineContender:
                 require_results(batch, length, who)
                 requests += length.size
         return clock.sample(requests, case.nbytes)
+
+    def one_batch(self, case: Case, requests: int, seconds: float) -> list[float]:
+        """Bytes per second of batches, one after the other for so long: each is ``requests``
+        requests in one call, to queues that are empty, until the last byte is there. Where they
+        need more memory than there is, requests share it.
+
+        Raises:
+            BenchError: as :meth:`run`.
+        """
+        who = f"{self.name}, {case}"
+        places = min(requests, self._arena.nbytes // case.nbytes)
+        speeds: list[float] = []
+        with self._open(case.depth, case.devices) as engine, Clock() as clock:
+            while not speeds or clock.elapsed < seconds:
+                device, offset, length, _ = self._requests(case, requests)
+                buffer = np.arange(requests, dtype=np.uint64) % np.uint64(places) * length
+                begin = time.perf_counter()
+                batch = engine.submit(case.op, device, offset, length, buffer)
+                require_results(batch, length, who)
+                speeds.append(requests * case.nbytes / (time.perf_counter() - begin))
+        return speeds
 
 
 def engine_contenders(

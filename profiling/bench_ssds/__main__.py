@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.cli.bench import wide_console
+from vllm_ssdkv.errors import BenchError, StoreError
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES
 from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.bench_io.fio import find_fio
@@ -24,6 +25,7 @@ from vllm_ssdkv.profiling.bench_ssds import scenarios
 from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort, Row, UntrustedError
 from vllm_ssdkv.profiling.bench_ssds.setup import Kind, Setup, make_setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY
+from vllm_ssdkv.profiling.bench_ssds.slowing import REACHED, Course, slowing
 from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, require_fuse
 from vllm_ssdkv.profiling.vssd.system import require_root
 from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
@@ -36,7 +38,7 @@ FULL = Effort(repeats=3, seconds=1.5, blocks=256, requests=32)
 QUICK = Effort(repeats=1, seconds=0.5, blocks=64, requests=32)
 """32 requests at once are what vLLM's 16 + 16 threads can take."""
 
-SCENARIOS = frozenset({"scaling", "requests", "sparse"})
+SCENARIOS = frozenset({"scaling", "requests", "sparse", "slowing"})
 
 _STEP = 4 * MIB
 
@@ -52,7 +54,7 @@ def region_bytes(devices: int, blocks: int) -> int:
 
 def measure(
     setup: Setup, effort: Effort, console: Console, only: frozenset[str] = SCENARIOS
-) -> list[Row]:
+) -> tuple[list[Row], list[Course]]:
     """The scenarios on these devices, with a table of each as it ends.
 
     Block-layer limits count in slices of 100 ms, so runs on throttled RAM disks take a second at
@@ -62,6 +64,7 @@ def measure(
         BenchError: fio does not see the devices that were asked for, or somebody failed.
     """
     rows: list[Row] = []
+    courses: list[Course] = []
     if setup.kind == "loop":
         effort = replace(effort, seconds=max(effort.seconds, 1.0))
 
@@ -83,8 +86,11 @@ def measure(
                 console.print("fio is not installed: nobody has shown what the devices can do")
             else:
                 add(scenarios.emulation(setup, files, program, effort))
+            if "slowing" in only:  # which needs the room that RAID-0 takes
+                courses = slowing(setup)
+                print_courses(console, courses)
             folders: dict[str, Path] = {}
-            if setup.kind == "fuse":
+            if setup.kind == "fuse" and "requests" in only:
                 # Not on RAM disks: their limits have no latency, which is what one request feels.
                 folders[scenarios.ONE_DEVICE] = files[0].folder / "vllm"
                 try:
@@ -106,7 +112,7 @@ def measure(
                 add(scenarios.sparse(setup, files, arena, effort, kinds))
     finally:
         arena.close()
-    return rows
+    return rows, courses
 
 
 def print_rows(console: Console, rows: list[Row]) -> None:
@@ -130,6 +136,20 @@ def print_rows(console: Console, rows: list[Row]) -> None:
                     f"{row.cpu_s_per_gb:.3f}",
                 )
         console.print(table)
+
+
+def print_courses(console: Console, courses: list[Course]) -> None:
+    """A table of how loads went on after a change."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("slowing", no_wrap=True)
+    table.add_column("devices", no_wrap=True)
+    for name in ("best MB/s", f"{REACHED:g} of it after", "then"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for course in courses:
+        reached = "never" if course.reached_s is None else f"{course.reached_s:.1f} s"
+        figures = (f"{course.best / 1e6:,.0f}", reached, f"{course.steady:.2f}")
+        table.add_row(course.load, course.when, *figures)
+    console.print(table)
 
 
 def possible_kinds(console: Console) -> list[Kind]:
@@ -162,7 +182,7 @@ def run(
         float, typer.Option(min=1, help="So many times slower than a PCIe 4 drive.")
     ] = GEN4.dilation,
     only: Annotated[
-        str, typer.Option(help="Of scaling, requests, sparse; all if not given.")
+        str, typer.Option(help="Of scaling, requests, sparse, slowing; all if not given.")
     ] = ",".join(sorted(SCENARIOS)),
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One short run of each.")] = False,
@@ -182,8 +202,9 @@ def run(
     if repeats is not None:
         effort = replace(effort, repeats=repeats)
     model = GEN4.slower(dilation / GEN4.dilation)
-    console = Console()
+    console = wide_console()
     found: dict[str, list[dict[str, Any]]] = {}
+    courses: dict[str, list[dict[str, Any]]] = {}
     untrusted: dict[str, str] = {}
     try:
         for each in [kind] if kind else possible_kinds(console):
@@ -193,16 +214,18 @@ def run(
                 make_setup(each, devices, model, Path(place)) as setup,
             ):
                 try:
-                    found[each] = [row.plain() for row in measure(setup, effort, console, chosen)]
+                    rows, gone = measure(setup, effort, console, chosen)
+                    found[each] = [row.plain() for row in rows]
+                    courses[each] = [course.plain() for course in gone]
                 except UntrustedError as error:
                     untrusted[each] = str(error)
                     typer.echo(f"{each} devices are not measured: {error}", err=True)
-    except BenchError as error:
+    except (BenchError, StoreError) as error:
         typer.echo(f"bench_ssds: {error}", err=True)
         raise typer.Exit(1) from error
     if json_file is not None:
         document = {"schema": 1, "machine": machine(), "model": model.plain()}
-        document |= {"rows": found, "untrusted": untrusted}
+        document |= {"rows": found, "slowing": courses, "untrusted": untrusted}
         json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if not found:
         raise typer.Exit(1)

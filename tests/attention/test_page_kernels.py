@@ -9,10 +9,19 @@ from hypothesis import strategies as st
 from tests.attention.test_kernels import ISAS, assert_near, using
 from tests.selection.contexts import Contexts, Row, contexts
 from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.page_kernels import CpuPageKernels, select_page_kernels
+from vllm_ssdkv.attention.page_kernels import (
+    CpuPageKernels,
+    TritonPageKernels,
+    select_page_kernels,
+)
 from vllm_ssdkv.attention.pages import PageList
-from vllm_ssdkv.attention.reference_sparse import attend_chosen, page_bounds
+from vllm_ssdkv.attention.reference_sparse import attend_chosen, page_bounds, scaled_channels
 from vllm_ssdkv.errors import UnsupportedError
+from vllm_ssdkv.selection.kernels import (
+    CpuScoringKernels,
+    TritonScoringKernels,
+    select_scoring_kernels,
+)
 from vllm_ssdkv.selection.protocol import Selection
 
 LAYOUT = BlockLayout.unpadded(8, 4, 2, 16, torch.float32)
@@ -147,6 +156,63 @@ def test_summaries_are_exact(problem: Contexts) -> None:
                     index += 1
 
 
+@given(problem=contexts())
+@settings(max_examples=15, deadline=None)
+def test_channels_in_int8_are_the_oracles(problem: Contexts) -> None:
+    """To the bit, and within half a step of K."""
+    layout = problem.layout
+    for isa in ISAS:
+        with using(isa):
+            problem.scaled()
+            index = 0
+            for i, row in enumerate(problem.rows):
+                key = problem.key[i][: row.blocks * layout.block_tokens]
+                for whole, scales in zip(*scaled_channels(key, layout.block_tokens), strict=True):
+                    got, got_scales = problem.scaled_block(index)
+                    assert torch.equal(got, whole)
+                    assert torch.equal(got_scales, scales)
+                    part = key[: layout.block_tokens].permute(1, 2, 0).double()
+                    error = (got.double() * got_scales[..., None].double() - part).abs()
+                    assert bool((error <= 0.5001 * got_scales[..., None]).all())
+                    key = key[layout.block_tokens :]
+                    index += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_channels_in_int8_at_the_edges(dtype: torch.dtype) -> None:
+    """Zeros, numbers that are not finite, the largest and the smallest ones."""
+    limits = torch.finfo(dtype)
+    numbers = [0.0, torch.nan, torch.inf, -torch.inf, limits.max, limits.smallest_normal, 1.0]
+    key = torch.randn(32, 1, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    key[:, 0, : len(numbers)] *= 0
+    key[5, 0, : len(numbers)] = torch.tensor(numbers).to(dtype)
+    layout = BlockLayout.unpadded(32, 8, 1, 8, dtype)
+    want = scaled_channels(key, 32)
+    block = torch.stack([key.view(4, 8, 8), key.view(4, 8, 8)], 1).contiguous()
+    for isa in ISAS:
+        with using(isa):
+            channels = torch.full((8, 32), 99, dtype=torch.int8)
+            scales = torch.full((1, 4 * dtype.itemsize), -1.0)
+            CpuPageKernels(1).summarize(
+                np.array([block.data_ptr()], np.uint64),
+                layout,
+                channels=np.array([channels.data_ptr()], np.uint64),
+                scales=np.array([scales.data_ptr()], np.uint64),
+            )
+            assert torch.equal(channels, want[0][0, 0])
+            torch.testing.assert_close(scales[0, :8], want[1][0, 0], rtol=0, atol=0, equal_nan=True)
+            assert bool((scales[0, 8:] == -1).all())
+            assert scales[0, 1:4].isnan().all()
+            assert not channels[:4].any()
+            assert channels[4, 5] == channels[6, 5] == 127
+
+
+def test_scales_without_channels_are_refused() -> None:
+    address = np.zeros(1, np.uint64)
+    with pytest.raises(ValueError, match="scales are of channels"):
+        CpuPageKernels(1).summarize(address, LAYOUT, scales=address)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_broken_keys_show_in_bounds(dtype: torch.dtype) -> None:
     layout = BlockLayout.unpadded(4, 4, 1, 8, dtype)
@@ -209,6 +275,11 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_kernels_are_selected_by_device() -> None:
-    assert isinstance(select_page_kernels(torch.device("cpu")), CpuPageKernels)
-    with pytest.raises(UnsupportedError, match="meta"):
-        select_page_kernels(torch.device("meta"))
+    for select, native, triton in (
+        (select_page_kernels, CpuPageKernels, TritonPageKernels),
+        (select_scoring_kernels, CpuScoringKernels, TritonScoringKernels),
+    ):
+        assert isinstance(select(torch.device("cpu")), native)
+        assert isinstance(select(torch.device("cuda:0")), triton)
+        with pytest.raises(UnsupportedError, match="meta"):
+            select(torch.device("meta"))

@@ -39,7 +39,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
         row = {"drive": job["drive"], "load": job["load"], "tokens": 512}
         times = {"ttft_computed": 0.1, "ttft_ssd": 0.05, "ttft_dram": 0.01}
         ratios = {"ratio_ssd": 0.5, "ratio_dram": 0.1, "loaded_ssd": 1.0, "loaded_dram": 1.0}
-        return [{**row, **times, **ratios}]
+        speed = {"load_bytes_per_s": None, "load_per_engine": None, "load_per_batch": None}
+        parts = []
+        if job["load"] == "always":
+            speed = {"load_bytes_per_s": 1.5e9, "load_per_engine": 0.75, "load_per_batch": 0.93}
+            parts = [0.02, 0.001, 0.029]
+        return [{**row, **times, **ratios, **speed, "hit_parts_s": parts}]
 
     monkeypatch.setattr(bench_ttft, "run_measurement", run)
     return seen
@@ -60,7 +65,10 @@ def test_one_store_is_measured_in_every_way(jobs: Jobs, tmp_path: Path) -> None:
     assert [job["throttle"] for _, job in jobs] == [[], [], [], slow, slow]
     assert [row["load"] for row in json.loads(out.read_text())] == ["always", "auto"] * 2
     (first, *_) = [line.split() for line in result.stdout.splitlines() if "throttled" in line]
-    assert first[1:] == ["always", "512", "100.0", "50.0", "100%", "0.50", "10.0", "100%", "0.10"]
+    parts = ["20.0", "1.0", "29.0"]
+    times = ["100.0", "50.0", *parts, "100%", "0.50", "10.0", "100%", "0.10"]
+    assert first[1:] == ["always", "512", *times, "1500", "0.93", "0.75"]
+    assert "0.10     -             -            -" in result.stdout, "nothing was loaded"
     assert [list(place.iterdir()) for place in places] == [[], []], "nothing is left"
 
 

@@ -77,6 +77,23 @@ def test_entry_point(values: list[str], allowed: str | None, level: Level) -> No
     assert check_software.entry_point(points, allowed).level is level
 
 
+@pytest.mark.parametrize(
+    ("count", "allowed", "level", "text"),
+    [
+        (0, None, Level.FAIL, "0 times"),
+        (2, None, Level.FAIL, "2 times"),
+        (1, None, Level.OK, "off; VLLM_PLUGINS=ssdkv,ssdkv_batch"),
+        (1, "ssdkv", Level.OK, "off"),
+        (1, "ssdkv,ssdkv_batch", Level.OK, "on"),
+    ],
+)
+def test_batch_entry_point(count: int, allowed: str | None, level: Level, text: str) -> None:
+    points = [EntryPoint("ssdkv_batch", "a:b", check_software.BATCH_GROUP)] * count
+    finding = check_software.batch_entry_point(points, allowed)
+    assert finding.level is level
+    assert finding.text.startswith(text)
+
+
 def test_native_modules_are_there_and_name_their_instruction_set() -> None:
     found = by_subject(check_software.native_modules())
     assert set(found) == {"_io", "_index", "_kernels"}
@@ -211,9 +228,23 @@ def test_a_good_directory(
 
 
 def test_a_directory_that_is_not_there_yet_is_not_created(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b"
+    path = tmp_path / "a"
     found = by_subject(check_devices.device(path))
     assert found[str(path)].text == f"will be created in {tmp_path}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_cache_directory_may_lack_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine has it."""
+    path = tmp_path / "a" / "ssdkv"
+    (finding,) = check_devices.device(path)
+    assert finding.level is Level.FAIL
+    assert f"nor does {path.parent}" in finding.text
+    assert f"mkdir -p {path}" in finding.cure
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parent))
+    assert by_subject(check_devices.device(path))[str(path)].level is Level.OK
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.store.fsck_report import MAX_LISTED, Report
@@ -76,6 +77,7 @@ def test_json_says_it_all(store: FilledStore, tmp_path: Path, where: str) -> Non
         "slots": store.placement.slots,
         "stored": len(SLOTS),
         "bad": 1,
+        "out_of_reach": 0,
         "checked_slots": len(SLOTS) * RANKS,
         "checked_bytes": len(SLOTS) * RANKS * GEOMETRY.slot_bytes,
         "unrepaired": 1,
@@ -89,6 +91,29 @@ def test_json_says_it_all(store: FilledStore, tmp_path: Path, where: str) -> Non
             }
         ],
     }
+
+
+def test_an_absent_device_is_a_problem_and_no_repair(store: FilledStore) -> None:
+    device = store.devices[1]
+    device.rename(device.with_name("elsewhere"))
+    away = int(store.placement.touches(1, array(SLOTS)).sum())
+    assert 0 < away < len(SLOTS)
+    result = fsck("--state-dir", store.state)
+    assert result.exit_code == 1, result.output
+    shown = " ".join(result.stdout.split())
+    assert "does not exist: mount it" in shown
+    assert f"0 block(s) cannot be served, {away} more are on absent devices only" in shown
+    assert "--repair is refused while a device is absent" in shown
+    found = json.loads(fsck("--state-dir", store.state, "--json", "-").stdout)
+    assert (found["clean"], found["counts"]) == (False, {"device": 1})
+    assert (found["bad"], found["out_of_reach"]) == (0, away)
+    assert found["problems"][0]["subject"] == str(device)
+    result = fsck("--state-dir", store.state, "--repair")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"device 1 ({device}) does not exist, and a repair without it" in result.stderr
+    assert "mount it" in result.stderr
+    device.with_name("elsewhere").rename(device)
+    assert fsck("--state-dir", store.state).exit_code == 0
 
 
 def test_what_cannot_be_checked_ends_with_2(store: FilledStore, tmp_path: Path) -> None:

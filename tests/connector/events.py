@@ -28,6 +28,12 @@ def stored(run: Simulation, *prompts: list[int]) -> None:
     assert run.scheduler.reset_prefix_cache()
 
 
+def gauges(run: Simulation) -> dict[str, float]:
+    """The scheduler's own, brought up to date."""
+    run.ours.update_gauges()
+    return dict(run.ours.counters._gauges)
+
+
 def end(run: Simulation, *names: str) -> None:
     run.run()
     run.check_answers(names)

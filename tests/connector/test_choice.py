@@ -355,10 +355,10 @@ def test_steps_that_are_never_reported_are_forgotten() -> None:
 def test_gauges_say_what_is_believed() -> None:
     machine = Machine(TOKEN)
     machine.choice.update_gauges()
-    assert not machine.counters.snapshot_delta().keys() & {"estimated_load_latency_seconds"}
+    assert not machine.counters.take_gauges().keys() & {"estimated_load_latency_seconds"}
     machine.learn()
     machine.choice.update_gauges()
-    seen = machine.counters.snapshot_delta()
+    seen = machine.counters.take_gauges()
     rate = CHUNK / (STEP + machine.compute_s(0, CHUNK))
     assert seen["estimated_prefill_tokens_per_second"] == pytest.approx(rate, rel=0.3)
     assert seen["estimated_load_tokens_per_second"] == pytest.approx(1 / TOKEN, rel=0.3)

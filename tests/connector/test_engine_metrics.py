@@ -32,7 +32,7 @@ class Counting:
 
 def told(counters: Counters, name: str, **labels: str) -> list[float]:
     """Everything that a histogram was told, and the sum."""
-    totals = counters.snapshot_delta()
+    totals = counters.take_gained()
     return [totals[key] for key in bucket_keys(metric_key(name, labels))]
 
 
@@ -40,7 +40,7 @@ def test_every_number_finds_its_place() -> None:
     engine, counters = Counting(), Counters()
     engine.totals |= {name: n for n, name in enumerate(engine.totals)}
     EngineMetrics(engine, ["/a", "/b"], counters).update()
-    snapshot = counters.snapshot_delta()
+    snapshot = counters.take_gained()
     for device, path in enumerate(("/a", "/b")):
         for direction in ("read", "write"):
             labels = {"device": path, "direction": direction}

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from tests.connector.events import Make, end, hits, prompt, stored
+from tests.connector.events import Make, end, gauges, hits, prompt, stored
 from tests.connector.simulation import (
     BLOCK,
     CHUNK,
@@ -379,17 +379,14 @@ def test_a_slow_device_gets_less_of_what_is_stored_later(page: Make) -> None:
     run.ranks[1].report.speeds.append((1, 0.2))
     run.add("b", prompt(100), 30)
     end(run, "b")
-    run.ours.update_gauges()
-    gauges = run.ours.counters.snapshot_delta()
-    assert gauges["device_share|device=device1"] == pytest.approx(1 / 6)
+    assert gauges(run)["device_share|device=device1"] == pytest.approx(1 / 6)
     shares = {s.lanes.count(1) / len(s.lanes) for s in run.placement.segments}
     assert min(shares) == pytest.approx(1 / 6)
     for rank in run.ranks:
         rank.report.speeds.append((1, 1.0))
     run.add("c", prompt(100), 2)
     end(run, "c")
-    run.ours.update_gauges()
-    assert run.ours.counters.snapshot_delta()["device_share|device=device1"] == 0.5
+    assert gauges(run)["device_share|device=device1"] == 0.5
 
 
 def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:

@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_ssdkv.connector.stats import SSDKVPromMetrics, SSDKVStats
-from vllm_ssdkv.metrics import BY_NAME, METRICS, Counters, metric_key
+from vllm_ssdkv.metrics import BY_NAME, METRICS, Counters, metric_key, parse_key
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
@@ -51,7 +51,13 @@ def sample(name: str, **labels: str) -> float | None:
 
 
 def stats_of(source: str, **values: float) -> SSDKVStats:
-    return SSDKVStats.from_snapshot(values, source)
+    counters = {key: value for key, value in values.items() if parse_key(key)[0].adds_up}
+    gauges = {key: value for key, value in values.items() if key not in counters}
+    return SSDKVStats.of(counters, {source: gauges} if gauges else {})
+
+
+def counted(counters: Counters) -> SSDKVStats:
+    return SSDKVStats.of(counters.take_gained(), {"rank0": counters.take_gauges()})
 
 
 COUNTER_KEYS = ["slots_stored", "io_deadline_exceeded", metric_key("bytes_read", {"device": "/a"})]
@@ -71,7 +77,7 @@ def test_aggregation_may_be_grouped_in_any_way(
     def fold(chosen: list[tuple[str, dict[str, float]]]) -> SSDKVStats:
         total = SSDKVStats()
         for source, snapshot in chosen:
-            total = total.aggregate(SSDKVStats.from_snapshot(snapshot, source))
+            total = total.aggregate(stats_of(source, **snapshot))
         return total
 
     assert fold(parts[:cut]).aggregate(fold(parts[cut:])).data == fold(parts).data
@@ -99,11 +105,11 @@ def test_aggregate_leaves_payloads_of_others_alone() -> None:
 
 
 def test_stats_survive_both_ways_of_travel() -> None:
-    """Pickle from worker to scheduler, msgpack from there to the API server."""
+    """Copies within a process, msgpack from the scheduler's to the API server."""
     counters = Counters()
     counters.add("io_errors", 2, device="/mnt/a b", kind="eio")
     counters.set("slots_free", 7)
-    stats = SSDKVStats.from_snapshot(counters.snapshot_delta(), "rank0")
+    stats = counted(counters)
     assert pickle.loads(pickle.dumps(stats)) == stats
     payload = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
     assert SSDKVStats(data=payload) == stats
@@ -176,7 +182,7 @@ def test_a_histogram_is_what_single_observations_make(
             counts[bisect.bisect_left(LATENCY.buckets, value)] += 1
             expected.observe(value)
         counters.add_all("io_latency_seconds", counts, sum(observed), **PLACE)
-        prom.observe(SSDKVStats.from_snapshot(counters.snapshot_delta(), "rank0").to_dict())
+        prom.observe(counted(counters).to_dict())
     found = {
         (s.name.removeprefix(LATENCY.full_name), s.labels.get("le")): s.value
         for family in REGISTRY.collect()
@@ -212,7 +218,7 @@ def test_without_prometheus_own_class_values_are_observed_one_by_one() -> None:
     prom = SSDKVPromMetrics(cast(VllmConfig, Config()), types, LABELS, ENGINES)
     counters = Counters()
     counters.add_all("io_queue_depth", [2, 0, 1, *[0] * 6, 1], 300.0, device="/a")
-    prom.observe(SSDKVStats.from_snapshot(counters.snapshot_delta(), "rank0").to_dict())
+    prom.observe(counted(counters).to_dict())
     made = cast(RayLike, prom._histograms["io_queue_depth"])
     assert made.observed == [1.0, 1.0, 4.0, 512.0]
 
@@ -220,7 +226,7 @@ def test_without_prometheus_own_class_values_are_observed_one_by_one() -> None:
 def test_info_names_what_is_in_force(prom: SSDKVPromMetrics) -> None:
     counters = Counters()
     counters.set("info", 1, mode="page", io_engine="faulty(threads)", selector="exact")
-    prom.observe(SSDKVStats.from_snapshot(counters.snapshot_delta(), "rank0").to_dict())
+    prom.observe(counted(counters).to_dict())
     labels = {"mode": "page", "io_engine": "faulty(threads)", "selector": "exact"}
     assert sample("vllm:ssdkv_info", **labels) == 1
 
@@ -233,7 +239,7 @@ class Config: kv_transfer_config = None
 prom = SSDKVPromMetrics(
     Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"],
     {0: ["tiny", "0"]})
-prom.observe(SSDKVStats.from_snapshot({"slots_stored": 2, "slots_free": 8}, "rank0").to_dict())
+prom.observe(SSDKVStats.of({"slots_stored": 2}, {"rank0": {"slots_free": 8}}).to_dict())
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.connector.events import gauges
 from tests.connector.simulation import (
     BLOCK,
     DEVICES,
@@ -46,7 +47,7 @@ class Rig:
         self.policy.update_gauges(self.paths)
         return {
             key.replace(self.paths[0], "a").replace(self.paths[1], "b"): value
-            for key, value in self.counters.snapshot_delta().items()
+            for key, value in self.counters.take_gauges().items()
         }
 
 
@@ -124,7 +125,7 @@ def test_without_devices_in_the_options_bytes_are_counted_still() -> None:
     policy.wrote([(0, 77)])
     assert not policy.used_up(0)
     policy.update_gauges(["/default"])
-    assert counters.snapshot_delta() == {"wear_bytes|device=/default": 77.0}
+    assert counters.take_gauges() == {"wear_bytes|device=/default": 77.0}
 
 
 # ---- under vLLM's scheduler ----
@@ -234,9 +235,7 @@ def test_page_mode_serves_over_its_budget(make: Make, tmp_path: Path) -> None:
 def test_workers_tell_what_they_wrote(make: Make) -> None:
     run = make("reuse", devices=["/a", "/b"])
     ask(run, prompt(100))
-    run.ours.update_gauges()
-    seen = run.ours.counters.snapshot_delta()
-    assert seen["wear_bytes|device=device0"] == 6 * SLOT_BYTES / DEVICES
+    assert gauges(run)["wear_bytes|device=device0"] == 6 * SLOT_BYTES / DEVICES
 
 
 def test_a_preempted_request_is_no_second_use(make: Make) -> None:

@@ -65,7 +65,10 @@ using Tests = std::vector<Test>;
 
 Tests memory_tests();
 Tests cipher_tests();
+Tests intake_tests();
+Tests stripe_tests();
 Tests cache_tests();
+Tests page_cache_tests();
 Tests index_tests();
 Tests engine_tests();
 Tests team_tests();

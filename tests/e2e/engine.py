@@ -237,10 +237,22 @@ class Engine:
             for o in outputs
         ]
 
-    def add(self, name: str, prompt: Tokens, max_tokens: int = MAX_TOKENS) -> None:
-        """Queue a request without running it; see :meth:`step`."""
+    def add(
+        self,
+        name: str,
+        prompt: Tokens,
+        max_tokens: int = MAX_TOKENS,
+        asked: Mapping[str, object] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request without running it; see :meth:`step`. ``asked``: what it chooses for
+        itself of the connector's options; ``priority``: the lower, the sooner."""
+        extra = None if asked is None else {"kv_transfer_params": {"ssdkv": dict(asked)}}
         self.llm.llm_engine.add_request(
-            name, {"prompt_token_ids": list(prompt)}, self.sampling(max_tokens)
+            name,
+            {"prompt_token_ids": list(prompt)},
+            self.sampling(max_tokens, extra_args=extra),
+            priority=priority,
         )
 
     def abort(self, *names: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ DEADLINE_S = 600.0
 KEYS = ("key-a", "key-b")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SEATS = 8
+NOTHING: Mapping[str, object] = {}
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -40,13 +41,16 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
+        self._model = model
+        self._ssdkv = {"devices": [device], "dram_gib": 0.1}
+
+    def _command(self, batch: Mapping[str, object], more: Mapping[str, object]) -> list[str]:
         transfer = {
             "kv_connector": "SSDKVConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "devices": [device],
-                "dram_gib": 0.1,
-                "batch": {"directory": str(root / "jobs")},
+                **self._ssdkv,
+                "batch": {"directory": str(self.root / "jobs"), **batch},
             },
         }
         options = {
@@ -60,18 +64,19 @@ class Server:
             "kv-cache-memory-bytes": 64 << 20,
             "chat-template": TEMPLATE,
             "kv-transfer-config": json.dumps(transfer),
+            **more,
         }
-        self._command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
+        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self._model)]
         for name, value in options.items():
-            self._command += [f"--{name}", str(value)]
-        self._command += ["--enforce-eager", "--api-key", *KEYS]
+            command += [f"--{name}", str(value)]
+        return [*command, "--enforce-eager", "--api-key", *KEYS]
 
-    def start(self) -> None:
-        """Returns when it serves."""
+    def start(self, batch: Mapping[str, object] = NOTHING, **more: object) -> None:
+        """Returns when it serves. ``batch`` are more of our options, ``more`` of vLLM's."""
         log = self.root / "serve.log"
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command,
+                self._command(batch, {name.replace("_", "-"): more[name] for name in more}),
                 env={
                     **os.environ,
                     "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
@@ -325,3 +330,50 @@ def test_kills_of_a_server(server: Server, soak_rounds: int) -> None:
     batch = wait(client, batch, lambda b: b.status == "completed")
     assert completed(batch) == len(requests)
     check_answers(client, batch, requests)
+
+
+def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
+    """Batches have the lowest priority: with more of their requests in vLLM's queue than there are
+    seats, one of a user gets the next seat."""
+    server.kill()
+    server.start({"concurrency": 8 * SEATS}, scheduling_policy="priority")
+    client = server.client()
+    requests = bodies(prefixes=16, questions=SEATS, max_tokens=32, seed=6)
+    batch = wait(client, submit(client, requests), lambda b: completed(b) >= 1)
+    assert server.metric("num_requests_waiting") > 4 * SEATS
+    before = completed(client.batches.retrieve(batch.id))
+    client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+    )
+    after = completed(client.batches.retrieve(batch.id))
+    assert after - before <= 2 * SEATS
+    client.batches.cancel(batch.id)
+    wait(client, batch, lambda b: b.status == "cancelled")
+
+
+def test_embeddings_are_batched_too(server: Server) -> None:
+    server.kill()
+    server.start(runner="pooling", convert="embed")
+    client = server.client()
+    texts = {f"t{i}": f"{i} {words(random.Random(i), 20)}" for i in range(12)}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"model": "tiny", "input": text},
+        }
+        for name, text in texts.items()
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("f", data), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+    )
+    batch = wait(client, batch, lambda b: b.status == "completed")
+    answers = lines_of(client, batch.output_file_id)
+    assert sorted(answer["custom_id"] for answer in answers) == sorted(texts)
+    for answer in answers:
+        direct = client.embeddings.create(model="tiny", input=texts[answer["custom_id"]])
+        (found,) = answer["response"]["body"]["data"]
+        assert found["embedding"] == pytest.approx(direct.data[0].embedding, abs=1e-5)

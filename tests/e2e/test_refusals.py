@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.engine import Engine
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.messages import entry_for
 from vllm_ssdkv.errors import SSDKVError
 
 Devices = Callable[..., list[dict[str, str]]]
@@ -27,6 +28,7 @@ def refusal(model: Path, ssdkv: dict[str, object], **options: object) -> str:
     }
     with pytest.raises(SSDKVError) as caught:
         Engine(model, ssdkv=ssdkv, **settings).close()
+    assert entry_for(str(caught.value)), "docs/operations.md has its cure"
     return str(caught.value)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
+from tests.e2e.engine import MAX_TOKENS, Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, kv_tokens, page_mode, reuse_mode
 
@@ -24,7 +25,11 @@ def data_files(devices: list[dict[str, str]]) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("mode", ["page", "reuse"])
+EVERYTHING = {"budget": 1.0, "exact_below": 0, "channels": 1024, "summaries": "12MiB"}
+"""With all channels and all pages SparF is exact attention."""
+
+
+@pytest.mark.parametrize("mode", ["page", "sparf", "reuse"])
 def test_two_ranks(
     mode: str,
     models: dict[str, Path],
@@ -33,11 +38,15 @@ def test_two_ranks(
 ) -> None:
     wanted = [a.tokens for a in stock.answers("llama", PROMPTS)]
     places = devices(2)
-    options = page_mode(places, dram="12MiB") if mode == "page" else reuse_mode(places)
+    options = page_mode(places, dram="12MiB")
+    if mode == "sparf":
+        options = page_mode(places, dram="48MiB", selector="sparf", sparse=EVERYTHING)
+    elif mode == "reuse":
+        options = reuse_mode(places)
     with Engine(
         models["llama"],
         ssdkv=options,
-        kv_tokens=2 * kv_tokens(128, CHUNK) if mode == "page" else 16384,
+        kv_tokens=16384 if mode == "reuse" else 2 * kv_tokens(128, CHUNK),
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=False,
         tensor_parallel_size=2,
@@ -48,9 +57,65 @@ def test_two_ranks(
         assert [a.tokens for a in first] == wanted
         assert [a.tokens for a in again] == wanted
         assert [a.cached for a in again] == [(len(p) - 1) // 32 * 32 for p in PROMPTS]
-        assert (engine.ssdkv("context_pages_streamed", tier="ssd") > 0) is (mode == "page")
+        assert (engine.ssdkv("context_pages_streamed", tier="ssd") > 0) is (mode != "reuse")
+        assert (engine.ssdkv("sparse_pages_selected") > 0) is (mode == "sparf")
+        assert engine.ssdkv("sparse_pages_selected") == engine.ssdkv("sparse_pages_in_context")
+        assert engine.ssdkv("sparse_rows_exact") == 0
         for name in ("checksum_failures", "header_mismatches", "load_failures"):
             assert engine.ssdkv(name) == 0, name
     assert data_files(places) == {
         (Path(d["path"]).name, f"rank{rank}.data") for d in places for rank in (0, 1)
     }
+
+
+def test_two_ranks_that_choose(
+    models: dict[str, Path],
+    stock: Stock,
+    devices: Callable[..., list[dict[str, str]]],
+    tmp_path: Path,
+) -> None:
+    """Each rank chooses for its own heads; also when a device fails under both. Where the budget is
+    everything, that is what stock vLLM answers."""
+    asked: list[dict[str, object]] = [
+        {"budget": 1},
+        {"selector": "exact"},
+        {"selector": "window", "budget": 1},
+        {"selector": "adaptive", "budget": 1},
+    ]
+    prompts = LONG[2:6]
+    wanted = [a.tokens for a in stock.answers("llama", prompts)]
+    places, control = devices(3), tmp_path / "faults.json"
+    options = page_mode(
+        places,
+        window=64,
+        dram="48MiB",
+        selector="sparf",
+        sparse={"mass": 1, "exact_below": 0, "page_cache": "1MiB", "summaries": "8MiB"},
+        io={"staging": "4MiB", "fault_file": str(control)},
+    )
+    with Engine(
+        models["llama"],
+        ssdkv=options,
+        kv_tokens=2 * kv_tokens(64, CHUNK),
+        max_num_batched_tokens=CHUNK,
+        max_model_len=4096,
+        tensor_parallel_size=2,
+        in_process=False,
+    ) as engine:
+        parameters = [
+            engine.sampling(extra_args={"kv_transfer_params": {"ssdkv": one}}) for one in asked
+        ]
+
+        def ask() -> list[tuple[int, ...]]:
+            texts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+            outputs = engine.llm.generate(texts, parameters, use_tqdm=False)
+            return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+        assert ask() == wanted
+        # Two ranks, four layers, one KV head each.
+        assert engine.ssdkv("sparse_selections") == 8 * 3 * (MAX_TOKENS - 1)
+        assert engine.ssdkv("sparse_pages_fetched", tier="ssd") > 0
+        assert engine.ssdkv("recomputed_requests") == 0
+        control.write_text(json.dumps([{"kind": "eio", "device": 1}]))
+        assert ask() == wanted
+        assert engine.ssdkv("device_lost", device=places[1]["path"]) > 0

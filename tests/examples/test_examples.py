@@ -136,10 +136,15 @@ def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
     assert len(options) == 2
     question = recall.ask("multikey", 4096, 0)
     for number, expected in enumerate((0, FOUND)):
-        with server(command, variables, tmp_path, tmp_path / f"serve{number}.log") as url:
-            client = [sys.executable, str(EXAMPLES / "serve_client.py"), "--url", f"{url}/v1"]
+        with server(command, variables, tmp_path, tmp_path / f"serve{number}.log") as running:
+            client = [
+                sys.executable,
+                str(EXAMPLES / "serve_client.py"),
+                "--url",
+                f"{running.url}/v1",
+            ]
             assert f"\nanswer: {recall.text(question.answer)}\n" in run(client, variables, tmp_path)
-            assert metric(url, r"vllm:ssdkv_hit_tokens_total\{.*ssd") == expected
+            assert metric(running.url, r"vllm:ssdkv_hit_tokens_total\{.*ssd") == expected
             if number == 0:
                 # vLLM ends its engine at once: what is to be found again must be journalled.
                 wait_for_journal(Path(variables["XDG_CACHE_HOME"]), FOUND // BLOCK)

@@ -32,8 +32,8 @@ def test_it_measures_each_size_that_fits(tmp_devices: Callable[[int], list[Path]
     sizes = [(row.block_bytes, row.hit_bytes) for row in rows]
     assert sizes == [(128 * 1024, MIB), (128 * 1024, 4 * MIB), (2 * MIB, 4 * MIB)]
     for row in rows:
-        assert min(row.load, row.reads, row.engine) > 0
-        assert min(row.load_per_reads, row.load_per_engine) > 0
+        assert min(row.load, row.reads, row.engine, row.check) > 0
+        assert min(row.load_per_reads, row.load_per_engine, row.load_cpu_s_per_gb) > 0
         assert row.request_bytes % 4096 == 0
     assert all(not any(device.iterdir()) for device in devices)
     text = bench.table(rows)

@@ -41,7 +41,7 @@ class Contexts:
         spread: float = 1.0,
         shuffle: int = 0,
     ) -> None:
-        """``shuffle`` moves blocks to other places, and nothing else."""
+        """``shuffle`` moves blocks and their summaries to other places, and nothing else."""
         draw = torch.Generator().manual_seed(seed)
         self.layout = layout
         self.rows = list(rows)
@@ -75,6 +75,10 @@ class Contexts:
         self.kernels = CpuPageKernels(2)
         self.base = self._addresses(context)
         self._kept: list[torch.Tensor] = []
+        self._order = torch.randperm(
+            len(context), generator=torch.Generator().manual_seed(seed * 3 + shuffle)
+        )
+        """Where each context block's summaries lie among the others'."""
         item = layout.dtype.itemsize
         bounds = self._targets(len(context), layout.kv_heads * layout.groups * 2 * item)
         channels = self._targets(len(context), layout.kv_heads * layout.block_tokens * item)
@@ -92,9 +96,9 @@ class Contexts:
             np.array([row.window for row in rows], np.int32),
             bounds,
             channels,
-            self._addresses(window),
-            window_ends - np.array(windows, np.int32),
-            window_ends,
+            window_base=self._addresses(window),
+            window_begin=window_ends - np.array(windows, np.int32),
+            window_end=window_ends,
         )
 
     def moved(self) -> Contexts:
@@ -143,11 +147,28 @@ class Contexts:
         size = bytes_per_channel * self.layout.head_size
         memory = torch.full((blocks, size + 64), 0xFF, dtype=torch.uint8)
         self._kept.append(memory)
-        return (memory.data_ptr() + np.arange(blocks) * (size + 64)).astype(np.uint64)
+        return (memory.data_ptr() + self._order.numpy() * (size + 64)).astype(np.uint64)
 
     def kept(self, which: int, block: int) -> torch.Tensor:
         """Bounds (0) or channels (1) of a context block, flat."""
-        return self._kept[which][block, :-64].view(self.layout.dtype)
+        return self._kept[which][int(self._order[block]), :-64].view(self.layout.dtype)
+
+    def scaled(self) -> ContextSummaries:
+        """The summaries with channel-major K in int8, which :meth:`scaled_block` reads."""
+        layout, count = self.layout, len(self.base)
+        channels = self._targets(count, layout.kv_heads * layout.block_tokens)
+        scales = self._targets(count, layout.kv_heads * 2 * layout.dtype.itemsize)
+        self.kernels.summarize(self.base, layout, channels=channels, scales=scales)
+        return replace(self.summaries, channel_base=channels, channel_scales=scales)
+
+    def scaled_block(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole numbers ``[kv_heads, d, block_tokens]`` and scales ``[kv_heads, d]`` of a block."""
+        layout = self.layout
+        place = int(self._order[block])
+        whole, scales = (kept[place, :-64] for kept in self._kept[-2:])
+        shape = layout.kv_heads, layout.head_size, layout.block_tokens
+        records = scales.view(torch.float32).view(layout.kv_heads, -1)
+        return whole.view(torch.int8).view(shape), records[:, : layout.head_size]
 
     def tokens_of(self, selection: Selection, row: int) -> torch.Tensor:
         """Tokens that a row attends to, window included, bool ``[kv_heads, S]``."""

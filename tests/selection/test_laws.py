@@ -21,12 +21,12 @@ from vllm_ssdkv.attention.reference import dense_attention
 from vllm_ssdkv.selection.adaptive import AdaptiveSelector
 from vllm_ssdkv.selection.bounds import BoundsSelector
 from vllm_ssdkv.selection.exact import ExactSelector
+from vllm_ssdkv.selection.kernels import CpuScoringKernels
 from vllm_ssdkv.selection.protocol import Budget, Selection, Selector, page_budget
-from vllm_ssdkv.selection.scores import ScoringKernels
 from vllm_ssdkv.selection.sparf import SparfSelector
 from vllm_ssdkv.selection.window import WindowSelector
 
-KERNELS = ScoringKernels(2)
+KERNELS = CpuScoringKernels(2)
 ALL = Budget(share=1.0)
 
 budgets = st.builds(lambda share: Budget(share=share), st.floats(0.01, 1)) | st.builds(

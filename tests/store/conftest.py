@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
+from vllm_ssdkv import _io
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
@@ -108,16 +108,60 @@ class Walk:
     pieces: int = 0
 
 
+class Hbm(MutableMapping[int, Bytes]):
+    """vLLM's blocks in memory, [pages, payload_bytes] each: those that something was copied to
+    whole. Part of a block is no block."""
+
+    BLOCKS = 512
+    _NOTHING = 0xD1
+
+    def __init__(self, geometry: SlotGeometry):
+        shape = self.BLOCKS, geometry.pages, geometry.payload_bytes
+        self._geometry = geometry
+        self._data = np.full(shape, self._NOTHING, dtype=np.uint8)
+
+    def stretches(self) -> _io.Stretches:
+        """For native copies."""
+        geometry, pages = self._geometry, np.arange(self._geometry.pages, dtype=np.uint64)
+        return _io.Stretches(
+            np.uint64(geometry.header_bytes) + pages * np.uint64(geometry.page_bytes),
+            np.full(len(pages), geometry.payload_bytes, dtype=np.uint64),
+            np.uint64(self._data.ctypes.data) + pages * np.uint64(geometry.payload_bytes),
+            np.full(len(pages), self._data.strides[0], dtype=np.uint64),
+        )
+
+    def _whole(self) -> NDArray[np.bool_]:
+        whole: NDArray[np.bool_] = (self._data != self._NOTHING).any(axis=2).all(axis=1)
+        return whole
+
+    def __getitem__(self, block: int) -> Bytes:
+        if not self._whole()[block]:
+            raise KeyError(block)
+        return self._data[block]
+
+    def __setitem__(self, block: int, data: Bytes) -> None:
+        self._data[block] = data
+
+    def __delitem__(self, block: int) -> None:
+        self._data[block] = self._NOTHING
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self._whole()).tolist())
+
+    def __len__(self) -> int:
+        return int(self._whole().sum())
+
+
 @dataclass
 class StoreRig:
-    """One rank's store. HBM is a dict of blocks."""
+    """One rank's store. HBM are its blocks by number."""
 
     geometry: SlotGeometry
     store: TieredStore
     devices: list[OpenDevice]
     counters: Counters
     control: Path
-    hbm: dict[int, Bytes] = field(default_factory=dict)
+    hbm: MutableMapping[int, Bytes]
     before_copy: Callable[[], None] = lambda: None
 
     @property
@@ -293,7 +337,9 @@ class StoreRig:
         if self.store._pages is not None:
             cache = self.store._pages
             until(lambda: cache.usable() == cache.places, "the return of single pages")
-            assert not cache._taken.any()
+            fetcher = self.store._fetcher
+            until(lambda: fetcher.on_the_way() == 0, "the end of what is read ahead")
+            assert cache.taken() == 0
             assert cache.held() == 0
             assert self.store._summaries is not None
             assert not self.store._summaries._pins.any()
@@ -324,6 +370,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         gaps: Sequence[tuple[int, int]] = (),
         places: int = 32,
         summary_rows: int = 32,
+        channels: bool = True,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
@@ -341,9 +389,11 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         ]
         choice = None
         if geometry.summary_pages:
-            page_tokens = BLOCK_TOKENS // geometry.groups
-            nbytes = summary_rows * row_bytes(geometry, page_tokens)
-            choice = ChoiceMemory(page_tokens, slots, places * geometry.page_bytes, nbytes)
+            page_tokens = block_tokens // geometry.groups
+            nbytes = summary_rows * row_bytes(geometry, page_tokens, channels=channels)
+            choice = ChoiceMemory(
+                page_tokens, slots, places * geometry.page_bytes, nbytes, channels=channels
+            )
         plan = _plan(geometry, frames, staging, scrub_rate is not None, choice)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
@@ -381,8 +431,20 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         def copy_in(frames: NDArray[np.int32], blocks: Slots) -> None:
             rig.copy_in(frames, blocks)
 
-        store = TieredStore(files, arena, plan, slots, BLOCK_TOKENS, copy_in, scrub_rate=scrub_rate)
-        rig = StoreRig(geometry, store, opened, counters, control)
+        # As in the connector: native code copies blocks that are kept as they lie, and no others.
+        plain = Hbm(geometry) if geometry.kind == "opaque" else None
+        store = TieredStore(
+            files,
+            arena,
+            plan,
+            slots,
+            block_tokens,
+            copy_in,
+            scrub_rate=scrub_rate,
+            stretches=None if plain is None else plain.stretches(),
+        )
+        hbm = {} if plain is None else plain
+        rig = StoreRig(geometry, store, opened, counters, control, hbm)
         rigs.append(rig)
         return rig
 
@@ -402,12 +464,6 @@ def _plan(
     empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub, choice=choice)
     nbytes = empty.frame_offset + frames * geometry.slot_bytes
     return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub, choice=choice)
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for another process to let go of a store."""
-    monkeypatch.setattr(opening, "LOCK_TIMEOUT_S", 0.1)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Writes the golden stores: tiny ones, plain, encrypted and with two copies of each block, the same
-bytes on every machine.
+"""Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
+channel pages and with int8 ones, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 from uuid import UUID
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -157,7 +158,9 @@ class Golden:
     def manifest(self, directory: Path) -> bytes:
         """What ``store.json`` holds."""
         placement = Placement(self.geometry, self.segments, len(DEVICES))
+        shape = self.geometry
         mine = Manifest(
+            version=3 if shape.scaled_from else 2 if shape.channel_pages else 1,
             store=str(STORE),
             fingerprint=dict(FINGERPRINT.fields),
             model="golden/model",
@@ -167,6 +170,8 @@ class Golden:
             groups=self.geometry.groups,
             payload_bytes=self.geometry.payload_bytes,
             summary_pages=self.geometry.summary_pages,
+            channel_pages=shape.channel_pages or msgspec.UNSET,
+            scaled_from=shape.scaled_from or msgspec.UNSET,
             tp_size=1,
             devices=[
                 ManifestDevice(
@@ -213,6 +218,13 @@ STORES = {
         KEY.key_id,
     ),
     "twice": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000), doubled(2)),
+    "channels": Golden(
+        SlotGeometry("paged", 2, 1, 3, 1000, summary_pages=1, channel_pages=2), segments(1)
+    ),
+    "int8": Golden(
+        SlotGeometry("paged", 2, 1, 5, 1000, summary_pages=1, channel_pages=2, scaled_from=2),
+        segments(1),
+    ),
 }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.store.conftest import PAGED, PAGED_ENCRYPTED, PATIENCE_S, key_of
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace
@@ -31,6 +35,15 @@ def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -
     config = SSDKVConfig.from_extra_config(chosen | options)
     geometry = PAGED if config.encryption is None else PAGED_ENCRYPTED
     return StorePlace(config, geometry, fingerprint, tp_size, replica, run=run)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Nobody waits long for a store that somebody else has open: for where nobody lets go of it.
+    Nowhere else, since opening one waits for disks, too, and these may be busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "LOCK_TIMEOUT_S", 0.1)
+        yield
 
 
 def close(store: OpenStore) -> None:

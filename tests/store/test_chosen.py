@@ -3,98 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from tests.store.chosen_pages import (
+    BOTH,
+    Wanted,
+    assert_right,
+    bring,
+    context,
+    read_ahead,
+    read_requests,
+    right,
+)
 from tests.store.conftest import (
     BLOCK_TOKENS,
     PATIENCE_S,
+    SHORT_S,
     SUMMED,
-    SUMMED_ENCRYPTED,
     MakeStore,
     StoreRig,
     array,
     content,
     until,
 )
-from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import summary_pages
-
-BOTH = pytest.mark.parametrize("geometry", [SUMMED, SUMMED_ENCRYPTED], ids=["plain", "encrypted"])
-
-Wanted = dict[int, list[tuple[int, int]]]
-"""Row to (block, page in the layer)."""
-
-
-def context(rig: StoreRig, slots: Sequence[int], request: str = "r") -> dict[int, int]:
-    """Slots on the devices and a running request that refers to them, none of it in DRAM."""
-    names = {slot: 700 + slot for slot in slots}
-    rig.write(names)
-    rig.store.extend_context(request, 0, array(list(names)))
-    assert rig.load(names, [], request=request).complete
-    rig.store.frames.forget(array(list(names)))
-    return names
-
-
-def bring(
-    rig: StoreRig, chosen: ChosenContexts, layer: int, wanted: Wanted
-) -> dict[tuple[int, int, int], bytes]:
-    """Fetch pages; the payload of each that came, by row, block and page."""
-    found: dict[tuple[int, int, int], bytes] = {}
-    asked = [
-        (row, block, page)
-        for row, pages in wanted.items()
-        for block, page in pages
-        if row not in chosen.poisoned
-    ]
-    rows = chosen.rows.tolist()
-    for start in range(0, len(asked), max(1, chosen.room)):
-        part = asked[start : start + chosen.room]
-        blocks = array([int(chosen.begin[rows.index(row)]) + block for row, block, _ in part])
-        fetch = chosen.fetch(layer, blocks, array([page for _, _, page in part]))
-        good = chosen.arrive(fetch, blocks)
-        for entry, ok, address in zip(part, good.tolist(), fetch.address.tolist(), strict=True):
-            if ok:
-                data = rig.store.arena.view(
-                    address - rig.store.arena.address, rig.geometry.payload_bytes
-                )
-                found[entry] = data.tobytes()
-        chosen.release(fetch)
-    return found
-
-
-def right(geometry: SlotGeometry, name: int, layer: int, page: int) -> bytes:
-    return content(geometry, name)[geometry.first_page(layer) + page].tobytes()
-
-
-def assert_right(
-    rig: StoreRig,
-    found: dict[tuple[int, int, int], bytes],
-    contexts: Sequence[Sequence[int]],
-    names: dict[int, int],
-    layer: int,
-) -> None:
-    for (row, block, page), data in found.items():
-        name = names[contexts[row][block]]
-        assert data == right(rig.geometry, name, layer, page), (row, block, page)
-
-
-def read_requests(rig: StoreRig) -> int:
-    totals = rig.files.engine.statistics()
-    return sum(value for name, value in totals.items() if name.startswith("read_requests"))
+from vllm_ssdkv.store.summaries import with_summaries
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> SlotGeometry:
     layers, heads, groups = (draw(st.integers(1, most)) for most in (3, 3, 2))
     shape = (layers, heads, groups, draw(st.sampled_from([512, 5120, 8192])), draw(st.booleans()))
-    count = summary_pages(layers * heads * groups, BLOCK_TOKENS // groups)
-    return SlotGeometry("paged", *shape, summary_pages=count)
+    channels = draw(st.booleans())
+    return with_summaries(
+        SlotGeometry("paged", *shape),
+        BLOCK_TOKENS // groups,
+        channels=channels,
+        scaled_from=draw(st.sampled_from([0, 2, 4])) if channels else 0,
+    )
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -162,7 +114,72 @@ def test_summaries_come_from_where_they_are_once(
         # Slots 0 and 1 have frames; 3 and 5 are read, in the first turn.
         assert read_requests(rig) - before == 2, turn
         chosen.close()
-    assert rig.store.choice_gauges()[1] == 4
+    assert rig.store.choice_gauges()["summaries_held"] == 4
+
+
+CHANNELS = SlotGeometry("paged", 2, 2, 3, 8192, summary_pages=1, channel_pages=3)
+
+
+def payload(rig: StoreRig, address: int, size: int) -> NDArray[np.uint8]:
+    return rig.store.arena.view(address - rig.store.arena.address, size)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_channels_and_sums_come_with_the_summaries(make_store: MakeStore, encrypted: bool) -> None:
+    """Two heads of three groups of 16 tokens: all of a layer's K is three pages."""
+    geometry = replace(CHANNELS, encrypted=encrypted)
+    rig = make_store(geometry, block_tokens=48)
+    names = context(rig, range(4))
+    before = read_requests(rig)
+    for _ in range(2):
+        chosen = rig.store.choose([array([3, 1])], [0])
+        for layer in range(geometry.layers):
+            for block, (at, slot) in enumerate(
+                zip(chosen.channels(layer).tolist(), (3, 1), strict=True)
+            ):
+                pages = content(geometry, names[slot])
+                wanted = pages[1 + 3 * layer : 4 + 3 * layer].ravel()
+                np.testing.assert_array_equal(payload(rig, at, 3 * 8192), wanted)
+                # Records of 512 bytes, of which sums take what the head size needs.
+                records = pages[0].reshape(16, 512)[2 * layer : 2 * layer + 2]
+                sums = chosen.values(layer, 0, 32)[block].view(np.uint8)
+                np.testing.assert_array_equal(sums, records[:, :128])
+        assert read_requests(rig) - before == 2  # one slot's pages are neighbours
+        chosen.close()
+
+
+def test_int8_channels_come_with_their_scales(make_store: MakeStore) -> None:
+    """Of 16 bit: a layer's K is one and a half pages; each layer has two sums, then two scales."""
+    base = SlotGeometry("paged", 2, 2, 3, 8192)
+    geometry = with_summaries(base, 16, channels=True, scaled_from=2)
+    assert (geometry.summary_pages, geometry.channel_pages) == (1, 2)
+    rig = make_store(geometry, block_tokens=48)
+    names = context(rig, range(4))
+    chosen = rig.store.choose([array([3, 1])], [0])
+    assert chosen.holds_scales
+    for layer in range(2):
+        scales = chosen.scales(layer).tolist()
+        addresses = zip(chosen.channels(layer).tolist(), scales, (3, 1), strict=True)
+        for block, (at, scale, slot) in enumerate(addresses):
+            pages = content(geometry, names[slot])
+            wanted = pages[1 + 2 * layer : 3 + 2 * layer].ravel()[: 3 * 4096]
+            np.testing.assert_array_equal(payload(rig, at, 3 * 4096), wanted)
+            records = pages[0].reshape(16, 512)[4 * layer : 4 * layer + 4]
+            np.testing.assert_array_equal(payload(rig, scale, 1024), records[2:].ravel())
+            sums = chosen.values(layer, 0, 128)[block].view(np.uint8)
+            np.testing.assert_array_equal(sums, records[:2])
+    chosen.close()
+
+
+def test_a_table_without_channels_brings_sums_only(make_store: MakeStore) -> None:
+    rig = make_store(CHANNELS, block_tokens=48, channels=False, devices=1)
+    names = context(rig, range(4))
+    before = rig.total("bytes_read", device=rig.paths[0])
+    chosen = rig.store.choose([array([2])], [0])
+    assert rig.total("bytes_read", device=rig.paths[0]) - before == CHANNELS.page_bytes
+    sums = chosen.values(1, 0, 32)[0].view(np.uint8)
+    np.testing.assert_array_equal(sums, content(CHANNELS, names[2])[0].reshape(16, 512)[2:4, :128])
+    chosen.close()
 
 
 def test_summaries_that_have_no_room_leave_their_rows_out(make_store: MakeStore) -> None:
@@ -379,49 +396,100 @@ def test_of_two_copies_one_may_be_wrong(make_store: MakeStore, page: int) -> Non
     rig.assert_no_leak()
 
 
-def test_a_fetch_that_nobody_waits_for_leaks_nothing(make_store: MakeStore) -> None:
-    rig = make_store(SUMMED)
-    context(rig, range(6))
-    rig.store.choose([array(range(6))], [0]).close()
-    rig.faults({"kind": "latency", "op": "read", "seconds": 0.05})
-    chosen = rig.store.choose([array(range(6))], [0])
-    chosen.release(chosen.fetch(0, array([0, 1, 2]), array([0, 1, 2])))
+@BOTH
+@pytest.mark.parametrize("first", ["summaries", "asked", "guessed"])
+def test_a_hung_device_costs_nothing_but_time_where_there_are_two_copies(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, geometry: SlotGeometry, first: str
+) -> None:
+    """Whatever is read from it first."""
+    rig = make_store(geometry, devices=2, replicas=2, places=48)
+    names = context(rig, range(16))
+    if first != "summaries":
+        rig.store.choose([array(range(16))], [0]).close()
+    rig.one_deadline(monkeypatch)
+    rig.faults({"kind": "stall", "op": "read", "device": 1})
+    for _ in range(2):
+        chosen = rig.store.choose([array(range(16))], [0])
+        for layer in range(geometry.layers):
+            if first == "guessed":
+                read_ahead(chosen, layer, 12)
+            wanted: Wanted = {0: [(block, 0) for block in range(16)] + [(3, 0), (2, 1)]}
+            found = bring(rig, chosen, layer, wanted)
+            assert len(found) == 17
+            assert_right(rig, found, [list(names)], names, layer)
+        assert (chosen.poisoned, chosen.bad) == (set(), [])
+        chosen.close()
+    assert rig.files.health.quarantined == {1}
+    assert rig.total("io_deadline_exceeded") == 1
+    cache = rig.store._pages
+    assert cache is not None
+    assert cache.usable() < 48  # what the device may still write to
+    rig.faults()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_pages_that_are_late_find_room_beside_guesses(make_store: MakeStore) -> None:
+    """Half of all places are for what was asked for; late reads hold up to half of both halves."""
+    rig = make_store(SUMMED, devices=2, replicas=2, places=32)
+    names = context(rig, range(16))
+    rig.store.choose([array(range(16))], [0]).close()
+    rig.deadline(SHORT_S)
+    rig.faults({"kind": "stall", "op": "read", "device": 1})
+    chosen = rig.store.choose([array(range(16))], [0])
+    blocks = array(range(16))
+    fetch = chosen.fetch(chosen.pages(0, blocks, array([0] * 16)))
+    read_ahead(chosen, 1, 16)
+    assert chosen.arrive(fetch, blocks).all()
+    cache = rig.store._pages
+    assert cache is not None
+    assert 16 <= cache.usable() < 32
+    chosen.release(fetch)
+    found = bring(rig, chosen, 1, {0: [(block, 0) for block in range(16)]})
+    assert len(found) == 16
+    assert_right(rig, found, [list(names)], names, 1)
+    assert chosen.poisoned == set()
     chosen.close()
     rig.faults()
     rig.store.drop_context("r")
     rig.assert_no_leak()
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    seed=st.integers(0, 999),
-    kinds=st.sets(st.sampled_from(["eio", "short", "corrupt"]), min_size=1),
-    rows=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=8), min_size=1, max_size=4),
-    geometry=st.sampled_from([SUMMED, SUMMED_ENCRYPTED]),
-)
-def test_random_faults_never_bring_a_wrong_byte(
-    make_store: MakeStore,
-    seed: int,
-    kinds: set[str],
-    rows: list[list[int]],
-    geometry: SlotGeometry,
-) -> None:
-    rig = make_store(geometry, slots=16, frames=8, places=16)
+def test_a_fetch_waits_once_for_each_device_that_hangs(make_store: MakeStore) -> None:
+    """A page of which both copies hang poisons the rows that asked for it, and no others."""
+    rig = make_store(SUMMED, devices=4, replicas=2, places=48)
     names = context(rig, range(16))
-    rig.faults(
-        *({"kind": k, "op": "read", "probability": 0.15, "seed": seed} for k in sorted(kinds))
-    )
-    for _ in range(2):
-        chosen = rig.store.choose([array(row) for row in rows], range(len(rows)))
-        for layer in range(geometry.layers):
-            wanted = {r: [(b, (b + layer) % 4) for b in range(len(c))] for r, c in enumerate(rows)}
-            asked = [row for row in wanted if row not in chosen.poisoned]
-            found = bring(rig, chosen, layer, wanted)
-            assert_right(rig, found, rows, names, layer)
-            for row in asked:
-                complete = all((row, b, p) in found for b, p in wanted[row])
-                assert complete or row in chosen.poisoned
-        chosen.close()
+    rig.store.choose([array(range(16))], [0]).close()
+    offset = SUMMED.layer_offset(0)
+    where = {slot: {rig.place(slot, offset, copy)[0] for copy in (0, 1)} for slot in names}
+    lost = [slot for slot in names if where[slot] == {0, 1}]
+    rest = [slot for slot in names if slot not in lost]
+    assert lost
+    rig.deadline(SHORT_S)
+    rig.faults(*({"kind": "stall", "op": "read", "device": device} for device in (0, 1)))
+    rows = [rest, [rest[0], lost[0]]]
+    chosen = rig.store.choose([array(row) for row in rows], range(2))
+    wanted = {r: [(block, 0) for block in range(len(row))] for r, row in enumerate(rows)}
+    found = bring(rig, chosen, 0, wanted)
+    assert_right(rig, found, rows, names, 0)
+    assert sorted(block for row, block, _ in found if row == 0) == list(range(len(rest)))
+    assert (chosen.poisoned, chosen.bad) == ({1}, [])
+    assert rig.files.health.quarantined == {0, 1}
+    assert rig.total("io_deadline_exceeded") == 2
+    chosen.close()
+    rig.faults()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_a_fetch_that_nobody_waits_for_leaks_nothing(make_store: MakeStore) -> None:
+    rig = make_store(SUMMED)
+    context(rig, range(6))
+    rig.store.choose([array(range(6))], [0]).close()
+    rig.faults({"kind": "latency", "op": "read", "seconds": 0.05})
+    chosen = rig.store.choose([array(range(6))], [0])
+    chosen.release(chosen.fetch(chosen.pages(0, array([0, 1, 2]), array([0, 1, 2]))))
+    chosen.close()
     rig.faults()
     rig.store.drop_context("r")
     rig.assert_no_leak()

@@ -402,7 +402,7 @@ def test_a_tag_changed_on_the_device_is_a_miss(make_store: MakeStore) -> None:
 
     change_header(rig, 1, flip)
     outcome = rig.load(names, [5, 6, 7])
-    assert (outcome.complete, outcome.bad, rig.hbm) == (False, [(1, 1)], {})
+    assert (outcome.complete, outcome.bad, 6 in rig.hbm) == (False, [(1, 1)], False)
     assert rig.total("header_mismatches") == 1
     # Without the key nobody can tell.
     assert decode(stored_slot(rig, 1), rig.geometry, DIGEST, slot=1).slot == 1
@@ -421,7 +421,7 @@ def test_a_page_changed_with_its_checksum_is_a_miss(make_store: MakeStore) -> No
 
     change_header(rig, 1, fit)
     outcome = rig.load({0: 10, 1: 11}, [5, 6])
-    assert (outcome.complete, outcome.bad, rig.hbm) == (False, [(1, 1)], {})
+    assert (outcome.complete, outcome.bad, 6 in rig.hbm) == (False, [(1, 1)], False)
     assert rig.total("header_mismatches") == 1
     rig.write({1: 11})
     rig.flip(1, rig.geometry.page_offset(3) + 77)

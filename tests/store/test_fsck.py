@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import disk_directory
+from tests.store.checked_store import SLOTS, check, kinds, make, mended, on_device
 from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_devices
-from vllm_ssdkv.errors import DeadlineError, DeviceError, FormatError, StoreError, StoreLockedError
+from vllm_ssdkv.errors import DeadlineError, FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import fsck as checking
 from vllm_ssdkv.store import slot_check
@@ -28,34 +29,13 @@ from vllm_ssdkv.store.engine.faults import FaultRule
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.engine.protocol import IoEngine
 from vllm_ssdkv.store.fsck import examined
-from vllm_ssdkv.store.fsck_report import Report
 from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, StripeMap
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import open_index, open_rank
 from vllm_ssdkv.store.placement import Extent, Segment
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.removal import plan_removal, remove
-from vllm_ssdkv.store.repair import repair
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS
-
-SLOTS = (0, 1, 2, 5, 8, 13, 21, 34, 55)
-
-
-def check(store: FilledStore, *, mend: bool = False) -> Report:
-    with examined(store.devices, store.state, write=mend) as found:
-        if mend:
-            repair(found)
-        return found.report
-
-
-def make(root: Path, devices: int = 2, *, encrypted: bool = False) -> FilledStore:
-    paths = tuple(root / f"ssd{i}" for i in range(devices))
-    state = root / "state"
-    for path in (*paths, state):
-        path.mkdir(mode=0o700)
-    store = FilledStore(paths, state, SLOTS, encrypted=encrypted)
-    store.fill()
-    return store
 
 
 @pytest.fixture(scope="module")
@@ -277,26 +257,6 @@ def test_a_repaired_store_is_clean_and_serves_what_was_good(
 # ---- files ----
 
 
-def kinds(report: Report) -> dict[str, int]:
-    return dict(report.counts)
-
-
-def mended(store: FilledStore, **counts: int) -> set[int]:
-    """Repair exactly these problems; what the store serves afterwards."""
-    assert kinds(check(store)) == counts
-    report = check(store, mend=True)
-    assert kinds(report) == counts
-    assert report.unrepaired == 0, report.problems
-    again = check(store)
-    assert again.clean, again.problems
-    return store.served()
-
-
-def on_device(store: FilledStore, device: int) -> set[int]:
-    touched = store.placement.touches(device, array(store.slots))
-    return {slot for slot, hit in zip(store.slots, touched.tolist(), strict=True) if hit}
-
-
 def test_both_superblocks_are_restored_when_a_block_proves_the_file(store: FilledStore) -> None:
     for offset in COPY_OFFSETS:
         flip(store.data(1, 0), offset + 100)
@@ -337,16 +297,6 @@ def test_a_lost_data_file_costs_what_was_on_it(store: FilledStore, loss: str) ->
             os.truncate(data, size)
             expected = {"superblock": 1, "header": len(gone)}
     assert mended(store, **expected) == set(SLOTS) - gone
-
-
-def test_a_device_that_is_not_mounted_costs_nothing(store: FilledStore) -> None:
-    """An absent directory is no reason to drop what lies in it."""
-    away = store.devices[1].with_name("elsewhere")
-    store.devices[1].rename(away)
-    with pytest.raises(DeviceError, match=f"{store.devices[1]}.* does not exist: mount it"):
-        check(store, mend=True)
-    away.rename(store.devices[1])
-    assert check(store).clean
 
 
 def test_short_and_long_files(store: FilledStore) -> None:

@@ -6,14 +6,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import disk_directory
 from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip
 from tests.store.test_fsck import SLOTS, check
+from vllm_ssdkv.errors import DeviceError
 from vllm_ssdkv.store import layout
 from vllm_ssdkv.store.catalog import inspect_store
+from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.stored import find_store
 
 PAGE = GEOMETRY.page_offset(2) + 100
@@ -27,18 +30,30 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         assert GEOMETRY.units_per_slot == 3
     with tempfile.TemporaryDirectory(prefix="ssdkv-fsck-", dir=disk_directory()) as root:
         count = 2 if request.param == "striped" else 3
-        paths = tuple(Path(root, f"ssd{i}") for i in range(count))
-        state = Path(root, "state")
-        for path in (*paths, state):
-            path.mkdir(mode=0o700)
-        made = FilledStore(paths, state, SLOTS, encrypted=request.param == "encrypted", replicas=2)
-        made.fill()
-        yield made
+        yield make(Path(root), count, encrypted=request.param == "encrypted")
+
+
+def make(root: Path, count: int, *, encrypted: bool = False) -> FilledStore:
+    paths = tuple(Path(root, f"ssd{i}") for i in range(count))
+    state = Path(root, "state")
+    for path in (*paths, state):
+        path.mkdir(mode=0o700)
+    made = FilledStore(paths, state, SLOTS, encrypted=encrypted, replicas=2)
+    made.fill()
+    return made
 
 
 def strike(store: FilledStore, slot: int, copy: int, rank: int = 0, offset: int = PAGE) -> None:
     device, at = store.at(slot, offset, copy)
     flip(store.data(device, rank), at)
+
+
+def give_up(store: FilledStore, device: int) -> None:
+    """The store was opened without a device."""
+    manifest = Manifest.load(store.state)
+    assert manifest is not None
+    manifest.devices[device].present = False
+    manifest.save(store.state)
 
 
 def test_both_copies_are_read(store: FilledStore) -> None:
@@ -94,6 +109,88 @@ def test_a_missing_data_file_drops_nothing(store: FilledStore) -> None:
     assert report.bad == 0
     assert report.unrepaired == report.counts["copy"]
     assert store.served() == set(SLOTS)
+
+
+def test_an_absent_device_leaves_the_other_copies(store: FilledStore) -> None:
+    """They are read, each once, and what is wrong with them is said."""
+    away = store.devices[1].with_name("elsewhere")
+    store.devices[1].rename(away)
+    near = {s for s in SLOTS if store.placement.touches(1, array([s]))[0]}
+    report = check(store)
+    assert report.counts == {"device": 1}
+    assert (report.bad, report.out_of_reach) == (0, 0)
+    assert "parts of 0 block(s)" in report.problems[0].text
+    assert report.checked_slots == RANKS * len(SLOTS)
+    read = RANKS * (2 * len(SLOTS) - len(near))
+    assert report.checked_bytes == read * GEOMETRY.slot_bytes
+    slot = next(
+        s for s in sorted(near) if {store.at(s, PAGE, copy)[0] for copy in (0, 1)} == {0, 1}
+    )
+    copy = next(copy for copy in (0, 1) if store.at(slot, PAGE, copy)[0] == 0)
+    strike(store, slot, copy)
+    report = check(store)
+    assert report.counts == {"device": 1, "page": 1}
+    assert (report.bad, report.problems[1].subject) == (1, f"slot {slot}, rank 0")
+    with pytest.raises(DeviceError, match="mount it"):
+        check(store, mend=True)
+    away.rename(store.devices[1])
+    report = check(store, mend=True)
+    assert (report.counts, report.unrepaired) == ({"copy": 1}, 0)
+    assert store.served() == set(SLOTS)
+
+
+def test_parts_of_both_copies_are_on_an_absent_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is still there twice is read twice, the rest once."""
+    monkeypatch.setattr(layout, "STRIPE_UNIT", 16384)
+    store = make(tmp_path, 3)
+    store.devices[1].rename(store.devices[1].with_name("elsewhere"))
+    assert check(store).counts == {"device": 1}
+    assert store.placement.touches(1, array(SLOTS)).all()
+    places = [(slot, offset) for slot in SLOTS for offset in (16384 + 99, 32768 + 99)]
+    for there, kind, bad in (([2, 0], "copy", 0), ([0, 1], "page", 1)):
+        slot, offset = next(
+            at for at in places if [store.at(*at, copy)[0] for copy in (0, 1)] == there
+        )
+        strike(store, slot, 0, offset=offset)
+        report = check(store)
+        assert report.counts == {"device": 1, kind: 1}
+        assert report.bad == bad
+        strike(store, slot, 0, offset=offset)
+    give_up(store, 1)
+    slot, offset = next(
+        at for at in places if [store.at(*at, copy)[0] for copy in (0, 1)] == [2, 0]
+    )
+    strike(store, slot, 0, offset=offset)
+    report = check(store, mend=True)
+    assert (report.counts, report.unrepaired) == ({"copy": 1}, 0)
+    assert check(store).clean
+
+
+def test_two_absent_devices_cost_what_lies_on_these_two(store: FilledStore) -> None:
+    devices = len(store.devices)
+    for device in (0, 1):
+        store.devices[device].rename(store.devices[device].with_name(f"elsewhere{device}"))
+    out = np.arange(devices) < 2
+    gone = int(store.placement.lost(out, array(SLOTS)).sum())
+    assert gone == len(SLOTS) if devices == 2 else 0 < gone < len(SLOTS)
+    report = check(store)
+    assert report.counts == {"device": 2}
+    assert all(f"parts of {gone} block(s)" in problem.text for problem in report.problems)
+    assert (report.bad, report.out_of_reach) == (0, gone)
+    assert report.checked_slots == RANKS * (len(SLOTS) - gone)
+
+
+def test_copies_are_mended_while_a_device_that_was_given_up_is_absent(store: FilledStore) -> None:
+    give_up(store, 1)
+    store.devices[1].rename(store.devices[1].with_name("elsewhere"))
+    assert check(store).clean
+    for slot in [s for s in SLOTS if not store.placement.touches(1, array([s]))[0]][:1]:
+        strike(store, slot, 0)
+        report = check(store, mend=True)
+        assert (report.counts, report.unrepaired) == ({"copy": 1}, 0)
+        assert check(store).clean
 
 
 def test_superblocks_that_nothing_proves(store: FilledStore) -> None:

@@ -60,7 +60,12 @@ def twice() -> dict[str, bytes]:
     return committed("twice")
 
 
-STORES = ("plain", "encrypted", "twice")
+@pytest.fixture(scope="module")
+def channels() -> dict[str, bytes]:
+    return committed("channels")
+
+
+STORES = ("plain", "encrypted", "twice", "channels", "int8")
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -211,6 +216,8 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
                 "store": STORE,
                 "device": f"00000000-0000-4000-8000-00000000000{'ab'[device]}",
                 "rank": 0,
+                "channel_pages": 0,
+                "scaled_from": 0,
                 "epoch": epoch,
                 "kind": 0,
                 "layers": 3,
@@ -229,6 +236,16 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
             (start,) = [offset for offset, _, _, name in table("Superblock") if name == "text"]
             rest = block[start:-8]
             assert rest == TEXT.ljust(len(rest), b"\0")
+
+
+@pytest.mark.parametrize(("store", "more"), [("channels", {}), ("int8", {"scaled_from": 2})])
+def test_superblock_with_channel_pages_as_documented(store: str, more: dict[str, Value]) -> None:
+    files = committed(store)
+    constants: dict[str, Value] = {"version": 2 + len(more), "summary_pages": 1, "channel_pages": 2}
+    constants |= more
+    fields("Superblock", files["device0.data"][:4096], constants)
+    manifest = json.loads(files["store.json"])
+    assert {name: manifest[name] for name in constants} == constants
 
 
 def documented_slot(files: dict[str, bytes], slot: int, copy: int = 0) -> bytes:
@@ -411,10 +428,14 @@ def test_journal_as_documented(files: dict[str, bytes]) -> None:
     assert [str(r["key"])[:2] for r in records] == ["00", "22", "33", "00", "11", "44", "00"]
 
 
-def test_manifest_as_documented(files: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("name", STORES)
+def test_manifest_as_documented(name: str) -> None:
     text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("\n## ")[0]
     members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
-    found = json.loads(files["store.json"])
+    found = json.loads(committed(name)["store.json"])
+    for version, member in ((2, "channel_pages"), (3, "scaled_from")):
+        if found["version"] < version:
+            del members[member]
     kinds = {
         "integer": int,
         "text": str,
@@ -424,8 +445,8 @@ def test_manifest_as_documented(files: dict[str, bytes]) -> None:
         "boolean": bool,
     }
     parts: list[tuple[dict[str, object], str]] = [(found, "")]
-    for name in ("devices", "segments"):
-        parts += [(entry, f"{name}[].") for entry in found[name]]
+    for part in ("devices", "segments"):
+        parts += [(entry, f"{part}[].") for entry in found[part]]
     for content, prefix in parts:
         expected = {
             name.removeprefix(prefix): kind
@@ -433,8 +454,8 @@ def test_manifest_as_documented(files: dict[str, bytes]) -> None:
             if name.startswith(prefix) and "." not in name.removeprefix(prefix)
         }
         assert content.keys() == expected.keys()
-        for name, kind in expected.items():
-            assert isinstance(content[name], kinds[kind]), name
+        for member, kind in expected.items():
+            assert isinstance(content[member], kinds[kind]), member
 
 
 def test_the_bounds_in_the_page_are_those_of_the_code() -> None:

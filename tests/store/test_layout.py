@@ -29,7 +29,8 @@ def geometries(draw: st.DrawFn) -> SlotGeometry:
     payload = draw(st.one_of(st.sampled_from([4096, 8192, 12288, 700_000]), st.integers(1, 20_000)))
     heads, groups = draw(st.integers(1, 8)), draw(st.integers(1, 4))
     summaries = draw(st.integers(0, 9))
-    return SlotGeometry("paged", layers, heads, groups, payload, encrypted, summaries)
+    channels = draw(st.integers(0, 9)) if summaries else 0
+    return SlotGeometry("paged", layers, heads, groups, payload, encrypted, summaries, channels)
 
 
 weight_lists = st.one_of(
@@ -55,10 +56,11 @@ def test_pages_follow_the_header_without_gaps(shape: SlotGeometry) -> None:
     assert 0 <= shape.header_bytes - shape.header_used - 8 < shape.quantum
     assert shape.page_offset(0) == shape.header_bytes
     assert shape.page_offset(shape.pages) == shape.slot_bytes
-    assert shape.pages == shape.summary_pages + shape.kv_pages
-    assert shape.preamble_bytes == shape.layer_offset(0) == shape.page_offset(shape.summary_pages)
+    before = shape.summary_pages + shape.layers * shape.channel_pages
+    assert shape.pages == before + shape.kv_pages
     for layer in range(shape.layers):
-        first = shape.summary_pages + layer * shape.pages_per_layer
+        assert shape.first_channel_page(layer) == shape.summary_pages + layer * shape.channel_pages
+        first = before + layer * shape.pages_per_layer
         assert shape.first_page(layer) == first
         assert shape.layer_offset(layer) == shape.page_offset(first)
     assert shape.layer_offset(shape.layers) == shape.slot_bytes
@@ -88,6 +90,18 @@ def test_impossible_geometry_is_refused(
 def test_impossible_summaries_are_refused(kind: str, summaries: int) -> None:
     with pytest.raises(ValueError, match="summar"):
         SlotGeometry(kind, 1, 1, 1, 4096, summary_pages=summaries)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("summaries", "channels"), [(0, 1), (1, -1)])
+def test_impossible_channel_pages_are_refused(summaries: int, channels: int) -> None:
+    with pytest.raises(ValueError, match="channel_pages"):
+        SlotGeometry("paged", 1, 1, 1, 4096, False, summaries, channels)
+
+
+@pytest.mark.parametrize(("channels", "scaled_from"), [(0, 2), (1, 1), (1, 3), (1, -2)])
+def test_impossible_scales_are_refused(channels: int, scaled_from: int) -> None:
+    with pytest.raises(ValueError, match="scaled_from"):
+        SlotGeometry("paged", 1, 1, 1, 4096, False, 1, channels, scaled_from)
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,9 +251,9 @@ def test_impossible_requests_are_refused() -> None:
         stripes.extents(np.array([0]), 1, slot_bytes)
     with pytest.raises(ValueError, match="leave the slot"):
         stripes.extents(np.array([0, 1]), np.array([0, -1]), 1)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="no slot -1"):
         stripes.extents(np.array([-1]), 0, 1)
-    with pytest.raises(ValueError, match="length 0"):
+    with pytest.raises(ValueError, match="0 bytes"):
         stripes.extents(np.array([0]), 0, 0)
     with pytest.raises(ValueError, match="device 2"):
         stripes.touches(2, np.array([0]))

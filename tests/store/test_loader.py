@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -37,6 +38,18 @@ def assert_hbm(rig: StoreRig, expected: dict[int, int]) -> None:
         np.testing.assert_array_equal(rig.hbm[block], content(rig.geometry, name))
 
 
+def assert_right(
+    rig: StoreRig, names: dict[int, int], first_block: int, but: Collection[int]
+) -> None:
+    """A load that failed may have copied slots, to blocks from ``first_block`` on, none of ``but``,
+    and what it copied is right."""
+    blocks = {first_block + i: name for i, name in enumerate(names.values())}
+    wrong = {first_block + i for i, slot in enumerate(names) if slot in but}
+    assert not wrong & rig.hbm.keys()
+    assert_hbm(rig, {block: blocks[block] for block in rig.hbm})
+    rig.hbm.clear()
+
+
 def ok(outcome: LoadOutcome, dram: int, ssd: int) -> None:
     assert outcome.complete
     assert outcome.bad == []
@@ -54,6 +67,8 @@ def test_what_was_written_comes_back(make_store: MakeStore, geometry: SlotGeomet
     rig.hbm.clear()
     ok(rig.load(names, [21, 0, 23, 0]), dram=4, ssd=0)  # from DRAM, and 0 is no block
     assert_hbm(rig, {21: 109, 23: 104})
+    kv_bytes = geometry.kv_pages * geometry.payload_bytes
+    assert rig.counters.total("bytes_used") == 4 * kv_bytes
     rig.assert_no_leak()
 
 
@@ -270,7 +285,7 @@ def test_every_flipped_bit_is_found(shared_store: StoreRig, offset: int, bit: in
         assert not outcome.complete
         assert outcome.bad == [(1, 1)]
         assert outcome.tokens_from_ssd == 0
-        assert rig.hbm == {}
+        assert_right(rig, names, 5, but=[1])
         assert rig.total("checksum_failures") + rig.total("header_mismatches") == before + 1
         # Read as a part of a context that stays outside HBM: the same.
         rig.store.frames.forget(array([0, 1, 2]))
@@ -386,7 +401,7 @@ def test_a_device_that_fails_costs_its_slots(
     # What is bad for sure; the rest of them is dropped because the device is out of use.
     assert {slot for slot, _ in outcome.bad} <= set(mine)
     assert outcome.bad or rig.files.health.quarantined == {device}
-    assert rig.hbm == {}
+    assert_right(rig, names, 1, but=names if headers_only else mine)
     label = kind if kind in {"eio", "short"} else "other"
     assert rig.total("io_errors", device=rig.paths[device], kind=label) >= 2
     rest = {slot: name for slot, name in names.items() if slot not in mine}
@@ -415,7 +430,7 @@ def test_a_hung_device_costs_one_deadline_and_its_memory_comes_back(
     outcome = rig.load(names, [] if headers_only else range(1, 13))
     assert not outcome.complete
     assert outcome.bad == []  # nobody knows
-    assert rig.hbm == {}
+    assert_right(rig, names, 1, but=names if headers_only else mine)
     assert rig.total("io_deadline_exceeded") == 1
     frames = rig.store.frames
     assert frames.count(FrameState.LOST) == (0 if headers_only else len(mine))

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from vllm_ssdkv.errors import (
 )
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest, ManifestDevice, locked, sealed
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, ManifestDevice, locked, sealed
 from vllm_ssdkv.store.placement import Extent, Segment
 
 SHAPE = SlotGeometry("paged", 2, 3, 1, 8192, summary_pages=1)
@@ -57,6 +58,25 @@ def test_round_trip(tmp_path: Path) -> None:
     assert Manifest.load_copy(tmp_path) == mine
 
 
+def test_channel_pages_are_version_2_and_no_part_of_version_1(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    assert b"channel_pages" not in (tmp_path / NAME).read_bytes()
+    shape = replace(SHAPE, channel_pages=2)
+    mine = manifest()
+    both = Manifest.create(MODEL, shape, 2)
+    mine.version, mine.channel_pages = both.version, both.channel_pages
+    mine.save(tmp_path)
+    assert json.loads((tmp_path / NAME).read_bytes())["version"] == 2
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert found.geometry == shape
+    for version, pages, scaled_from in ((1, 2, 0), (2, 0, 0), (2, 2, 4), (3, 2, 0), (3, 0, 2)):
+        mine.version, mine.channel_pages, mine.scaled_from = version, pages, scaled_from
+        mine.save(tmp_path)
+        with pytest.raises(FormatError, match="channel_pages"):
+            Manifest.load(tmp_path)
+
+
 def test_every_store_is_another() -> None:
     assert manifest().store != manifest().store
 
@@ -71,7 +91,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     blank = data.replace(digits.encode(), b"0" * 16)
     assert digits == f"{xxhash.xxh3_64_intdigest(blank):016x}"
     assert content == {
-        "version": VERSION,
+        "version": 1,
         "store": mine.store,
         "model": "a/model",
         "fingerprint": {"model": "tiny", "layers": 2},
@@ -192,8 +212,8 @@ def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"version": 2, "new": true}')
-    with pytest.raises(FormatError, match="format version 2, this release reads 1"):
+    (tmp_path / NAME).write_text('{"version": 4, "new": true}')
+    with pytest.raises(FormatError, match="format version 4, this release reads 1, 2, 3"):
         Manifest.load(tmp_path)
 
 

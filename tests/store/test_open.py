@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import PAGED, PAGED_ENCRYPTED, array, key_of
-from tests.store.opening import CAPACITY, MODEL, Opened, close, fill, found, place, used
+from tests.store.opening import (
+    CAPACITY,
+    MODEL,
+    Opened,
+    close,
+    fill,
+    found,
+    impatient,
+    place,
+    used,
+)
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import (
     ConfigError,
@@ -38,7 +48,7 @@ from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.store_key import StoreKey
 
-pytestmark = pytest.mark.usefixtures("impatient", "small_segments")
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def test_a_new_store_fits_its_capacity(
@@ -203,10 +213,12 @@ def test_a_second_opening_is_refused_by_name(
     devices = tmp_devices(2)
     store = opened(place(devices))
     index, _ = open_index(place(devices))
-    with pytest.raises(StoreLockedError, match=f"{devices[0]}.*in use by .*process") as refused:
+    said = f"{devices[0]}.*in use by .*process"
+    with impatient(), pytest.raises(StoreLockedError, match=said) as refused:
         open_rank(place(devices), 0, Counters())
     assert str(devices[0] / "rank0.data") in str(refused.value)
-    with pytest.raises(StoreLockedError, match=f"{devices[0] / JOURNAL} is in use"):
+    said = f"{devices[0] / JOURNAL} is in use"
+    with impatient(), pytest.raises(StoreLockedError, match=said):
         open_index(place(devices))
     close(store)
     index.close()

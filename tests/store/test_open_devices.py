@@ -20,7 +20,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.open import open_index, open_rank
 
-pytestmark = pytest.mark.usefixtures("impatient", "small_segments")
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def widths(index: SlotIndex, restriper: Any) -> set[frozenset[int]]:  # noqa: ANN401

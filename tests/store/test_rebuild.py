@@ -12,11 +12,11 @@ import pytest
 from tests.store.opening import Opened, close, fill, found, place
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.manifest import COPY, NAME, VERSION, Manifest
+from vllm_ssdkv.store.manifest import COPY, NAME, VERSIONS, Manifest
 from vllm_ssdkv.store.open import open_index
 from vllm_ssdkv.store.superblock import COPY_OFFSETS
 
-pytestmark = pytest.mark.usefixtures("impatient", "small_segments")
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 Devices = Callable[[int], list[Path]]
 
@@ -123,7 +123,7 @@ def test_a_device_that_is_gone_is_left_out(tmp_devices: Devices, opened: Opened)
         ("a damaged superblock", "holds no superblock"),
         ("no superblock", "there is no superblock on"),
         ("strict", "fsck --repair"),
-        ("another version", f"has format version {VERSION + 1}"),
+        ("another version", f"has format version {VERSIONS[-1] + 1}"),
     ],
 )
 def test_otherwise_it_is_said_and_nothing_changes(
@@ -136,7 +136,7 @@ def test_otherwise_it_is_said_and_nothing_changes(
     if case == "another version":
         for name in (NAME, COPY):
             path = devices[0] / name
-            old, new = f'"version": {VERSION}', f'"version": {VERSION + 1}'
+            old, new = f'"version": {VERSIONS[0]}', f'"version": {VERSIONS[-1] + 1}'
             path.write_text(path.read_text().replace(old, new))
     else:
         damage(devices[0])

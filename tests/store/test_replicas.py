@@ -13,16 +13,20 @@ from tests.store.conftest import (
     ALL,
     OPAQUE,
     PAGED,
+    PAGED_ENCRYPTED,
+    SHORT_S,
     MakeStore,
     StoreRig,
     array,
     content,
     until,
 )
+from tests.store.test_in_flight import Going
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import layout
 from vllm_ssdkv.store.health import DeviceHealth
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.lanes import lanes_for, partners
+from vllm_ssdkv.store.layout import Extents, SlotGeometry
 from vllm_ssdkv.store.replicas import Replicas, shared
 from vllm_ssdkv.store.speed import DeviceSpeed
 
@@ -87,6 +91,52 @@ def test_equal_devices_read_first_copies() -> None:
     length = np.full(64, 8192, dtype=np.uint32)
     taken = shared(first, (first + 1) % 4, length, np.ones(4), np.zeros(4, dtype=np.int64))
     assert not taken.any()
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_a_slow_device_is_spared_by_all_others(devices: int) -> None:
+    """Not by its neighbours in the ring alone."""
+    lanes = np.array(lanes_for([1.0] * devices, 2))
+    other = np.array(partners(tuple(lanes.tolist())))
+    lane = np.arange(1024) % len(lanes)
+    first, second = (lanes[of].astype(np.uint16) for of in (lane, other[lane]))
+    length = np.full(1024, 512 * 1024, dtype=np.uint32)
+    rates = np.ones(devices)
+    rates[1] = 0.2
+    taken = shared(first, second, length, rates, np.zeros(devices, dtype=np.int64))
+    moved = np.bincount(np.where(taken, second, first), length, devices)
+    assert moved.sum() / rates.sum() / (moved / rates).max() >= 0.97
+
+
+@pytest.mark.parametrize(("rate", "gets"), [(0.1, 0), (0.9, 1), (1.0, 1)])
+def test_the_piece_between_two_goes_where_it_ends_sooner(rate: float, gets: int) -> None:
+    first, second = np.array([0, 0], dtype=np.uint16), np.array([1, 1], dtype=np.uint16)
+    length = np.full(2, 4096, dtype=np.uint32)
+    load = np.zeros(2, dtype=np.int64)
+    taken = shared(first, second, length, np.array([1.0, rate]), load)
+    assert int(taken.sum()) == gets
+
+
+def test_what_a_device_has_still_to_do_counts() -> None:
+    """Before anybody knows its speed: what piles up on a device sends reads elsewhere."""
+    health = DeviceHealth(["/a", "/b", "/c"], 1.0, Counters())
+    replicas = Replicas(health, DeviceSpeed(health.paths, [1.0] * 3), 64, [(0, 0)] * 3)
+    slots = np.arange(60, dtype=np.int64)
+    lane = (slots % 3).astype(np.uint16)
+    empty, length = np.zeros(60, dtype=np.uint64), np.full(60, 4096, dtype=np.uint32)
+    first = Extents(lane, empty, length, slots, empty)
+    second = Extents((lane + 1) % 3, empty, length, slots, empty)
+
+    def shares() -> list[int]:
+        taken = replicas.choose(slots, first, second)
+        return np.bincount(np.where(taken, second.device, first.device), minlength=3).tolist()
+
+    assert shares() == [20, 20, 20]
+    busy = Going(1)
+    replicas.submitted(busy, np.array([1], dtype=np.uint16), np.array([30 * 4096], dtype=np.uint32))
+    assert shares() == [30, 0, 30]
+    busy.values[0] = 30 * 4096
+    assert shares() == [20, 20, 20]
 
 
 def test_a_lost_device_is_replaced_by_all_others() -> None:
@@ -261,6 +311,81 @@ def test_streams_read_the_other_copy(make_store: MakeStore, kind: str) -> None:
     assert walk.bad == []
     assert here.total("checksum_failures") == 0
     here.store.drop_context("row")
+
+
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("staging", [8, 64])
+def test_a_stream_goes_on_when_a_device_hangs(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, geometry: SlotGeometry, staging: int
+) -> None:
+    """Its late blocks come from the other copies, whole layers after they were wanted or not."""
+    here = make_store(geometry, devices=3, slots=48, replicas=2, frames=8, staging=staging)
+    names = {slot: 100 + slot for slot in range(40)}
+    here.write(names)
+    here.store.extend_context("row", 0, array(list(names)))
+    assert here.load(names, []).complete
+    here.store.frames.forget(array(list(names)))
+    here.one_deadline(monkeypatch)
+    here.faults({"kind": "stall", "op": "read", "device": 1})
+    rows = [list(names), list(names)[::-3], [7]]
+    for _ in range(2):
+        walk = here.walk(*rows)
+        here.assert_rows(walk, *[[names[slot] for slot in row] for row in rows])
+        assert walk.bad == []
+    assert here.total("io_deadline_exceeded") == 1
+    assert here.files.health.quarantined == {1}
+    assert 0 < here.store._staging.usable() < staging  # what the device may still write to
+    here.faults()
+    here.store.drop_context("row")
+    here.assert_no_leak()
+
+
+def test_a_stream_waits_once_for_each_device_that_hangs(make_store: MakeStore) -> None:
+    """With both devices of a slot, the rows that need it are poisoned, and no others."""
+    here = make_store(PAGED, devices=4, slots=48, replicas=2, frames=8, staging=64)
+    names = {slot: 100 + slot for slot in range(40)}
+    here.write(names)
+    here.store.extend_context("row", 0, array(list(names)))
+    assert here.load(names, []).complete
+    here.store.frames.forget(array(list(names)))
+    out = np.array([True, True, False, False])
+    gone = here.files.placement.lost(out, array(list(names)))
+    lost = array(list(names))[gone].tolist()
+    rest = sorted(set(names) - set(lost))
+    assert lost
+    here.deadline(SHORT_S)
+    here.faults(*({"kind": "stall", "op": "read", "device": device} for device in (0, 1)))
+    walk = here.walk(rest, [rest[0], lost[0]], rest[::2])
+    here.assert_rows(walk, [names[s] for s in rest], None, [names[s] for s in rest[::2]])
+    assert walk.bad == []
+    assert here.files.health.quarantined == {0, 1}
+    assert here.total("io_deadline_exceeded") == 2
+    here.faults()
+    here.store.drop_context("row")
+    here.assert_no_leak()
+
+
+def test_a_second_try_that_hangs_is_not_the_last(make_store: MakeStore) -> None:
+    """The first copy fails once, the other one hangs: by then the first one can be read."""
+    here = make_store(PAGED, devices=2, replicas=2, frames=8, staging=64)
+    here.write(NAMES)
+    here.store.extend_context("row", 0, array(SLOTS))
+    assert here.load(NAMES, []).complete
+    here.store.frames.forget(array(SLOTS))
+    here.deadline(SHORT_S)
+    here.files.replicas.doubt(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
+    here.faults(
+        {"kind": "eio", "op": "read", "device": 0, "count": 2},
+        {"kind": "stall", "op": "read", "device": 1},
+    )
+    walk = here.walk(SLOTS)
+    here.assert_rows(walk, list(NAMES.values()))
+    assert walk.bad == []
+    assert here.files.health.quarantined == {1}
+    assert here.total("io_errors", device=here.paths[0], kind="eio") == 2
+    here.faults()
+    here.store.drop_context("row")
+    here.assert_no_leak()
 
 
 def test_streams_with_both_copies_bad(make_store: MakeStore) -> None:

@@ -60,14 +60,15 @@ class Store:
 
     weights: list[float] = field(default_factory=lambda: [1.0] * DEVICES)
     saver: Saver = field(default_factory=Saver)
+    units: int = UNITS
 
     def __post_init__(self) -> None:
-        found = arrange(GEOMETRY, [], self.weights, [UNITS * bool(w) for w in self.weights])
+        found = arrange(GEOMETRY, [], self.weights, [self.units * bool(w) for w in self.weights])
         everywhere = arrange(
             GEOMETRY,
             found.segments,
             [w or 1.0 for w in self.weights],
-            [UNITS] * DEVICES,
+            [self.units] * DEVICES,
             [d for d, w in enumerate(self.weights) if not w],
         )
         self.counters = Counters()
@@ -228,6 +229,29 @@ def test_a_full_store_gives_up_one_segment_at_a_time() -> None:
     assert 0 < store.counters.total("slots_dropped", cause="restriped") <= largest
     assert store.index.free_now() > 0
     assert store.index.gauges()["ready"] >= store.placement.slots - 2 * largest
+
+
+@pytest.mark.parametrize(("units", "at_once", "count"), [(UNITS, False, 4), (400, True, 20)])
+def test_fast_writes_find_new_slots_all_the_same(units: int, at_once: bool, count: int) -> None:
+    """Slots of the old kind are handed out only until it is known how many are wanted while the
+    manifest is saved, or, where that takes no time, at a time."""
+    store = Store(saver=Saver(at_once), units=units)
+    store.store(store.placement.slots)
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    old = []
+    for _ in range(12):
+        for _ in range(1 + at_once):
+            store.restriper.step()  # begins to save, or ends
+        before = set(store.restriper.placement.segments)
+        store.begin(count)
+        fresh = {slot for slot, _ in store.writing}
+        stale = [s for s in before if s.lanes.count(2) * 3 == len(s.lanes)]
+        old.append(sum(s.first <= slot < s.first + s.slots for slot in fresh for s in stale))
+        store.end()
+        store.saver.save()
+        store.check()
+    assert old[0] > 0
+    assert sum(old[6:]) == 0
 
 
 def test_pinned_slots_are_left_alone() -> None:

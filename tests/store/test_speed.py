@@ -22,26 +22,33 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.restripe import Restriper
 from vllm_ssdkv.store.segments import arrange
-from vllm_ssdkv.store.speed import WINDOW_S, WINDOWS, BatchWatch, DeviceSpeed
+from vllm_ssdkv.store.speed import WINDOW_S, WINDOWS, BatchWatch, DeviceSpeed, Part
 
 PATHS = ("/a", "/b", "/c", "/d")
 MB = 1 << 20
 
 
 class Clock:
-    """Batches over all devices, one after the other, each device with a rate in bytes a second."""
+    """Batches over all devices, one after the other, each device with a rate in bytes a second and
+    a latency. Pieces are of 128 KiB."""
 
-    def __init__(self, weights: list[float]):
+    def __init__(self, weights: list[float], latency: float = 0.0):
         self.speed = DeviceSpeed(PATHS[: len(weights)], weights)
         self.now = 100.0
+        self.latency = latency
 
     def run(self, seconds: float, rates: list[float], parts: list[int]) -> dict[int, float]:
         end = self.now + seconds
         while self.now < end:
-            took = [part / rate for part, rate in zip(parts, rates, strict=True)]
+            took = [p / rate + self.latency for p, rate in zip(parts, rates, strict=True)]
+            told = set(self.speed.telling(np.array(parts, dtype=np.float64)).tolist())
             for device in np.argsort(took).tolist():
-                self.speed.served(device, parts[device], self.now, self.now + took[device])
-            self.now += max(took)
+                if device in told:
+                    first = min(parts[device], MB // 8)
+                    at = self.now + first / rates[device] + self.latency
+                    part = Part(parts[device], self.now, at, first, self.now + took[device])
+                    self.speed.served(device, part)
+            self.now += max(took) + 1e-4
         return dict(self.speed.take_news())
 
 
@@ -57,21 +64,74 @@ def test_a_slow_device_is_found_and_forgiven(caplog: pytest.LogCaptureFixture) -
     clock = Clock([1.0] * 4)
     rates = [100.0 * MB, 100.0 * MB, 20.0 * MB, 100.0 * MB]
     with caplog.at_level(logging.INFO):
-        assert clock.run(SLOW_ENOUGH, rates, [4 * MB] * 4) == {2: pytest.approx(0.2)}
+        assert clock.run(SLOW_ENOUGH, rates, [4 * MB] * 4) == {2: pytest.approx(0.15)}
         # With less to do it is as slow as before, and nothing is said again.
         assert clock.run(10.0, rates, [5 * MB, 5 * MB, MB, 5 * MB]) == {}
         assert clock.run(10.0, rates, [4 * MB] * 4) == {}
         assert [r.getMessage() for r in caplog.records if "/c is slow: 0.20" in r.getMessage()]
+        assert caplog.text.rstrip().endswith("it gets 0.15 of its share")
         assert len(caplog.records) == 1
         rates[2] = 100.0 * MB
         assert clock.run(SLOW_ENOUGH, rates, [5 * MB, 5 * MB, MB, 5 * MB]) == {2: 1.0}
     assert "/c is as fast again" in caplog.text
 
 
+def test_latency_is_no_slowness() -> None:
+    """The time that a device with little to do spends on it says nothing of its bandwidth."""
+    clock = Clock([1.0] * 3, latency=0.02)
+    assert clock.run(10.0, [100.0 * MB] * 3, [8 * MB, 8 * MB, 5 * MB // 8]) == {}
+    assert clock.speed.rates().tolist() == pytest.approx([1.0] * 3)
+    found = clock.run(SLOW_ENOUGH, [100.0 * MB, 100.0 * MB, 20.0 * MB], [4 * MB] * 3)
+    assert found == {2: pytest.approx(0.15)}
+
+
+@pytest.mark.parametrize("part", [MB // 4, MB // 2])
+def test_a_slow_device_with_little_to_do_is_seen_to_recover(part: int) -> None:
+    """Parts that are one piece are little more than latency: no reason to believe it slower."""
+    clock, parts = Clock([1.0] * 3, latency=0.004), [4 * MB, 4 * MB, part]
+    rates = [100.0 * MB, 100.0 * MB, 20.0 * MB]
+    assert clock.run(SLOW_ENOUGH, rates, [4 * MB] * 3) == {2: pytest.approx(0.15)}
+    assert clock.run(10.0, rates, parts) == {}
+    assert clock.speed.rates()[2] >= 0.2 - 1e-9
+    assert clock.run(SLOW_ENOUGH, [100.0 * MB] * 3, parts)[2] > 0.2
+
+
+def test_reads_follow_the_latest_window() -> None:
+    clock = Clock([1.0] * 3)
+    slow = [100.0 * MB, 100.0 * MB, 20.0 * MB]
+    assert clock.run(2 * WINDOW_S, slow, [4 * MB] * 3) == {}  # nothing is said yet
+    assert clock.speed.rates().tolist() == pytest.approx([1.0, 1.0, 0.2])
+    # Who gets nothing any more is given something again, or it would stay so for ever.
+    clock.run(20.0, [100.0 * MB] * 3, [4 * MB, 4 * MB, 0])
+    assert clock.speed.rates().tolist() == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (0.51, 0.45),
+        (0.235, 0.2),
+        (0.21, 0.15),
+        (0.185, 0.15),
+        (0.09, 0.05),
+        (0.01, 0.05),
+        (0.7, None),
+    ],
+)
+def test_a_slow_device_gets_too_little_rather_than_too_much(
+    found: float, said: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In steps, and never all that it can do: with a moment's surplus, all others wait for it."""
+    clock = Clock([1.0] * 3)
+    news = clock.run(SLOW_ENOUGH * 4, [100.0 * MB, 100.0 * MB, found * 100 * MB], [MB] * 3)
+    assert news == ({} if said is None else {2: pytest.approx(said)})
+    assert len(caplog.records) == (said is not None)  # nor is it said again and again
+
+
 def test_weights_are_what_devices_are_compared_with() -> None:
     clock = Clock([4.0, 1.0])
     assert clock.run(10.0, [400.0 * MB, 100.0 * MB], [4 * MB, MB]) == {}
-    assert clock.run(SLOW_ENOUGH, [400.0 * MB, 50.0 * MB], [4 * MB, MB]) == {1: pytest.approx(0.5)}
+    assert clock.run(SLOW_ENOUGH, [400.0 * MB, 51.0 * MB], [4 * MB, MB]) == {1: pytest.approx(0.45)}
 
 
 def test_a_short_pause_is_no_slowness() -> None:
@@ -89,7 +149,8 @@ def test_waiting_behind_the_batch_before_is_not_the_device_s_time() -> None:
         for batch in range(2):
             for device in range(2):
                 end = begin + (batch + 1) * 0.02
-                speed.served(device, 2 * MB, begin + 0.001 * batch, end)
+                at = begin + 0.001 * batch
+                speed.served(device, Part(2 * MB, at, at, 0, end))
     assert speed.take_news() == []
     # A window has at most its own length of busy time.
     assert speed._busy.max() <= WINDOW_S
@@ -108,11 +169,11 @@ class Results:
 def test_parts_count_only_if_somebody_looked_in_time() -> None:
     devices = np.array([0, 1, 0, 1], dtype=np.uint16)
     lengths = np.array([MB] * 4, dtype=np.uint32)
-    seen: list[tuple[int, int, float, float]] = []
+    seen: list[tuple[int, Part]] = []
 
     class Spy(DeviceSpeed):
-        def served(self, device: int, nbytes: int, begin: float, end: float) -> None:
-            seen.append((device, nbytes, begin, end))
+        def served(self, device: int, part: Part) -> None:
+            seen.append((device, part))
 
     speed = Spy(PATHS[:2], [1.0, 1.0])
     late, watch = Results(4), BatchWatch(speed, devices, lengths, 10.0)
@@ -125,7 +186,11 @@ def test_parts_count_only_if_somebody_looked_in_time() -> None:
     for now, ended in ((10.1, []), (10.2, [0, 2]), (10.3, [1]), (10.9, []), (11.0, [3])):
         good.values[ended] = MB
         watch.look(good, now)
-    assert seen == [(0, 2 * MB, 10.0, 10.2), (1, 2 * MB, 10.0, 11.0)]
+    # Of the first one, no piece was seen to end before the last.
+    assert seen == [
+        (0, Part(2 * MB, 10.0, 10.2, 0, 10.2)),
+        (1, Part(2 * MB, 10.0, 10.3, MB, 11.0)),
+    ]
     # A part that is too small, and then one device alone, tell nothing.
     assert BatchWatch(speed, devices, np.array([MB, 4096, MB, 4096], dtype=np.uint32), 0.0).done
 
@@ -212,6 +277,35 @@ def test_new_slots_soon_use_the_devices_as_they_are(
     assert efficiency() >= 0.9
     lost = restriper.placement.slots - index.gauges()["ready"] - index.gauges()["free"]
     assert lost == 0
+
+
+def test_reads_with_two_copies_soon_use_the_devices_as_they_are(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there stays where it is: of each piece, the copy is read that is there sooner."""
+    ModelTime().govern(monkeypatch, files, throttled)
+    speeds = np.array([1.0, 0.2, 1.0, 1.0])
+    rig = make_store(
+        SlotGeometry("opaque", 1, 1, 1, 130_000),
+        slots=128,
+        frames=64,
+        replicas=2,
+        throttle=[ThrottleRule(device=d, bandwidth=30e6 * s) for d, s in enumerate(speeds)],
+    )
+    names = {slot: slot for slot in range(128)}
+    for first in range(0, 128, 64):
+        rig.write({slot: slot for slot in range(first, first + 64)})
+
+    def read(times: int) -> np.ndarray:
+        before = np.array([rig.total("bytes_read", device=p) for p in rig.paths])
+        for _ in range(times):
+            assert rig.load(names, [slot + 1 for slot in names]).complete
+        return np.array([rig.total("bytes_read", device=p) for p in rig.paths]) - before
+
+    read(3)
+    shares = read(6)
+    assert shares.sum() / speeds.sum() / (shares / speeds).max() >= 0.85
+    assert shares[1] > 0  # or nobody would see it recover
 
 
 def test_small_reads_are_not_watched(make_store: MakeStore) -> None:

@@ -41,6 +41,8 @@ def refreshed(block: bytearray) -> bytes:
     kind=st.sampled_from(["opaque", "paged"]),
     fields=st.dictionaries(st.text(max_size=8), st.integers(), max_size=8),
     key_id=st.binary(min_size=16, max_size=16),
+    channels=st.integers(0, 2),
+    scaled_from=st.sampled_from([0, 2, 4]),
 )
 def test_round_trip(
     store: UUID,
@@ -50,8 +52,11 @@ def test_round_trip(
     kind: str,
     fields: dict[str, str | int],
     key_id: bytes,
+    channels: int,
+    scaled_from: int,
 ) -> None:
-    shape = SlotGeometry(kind, 5, 1, 1, 12345, any(key_id))  # type: ignore[arg-type]  # sampled
+    more = (channels, channels, scaled_from * (channels > 0)) if kind == "paged" else (0, 0)
+    shape = SlotGeometry(kind, 5, 1, 1, 12345, any(key_id), *more)  # type: ignore[arg-type]  # sampled
     model = Fingerprint(fields)
     block = Superblock(store, device, rank, 4096, epoch, shape, model, key_id)
     data = block.encode()
@@ -74,6 +79,17 @@ def test_well_summed_nonsense_is_refused() -> None:
     data = bytearray(BLOCK.encode())
     data[8] = 9
     with pytest.raises(FormatError, match="version is 9"):
+        Superblock.decode(refreshed(data))
+    data[8] = 2  # without channel pages
+    with pytest.raises(FormatError, match="version is 2, expected 1"):
+        Superblock.decode(refreshed(data))
+    channels = replace(BLOCK, geometry=replace(BLOCK.geometry, channel_pages=2))
+    data = bytearray(channels.encode())
+    data[8] = 1
+    with pytest.raises(FormatError, match="version is 1, expected 2"):
+        Superblock.decode(refreshed(data))
+    data[8:9], data[56:57] = b"\3", b"\3"  # no type of K has three bytes
+    with pytest.raises(FormatError, match="scaled_from is 3"):
         Superblock.decode(refreshed(data))
     text = BLOCK.encode().index(b'{"layers":2')
     data = bytearray(BLOCK.encode())

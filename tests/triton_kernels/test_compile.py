@@ -20,7 +20,17 @@ from triton.compiler import ASTSource
 
 from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, Rows
 from vllm_ssdkv.attention.pages import PageList
-from vllm_ssdkv.triton_kernels import attend, choose, finish, merge, pack, score, store_kv
+from vllm_ssdkv.triton_kernels import (
+    attend,
+    choose,
+    finish,
+    merge,
+    pack,
+    score,
+    store_kv,
+    summarize,
+    tokens,
+)
 
 CPU = torch.device("cpu")
 POINTERS = {
@@ -175,30 +185,82 @@ def test_attend_pages(
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "picked", "scaled"),
+    [
+        (torch.float32, False, False),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, False, True),
+        (torch.float16, True, True),
+    ],
+)
 def test_scores(
-    record: Callable[[ModuleType, str], Recorder], capability: int, dtype: torch.dtype
+    record: Callable[[ModuleType, str], Recorder],
+    capability: int,
+    dtype: torch.dtype,
+    picked: bool,
+    scaled: bool,
 ) -> None:
     bounds, channels = record(score, "_bounds_kernel"), record(score, "_channels_kernel")
     layout = BlockLayout.unpadded(64, 16, 2, 128, dtype)
     query = torch.zeros(3, 14, 128, dtype=dtype)
     rows, places = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     score.bound_logits(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100)
+    chosen, reduced = score.choose_channels(query, layout, 16, 0.1)
     score.channel_logits(
-        query,
+        chosen,
+        reduced,
         rows,
         rows,
         places,
         rows,
         rows,
         places,
+        places if scaled else None,
         layout=layout,
-        channels=16,
-        scale=0.1,
+        picked=picked,
         max_tokens=1000,
     )
     check(bounds, capability)
     check(channels, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_tokens(
+    record: Callable[[ModuleType, str], Recorder], capability: int, page_tokens: int
+) -> None:
+    names = ("_sum_kernel", "_score_kernel", "_cover_kernel")
+    recorders = [record(tokens, name) for name in names]
+    logits, lse = torch.zeros(3, 14, 4000), torch.zeros(3, 14)
+    rows, pages = torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    tokens.score_tokens(logits, rows, kv_heads=2, page_tokens=page_tokens, max_columns=200)
+    mask = torch.zeros(5, page_tokens, dtype=torch.uint8) if page_tokens > 1 else None
+    begin = torch.zeros(7, dtype=torch.int32)
+    tokens.cover(logits, lse, rows, rows, pages, begin, mask, page_tokens=page_tokens)
+    for recorder in recorders:
+        check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_summarize(
+    record: Callable[[ModuleType, str], Recorder],
+    capability: int,
+    dtype: torch.dtype,
+    scaled: bool,
+) -> None:
+    recorder = record(summarize, "_summarize_kernel")
+    layout = BlockLayout.unpadded(64, 16, 8, 128, dtype)
+    blocks = torch.zeros(3, dtype=torch.int64)
+    bounds = blocks if dtype == torch.bfloat16 else None
+    scales = blocks if scaled else None
+    summarize.summarize(
+        blocks, layout, bounds=bounds, channels=blocks, scales=scales, value_sum=blocks
+    )
+    assert "ld.global.v4" in check(recorder, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -35,7 +35,6 @@ from vllm_ssdkv.attention.exact import RowBatch, attend_exact
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
-from vllm_ssdkv.connector.step import block_layout
 from vllm_ssdkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -156,9 +155,8 @@ class PagedAttentionImpl(AttentionImpl):
         worker = active.worker()
         if worker is None:  # vLLM's profiling run
             return
-        layout = block_layout(worker.layout, worker.config.page_tokens)
         select_kernels(kv_cache.device).store_kv(
-            key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, layout
+            key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, worker.block_layout
         )
 
     def forward(
@@ -178,25 +176,33 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata is None or worker is None or worker.step is None:
             return output.zero_()  # warm-up: there is no request
         step, tokens = worker.step, attn_metadata.num_actual_tokens
-        layout = block_layout(worker.layout, worker.config.page_tokens)
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
-        queries = query[:tokens].view(tokens, self.num_heads, self.head_size)
+        queries = self._heads(query, tokens)
         rows = attn_metadata.rows
+        cache = kv_cache.view(kv_cache.shape[0], -1)
         attend_exact(
             select_kernels(kv_cache.device),
             queries,
-            kv_cache.view(kv_cache.shape[0], -1),
-            output[:tokens].view(tokens, self.num_heads, self.head_size),
+            cache,
+            self._heads(output, tokens),
             rows,
             step.pieces(layer.layer_name),
-            layout,
-            worker.layout.geometry.page_bytes,
+            worker.block_layout,
+            worker.context_layout,
             self.scale,
             step.clock,
-            step.choosing(layer.layer_name, queries, rows, self.scale),
+            step.choosing(layer.layer_name, queries, rows, cache, self.scale),
         )
+        if worker.layer_ended is not None:
+            worker.layer_ended()
         return output
+
+    def _heads(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The first tokens' values, [tokens, Hq, D]."""
+        if values.shape[0] != tokens:
+            values = values[:tokens]
+        return values.view(tokens, self.num_heads, self.head_size)
 
     @staticmethod
     def _rows(metadata: PagedMetadata, block_tokens: int) -> RowBatch:

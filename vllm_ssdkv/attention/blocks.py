@@ -9,6 +9,7 @@ two strides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -107,8 +108,8 @@ class BlockLayout:
     def check_cache(self, cache: torch.Tensor) -> None:
         """Raise ``ValueError`` unless ``cache [num_blocks, ...]`` holds blocks of this layout."""
         block_stride(cache)
-        held = cache[0].numel() * cache.itemsize if cache.shape[0] else self.block_bytes
-        if cache.dtype != self.dtype or held < self.block_bytes:
+        held = math.prod(cache.shape[1:]) * cache.itemsize
+        if cache.dtype != self.dtype or (held < self.block_bytes and cache.shape[0]):
             raise ValueError(
                 f"a cache of {cache.dtype} with {held} bytes per block cannot hold {self} "
                 f"({self.block_bytes} bytes)"
@@ -157,12 +158,15 @@ class BlockSource:
 
 def block_stride(cache: torch.Tensor) -> int:
     """Elements between blocks of ``cache [num_blocks, ...]``; ``ValueError`` if one has holes."""
-    if cache.dim() < 2 or (cache.shape[0] and not cache[0].is_contiguous()):
+    shape, stride = cache.shape, cache.stride()
+    # Blocks mostly are flat: asking a view of one of them takes ten times as long.
+    flat = len(shape) == 2 and (stride[1] == 1 or shape[1] == 1)
+    if len(shape) < 2 or not (flat or shape[0] == 0 or cache[0].is_contiguous()):
         raise ValueError(
             f"a cache must be [num_blocks, ...] with contiguous blocks, got {tuple(cache.shape)} "
-            f"with strides {cache.stride()}"
+            f"with strides {stride}"
         )
-    return cache.stride(0)
+    return stride[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,10 @@ def on_device(values: IntArray, dtype: torch.dtype, device: torch.device) -> tor
     """``values`` as a contiguous tensor of ``dtype`` on ``device``; no copy if it is one."""
     if isinstance(values, torch.Tensor):
         return values.to(device=device, dtype=dtype).contiguous()
-    return torch.as_tensor(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+    array = np.ascontiguousarray(values)
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8:
+        array = array.view(np.int64)  # torch knows one of numpy's two uint64, native code has both
+    return torch.as_tensor(array).to(device=device, dtype=dtype)
 
 
 def on_host(values: IntArray, dtype: type[_Number]) -> NDArray[_Number]:
@@ -262,6 +269,10 @@ class PartialState:
         m = torch.full((tokens, query_heads), -torch.inf, dtype=torch.float32, device=device)
         acc = torch.zeros((tokens, query_heads, head_size), dtype=torch.float32, device=device)
         return cls(m, torch.zeros_like(m), acc)
+
+    def rows(self, index: torch.Tensor) -> PartialState:
+        """A copy, on the host, of the states of some queries, int64 [R]."""
+        return PartialState(self.m[index].cpu(), self.l[index].cpu(), self.acc[index].cpu())
 
     def check(self, query: torch.Tensor) -> None:
         """Raise ``ValueError`` unless this is a contiguous state of ``query [T, Hq, D]``."""

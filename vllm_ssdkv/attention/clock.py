@@ -1,11 +1,15 @@
-"""Where the time of a step's attention goes: choosing, waiting for bytes, attending, merging."""
+"""Where the time of a step's attention goes.
+
+Choosing pages, what fetching them costs the processor (looking them up, submitting, checking),
+guessing what will be chosen next while they are being read, waiting for bytes, attending, merging.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import Final, Literal, TypeAlias, get_args
 
-Part: TypeAlias = Literal["select", "wait", "attend", "merge"]
+Part: TypeAlias = Literal["select", "fetch", "ahead", "wait", "attend", "merge"]
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 

@@ -8,7 +8,7 @@ tier a block came from (log-sum-exp merge; Milakov and Gimelshein 2018, FlashAtt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.attention.clock import AttentionClock
-from vllm_ssdkv.attention.kernels import AttentionKernels
+from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
 from vllm_ssdkv.store.stream import Piece
 
 
@@ -42,6 +42,27 @@ class RowBatch:
     window_ids: NDArray[np.int64]
     window_position: NDArray[np.int64]
     stream_row: NDArray[np.int64]
+    _latest: list[tuple[Piece, Rows, NDArray[np.int64]]] = field(default_factory=list, init=False)
+    """What :meth:`over` answered last."""
+
+    def over(self, piece: Piece, block_tokens: int) -> tuple[Rows, NDArray[np.int64]]:
+        """The rows over a piece of the context, and the position of each of its blocks.
+
+        What lies in DRAM are the same blocks in every layer, so it is asked for again and again.
+        """
+        for known, rows, position in self._latest:
+            if known.row_begin is piece.row_begin and known.row_end is piece.row_end:
+                return rows, position
+        rows = Rows.build(
+            self.query_begin,
+            self.query_count,
+            self.first_position,
+            piece.row_begin[self.stream_row],
+            piece.row_end[self.stream_row],
+        )
+        position = piece.index * block_tokens
+        self._latest[:] = [(piece, rows, position)]
+        return rows, position
 
     @classmethod
     def build(
@@ -91,7 +112,7 @@ def attend_exact(
     batch: RowBatch,
     context: Iterable[Piece],
     layout: BlockLayout,
-    page_bytes: int,
+    context_layout: BlockLayout,
     scale: float,
     clock: AttentionClock,
     chosen: Callable[[PartialState], None] | None = None,
@@ -106,7 +127,7 @@ def attend_exact(
         batch: The step's rows.
         context: The layer's context blocks, rows numbered by the stream.
         layout: Of a block in HBM.
-        page_bytes: Stride of the context's pages.
+        context_layout: Of a block of the context: the same at another page stride.
         scale: Of the logits.
         clock: Gets the time of wait, attend and merge.
         chosen: Folds in the chosen pages of rows that choose, after the window; it keeps the clock.
@@ -118,27 +139,12 @@ def attend_exact(
     clock.lap("attend")
     if chosen is not None:
         chosen(state)
-    padded = layout.with_page_stride(page_bytes)
     for piece in context:
         clock.lap("wait")
-        rows = Rows.build(
-            batch.query_begin,
-            batch.query_count,
-            batch.first_position,
-            piece.row_begin[batch.stream_row],
-            piece.row_end[batch.stream_row],
-        )
-        kernels.attend(
-            query,
-            state,
-            rows,
-            BlockSource(None, piece.base, piece.index * layout.block_tokens),
-            layout=padded,
-            scale=scale,
-        )
-        if query.is_cuda:
-            # The next piece reuses this one's memory, and kernels only queue their work there.
-            torch.cuda.current_stream(query.device).synchronize()
+        rows, position = batch.over(piece, layout.block_tokens)
+        source = BlockSource(None, piece.base, position)
+        kernels.attend(query, state, rows, source, layout=context_layout, scale=scale)
+        wait_for(query.device)  # the next piece reuses this one's memory
         clock.lap("attend")
     clock.lap("wait")
     kernels.finish(state, out)

@@ -117,19 +117,20 @@ class AttentionKernels(Protocol):
 
 def head_stride(name: str, tensor: torch.Tensor, heads: int, layout_head: int) -> int:
     """Bytes from token to token of ``[T, heads, D]``; ``ValueError`` if the heads have holes."""
+    shape, stride = tensor.shape, tensor.stride()
     if (
-        tensor.dim() != 3
-        or tuple(tensor.shape[1:]) != (heads, layout_head)
+        len(shape) != 3
+        or shape[1:] != (heads, layout_head)
         or tensor.dtype not in DTYPES
-        or (tensor.numel() and (tensor.stride(2) != 1 or tensor.stride(1) != layout_head))
-        or tensor.device.type != "cpu"
+        or (stride[1:] != (layout_head, 1) and tensor.numel())
+        or not tensor.is_cpu
     ):
         raise ValueError(
             f"{name} must be [T, {heads}, {layout_head}] of {DTYPES} on the CPU with contiguous "
-            f"heads, got {tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
+            f"heads, got {tensor.dtype} {tuple(shape)} strides {stride}"
         )
     # The stride of a dimension of size one is arbitrary.
-    step = tensor.stride(0) if tensor.shape[0] > 1 else heads * layout_head
+    step = stride[0] if shape[0] > 1 else heads * layout_head
     return step * tensor.itemsize
 
 
@@ -194,11 +195,11 @@ class CpuKernels(NativeKernels):
             state.m.numpy(),
             state.l.numpy(),
             state.acc.numpy(),
-            on_host(rows.query_begin, np.int32),
-            on_host(rows.query_count, np.int32),
-            on_host(rows.first_position, np.int64),
-            on_host(rows.block_begin, np.int32),
-            on_host(rows.block_end, np.int32),
+            rows.query_begin,
+            rows.query_count,
+            rows.first_position,
+            rows.block_begin,
+            rows.block_end,
             base,
             on_host(source.position, np.int64),
             layout.block_tokens,
@@ -244,11 +245,9 @@ class CpuKernels(NativeKernels):
         """See :meth:`AttentionKernels.store_kv`; also refuses slots outside the cache."""
         layout.check_cache(cache)
         slots = on_host(slot_mapping, np.int64)
-        strides = [
-            head_stride(name, part, layout.kv_heads, layout.head_size)
-            for name, part in (("key", key), ("value", value))
-        ]
+        strides = []
         for name, part in (("key", key), ("value", value)):
+            strides.append(head_stride(name, part, layout.kv_heads, layout.head_size))
             if part.dtype != layout.dtype or slots.shape != (part.shape[0],):
                 raise ValueError(
                     f"{name} of {part.dtype} {tuple(part.shape)} does not fit {layout} and "
@@ -447,6 +446,12 @@ class TritonKernels:
             zero_padding=False,
             device=self.device,
         )
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what is queued on the device's current stream: nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 @functools.cache

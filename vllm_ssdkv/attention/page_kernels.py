@@ -1,18 +1,21 @@
 """Sparse attention's kernels beside :mod:`vllm_ssdkv.attention.kernels`: pages and summaries.
 
-``CpuPageKernels`` runs the native ones of ``vllm_ssdkv._kernels``; :func:`select_page_kernels`
-picks by device. They follow the semantics of ``attention/reference_sparse.py``.
+``CpuPageKernels`` runs the native ones of ``vllm_ssdkv._kernels``, ``TritonPageKernels`` those of
+``vllm_ssdkv.triton_kernels``; :func:`select_page_kernels` picks by device. They follow the
+semantics of ``attention/reference_sparse.py``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from vllm_ssdkv.attention.blocks import BlockLayout, IntArray, PartialState, on_host
+from vllm_ssdkv.attention.blocks import BlockLayout, IntArray, PartialState, on_device, on_host
 from vllm_ssdkv.attention.kernels import head_stride
 from vllm_ssdkv.attention.native import NativeKernels
 from vllm_ssdkv.attention.pages import PageList
@@ -36,8 +39,8 @@ class PageKernels(Protocol):
 
         ``query [T, Hq, D]`` as in ``AttentionKernels.attend``; of ``layout`` only page tokens, KV
         heads, head size and dtype count. A query whose lists hold no key keeps its state, so that
-        pages may be split over calls as they arrive. The same call gives the same bits, and cutting
-        the same tokens into pages of another size does, too.
+        pages may be split over calls as they arrive. The same call gives the same bits; on the CPU
+        cutting the same tokens into pages of another size does, too.
         """
         ...
 
@@ -48,16 +51,21 @@ class PageKernels(Protocol):
         *,
         bounds: IntArray | None = None,
         channels: IntArray | None = None,
+        scales: IntArray | None = None,
         value_sum: IntArray | None = None,
     ) -> None:
         """Write what is kept of n complete blocks of one layer, for selectors and compensation.
 
-        All are absolute addresses, ``[n]``. ``source``: the layer's part of each block, laid out by
-        ``layout`` (as in the cache or as in a slot). Targets that are not None: ``bounds``
+        All are absolute addresses, ``[n]``, of memory that the device reaches. ``source``: the
+        layer's part of each block, laid out by ``layout`` (as in the cache or as in a slot).
+        Targets that are not None: ``bounds``
         ``[kv_heads, groups, 2, head_size]`` (min and max over a page of each channel of K, in the
         layout's dtype, exact; NaN where K has one), ``channels`` ``[kv_heads, head_size,
         block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
-        (float32 sum of V over the block's tokens, in order).
+        (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
+        times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
+        ``2 * head_size * itemsize`` bytes; what is left of them stays as it is. See
+        ``reference_sparse.scaled_channels``.
         """
         ...
 
@@ -112,6 +120,7 @@ class CpuPageKernels(NativeKernels):
         *,
         bounds: IntArray | None = None,
         channels: IntArray | None = None,
+        scales: IntArray | None = None,
         value_sum: IntArray | None = None,
     ) -> None:
         """See :meth:`PageKernels.summarize`."""
@@ -119,7 +128,7 @@ class CpuPageKernels(NativeKernels):
             on_host(source, np.uint64),
             *(
                 None if target is None else on_host(target, np.uint64)
-                for target in (bounds, channels, value_sum)
+                for target in (bounds, channels, scales, value_sum)
             ),
             layout.block_tokens,
             layout.page_tokens,
@@ -131,6 +140,70 @@ class CpuPageKernels(NativeKernels):
         )
 
 
+class TritonPageKernels:
+    """The Triton kernels of one CUDA device (or, for tests, of Triton's interpreter)."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Load the kernels; raises ``UnsupportedError`` if Triton cannot be imported."""
+        self.device = device
+        try:
+            self._attend = importlib.import_module("vllm_ssdkv.triton_kernels.attend")
+            self._summarize = importlib.import_module("vllm_ssdkv.triton_kernels.summarize")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"sparse attention on {device} needs Triton, which does not load: {error}"
+            ) from error
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        pages: PageList,
+        layout: BlockLayout,
+        scale: float,
+    ) -> None:
+        """See :meth:`PageKernels.attend_pages`; pages may lie in pinned host memory.
+
+        Lists that are host arrays spare a wait.
+        """
+        sizes = on_host(pages.end, np.int32) - on_host(pages.begin, np.int32)
+        mask = pages.token_mask
+        if mask is not None:
+            mask = torch.as_tensor(mask).to(query.device, torch.uint8).contiguous()
+        listed = dataclasses.replace(pages, token_mask=mask)
+        longest = int(sizes.max()) if len(sizes) else 0
+        self._attend.attend_pages(
+            query, state, listed, layout=layout, scale=scale, max_pages=longest
+        )
+
+    def summarize(
+        self,
+        source: IntArray,
+        layout: BlockLayout,
+        *,
+        bounds: IntArray | None = None,
+        channels: IntArray | None = None,
+        scales: IntArray | None = None,
+        value_sum: IntArray | None = None,
+    ) -> None:
+        """See :meth:`PageKernels.summarize`; one launch."""
+        targets = {
+            "bounds": bounds,
+            "channels": channels,
+            "scales": scales,
+            "value_sum": value_sum,
+        }
+        self._summarize.summarize(
+            on_device(source, torch.int64, self.device),
+            layout,
+            **{
+                name: on_device(target, torch.int64, self.device)
+                for name, target in targets.items()
+                if target is not None
+            },
+        )
+
+
 @functools.cache
 def select_page_kernels(device: torch.device) -> PageKernels:
     """The kernels for tensors on ``device``, one object per device of a process.
@@ -139,6 +212,8 @@ def select_page_kernels(device: torch.device) -> PageKernels:
     """
     if device.type == "cpu":
         return CpuPageKernels()
+    if device.type == "cuda":
+        return TritonPageKernels(device)
     raise UnsupportedError(
         f"sparse selectors have no attention kernels for {device.type} devices; set selector: exact"
     )

@@ -7,6 +7,7 @@ Sets are boolean: ``[kv_heads, S]`` of tokens, ``[kv_heads, pages]`` of pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,12 +108,72 @@ def choose(
     return sorted(taken), 1.0 if len(taken) == len(score) else min(covered, 1.0)
 
 
+def kept_choices(
+    queries: Sequence[torch.Tensor],
+    position: Sequence[int],
+    pages: Sequence[int],
+    left: Sequence[int],
+    chosen: Callable[[int], list[set[int]]],
+    *,
+    page_tokens: int,
+    steps: int,
+    similarity: float,
+) -> list[tuple[list[set[int]], bool]]:
+    """What a row attends to, token by token, where a choice is kept for ``steps`` tokens.
+
+    Args:
+        queries: Of the tokens, ``[q_heads, head_size]`` each.
+        position: Of the tokens.
+        pages: Of the context at each token.
+        left: Context tokens that the budget allows at each token.
+        chosen: Pages of each KV head that the query of a token would choose, by its number here.
+        page_tokens: Tokens of a page.
+        steps, similarity: See ``selection.kept``.
+
+    Returns:
+        Pages of each KV head at each token, and whether its own query chose them.
+    """
+    made: list[tuple[list[set[int]], bool]] = []
+    by = 0
+    for now, query in enumerate(queries):
+        since = set(range(pages[by], pages[now]))
+        heads = [head | since for head in chosen(by)]
+        keep = by < now and position[by] < position[now] < position[by] + steps
+        keep = keep and pages[now] >= pages[now - 1]
+        keep = keep and all(len(head) * page_tokens <= left[now] for head in heads)
+        group = len(query) // len(heads)
+        for head in range(len(heads)):
+            angles = []
+            for g in range(head * group, (head + 1) * group):
+                one, other = query[g].double(), queries[by][g].double()
+                angles.append(float((one @ other) / (one.norm() * other.norm())))
+            keep = keep and sum(angles) / group >= similarity
+        if not keep:
+            by, heads = now, chosen(now)
+        made.append((heads, not keep))
+    return made
+
+
 def mean_value(value: torch.Tensor, dtype: torch.dtype = F64) -> torch.Tensor:
     """Mean V ``[kv_heads, head_size]``, updated token by token as SparQ appends them."""
     mean = torch.zeros(value.shape[1:], dtype=dtype)
     for seen, v in enumerate(value.to(dtype), 1):
         mean += (v - mean) / seen
     return mean
+
+
+def scaled_channels(key: torch.Tensor, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Complete blocks of K in int8: numbers ``[blocks, kv_heads, d, block_tokens]``, and scales.
+
+    The scale of a channel of a block, float32 ``[blocks, kv_heads, d]``, is its largest magnitude
+    over 127. Its numbers are K over the scale, rounded to even: their products are at most half a
+    scale from K. A channel with a number that is not finite has the scale NaN, and zeros.
+    """
+    blocks = key.float().reshape(-1, block_tokens, *key.shape[1:]).permute(0, 2, 3, 1)
+    most = blocks.abs().amax(3)
+    scale = torch.where(most < torch.inf, most / 127.0, torch.nan)
+    whole = torch.round(blocks / scale[..., None]).clamp(-127, 127)
+    return torch.where(scale[..., None] > 0, whole, 0.0).to(torch.int8), scale
 
 
 def sparq_attention(
@@ -123,12 +184,14 @@ def sparq_attention(
     r: int,
     k: int,
     local: int,
+    approximate: torch.Tensor | None = None,
     dtype: torch.dtype = F64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SparQ as published (Ribar et al., ICML 2024, Algorithm 1 and appendix), for grouped queries.
 
     The last token is the current one, which is free; of the tokens before it k are chosen, the
     newest ``local`` of them in any case (so k is at least ``local``). Whole tensors, no pages.
+    Step 2 reads ``approximate`` in place of ``key``, if it is given.
 
     Returns ``out [q_heads, head_size]`` and the chosen tokens ``[kv_heads, S]``, the current one
     among them.
@@ -139,7 +202,8 @@ def sparq_attention(
     # Step 1: one set of channels per KV head.
     channels = _top(q.abs().sum(1), r)
     q_part = q.gather(2, channels[:, None].expand(-1, q.shape[1], -1))
-    k_part = keys.gather(2, channels[:, None].expand(-1, tokens, -1))
+    scored = keys if approximate is None else approximate.to(dtype).transpose(0, 1)
+    k_part = scored.gather(2, channels[:, None].expand(-1, tokens, -1))
     # Step 2: approximate logits.
     temperature = torch.sqrt(size * q_part.abs().sum(2) / q.abs().sum(2))
     logits = _products(q_part, k_part) / temperature[..., None]

@@ -27,6 +27,7 @@ _MAX_SIZE: Final = 64 * MIB
 _MAX_DEPTH: Final = 1024
 _MAX_DEVICES: Final = 64
 _REGION_STEP: Final = 4 * MIB
+_WIDTH: Final = 112
 _Value = TypeVar("_Value")
 
 
@@ -94,6 +95,13 @@ def _region(text: str, largest: int) -> int:
         least = 2 * max(_REGION_STEP, -(-largest // _REGION_STEP) * _REGION_STEP)
         _refuse("--file-size", f"{text} is too small for these I/O sizes: {format_size(least)}")
     return region
+
+
+def wide_console() -> Console:
+    """Prints tables of 112 columns: a narrow terminal breaks their lines, and shows them whole."""
+    console = Console()
+    console.width = max(_WIDTH, console.width)
+    return console
 
 
 def require_writable(option: str, path: Path | None) -> None:

@@ -11,32 +11,47 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ssdkv.cli.bench import require_writable
+from vllm_ssdkv.cli.bench import require_writable, wide_console
 from vllm_ssdkv.cli.recall import MODEL_DIR
 from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.sizes import parse_size
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    """Times in milliseconds; loaded: the part of the prompt that was not computed."""
+    """Times in milliseconds; load, report, vLLM: what those of hits on SSD consist of; loaded: the
+    part of the prompt that was not computed. How fast it was loaded from SSD, as a share of what
+    the I/O engine alone reads: of one batch, as large; of bench io, with full queues."""
     table = Table("drive", "load", box=None, pad_edge=False)
     for name in (
         "tokens",
         "computed ms",
         "SSD ms",
+        "load",
+        "report",
+        "vLLM",
         "loaded",
         "ratio",
         "DRAM ms",
         "loaded",
         "ratio",
+        "MB/s",
+        "of one batch",
+        "of bench io",
     ):
         table.add_column(name, justify="right")
     for row in rows:
         cells = [row["drive"], row["load"], str(row["tokens"]), f"{1e3 * row['ttft_computed']:.1f}"]
         for tier in ("ssd", "dram"):
             cells.append(f"{1e3 * row[f'ttft_{tier}']:.1f}")
+            if tier == "ssd":
+                cells += [f"{1e3 * part:.1f}" for part in row["hit_parts_s"]] or ["-"] * 3
             cells.append(f"{row[f'loaded_{tier}']:.0%}")
             cells.append(f"{row[f'ratio_{tier}']:.2f}")
+        if row["load_bytes_per_s"] is None:
+            cells += ["-"] * 3
+        else:
+            cells.append(f"{row['load_bytes_per_s'] / 1e6:.0f}")
+            cells += [f"{row[f'load_per_{name}']:.2f}" for name in ("batch", "engine")]
         table.add_row(*cells)
     return table
 
@@ -65,6 +80,11 @@ def ttft(
 ) -> None:
     """Measure the time to first token of hits on SSD and in DRAM, on real vLLM in mode reuse.
 
+    Also how fast hits are loaded from SSD, against what the I/O engine alone reads from the same
+    drives with requests of the same size: as many in one batch, and with full queues. Of the time
+    of a hit on SSD, `load` is the store's, `report` passes until vLLM steps again, the rest is
+    vLLM's.
+
     On the drives as they are and on slowed ones, with `load: always` and `load: auto`. Takes
     minutes: five engines, one after the other.
     """
@@ -92,4 +112,4 @@ def ttft(
     finally:
         for folder in folders:
             folder.cleanup()
-    Console().print(_table(rows))
+    wide_console().print(_table(rows))

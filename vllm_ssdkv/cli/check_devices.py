@@ -21,7 +21,13 @@ from vllm_ssdkv.cli.measure import (
     temporary_file,
 )
 from vllm_ssdkv.config import MIN_CAPACITY
-from vllm_ssdkv.host import default_capacity, existing_parent, free_bytes, is_block_device
+from vllm_ssdkv.host import (
+    default_capacity,
+    default_root,
+    existing_parent,
+    free_bytes,
+    is_block_device,
+)
 from vllm_ssdkv.sizes import approximate_size
 
 MOUNTS: Final = Path("/proc/self/mountinfo")
@@ -178,6 +184,10 @@ def directory(path: Path) -> list[Finding]:
     place = existing_parent(path)
     if not place.is_dir():
         return [fail(name, f"{place} is not a directory", "name a directory or a block device")]
+    if place not in {path, path.parent} and not path.is_relative_to(default_root()):
+        # An engine makes the directory, but not its parents: a drive may be missing there.
+        cure = f"mount the file system there, or create the directory with mkdir -p {path}"
+        return [fail(name, f"does not exist, nor does {path.parent}", cure)]
     if not os.access(place, os.W_OK | os.X_OK):
         cure = f"give this user (uid {os.geteuid()}) write permission"
         return [fail(name, f"{place} is not writable", cure)]

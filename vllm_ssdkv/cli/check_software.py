@@ -18,6 +18,8 @@ from vllm_ssdkv.errors import UnsupportedError
 PLUGIN_GROUP: Final = "vllm.general_plugins"
 PLUGIN_NAME: Final = "ssdkv"
 PLUGIN_VALUE: Final = "vllm_ssdkv.plugin:register"
+BATCH_GROUP: Final = "vllm.endpoint_plugins"
+BATCH_NAME: Final = "ssdkv_batch"
 VLLM_RANGE: Final = ((0, 32), (0, 34))
 """Supported vLLM versions: from the first, below the second."""
 
@@ -44,9 +46,14 @@ def connector():
     from vllm.plugins import load_general_plugins
     load_general_plugins()
     return KVConnectorFactory.get_connector_class_by_name("SSDKVConnector").__module__
+def batch():
+    from importlib.metadata import entry_points
+    (point,) = entry_points(group="vllm.endpoint_plugins", name="ssdkv_batch")
+    return point.load().__module__
 attempt("cuda", cuda)
 if attempt("import", lambda: __import__("vllm").__version__):
     attempt("connector", connector)
+    attempt("batch", batch)
 print("\\n" + json.dumps(found), file=sys.__stdout__, flush=True)
 """
 
@@ -114,10 +121,27 @@ def entry_point(points: list[metadata.EntryPoint], allowed: str | None) -> Findi
     return ok(subject, PLUGIN_VALUE)
 
 
+def batch_entry_point(points: list[metadata.EntryPoint], allowed: str | None) -> Finding:
+    """Whether vLLM will find the Batch API, which it loads only where it is asked to.
+
+    Args:
+        points: Entry points of the group ``vllm.endpoint_plugins`` with its name.
+        allowed: The environment variable ``VLLM_PLUGINS``, if set.
+    """
+    subject = "Batch API"
+    if len(points) != 1:
+        return fail(subject, f"{len(points)} times in the group {BATCH_GROUP}", _REINSTALL)
+    if allowed is None or BATCH_NAME not in allowed.split(","):
+        return ok(subject, f"off; VLLM_PLUGINS={PLUGIN_NAME},{BATCH_NAME} loads it")
+    return ok(subject, "on, as VLLM_PLUGINS says")
+
+
 def entry_points() -> list[Finding]:
-    """Whether vLLM will find our plugin and may load it."""
+    """Whether vLLM will find our plugins and may load them."""
     points = list(metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME))
-    return [entry_point(points, os.environ.get("VLLM_PLUGINS"))]
+    batch = list(metadata.entry_points(group=BATCH_GROUP, name=BATCH_NAME))
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return [entry_point(points, allowed), batch_entry_point(batch, allowed)]
 
 
 NATIVE_MODULES: Final = (
@@ -184,6 +208,7 @@ def read_probe(returncode: int, stdout: str, stderr: str) -> list[Finding]:
     for name, (subject, cure) in {
         "import": ("vllm import", "repair the vLLM installation"),
         "connector": ("connector SSDKVConnector", _REINSTALL),
+        "batch": ("Batch API import", _REINSTALL),
     }.items():
         if name not in found:
             continue

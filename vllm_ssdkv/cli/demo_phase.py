@@ -14,7 +14,7 @@ import time
 from typing import Any, TextIO
 
 from vllm_ssdkv.cli.demo_plan import DemoPlan, Phase
-from vllm_ssdkv.metrics import PREFIX
+from vllm_ssdkv.metric import PREFIX
 
 SHUTDOWN_S = 60.0
 """vLLM kills an engine that has not ended by then; ours still writes what it holds in DRAM."""

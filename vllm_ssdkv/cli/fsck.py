@@ -57,9 +57,14 @@ def render(report: Report, console: Console, *, repair: bool) -> None:
     if total > _SHOWN:
         console.print(f"and {total - _SHOWN} more")
     counts = ", ".join(f"{kind} {count}" for kind, count in sorted(report.counts.items()))
-    console.print(f"{total} problem(s): {counts}; {report.bad} block(s) cannot be served")
+    away = ""
+    if report.out_of_reach:
+        away = f", {report.out_of_reach} more are on absent devices only and were not read"
+    console.print(f"{total} problem(s): {counts}; {report.bad} block(s) cannot be served{away}")
     if repair:
         console.print(f"{total - report.unrepaired} repaired, {report.unrepaired} left")
+    elif "device" in report.counts:
+        console.print("--repair is refused while a device is absent: it would drop what lies there")
     else:
         console.print("with --repair, what is wrong is dropped and what is right stays")
 
@@ -108,6 +113,8 @@ def fsck(
     ] = None,
 ) -> None:
     """Check a store that no engine uses: its files, and every page of every stored block.
+
+    A device that is absent is a problem; what lies on the others is checked. Repair needs them all.
 
     Exits with 0 when all is well, 1 when there are problems (also when they were repaired), 2 when
     the store cannot be checked.

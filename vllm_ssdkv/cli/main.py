@@ -6,7 +6,8 @@ import typer
 
 from vllm_ssdkv import __version__
 from vllm_ssdkv.cli import batch, bench, config, dashboard, docs
-from vllm_ssdkv.cli.bench_sparse import accuracy, decode
+from vllm_ssdkv.cli.bench_accuracy import accuracy
+from vllm_ssdkv.cli.bench_decode import decode
 from vllm_ssdkv.cli.bench_ttft import ttft
 from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor

@@ -7,17 +7,24 @@ to standard output and error.
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import sys
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TextIO
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from vllm_ssdkv.cli import recall
 from vllm_ssdkv.cli.demo_plan import DTYPE, bytes_per_token
-from vllm_ssdkv.metrics import PREFIX
+from vllm_ssdkv.cli.python_time import PythonTime
+from vllm_ssdkv.metrics import parse_key
 from vllm_ssdkv.sizes import MIB
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.cli.device_time import DeviceTime
 
 BLOCK_TOKENS: Final = 16
 CHUNK: Final = 512
@@ -29,17 +36,23 @@ SHUTDOWN_S: Final = 60.0
 class Batch:
     """Questions that are asked at once: ``count`` of each task, of ``context`` tokens.
 
-    ``tokens`` of each answer; None: as many as the right one has.
+    Attributes:
+        tokens: Of each answer; None: as many as the right one has.
+        stored: The prompts are asked once before, for one token each, so that the store has them
+            and all answers are decoded side by side.
     """
 
     context: int
     count: int
     tasks: tuple[recall.Task, ...] = recall.TASKS
     tokens: int | None = None
+    stored: bool = False
 
     def questions(self) -> list[recall.Question]:
-        """The same for every selector."""
-        return [recall.ask(task, self.context, i) for task in self.tasks for i in range(self.count)]
+        """The same for every selector. A context that is too short for a question is its end."""
+        length = max(self.context, recall.MIN_CONTEXT)
+        whole = [recall.ask(task, length, i) for task in self.tasks for i in range(self.count)]
+        return [replace(question, prompt=question.prompt[-self.context :]) for question in whole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,10 @@ class RecallRun:
         dram_bytes: Option dram_gib.
         capacity: Bytes of each device.
         throttle: Option io.throttle.
+        profile: Whether Python's own time while decoding is told: its share in the first half of
+            the steps, and function by function in the others, at the price of a slower Python.
+        compare_every: Attention is compared with exact attention in every so manieth step in which
+            tokens are decoded; 0: never.
     """
 
     stores: tuple[str, ...]
@@ -64,6 +81,8 @@ class RecallRun:
     capacity: int
     sparse: dict[str, object] = field(default_factory=dict)
     throttle: tuple[dict[str, object], ...] = ()
+    profile: bool = False
+    compare_every: int = 0
 
     @classmethod
     def from_json(cls, text: str) -> RecallRun:
@@ -119,40 +138,70 @@ def run(plan: RecallRun, events: TextIO) -> None:
     """Start the engine, ask, report, stop the engine."""
     from vllm import LLM
 
+    from vllm_ssdkv.attention import active
+    from vllm_ssdkv.attention.deviation import Deviation
+    from vllm_ssdkv.cli.device_time import DeviceTime
+    from vllm_ssdkv.store.engine.throttled import ThrottledEngine
+
     llm: Any = LLM(**plan.engine_settings())
+    worker, deviation, device_time = active.worker(), None, None
+    if plan.compare_every and worker is not None:
+        worker.deviation = deviation = Deviation(plan.compare_every)
+    if worker is not None and isinstance(worker.store.files.engine, ThrottledEngine):
+        device_time = DeviceTime(worker.store.files.engine)
+        worker.layer_ended = device_time.layer_ended
     found = []
     for number, batch in enumerate(plan.batches):
-        found.append(_ask(llm, batch, number))
+        profiler = cProfile.Profile() if plan.profile else None
+        figures = {**_ask(llm, batch, number, profiler, device_time), **_profile(profiler)}
+        if deviation is not None:
+            figures["deviation"] = [
+                {"layer": layer, **of_layer} for layer, of_layer in deviation.take().items()
+            ]
+        found.append(figures)
         _tell(events, event="batch", number=number)
     llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
     _tell(events, event="result", batches=found)
 
 
-def _ask(llm: Any, batch: Batch, number: int) -> dict[str, object]:  # noqa: ANN401 - vLLM's LLM
-    """Figures of a batch. *Decoding* is what comes after every request has its first token."""
-    from vllm import SamplingParams
-
-    engine, questions = llm.llm_engine, batch.questions()
-    for i, question in enumerate(questions):
-        count = batch.tokens or len(question.answer)
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        prompt = {"prompt_token_ids": list(question.prompt)}
-        engine.add_request(f"{number}.{i}", prompt, sampling)
-    tokens: dict[str, tuple[int, ...]] = {}
+def _ask(
+    llm: Any,  # noqa: ANN401 - vLLM's LLM
+    batch: Batch,
+    number: int,
+    profiler: cProfile.Profile | None,
+    device_time: DeviceTime | None,
+) -> dict[str, object]:
+    """Figures of a batch. *Decoding* is what comes after every request has its first token, or if
+    the prompts are stored, its second: a first step brings in what later ones find in DRAM."""
+    engine, questions, idle = llm.llm_engine, batch.questions(), _metrics(device_time)
+    if batch.stored:
+        for _ in _answers(engine, f"{number}.stored", [(q, 1) for q in questions]):
+            pass
+    first = 2 if batch.stored else 1
+    tokens: dict[int, tuple[int, ...]] = {}
     begun: tuple[float, int, dict[str, float]] | None = None
-    end, last = 0.0, {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            tokens[output.request_id] = tuple(output.outputs[0].token_ids)
-        end, last = time.monotonic(), _metrics()
-        if begun is None and len(tokens) == len(questions):
-            begun = (end, sum(map(len, tokens.values())), last)
+    end, steps, python = 0.0, 0, PythonTime()
+    asked = [(q, batch.tokens or len(q.answer)) for q in questions]
+    half = max(1, (min(count for _, count in asked) - first) // 2)
+    for tokens in _answers(engine, str(number), asked):
+        end, steps = time.monotonic(), steps + 1
+        if begun is None and sum(len(t) >= first for t in tokens.values()) == len(questions):
+            known = _metrics(device_time)  # takes as long as a step of a small model
+            begun, steps = (time.monotonic(), sum(map(len, tokens.values())), known), 0
+            if profiler is not None:
+                python.start()
+        elif profiler is not None and begun is not None and steps == half:
+            python.stop()
+            profiler.enable()
+    if profiler is not None:
+        profiler.disable()
     if begun is None:
         raise RuntimeError("the engine lost a request")
-    start, before, first = begun
+    start, before, known = begun
+    last = _metrics(device_time)
     right: dict[str, int] = {}
     for i, question in enumerate(questions):
-        good = tokens[f"{number}.{i}"][: len(question.answer)] == question.answer
+        good = tokens[i][: len(question.answer)] == question.answer
         right[question.task] = right.get(question.task, 0) + good
     return {
         "context": batch.context,
@@ -161,22 +210,75 @@ def _ask(llm: Any, batch: Batch, number: int) -> dict[str, object]:  # noqa: ANN
         "right": right,
         "decoded_tokens": sum(map(len, tokens.values())) - before,
         "decoding_s": end - start,
-        "decoding": {name: value - first.get(name, 0) for name, value in last.items()},
+        "decoding_steps": steps,
+        "rows_exact": last.get("sparse_rows_exact", 0.0) - idle.get("sparse_rows_exact", 0.0),
+        "decoding": {name: value - known.get(name, 0) for name, value in last.items()},
+        **({} if profiler is None else python.figures(half)),
     }
 
 
-def _metrics() -> dict[str, float]:
-    """Our counters by name and labels, devices added up; vLLM's own way there rounds them."""
-    from prometheus_client import REGISTRY
+def _profile(profiler: cProfile.Profile | None) -> dict[str, object]:
+    """Calls of Python functions and seconds in each, itself; the dearest first.
+
+    What native code does is its caller's, but for functions of C that Python can tell apart.
+    """
+    if profiler is None:
+        return {}
+    table: dict[tuple[str, int, str], tuple[int, int, float, float, object]]
+    table = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    functions = [
+        {"function": f"{file}:{name}", "calls": calls, "seconds": own}
+        for (file, _, name), (_, calls, own, _, _) in table.items()
+    ]
+    functions.sort(key=lambda row: -float(str(row["seconds"])))
+    return {"profile": functions}
+
+
+def _answers(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    name: str,
+    asked: Sequence[tuple[recall.Question, int]],
+) -> Iterator[dict[int, tuple[int, ...]]]:
+    """After each step of the engine, the tokens so far, by question."""
+    from vllm import SamplingParams
+
+    for i, (question, count) in enumerate(asked):
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        engine.add_request(f"{name}.{i}", {"prompt_token_ids": list(question.prompt)}, sampling)
+    tokens: dict[int, tuple[int, ...]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            number = int(output.request_id.rpartition(".")[2])
+            tokens[number] = tuple(output.outputs[0].token_ids)
+        yield tokens
+
+
+def _metrics(device_time: DeviceTime | None) -> dict[str, float]:
+    """The worker's counters by name and labels, devices added up, as of now.
+
+    What it tells vLLM, and what the I/O engine tells it, comes now and then only.
+    """
+    from vllm_ssdkv.attention import active
 
     found: dict[str, float] = {}
-    for family in REGISTRY.collect():
-        for sample in family.samples:
-            if sample.name.startswith(PREFIX) and sample.name.endswith("_total"):
-                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-                label = sample.labels.get("tier") or sample.labels.get("part")
-                key = f"{name}.{label}" if label else name
-                found[key] = found.get(key, 0.0) + sample.value
+    worker = active.worker()
+    if worker is None:
+        raise RuntimeError("the engine is not in page mode")
+    if device_time is not None:
+        found["device_seconds.busiest"] = device_time.busiest_s
+        found["device_seconds.even"] = device_time.even_s
+        found["layers"] = device_time.layers
+    statistics = worker.store.files.engine.statistics()
+    found["read_requests"] = float(
+        sum(value for name, value in statistics.items() if name.startswith("read_requests"))
+    )
+    for key, value in worker.counters.totals().items():
+        metric, values = parse_key(key)
+        if metric.kind == "counter":
+            labels = dict(zip(metric.label_names, values, strict=True))
+            label = labels.get("tier") or labels.get("part")
+            name = f"{metric.name}.{label}" if label else metric.name
+            found[name] = found.get(name, 0.0) + value
     return found
 
 

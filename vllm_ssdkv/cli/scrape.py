@@ -14,7 +14,7 @@ from typing import Final
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ssdkv.errors import SSDKVError
-from vllm_ssdkv.metrics import PREFIX
+from vllm_ssdkv.metric import PREFIX
 
 TIMEOUT_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 64 << 20

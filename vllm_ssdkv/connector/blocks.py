@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.kernels import AttentionKernels
+from vllm_ssdkv.attention.blocks import BlockLayout, block_stride
+from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.cache import FrameCache
@@ -56,31 +56,57 @@ class PagedPort:
             layout=self._layout,
             slot_layout=self._slot_layout,
         )
-        self._finish()
         if self._geometry.summary_pages:
-            self._summarize(frames)
+            self._summarize(block_ids, frames)
+        wait_for(self._kernels.device)
 
-    def _summarize(self, frames: NDArray[np.int32]) -> None:
-        """Write the bounds of the pages in these frames, [n], into their summary pages."""
-        geometry, layout = self._geometry, self._slot_layout
+    def _summarize(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Write what summary and channel pages of these frames, [n], hold of these blocks, [n]."""
+        geometry, layout, device = self._geometry, self._layout, self._kernels.device
         record = geometry.payload_bytes // layout.page_tokens
-        size = geometry.summary_pages * geometry.payload_bytes
-        bounds = np.zeros((len(frames), size), dtype=np.uint8)
-        rows = np.uint64(bounds.ctypes.data) + np.arange(len(frames), dtype=np.uint64) * np.uint64(
-            size
-        )
-        kernels = select_page_kernels(torch.device("cpu"))  # frames are in host memory
-        for layer in range(geometry.layers):
-            source = self._frames.address(frames) + np.uint64(geometry.layer_offset(layer))
-            target = rows + np.uint64(layer * geometry.pages_per_layer * record)
-            kernels.summarize(source, layout, bounds=target)
-        pages = np.arange(geometry.summary_pages, dtype=np.uint64)
-        first = self._frames.address(frames) + np.uint64(geometry.page_offset(0))
-        _io.copy(
-            (rows[:, None] + pages[None, :] * np.uint64(geometry.payload_bytes)).ravel(),
-            (first[:, None] + pages[None, :] * np.uint64(geometry.page_bytes)).ravel(),
-            geometry.payload_bytes,
-        )
+        summaries, channels = self._pieces(len(frames), geometry.summary_pages), None
+        records = geometry.pages_per_layer
+        if geometry.channel_pages:
+            records = geometry.heads * (2 if geometry.scaled_from else 1)
+            channels = self._pieces(len(frames), geometry.channel_pages)
+            sums = torch.zeros((len(frames), geometry.heads, layout.head_size), device=device)
+        kernels = select_page_kernels(device)
+        for layer, cache in enumerate(self._caches):
+            step = np.uint64(block_stride(cache) * cache.itemsize)
+            source = np.uint64(cache.data_ptr()) + block_ids.astype(np.uint64) * step
+            begin = layer * records * record
+            if channels is None:
+                kernels.summarize(source, layout, bounds=_addresses(summaries) + np.uint64(begin))
+                continue
+            size = geometry.heads * record
+            kernels.summarize(
+                source,
+                layout,
+                channels=_addresses(channels),
+                scales=_addresses(summaries) + np.uint64(begin + size)
+                if geometry.scaled_from
+                else None,
+                value_sum=_addresses(sums),
+            )
+            self._put(frames, channels, geometry.first_channel_page(layer))
+            held = summaries[:, begin : begin + size]
+            used = held.view(len(frames), geometry.heads, record)[..., : 4 * layout.head_size]
+            used[:] = sums.view(torch.uint8)
+        self._put(frames, summaries, 0)
+
+    def _pieces(self, frames: int, pages: int) -> torch.Tensor:
+        """Memory of the device for the payloads of so many pages of each frame, uint8, zeros."""
+        shape = frames, pages * self._geometry.payload_bytes
+        return torch.zeros(shape, dtype=torch.uint8, device=self._kernels.device)
+
+    def _put(self, frames: NDArray[np.int32], payloads: torch.Tensor, first: int) -> None:
+        """Copy payloads, [n, pages * payload_bytes], to the frames' pages from ``first`` on."""
+        geometry, payloads = self._geometry, payloads.cpu()
+        pages = np.arange(payloads.shape[1] // geometry.payload_bytes, dtype=np.uint64)
+        source = _addresses(payloads)[:, None] + pages * np.uint64(geometry.payload_bytes)
+        begin = self._frames.address(frames) + np.uint64(geometry.page_offset(first))
+        target = begin[:, None] + pages * np.uint64(geometry.page_bytes)
+        _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""
@@ -92,14 +118,35 @@ class PagedPort:
             layout=self._layout,
             slot_layout=self._slot_layout,
         )
-        self._finish()
+        wait_for(self._kernels.device)
 
     def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
         return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
 
-    def _finish(self) -> None:
-        if self._kernels.device.type == "cuda":
-            torch.cuda.current_stream(self._kernels.device).synchronize()
+
+def _addresses(rows: torch.Tensor) -> NDArray[np.uint64]:
+    """Absolute address of each row."""
+    step = np.uint64(rows.stride(0) * rows.itemsize)
+    return np.uint64(rows.data_ptr()) + np.arange(len(rows), dtype=np.uint64) * step
+
+
+def _blocks_of(
+    caches: Sequence[torch.Tensor],
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Of each layer the address of block 0, and the bytes from block to block and of a block."""
+    base = [cache.data_ptr() for cache in caches]
+    step = [cache.stride(0) * cache.itemsize for cache in caches]
+    size = [cache[0].numel() * cache.itemsize for cache in caches]
+    return np.array(base, np.uint64), np.array(step, np.uint64), np.array(size, np.uint64)
+
+
+def plain_stretches(caches: Sequence[torch.Tensor], geometry: SlotGeometry) -> _io.Stretches | None:
+    """What :meth:`OpaquePort.load` copies, where plain copies in memory are all that it does."""
+    if caches[0].device.type != "cpu":
+        return None
+    base, step, size = _blocks_of(caches)
+    offsets = [geometry.layer_offset(layer) for layer in range(len(caches))]
+    return _io.Stretches(np.array(offsets, np.uint64), size, base, step)
 
 
 class OpaquePort:
@@ -122,9 +169,7 @@ class OpaquePort:
                     f"a block of a layer has {held} bytes, its KV cache spec says "
                     f"{geometry.payload_bytes}; this attention backend cannot be stored"
                 )
-        self._base = np.array([c.data_ptr() for c in self._caches], dtype=np.uint64)
-        self._step = np.array([c.stride(0) * c.itemsize for c in self._caches], dtype=np.uint64)
-        self._size = np.array([c[0].numel() * c.itemsize for c in self._caches], dtype=np.uint64)
+        self._base, self._step, self._size = _blocks_of(self._caches)
 
     def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """See :class:`BlockPort`."""
@@ -148,7 +193,7 @@ class OpaquePort:
             host = np.stack([self._page(frame, layer) for frame in frames.tolist()])
             rows = torch.from_numpy(host).to(cache.device).view(cache.dtype)
             cache.index_copy_(0, index, rows.view(len(frames), *cache.shape[1:]))
-        torch.cuda.current_stream(self._caches[0].device).synchronize()
+        wait_for(self._caches[0].device)
 
     def _page(self, frame: int, layer: int) -> NDArray[np.uint8]:
         first = self._geometry.layer_offset(layer)

@@ -102,6 +102,10 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler.bind_hbm(kv_cache_manager)
 
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived; it may choose its selector."""
+        self.scheduler.asked.arrived(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -131,14 +135,14 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks were copied already, so vLLM may free them."""
         self.scheduler.finished(request)
-        return False, None
+        return False, self.scheduler.asked.ended(request.request_id)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As :meth:`request_finished`."""
         self.scheduler.finished(request)
-        return False, None
+        return False, self.scheduler.asked.ended(request.request_id)
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping while workers owe reports, so that what they wrote gets journalled."""
@@ -186,7 +190,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended."""
-        self.worker.collect()
+        self.worker.collect(idle=self._plan().idle)
         finished, failed = self.worker.take_loads()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
@@ -202,13 +206,8 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ----
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counters and gauges since the last call."""
-        half = self._scheduler or self._worker
-        if half is None:
-            return None
-        half.update_gauges()
-        source = "scheduler" if self._worker is None else f"rank{self._worker.rank}"
-        return SSDKVStats.from_snapshot(half.counters.snapshot_delta(), source)
+        """Counters and gauges of the whole engine; the workers' come with their reports."""
+        return None if self._scheduler is None else self._scheduler.take_stats()
 
     @classmethod
     def build_kv_connector_stats(

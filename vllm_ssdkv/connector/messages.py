@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_ssdkv.config_request import RequestOptions
 from vllm_ssdkv.store.placement import Segment
 
 SlotArray = NDArray[np.int64]
@@ -34,6 +35,8 @@ class Save:
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, int]]) -> Save:
         """From (slot, epoch, block id) triples."""
+        if not items:  # as in most steps
+            return _NO_SAVE
         table = np.array(items, dtype=np.int64).reshape(-1, 3)
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
 
@@ -53,9 +56,16 @@ class Commit:
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, bytes]]) -> Commit:
         """From (slot, epoch, key) triples."""
+        if not items:
+            return _NO_COMMIT
         slots = np.array([item[0] for item in items], dtype=np.int64)
         epochs = np.array([item[1] for item in items], dtype=np.int64)
         return cls(slots, epochs, tuple(item[2] for item in items))
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_SAVE = Save(_NONE, _NONE, _NONE)
+_NO_COMMIT = Commit(_NONE, _NONE, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,11 @@ class Row:
     hbm_start: int
     tokens: int = 1
     """Query tokens."""
+    asked: RequestOptions | None = None
+    """What the request chooses for itself; None: nothing."""
+    of_prompt: bool = False
+    """The first query token belongs to the prompt, which is attended to exactly: a prompt of which
+    all but the last token was found must not get another answer than one that was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +161,10 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Slots that hold nothing any more, after many were dropped at once."""
     timed: bool = False
     """Report how long the forward pass of this step takes."""
+    idle: bool = False
+    """Nothing is computed in this step."""
+    settled: bool = False
+    """Nor does anything wait or write: no step may follow for long."""
 
 
 @dataclass
@@ -171,6 +190,10 @@ class RankReport:
     """(device, bytes written to it) since the last report."""
     frames: int = 0
     """Frames of DRAM; said once, 0 afterwards."""
+    gained: dict[str, float] = field(default_factory=dict)
+    """Counters, as in :meth:`vllm_ssdkv.metrics.Counters.take_gained`."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    """Those that have another value than in the last report."""
 
     def empty(self) -> bool:
         """Whether there is nothing to say."""
@@ -186,6 +209,8 @@ class RankReport:
             or self.steps
             or self.written
             or self.frames
+            or self.gained
+            or self.gauges
         )
 
 

@@ -6,6 +6,7 @@ sizes and fingerprint without talking to each other.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass, replace
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
 
+from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import summary_pages
+from vllm_ssdkv.store.summaries import with_summaries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +41,14 @@ class KVLayout:
     dtype: torch.dtype
     geometry: SlotGeometry
     tp_size: int
+
+
+@functools.lru_cache(maxsize=8)
+def block_layout(layout: KVLayout, page_tokens: int) -> BlockLayout:
+    """Layout of a block in HBM: pages back to back, ordered head, group."""
+    return BlockLayout.unpadded(
+        layout.block_tokens, page_tokens, layout.kv_heads, layout.head_size, layout.dtype
+    )
 
 
 def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
@@ -71,7 +81,8 @@ def kv_layout(
     """Layout of the KV and of the slots that hold it.
 
     Raises:
-        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages.
+        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages, a
+            head of groups of channels, or its channels cannot be read in part.
     """
     spec = attention_spec(kv_cache_config)
     names = tuple(kv_cache_config.kv_cache_groups[0].layer_names)
@@ -84,9 +95,21 @@ def kv_layout(
         payload = 2 * config.page_tokens * spec.head_size * spec.dtype.itemsize
         groups = spec.block_size // config.page_tokens
         geometry = SlotGeometry("paged", len(names), spec.num_kv_heads, groups, payload)
+        scaled_from = spec.dtype.itemsize if config.scales_channels else 0
+        if config.scores_channels and spec.head_size % config.sparse.channel_group:
+            raise UnsupportedError(
+                f"sparse.channel_group {config.sparse.channel_group} does not divide the head "
+                f"size, which is {spec.head_size}; give another one"
+            )
+        if config.scores_channels and config.sparse.channel_pages == "ssd":
+            _check_channel_pages(spec, config.page_tokens, scaled_from or 1)
         if config.selector != "exact":
-            count = summary_pages(geometry.kv_pages, config.page_tokens)
-            geometry = replace(geometry, summary_pages=count)
+            geometry = with_summaries(
+                geometry,
+                config.page_tokens,
+                channels=config.scores_channels,
+                scaled_from=scaled_from,
+            )
     else:
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
     if config.encryption is not None:
@@ -100,6 +123,18 @@ def kv_layout(
         geometry,
         vllm_config.parallel_config.tensor_parallel_size,
     )
+
+
+def _check_channel_pages(spec: AttentionSpec, page_tokens: int, times: int) -> None:
+    """Raises UnsupportedError when channels, ``times`` as many to a page as of K as it is, cannot
+    be read in part."""
+    groups = spec.block_size // page_tokens
+    if groups < 4 * times or 2 * times * spec.head_size % groups:
+        raise UnsupportedError(
+            f'sparse.channel_pages "ssd" needs blocks of {4 * times} pages at least, of a number '
+            f"that divides {2 * times * spec.head_size}: --block-size {spec.block_size} is "
+            f'{groups} of {page_tokens} tokens; give another one, or channel_pages "dram"'
+        )
 
 
 def fingerprint(
@@ -131,8 +166,10 @@ def fingerprint(
     if config.selector != "exact":
         # KV of tokens that were decoded from a part of their context is not what exact attention
         # would have made. Selectors and budgets share a store all the same: their users have chosen
-        # to approximate.
+        # to approximate. What a slot holds beside KV differs only by how pages are scored.
         fields["attention"] = "sparse"
+        if config.scores_channels:
+            fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
     if layout.geometry.kind == "opaque":
         # Opaque bytes mean what this backend, on this device, made of them.
         fields["cache_layout"] = str(kv_cache_config.kv_cache_layout)

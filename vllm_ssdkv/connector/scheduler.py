@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.asked import AskedOptions
 from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.device_shares import DeviceShares
@@ -32,6 +33,8 @@ from vllm_ssdkv.connector.messages import (
 )
 from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
 from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.connector.stats import SSDKVStats
+from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
@@ -77,6 +80,7 @@ class SSDKVScheduler:
         self._choice = choice
         self._policy = policy
         self._index_metrics = IndexMetrics(index, counters)
+        self._collector = StatsCollector(counters)
         self.keys_of = BlockKeys(name_key).of
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
@@ -91,6 +95,7 @@ class SSDKVScheduler:
         self._saves: list[tuple[int, int, int]] = []
         self._commits: list[tuple[int, int, bytes]] = []
         self._shape: list[tuple[int, int]] = []
+        self._settled = True
         # Slots on their way to the devices: slot -> (epoch, ranks that still have to report).
         self._writing: dict[int, tuple[int, int]] = {}
         # Page mode: how many running requests' contexts hold a slot.
@@ -99,6 +104,7 @@ class SSDKVScheduler:
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
         self._failed_loads = FailedLoads(block_tokens)
+        self.asked = AskedOptions(config, counters)
 
     def bind_hbm(self, hbm: KVCacheManager) -> None:
         """vLLM's block manager; in page mode a part of it can send requests back."""
@@ -168,6 +174,7 @@ class SSDKVScheduler:
                 f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "
                 "restart, or raise their capacity"
             )
+        self.counters.add("slot_waits")
         return False
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -233,7 +240,7 @@ class SSDKVScheduler:
             if state is not None and state.born < self._step:
                 del self._requests[request_id]
                 self._release(state)
-        plan = SSDKVMetadata(self._step)
+        plan = SSDKVMetadata(self._step, idle=output.total_num_scheduled_tokens == 0)
         for new in output.scheduled_new_reqs:
             state = self._requests[new.req_id]
             state.block_ids = list(new.block_ids[0])
@@ -258,6 +265,8 @@ class SSDKVScheduler:
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
+        plan.settled = plan.idle and not (self._requests or self._writing or self._loading)
+        self._settled = plan.settled
         plan.segments = self._restriper.take_segments()
         plan.trim, self._trim = self._trim, None
         return plan
@@ -281,7 +290,9 @@ class SSDKVScheduler:
         start = max(start, state.first_live_block())
         fence = state.block_ids[(computed - 1) // self._block] if computed else 0
         block = state.block_ids[computed // self._block]
-        return Row(state.request_id, block, fence, computed, start, count)
+        asked = self.asked.of(state.request_id)
+        of_prompt = computed < state.request.num_prompt_tokens
+        return Row(state.request_id, block, fence, computed, start, count, asked, of_prompt)
 
     def _save_paged(self, state: RequestState, begin: int, end: int) -> None:
         """Every completed block gets a slot: it will be read from there when the window leaves."""
@@ -404,6 +415,7 @@ class SSDKVScheduler:
         """Take in what the workers say, and which requests' loads have ended."""
         written: list[int] = []
         for rank, report in reports:
+            self._collector.take_in(rank, report)
             self._policy.wrote(report.written)
             if self._choice.reported(rank, report):
                 received = [*received, PROBE]
@@ -555,10 +567,18 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        return bool(self._writing or self._discard or self._forget or PROBE in self._loading)
+        under_way = self._writing or self._discard or self._forget or PROBE in self._loading
+        return bool(under_way or not self._settled)
+
+    def take_stats(self) -> SSDKVStats | None:
+        """What was counted in all processes of the engine, when it is time to tell."""
+        if not self._collector.due(running=bool(self._requests)):
+            return None
+        self.update_gauges()
+        return self._collector.take()
 
     def update_gauges(self) -> None:
-        """Refresh the gauges that this process owns."""
+        """Refresh what is told of index and devices."""
         weights = self._restriper.weights
         for path, weight in zip(self._shares.paths, weights, strict=True):
             share = weight / sum(weights) if weight else 0.0

@@ -1,4 +1,4 @@
-"""Our numbers on vLLM's way: from each process to the scheduler to ``/metrics`` and the log.
+"""Our numbers on vLLM's way: from the scheduler's process to ``/metrics`` and the log.
 
 Follows ``vllm.distributed.kv_transfer.kv_connector.v1.metrics`` of vLLM 0.32.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vllm_ssdkv.metrics import METRICS, Metric, bucket_keys, combine_gauges, histogram_of, parse_key
+from vllm_ssdkv.metric import Metric
+from vllm_ssdkv.metrics import METRICS, bucket_keys, combine_gauges, histogram_of, parse_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,37 +35,28 @@ class Payload(TypedDict):
 
 @dataclass
 class SSDKVStats(KVConnectorStats):
-    """What one or more processes counted during an interval.
+    """What the processes of an engine counted during an interval.
 
-    vLLM aggregates both over the ranks of a step and over the steps of a log interval. Naming the
-    source of every gauge makes one rule right for both: a source's newer gauges replace its older
-    ones, and sources are combined only when they are read.
+    vLLM aggregates them over a log interval: counters add up. Of gauges the newer ones of each
+    source replace its older ones, and sources are combined only when they are read.
     """
 
     data: Payload = field(default_factory=lambda: Payload(counters={}, gauges={}))
 
     @classmethod
-    def from_snapshot(cls, snapshot: Mapping[str, float], source: str) -> SSDKVStats:
-        """Stats of one process.
-
-        Args:
-            snapshot: From :meth:`vllm_ssdkv.metrics.Counters.snapshot_delta`.
-            source: Names the process within its engine: ``scheduler``, ``rank0``, ...
-        """
-        stats = cls()
-        for key, value in snapshot.items():
-            if parse_key(key)[0].adds_up:
-                stats.data["counters"][key] = value
-            else:
-                stats.data["gauges"].setdefault(source, {})[key] = value
-        return stats
+    def of(
+        cls, counters: Mapping[str, float], gauges: Mapping[str, Mapping[str, float]]
+    ) -> SSDKVStats:
+        """What was counted, and the gauges of each source: ``scheduler``, ``rank0``, ..."""
+        copied = {source: dict(values) for source, values in gauges.items()}
+        return cls(data=Payload(counters=dict(counters), gauges=copied))
 
     def reset(self) -> None:
         """Forget everything."""
         self.data = Payload(counters={}, gauges={})
 
     def aggregate(self, other: KVConnectorStats) -> SSDKVStats:
-        """Take in another rank's stats, or those of a later interval. Changes and returns self.
+        """Take in stats of a later interval. Changes and returns self.
 
         Raises:
             TypeError: ``other`` belongs to another connector.
@@ -144,6 +136,7 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
             if metric.kind == "histogram"
         }
         self._engine_values = per_engine_labelvalues
+        self._children: dict[tuple[str, int], Any] = {}
         self._last: dict[int, dict[str, dict[str, float]]] = {}
         for engine_idx, metric in itertools.product(per_engine_labelvalues, METRICS):
             if metric.kind == "counter":
@@ -161,25 +154,34 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
 
         Gauges of a source that is missing from this payload keep their last value.
         """
-        engine_values = self._engine_values[engine_idx]
         histograms: dict[str, list[float]] = {}
         for key, value in transfer_stats_data["counters"].items():
-            metric, label_values = parse_key(key)
-            if metric.kind == "histogram":
+            if parse_key(key)[0].kind == "histogram":
                 whole, position = histogram_of(key)
                 parts = histograms.setdefault(whole, [0.0] * len(bucket_keys(whole)))
                 parts[position] = value
             else:
-                self._counters[metric.name].labels(*engine_values, *label_values).inc(value)
+                self._child(key, engine_idx).inc(value)
         for key, parts in histograms.items():
-            metric, label_values = parse_key(key)
-            child = self._histograms[metric.name].labels(*engine_values, *label_values)
-            _observe_all(child, metric.buckets, parts)
+            _observe_all(self._child(key, engine_idx), parse_key(key)[0].buckets, parts)
         known = self._last.setdefault(engine_idx, {})
-        known.update(transfer_stats_data["gauges"])
+        newer = transfer_stats_data["gauges"]
+        if newer.items() <= known.items():
+            return
+        known.update(newer)
         for key, value in combine_gauges(list(known.values())).items():
+            self._child(key, engine_idx).set(value)
+
+    def _child(self, key: str, engine_idx: int) -> Any:  # noqa: ANN401 - Prometheus's own or Ray's
+        """What takes the values of a key; to find it by its labels takes longer than to add."""
+        child = self._children.get((key, engine_idx))
+        if child is None:
             metric, label_values = parse_key(key)
-            self._gauges[metric.name].labels(*engine_values, *label_values).set(value)
+            of_kind: dict[str, Any] = {"counter": self._counters, "histogram": self._histograms}
+            parent = of_kind.get(metric.kind, self._gauges)[metric.name]
+            child = parent.labels(*self._engine_values[engine_idx], *label_values)
+            self._children[key, engine_idx] = child
+        return child
 
 
 class _OneByOne(Protocol):

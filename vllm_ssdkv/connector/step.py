@@ -11,24 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from vllm_ssdkv.attention.blocks import BlockLayout, PartialState
+from vllm_ssdkv.attention.blocks import PartialState
 from vllm_ssdkv.attention.clock import AttentionClock
 from vllm_ssdkv.attention.decode import SparseDecode
+from vllm_ssdkv.attention.deviation import Deviation
 from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
-from vllm_ssdkv.connector.choosing import Choice
+from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.messages import Row
-from vllm_ssdkv.connector.model import KVLayout
+from vllm_ssdkv.connector.model import KVLayout, block_layout
+from vllm_ssdkv.connector.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.stream import Piece
 from vllm_ssdkv.store.tiers import TieredStore
-
-
-def block_layout(layout: KVLayout, page_tokens: int) -> BlockLayout:
-    """Layout of a block in HBM: pages back to back, ordered head, group."""
-    return BlockLayout.unpadded(
-        layout.block_tokens, page_tokens, layout.kv_heads, layout.head_size, layout.dtype
-    )
 
 
 class PagedStep:
@@ -40,13 +36,20 @@ class PagedStep:
         layout: KVLayout,
         rows: Sequence[Row],
         poisoned: set[str],
-        choice: Choice | None = None,
+        choices: Choices | None = None,
+        guesses: ReadAhead | None = None,
+        deviation: Deviation | None = None,
     ):
-        """``poisoned`` are requests that wait to be computed again: they get no context. Without a
-        ``choice`` all rows attend to everything. Blocks while summaries are read, if any are."""
+        """``poisoned`` are requests that wait to be computed again: they get no context. Without
+        ``choices`` all rows attend to everything; with a ``deviation`` what those that choose get
+        is compared with that. Without ``guesses``, which outlive the step, no page is read ahead.
+        Blocks while summaries are read, if any are."""
         self._rows = tuple(rows)
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
         self._layers = {name: i for i, name in enumerate(layout.layer_names)}
+        self._payload_bytes = layout.geometry.payload_bytes
+        self._page_bytes = layout.geometry.page_bytes
+        self._token_bytes = 2 * layout.head_size * layout.dtype.itemsize
         self.clock = AttentionClock()
         none = np.zeros(0, dtype=np.int64)
         contexts = []
@@ -60,16 +63,24 @@ class PagedStep:
         self._decode: SparseDecode | None = None
         self.left_out = 0
         """Rows that would choose, if DRAM had room for their summaries."""
-        choosing = [] if choice is None else choice.rows(self._rows, contexts)
-        if choice is not None and choosing:
+        selectors = {} if choices is None else choices.of_rows(self._rows, contexts)
+        choosing = list(selectors)
+        if choices is not None and choosing:
             chosen = store.choose(contexts, choosing)
             self.left_out = len(chosen.left_out)
             choosing = chosen.rows.tolist()
-            slots = block_layout(layout, choice.page_tokens).with_page_stride(
-                layout.geometry.page_bytes
+            self._decode = SparseDecode(
+                selectors,
+                chosen,
+                block_layout(layout, choices.page_tokens),
+                choices.dense_layers,
+                choices.means,
+                [row.request_id for row in self._rows],
+                None if deviation is None else deviation.of_step(),
+                guesses,
+                choices.kept,
             )
-            self._decode = SparseDecode(choice.selector, chosen, slots, choice.dense_layers)
-        dense_layers = 0 if choice is None else choice.dense_layers
+        dense_layers = 0 if choices is None else choices.dense_layers
         self._stream = store.stream(contexts, choosing, dense_layers)
 
     def row_of(self, write_block: int) -> int:
@@ -89,17 +100,22 @@ class PagedStep:
         return self._stream.pieces(self._layers[layer_name])
 
     def choosing(
-        self, layer_name: str, query: torch.Tensor, batch: RowBatch, scale: float
+        self,
+        layer_name: str,
+        query: torch.Tensor,
+        batch: RowBatch,
+        cache: torch.Tensor,
+        scale: float,
     ) -> Callable[[PartialState], None] | None:
         """Folds the layer's chosen pages into a state that has seen the window; None: nobody
-        chooses. Query, batch and scale as in ``attend_exact``."""
+        chooses. Query, batch, cache and scale as in ``attend_exact``."""
         decode, layer = self._decode, self._layers[layer_name]
         if decode is None:
             return None
 
         def fold(state: PartialState) -> None:
             kernels = select_page_kernels(query.device)
-            decode.attend(kernels, self.clock, layer, query, state, batch, scale)
+            decode.attend(kernels, self.clock, layer, query, state, batch, cache, scale)
 
         return fold
 
@@ -118,21 +134,31 @@ class PagedStep:
 
     def count(self, counters: Counters) -> None:
         """Add what the step did to the worker's counters."""
-        counters.add("context_pages_streamed", self._stream.pages_in_dram, tier="dram")
-        counters.add("context_pages_streamed", self._stream.pages_on_ssd, tier="ssd")
-        for part, seconds in self.clock.seconds.items():
-            counters.add("attention_seconds", seconds, part=part)
-        counters.add("sparse_rows_exact", self.left_out)
-        if self._decode is None:
-            return
-        counts, fetched = self._decode.counts, self._decode.contexts.fetched
-        counters.add("sparse_selections", counts.lists)
-        counters.add("sparse_pages_selected", counts.selected)
-        counters.add("sparse_pages_in_context", counts.context)
-        counters.add("sparse_missing_mass", counts.missing)
-        counters.add("sparse_pages_fetched", fetched.frame, tier="dram")
-        counters.add("sparse_pages_fetched", fetched.cache, tier="page_cache")
-        counters.add("sparse_pages_fetched", fetched.ssd, tier="ssd")
+        on_ssd = self._stream.pages_on_ssd
+        streamed = (self._stream.pages_in_dram, on_ssd, on_ssd * self._payload_bytes)
+        gains = (*streamed, self.left_out, *self.clock.seconds.values())
+        counters.add_keyed(zip(STEP_KEYS, gains, strict=True))
+        if self._decode is not None:
+            counters.add_keyed(zip(CHOICE_KEYS, self._chosen(self._decode), strict=True))
+
+    def _chosen(self, decode: SparseDecode) -> tuple[float, ...]:
+        """Gains of :data:`CHOICE_KEYS`."""
+        counts, contexts, page = decode.counts, decode.contexts, self._page_bytes
+        token, channel = contexts.fetched, contexts.fetched_channels
+        summary = contexts.fetched_summaries
+        in_dram = counts.scale_bytes + counts.channel_bytes * contexts.holds_channels
+        return (
+            (token.ssd + channel.ssd) * self._payload_bytes,
+            *(counts.lists, counts.kept, counts.selected, counts.context, counts.missing),
+            *(token.hot, token.frame, token.cache, token.ssd),
+            *(token.ahead, token.hits),
+            *(n * page for n in (token.hot, token.frame, token.cache, token.ssd)),
+            0,
+            *(channel.frame * page + in_dram, channel.cache * page, channel.ssd * page),
+            0,
+            *(n * page for n in (summary.frame, summary.cache, summary.ssd)),
+            *(counts.tokens * self._token_bytes, counts.channel_bytes + counts.scale_bytes),
+        )
 
     def close(self) -> None:
         """End of the step."""

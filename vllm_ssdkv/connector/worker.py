@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.attention.deviation import Deviation
+from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort
-from vllm_ssdkv.connector.choosing import Choice
+from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort, plain_stretches
+from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.engine_metrics import EngineMetrics
+from vllm_ssdkv.connector.hot_memory import hot_memory
 from vllm_ssdkv.connector.messages import (
     PROBE,
     Commit,
@@ -26,11 +31,11 @@ from vllm_ssdkv.connector.messages import (
     Save,
     SSDKVMetadata,
 )
-from vllm_ssdkv.connector.model import KVLayout
-from vllm_ssdkv.connector.step import PagedStep, block_layout
+from vllm_ssdkv.connector.model import KVLayout, block_layout
+from vllm_ssdkv.connector.step import PagedStep
 from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.errors import StoreError
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
@@ -40,7 +45,8 @@ from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
-GAUGE_INTERVAL_S = 1.0
+IDLE_S = 0.001
+"""How long a step that computes nothing waits for a load. No longer: a request may arrive."""
 
 
 class SSDKVWorker:
@@ -69,10 +75,25 @@ class SSDKVWorker:
         paths = opened.files.health.paths
         self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
         self._gauges_due = 0.0
-        self._engine_due = 0.0
-        self._attending = False
+        self._settled = False
+        self._told_left_out = False
         self._told_written = [0] * len(opened.devices)
-        self._choice = Choice.of(config)
+        self._choices: Choices | None = None
+        self._guesses = ReadAhead() if config.sparse.prefetch else None
+        self.deviation: Deviation | None = None
+        """Set by benches: compares sparse attention with exact, in steps that begin later."""
+        self.layer_ended: Callable[[], None] | None = None
+        """Set by benches: called when a layer has its attention."""
+
+    @functools.cached_property
+    def block_layout(self) -> BlockLayout:
+        """Layout of a block in HBM, in page mode."""
+        return block_layout(self.layout, self.config.page_tokens)
+
+    @functools.cached_property
+    def context_layout(self) -> BlockLayout:
+        """The same in a slot, whose pages are padded."""
+        return self.block_layout.with_page_stride(self.layout.geometry.page_bytes)
 
     @property
     def store(self) -> TieredStore:
@@ -97,21 +118,39 @@ class SSDKVWorker:
             self._copy_in,
             trimmer=self._trimmer(),
             scrub_rate=self.config.io.scrub_rate,
+            stretches=(
+                plain_stretches(caches, self.layout.geometry)
+                if self.config.mode == "reuse"
+                else None
+            ),
         )
         self._report.frames = self._store.frames.frames
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
+            self._keep_hot_pages(caches[0].device)
+            self._choices = Choices.of(self.config, self.layout, caches[0].device)
             self._port = PagedPort(
                 select_kernels(caches[0].device),
                 [c.view(c.shape[0], -1) for c in caches],
-                block_layout(self.layout, self.config.page_tokens),
+                self.block_layout,
                 self.layout.geometry,
                 self._store.frames,
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+
+    def _keep_hot_pages(self, device: torch.device) -> None:
+        nbytes = self.config.sparse.hbm_pages
+        if nbytes is not None and self.config.selector != "exact":
+            memory = hot_memory(
+                nbytes,
+                block_layout(self.layout, self.config.page_tokens),
+                self.layout.geometry,
+                device,
+            )
+            self.store.keep_hot_pages(memory)
 
     def _trimmer(self) -> SlotTrimmer | None:
         if not self.config.trim:
@@ -133,20 +172,30 @@ class SSDKVWorker:
         store = self.store
         if plan.segments is not None:
             store.files.placement.change(plan.segments)
-        self._attending = bool(plan.rows)
+        self._settled = plan.settled
         for request_id in plan.forget:
             store.drop_context(request_id)
             self._poisoned.discard(request_id)
+            self._forget_choices(request_id)
         for delta in plan.contexts:
             if delta.start == 0:
                 self._poisoned.discard(delta.request_id)
+                self._forget_choices(delta.request_id)
             store.extend_context(delta.request_id, delta.start, delta.slots)
         if plan.discard:
             store.discard(np.array(plan.discard, dtype=np.int64))
         if plan.trim is not None:
             store.trim(plan.trim)
         if plan.rows:
-            self.step = PagedStep(store, self.layout, plan.rows, self._poisoned, self._choice)
+            self.step = PagedStep(
+                store,
+                self.layout,
+                plan.rows,
+                self._poisoned,
+                self._choices,
+                self._guesses,
+                self.deviation,
+            )
         if plan.timed and self._timer is not None:
             self._timer.begin(plan.step)
 
@@ -158,11 +207,13 @@ class SSDKVWorker:
         if self.step is not None:
             spoiled = self._close_step(self.step)
             self.step = None
-        # Older blocks first: their writes free the frames that this step's blocks need.
-        self._commit(plan.commit, ~np.isin(plan.commit.slots, plan.save.slots))
-        good = ~np.isin(plan.save.slots, spoiled)
-        self._skip(plan.save.part(~good))
-        self._save(plan.save.part(good), plan.commit)
+        if len(plan.commit.slots):
+            # Older blocks first: their writes free the frames that this step's blocks need.
+            self._commit(plan.commit, ~np.isin(plan.commit.slots, plan.save.slots))
+        if len(plan.save.slots):
+            good = ~np.isin(plan.save.slots, spoiled)
+            self._skip(plan.save.part(~good))
+            self._save(plan.save.part(good), plan.commit)
         for load in plan.loads:
             self._load(load)
 
@@ -170,15 +221,27 @@ class SSDKVWorker:
         """Slots of the blocks that this step computed from a context it could not read."""
         step.close()
         step.count(self.counters)
+        if step.left_out and not self._told_left_out:
+            self._told_left_out = True
+            logger.warning(
+                "ssdkv: DRAM has no room for what the selector must know of the pages of %d "
+                "request(s), which attend to everything: raise sparse.summaries, dram_gib with it",
+                step.left_out,
+            )
         self._report.bad.extend((slot, -1) for slot in step.bad_slots)
         spoiled: list[int] = []
         for row in step.poisoned_rows():
             self._poisoned.add(row.request_id)
+            self._forget_choices(row.request_id)
             self._report.poisoned.append(row.request_id)
             self._invalid_blocks.add(row.fence_block)
             first = row.first_position // self.layout.block_tokens
             spoiled.extend(self.store.context_from(row.request_id, first).tolist())
         return spoiled
+
+    def _forget_choices(self, request_id: str) -> None:
+        if self._choices is not None:
+            self._choices.drop(request_id)
 
     def _save(self, save: Save, commit: Commit) -> None:
         """Copy blocks to frames, and commit each at once: the frames may be too few for all."""
@@ -212,14 +275,19 @@ class SSDKVWorker:
 
     # ---- results ----
 
-    def collect(self) -> None:
-        """Take in what the store's threads have finished. Never blocks."""
+    def collect(self, *, idle: bool) -> None:
+        """Take in what the store's threads have finished.
+
+        Blocks only if ``idle``, when there is nothing to compute, for up to :data:`IDLE_S` while
+        loads are under way: vLLM would step again at once, and hold the interpreter that the
+        loads need.
+        """
         if self._store is None:
             return
         durable, failed = self._store.take_write_results()
         self._report.durable.extend(durable)
         self._report.failed_writes.extend(failed)
-        for outcome in self._store.take_load_outcomes():
+        for outcome in self._store.take_load_outcomes(IDLE_S if idle else 0.0):
             self._loading.discard(outcome.request_id)
             self._report.loads.append(_load_time(outcome))
             self._report.bad.extend(outcome.bad)
@@ -228,6 +296,8 @@ class SSDKVWorker:
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.tokens_from_ssd, tier="ssd")
+            self._count_request("load_seconds", outcome.dram_s, tier="dram")
+            self._count_request("load_seconds", outcome.ssd_s, tier="ssd")
             if not outcome.complete:
                 self._failed.add(outcome.request_id)
         if self._timer is not None:
@@ -267,30 +337,25 @@ class SSDKVWorker:
         return invalid
 
     def take_report(self) -> RankReport | None:
-        """What the scheduler must hear of, since the last call."""
+        """What the scheduler must hear of, since the last call: what was counted, too."""
+        if self._settled or time.monotonic() >= self._gauges_due:
+            self.update_gauges()
         report, self._report = self._report, RankReport()
+        report.gained = self.counters.take_gained()
+        report.gauges = self.counters.take_gauges()
         return None if report.empty() else report
 
     def update_gauges(self) -> None:
-        """Refresh the gauges that this process owns; while tokens are decoded, once a second.
-
-        What the engine counts is many numbers: once a second in any case.
-        """
-        now = time.monotonic()
-        if now >= self._engine_due:
-            self._engine_due = now + GAUGE_INTERVAL_S
-            self._engine_metrics.update()
-        if self._attending and now < self._gauges_due:
-            return
-        self._gauges_due = now + GAUGE_INTERVAL_S
+        """Refresh the gauges that this process owns, and what the I/O engine counts."""
+        self._gauges_due = time.monotonic() + TELL_INTERVAL_S
+        self._engine_metrics.update()
         frames = self.store.frames
         total = frames.frames - frames.count(FrameState.FREE)
         self.counters.set("dram_frames", frames.frames)
         self.counters.set("dram_frames_used", total)
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
-        pages, summaries = self.store.choice_gauges()
-        self.counters.set("page_cache_pages", pages)
-        self.counters.set("summaries_held", summaries)
+        for name, value in self.store.choice_gauges().items():
+            self.counters.set(name, value)
         quarantined = self._opened.files.health.quarantined
         for index, device in enumerate(self._opened.devices):
             path = self._opened.files.health.paths[index]

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,11 @@ using ArrayIn =
     nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 template <class T>
 using ArrayOut = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
+
+template <class T>
+std::span<const T> span(const ArrayIn<T>& array) {
+  return {array.data(), array.shape(0)};
+}
 
 // Hand a vector to Python as a one-dimensional numpy array that owns it.
 template <class T>

@@ -47,7 +47,7 @@ class AdaptiveSelector:
         self.needs = scorer.needs
         self.p = p
         self.floor = floor
-        self.cap = cap
+        self.budget = cap
         self.sink_tokens = sink_tokens
         self.kernels = kernels
 
@@ -60,7 +60,7 @@ class AdaptiveSelector:
     ) -> Selection:
         """Sinks, then pages by score; ``mass`` says how far they got."""
         scores = self.scorer.score(query, context, scale, window_lse)
-        most = page_budget(self.cap, context)
+        most = page_budget(self.budget, context)
         least = np.minimum(page_budget(self.floor, context), most)
         sinks = -(-self.sink_tokens // context.layout.page_tokens)
         chosen = self.kernels.choose(scores, least, most, sinks, self.p)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.selection.protocol import ContextSummaries, Needs, Selection
+from vllm_ssdkv.selection.protocol import Budget, ContextSummaries, Needs, Selection
 
 
 class ExactSelector:
@@ -14,6 +14,7 @@ class ExactSelector:
 
     name = "exact"
     needs = Needs()
+    budget = Budget(share=1.0)
 
     def select(
         self,

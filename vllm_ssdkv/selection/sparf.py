@@ -36,7 +36,6 @@ class SparfSelector:
     """
 
     name = "sparf"
-    needs = Needs(channels=True, mean_value=True)
 
     def __init__(
         self,
@@ -45,6 +44,7 @@ class SparfSelector:
         granularity: Literal["token", "page"],
         sink_tokens: int,
         kernels: ScoringKernels,
+        channel_group: int = 1,
     ) -> None:
         """Choose ``budget`` tokens from ``channels`` channels.
 
@@ -55,14 +55,19 @@ class SparfSelector:
             sink_tokens: First tokens of the context, always chosen; not in the paper. Rounded up
                 to pages if those are chosen.
             kernels: Of selection.
+            channel_group: Neighbours that are chosen together, as a page holds them; SparQ's is 1.
+                ``channels`` are rounded up to whole groups. Divides the head size.
 
         Raises:
-            ValueError: ``channels`` is less than 1.
+            ValueError: ``channels`` or ``channel_group`` is less than 1.
         """
-        if channels < 1:
-            raise ValueError(f"channels must be at least 1, not {channels}")
+        if min(channels, channel_group) < 1:
+            raise ValueError(f"channels must be at least 1, not {channels} by {channel_group}")
+        channels = -(-channels // channel_group) * channel_group
         self.budget = budget
         self.channels = channels
+        self.channel_group = channel_group
+        self.needs = Needs(channels=channels, mean_value=True)
         self.granularity = granularity
         self.sink_tokens = sink_tokens
         self.kernels = kernels
@@ -102,14 +107,17 @@ class SparfSelector:
             return self.complete(self.kernels.choose(scores, pages, pages, sinks), scores, context)
         scores = self._score(query, context, scale, 1)
         held = context.window_tokens.astype(np.int64)
-        tokens = self.budget.context_tokens(context.context_tokens, held).astype(np.int32)
+        left = self.budget.context_tokens(context.context_tokens, held, context.ahead)
+        tokens = left.astype(np.int32)
         chosen = self.kernels.choose(scores, tokens, tokens, self.sink_tokens)
         return self.complete(_pages_of(chosen, context.layout.page_tokens), scores, context)
 
     def _score(
         self, query: torch.Tensor, context: ContextSummaries, scale: float, page_tokens: int
     ) -> Scores:
-        logits, first = self.kernels.channel_logits(query, context, scale, self.channels)
+        logits, first = self.kernels.channel_logits(
+            query, context, scale, self.channels, self.channel_group
+        )
         return self.kernels.score_tokens(logits, first, query.shape[1], context, page_tokens)
 
 

@@ -178,6 +178,8 @@ def inspect_store(store: StoredStore) -> StoreDetails:
             "page_bytes": geometry.page_bytes,
             "pages": geometry.pages,
             "summary_pages": geometry.summary_pages,
+            "channel_pages": geometry.channel_pages,
+            "scaled_from": geometry.scaled_from,
             "header_bytes": geometry.header_bytes,
             "slot_bytes": geometry.slot_bytes,
         },

@@ -23,7 +23,7 @@ from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
 from vllm_ssdkv.store.header import KEY_BYTES as BLOCK_KEY_BYTES
 from vllm_ssdkv.store.header_batch import HeaderFormat, gather, scatter
 from vllm_ssdkv.store.layout import TAG_BYTES, SlotGeometry
-from vllm_ssdkv.store.sealer import U8, U64, Seals, page_addresses
+from vllm_ssdkv.store.sealer import U8, U64, PlainCheck, Seals, page_addresses
 from vllm_ssdkv.store.store_key import KEY_BYTES, SALT_BYTES, slot_keys
 
 HEADER_PAGE: Final = 0xFFFFFFFF
@@ -141,6 +141,12 @@ class CipherSealer:
         data, tags = self._headers.authenticated(found)
         right &= (_header_tags(opening, data) == tags).all(axis=1)
         return Seals(opening, self._headers.tags(found).view(np.uint64)), right
+
+    def plain_check(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
+    ) -> PlainCheck | None:
+        """See :meth:`Sealer.plain_check`: pages must be decrypted."""
+        return None
 
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
         """See :meth:`Sealer.why_refused`."""

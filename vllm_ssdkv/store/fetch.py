@@ -3,11 +3,19 @@
 Pages of slots that have a frame are used where they lie, pages that were read before from the page
 cache. All others are read in one submission: every page once, whoever asks for it, and neighbours
 as one request. What arrives is checked like anything else that comes from a device.
+
+Pages that a later layer may need are read *ahead*: what was guessed wrong costs the drives' time
+and the places that are worth least, and nothing else.
+
+A page whose read hangs, and that has a copy on a device in use, is read from there into another
+place. Waiting for reads that do not end is bounded as in :mod:`vllm_ssdkv.store.stream`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +23,9 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.files import SlotBatch, SlotFiles
-from vllm_ssdkv.store.page_cache import NO_PLACE, PageCache
+from vllm_ssdkv.store.idle_time import IdleTime
+from vllm_ssdkv.store.layout import Extents
+from vllm_ssdkv.store.page_cache import NO_PLACE, Asked, PageCache, Pages
 from vllm_ssdkv.store.seal_table import SealTable
 
 logger = logging.getLogger(__name__)
@@ -23,12 +33,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Read:
-    """Pages on their way; all arrays [n]."""
+    """Distinct pages on their way into places that are taken for them; all arrays [n]."""
 
+    keys: NDArray[np.int64]
     slots: NDArray[np.int64]
-    pages: NDArray[np.int64]
+    numbers: NDArray[np.int64]
     places: NDArray[np.int32]
     batch: SlotBatch
+
+    def devices(self) -> NDArray[np.uint16]:
+        """Where the first byte of each page comes from."""
+        return _first_devices(self.batch.extents, len(self.keys))
 
 
 @dataclass(slots=True)
@@ -36,22 +51,20 @@ class Fetch:
     """Pages that were asked for, some of them still on their way. Belongs to who asked.
 
     Attributes:
-        address: Absolute address of each page asked for, uint64 [n]; valid once it has arrived.
-        from_cache, from_ssd: Distinct pages found in the cache, and read.
+        asked: What is known of them.
+        address: Absolute address of each, uint64 [n], once they have arrived; 0 where one has not.
+        from_cache, from_ssd: Distinct pages found in the cache, and read: for this, or ahead of it.
     """
 
+    pages: Pages
+    asked: Asked
     address: NDArray[np.uint64]
     from_cache: int
     from_ssd: int
-    _keys: NDArray[np.int64]
-    """Distinct pages that lie in no frame, ascending."""
-    _places: NDArray[np.int32]
-    """Their places; ``NO_PLACE`` where there was no room."""
-    _asked: NDArray[np.int64]
-    """Entries of ``address`` that lie in no frame."""
-    _which: NDArray[np.int64]
-    """Page (index into ``_keys``) of each of them."""
     _read: _Read | None
+    _again: Fetch | None = None
+    """Pages that are read once more: from another copy, or because somebody had begun to read them
+    ahead, and they did not come that way."""
 
 
 class PageFetcher:
@@ -61,130 +74,194 @@ class PageFetcher:
         self._files = files
         self._seals = seals
         self._cache = cache
+        self._ahead: deque[_Read] = deque()
+        """Reads that nobody has asked for yet; their places are taken."""
+        self._idle = IdleTime()
         self.bad: list[int] = []
         """Slots with wrong or unreadable bytes since the last :meth:`take_bad`."""
 
     @property
     def room(self) -> int:
-        """Distinct pages that one fetch can bring at least."""
-        return self._cache.usable()
+        """Distinct pages that one fetch can bring at least, whatever is being read ahead.
 
-    def start(
-        self,
-        slots: NDArray[np.int64],
-        pages: NDArray[np.int64],
-        frame_address: NDArray[np.uint64],
-    ) -> Fetch:
-        """Start to read what has to be read. Does not block.
-
-        Args:
-            slots: Slot of each page, [n]; pages may repeat.
-            pages: Number of each page in its slot, [n].
-            frame_address: Absolute address of the slot's frame, which somebody has borrowed, [n];
-                0 where it has none.
+        What does not fit is fetched in turns, and turns show in the last bits of the output: so
+        this must not depend on guesses.
         """
-        geometry = self._files.geometry
-        inside = np.uint64(geometry.header_bytes) + pages.astype(np.uint64) * np.uint64(
-            geometry.page_bytes
-        )
-        address = frame_address + inside
-        asked = np.flatnonzero(frame_address == 0)
-        keys, first, which = np.unique(
-            self._cache.key(slots[asked], pages[asked]), return_index=True, return_inverse=True
-        )
-        places = self._cache.find(keys)
-        missing = np.flatnonzero(places == NO_PLACE)
-        found = len(keys) - len(missing)
-        taken = self._cache.take(len(missing))
-        missing = missing[: len(taken)]
-        places[missing] = taken
-        read: _Read | None = None
-        if len(missing):
-            at = asked[first[missing]]
-            read = self._submit(slots[at], pages[at], taken)
-        return Fetch(address, found, len(missing), keys, places, asked, which, read)
+        usable = self._cache.usable()
+        return usable - usable // 2
+
+    def start(self, pages: Pages) -> Fetch:
+        """Start to read what has to be read. Does not block. Pages may repeat."""
+        self._settle_ahead(wait=False)
+        asked = self._cache.ask(pages)
+        keys, places = asked.keys[asked.held :], asked.places[asked.held :]
+        count = int(np.count_nonzero(places != NO_PLACE)) if len(places) else 0  # the first ones
+        read = self._submit(keys[:count], places[:count]) if count else None
+        self._idle.asked(self._load(() if read is None else (read,)))
+        nowhere = np.zeros(len(pages), dtype=np.uint64)
+        found = asked.held - asked.guessed
+        return Fetch(pages, asked, nowhere, found, asked.guessed + count, read)
+
+    def ahead(self, pages: Pages, begin: NDArray[np.int32], *, idle: bool) -> int:
+        """Start to read pages that may be needed soon. Does not block.
+
+        They get what :attr:`room` leaves of the cache at most, and each of the lists ``begin``
+        (int32 [lists + 1], edges in the pages) as much as the others; with ``idle``, no more than
+        the devices can do beside the latest fetch and until the next one. Returns how many are
+        read.
+        """
+        limit = max(0, self._cache.usable() // 2 - self.on_the_way())
+        devices = quota = None
+        if idle:
+            quota = self._idle.spare(self._load(self._ahead))
+            first, _ = self._files.placement.copies(
+                pages.slots, self._offset(pages.numbers), self._files.geometry.page_bytes
+            )
+            devices = _first_devices(first, len(pages))
+        keys, places = self._cache.guess(pages, begin, limit, devices, quota)
+        if len(keys):
+            self._ahead.append(self._submit(keys, places))
+        return len(keys)
+
+    def on_the_way(self) -> int:
+        """Pages that are being read ahead."""
+        self._settle_ahead(wait=False)
+        return sum(len(read.keys) for read in self._ahead)
+
+    def settle(self, fetch: Fetch) -> None:
+        """Block until :meth:`finish` has nothing to wait for, unless something must be read again;
+        for at most the deadline of I/O. Who measures time knows waiting from work by it."""
+        if fetch.asked.coming:
+            for read in self._ahead:
+                read.batch.settle()
+        if fetch._read is not None:
+            fetch._read.batch.settle()
+        self._idle.arrived()
 
     def finish(self, fetch: Fetch) -> NDArray[np.bool_]:
         """Wait for the pages, with the deadline of I/O; which of those asked for are there, [n].
 
-        Their memory stays as it is until :meth:`release`.
+        Their memory stays as it is until :meth:`release`. Waits for one more deadline per device
+        that hangs, as long as there are other copies.
         """
-        good = fetch._places != NO_PLACE
+        if not fetch.asked.coming and fetch._read is None:  # all of it is in memory
+            fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
+            return here
+        if fetch.asked.coming:
+            self._settle_ahead(wait=True)
+        again = np.full(len(fetch.pages), fetch.asked.coming > 0)
         if fetch._read is not None:
-            read = fetch._read
-            fetch._read = None
-            right = self._arrive(read)
-            index = np.searchsorted(fetch._keys, self._cache.key(read.slots, read.pages))
-            good[index] = right
-            self._cache.bind(read.places[right], fetch._keys[index[right]])
-            # Places whose read failed were given back or lent.
-            fetch._places[index[~right]] = NO_PLACE
-        fetch.address[fetch._asked] = self._cache.address(fetch._places)[fetch._which]
-        arrived = np.ones(len(fetch.address), dtype=np.bool_)
-        arrived[fetch._asked] = good[fetch._which]
-        return arrived
+            read, fetch._read = fetch._read, None
+            lent, hanging = self._arrive(read)
+            entries = np.flatnonzero(np.isin(fetch.asked.places, read.places[hanging]))
+            again |= np.isin(fetch.asked.which, entries)
+            self._withhold(fetch, read.places[lent])
+        fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
+        missing = np.flatnonzero(again & ~here)
+        if len(missing):
+            fetch._again = self.start(fetch.pages.part(missing))
+            here[missing] = self.finish(fetch._again)
+            fetch.address[missing] = fetch._again.address
+        return here
 
     def release(self, fetch: Fetch) -> None:
         """The pages are not read any more. Also ends a fetch that nobody waits for."""
         if fetch._read is not None:
-            read = fetch._read
-            fetch._read = None
-            index = np.searchsorted(fetch._keys, self._cache.key(read.slots, read.pages))
-            fetch._places[index] = NO_PLACE
-            self._give_back(read, np.zeros(len(read.places), dtype=np.bool_))
-        self._cache.release(fetch._places)
-        fetch._places = np.full_like(fetch._places, NO_PLACE)
+            read, fetch._read = fetch._read, None
+            held = read.batch.held()
+            self._take_in(read, np.zeros_like(held), held)
+            self._withhold(fetch, read.places[held])
+        if fetch._again is not None:
+            self.release(fetch._again)
+        self._cache.release(fetch.asked.places)
+        fetch.asked.places[:] = NO_PLACE
 
     def take_bad(self) -> list[int]:
         """Slots with wrong or unreadable bytes since the last call."""
         bad, self.bad = self.bad, []
         return bad
 
+    def _withhold(self, fetch: Fetch, lent: NDArray[np.int32]) -> None:
+        """These places are lent to reads that have not ended."""
+        if len(lent):
+            places = fetch.asked.places
+            places[np.isin(places, lent)] = NO_PLACE
+
+    def _settle_ahead(self, *, wait: bool) -> None:
+        """Take in what was read ahead: all of it, or what has arrived by now.
+
+        What failed is not read again and accuses nobody: who needs it reads it.
+        """
+        while self._ahead and (wait or self._ahead[0].batch.over(0.0)):
+            read = self._ahead.popleft()
+            good = self._verify(read, final=False)
+            lent = read.batch.held() & ~good
+            self._take_in(read, good, lent)
+            self._cache.release(read.places[~lent])
+
     # ---- reading ----
 
-    def _submit(
-        self, slots: NDArray[np.int64], pages: NDArray[np.int64], places: NDArray[np.int32]
-    ) -> _Read:
+    def _submit(self, keys: NDArray[np.int64], places: NDArray[np.int32]) -> _Read:
         geometry = self._files.geometry
-        offset = geometry.header_bytes + pages * geometry.page_bytes
+        slots, numbers = self._cache.slot_and_number(keys)
+        offset = self._offset(numbers)
         buffers = self._cache.buffer_offset(places)
         batch = self._files.submit(
             Op.READ, slots, offset, geometry.page_bytes, buffers, joined=True
         )
-        return _Read(slots, pages, places, batch)
+        return _Read(keys, slots, numbers, places, batch)
 
-    def _arrive(self, read: _Read) -> NDArray[np.bool_]:
-        """Wait for a read; which of its pages are right. The places of the others are returned."""
+    def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the slot before each page."""
+        geometry = self._files.geometry
+        return geometry.header_bytes + numbers * geometry.page_bytes
+
+    def _load(self, reads: Iterable[_Read]) -> NDArray[np.int64]:
+        """Pages, or parts of them, that each device reads, [devices]."""
+        load = np.zeros(self._files.placement.devices, dtype=np.int64)
+        for read in reads:
+            load += np.bincount(read.batch.extents.device, minlength=len(load))
+        return load
+
+    def _arrive(self, read: _Read) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Wait for a read, and hand what is right to the cache.
+
+        Returns which places are lent, and of these the ones whose page has a copy in reach, [n].
+        """
         good = self._verify(read, final=False)
-        again = np.flatnonzero(~good & ~read.batch.held() & ~read.batch.out_of_reach())
+        lent = read.batch.held() & ~good
+        again = np.flatnonzero(~good & ~lent & ~read.batch.out_of_reach())
         if len(again):
             # Once more, only what failed: a neighbour's bad sector may have failed it.
-            second = self._submit(read.slots[again], read.pages[again], read.places[again])
+            second = self._submit(read.keys[again], read.places[again])
             right = self._verify(second, final=True)
-            held = second.batch.held()
+            held = second.batch.held() & ~right
             self._blame(second.slots[~right & ~held & ~second.batch.out_of_reach()])
+            self._cache.lend(second.places[held], second.batch)
             good[again] = right
-            self._give_back(second, right)
-            rest = np.ones(len(good), dtype=np.bool_)
-            rest[again] = False
-            first = _Read(read.slots, read.pages, read.places, read.batch)
-            self._give_back(first, good | ~rest)
+            self._take_in(read, good, lent)
+            lent[again] = held
         else:
-            self._give_back(read, good)
-        return good
+            self._take_in(read, good, lent)
+        return lent, lent & ~read.batch.out_of_reach()
+
+    def _take_in(self, read: _Read, good: NDArray[np.bool_], lent: NDArray[np.bool_]) -> None:
+        """A read is over: the cache holds what is good; the read may still write to ``lent``."""
+        self._cache.arrive(read.keys, read.places, good, read.devices())
+        self._cache.lend(read.places[lent], read.batch)
 
     def _verify(self, read: _Read, *, final: bool) -> NDArray[np.bool_]:
         """Wait, check the pages that arrived, and unseal them; which may be used, [n]."""
         good = read.batch.wait()
         at = np.flatnonzero(good)
-        seals, known = self._seals.get_pages(read.slots[at], read.pages[at])
+        seals, known = self._seals.get_pages(read.slots[at], read.numbers[at])
         buffers = self._cache.buffer_offset(read.places[at])
         sealer = self._files.sealer
         same = np.zeros(len(at), dtype=np.bool_)
         if self._files.geometry.encrypted:
             # A page's number is in its nonce, and one call opens pages of one number.
-            for page in np.unique(read.pages[at]).tolist():
-                mine = np.flatnonzero(read.pages[at] == page)
+            for page in np.unique(read.numbers[at]).tolist():
+                mine = np.flatnonzero(read.numbers[at] == page)
                 opened = sealer.unseal(seals.part(mine), page, buffers[mine], final=final)
                 same[mine] = opened[:, 0]
         elif len(at):
@@ -207,8 +284,9 @@ class PageFetcher:
             blamed[:8],
         )
 
-    def _give_back(self, read: _Read, keep: NDArray[np.bool_]) -> None:
-        """Return the places of pages that are not kept, at once or when their read ends."""
-        held = read.batch.held() & ~keep
-        self._cache.release(read.places[~keep & ~held])
-        self._cache.lend(read.places[held], read.batch)
+
+def _first_devices(extents: Extents, pages: int) -> NDArray[np.uint16]:
+    """Device of the first byte of each page, [pages]."""
+    devices = np.zeros(pages, dtype=np.uint16)
+    devices[extents.slot_index[::-1]] = extents.device[::-1]
+    return devices

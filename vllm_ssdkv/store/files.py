@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv import _io
+from vllm_ssdkv.metrics import Counters, counter_key
 from vllm_ssdkv.store.engine.protocol import PENDING, U16, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.joined import submit_joined
@@ -28,8 +30,16 @@ GROUP = 64
 GROUP_BYTES = 64 * 1024 * 1024
 """Most bytes of whole slots per submission: what is queued must end well before the deadline."""
 
-_FIRST_LOOK_S = 0.001
-"""How soon a waiting batch looks which devices have done their part; then in growing intervals."""
+PART_BYTES = 1024 * 1024
+"""Of what has arrived of a batch in flight, so much is handed out at a time at least: each part
+costs some Python."""
+
+_FIRST_LOOK_S = 0.0002
+"""How soon who waits for a batch looks what has arrived, and which devices have done their part;
+then in growing intervals."""
+
+_GROWTH = 1.1
+"""Of these intervals: the end of a device's part must be seen well before the next look."""
 
 _LOOK_S = 0.1
 """How often a waiting batch looks whether the devices it waits for were given up meanwhile."""
@@ -41,17 +51,16 @@ class Source:
 
     Attributes:
         copy: The first ones, 0, or the second ones, 1.
-        without: Device whose pieces are to come from the other copy all the same.
+        without: Devices whose pieces are to come from the other copy all the same.
     """
 
     copy: int = 0
-    without: int | None = None
+    without: tuple[int, ...] = ()
 
     def second(self, first: U16, second: U16) -> NDArray[np.bool_]:
         """Whether the second copy of each piece is meant, [m], given the devices of both."""
         there = second if self.copy else first
-        moved = np.full(len(first), False) if self.without is None else there == self.without
-        return moved ^ bool(self.copy)
+        return np.isin(there, self.without) ^ bool(self.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class SlotFiles:
         if second is None or bool((first.device == second.device).all()):
             return [None]
         devices = np.union1d(first.device, second.device).tolist()
-        return [None, *(Source(without=device) for device in devices)]
+        return [None, *(Source(without=(device,)) for device in devices)]
 
     def doubt(self, slots: NDArray[np.int64], devices: U16) -> NDArray[np.bool_]:
         """Copies of slots, [n], on devices, [n], are wrong or out of date, but there are others;
@@ -155,6 +164,8 @@ class SlotFiles:
             batch = submit_joined(self.engine, op, *requests)
         else:
             batch = self.engine.submit(op, *requests)
+        if second is not None:
+            self.replicas.submitted(batch, extents.device[sent], extents.length[sent])
         now = time.monotonic()
         watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], now)
         deadline = now + self.deadline_s
@@ -170,7 +181,7 @@ class SlotFiles:
             batch,
             watch,
             deadline,
-            None if source is None else source.without,
+            () if source is None else source.without,
         )
 
 
@@ -221,8 +232,8 @@ class SlotBatch:
     watch: BatchWatch
     deadline: float
     """Time of the monotonic clock, counted from the submission."""
-    without: int | None
-    """Device that was avoided on purpose."""
+    without: tuple[int, ...]
+    """Devices that were avoided on purpose."""
 
     def wait(self, beside: Sequence[SlotBatch] = ()) -> NDArray[np.bool_]:
         """Wait until all has ended or the deadline passes; which slots succeeded, shape [slots].
@@ -235,20 +246,83 @@ class SlotBatch:
             beside: Batches in flight whose turn comes later: the speed of the devices is seen from
                 when their parts end.
         """
-        pause = _FIRST_LOOK_S
-        while not self.over(pause):
-            pause = min(_LOOK_S, 1.2 * pause)
-            for later in beside:
-                later.over(0.0)
+        self.settle(beside)
         name = "read" if self.op is Op.READ else "write"
         device, length = self.extents.device[self.sent], self.extents.length[self.sent]
         good = np.zeros(len(self.extents.device), dtype=np.bool_)
-        good[self.sent] = self.files.health.judge(device, self.batch.results(), length, name)
-        self._count(good, name)
+        moved = self.files.health.judge(device, self.batch.results(), length, name)
+        good[self.sent] = moved
+        done = self.watch.nbytes
+        if not moved.all():
+            done = np.bincount(device[moved], length[moved], len(done)).astype(np.float64)
+        keys = _byte_keys(self.op, self.files.health.paths)
+        self.files.counters.add_keyed(zip(keys, done.tolist(), strict=True))
         self._learn(good)
         if self.twin is not None:
             good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)
         return ~self._slots_of(~good)
+
+    def settle(self, beside: Sequence[SlotBatch] = ()) -> None:
+        """Block until :meth:`wait` would return at once; ``beside`` as there."""
+        pause = _FIRST_LOOK_S
+        while not self.over(pause):
+            pause = min(_LOOK_S, _GROWTH * pause)
+            for later in beside:
+                later.look()
+
+    def feed(self, intake: _io.Intake, beside: Sequence[SlotBatch] = ()) -> None:
+        """Have an intake made with :meth:`parts` look at slots as they arrive, without the GIL.
+        Ends when :meth:`wait`, which is still to be called, would return at once.
+
+        Args:
+            beside: As there.
+        """
+        pause, over = _FIRST_LOOK_S, False
+        while not over:
+            over = self.over(0.0)
+            # Without the interpreter for as long as nobody must look how fast the devices are.
+            watched = not (self.watch.done and all(later.watch.done for later in beside))
+            patience = 0.0 if over else pause if watched else _LOOK_S
+            patience = max(0.0, min(patience, self.deadline - time.monotonic()))
+            if isinstance(self.batch, _io.Batch):
+                intake.follow(self.batch, patience)
+            else:  # a twin, or an engine in Python
+                self.batch.wait(min(patience, pause))
+                intake.take(self.batch.results())
+            for later in beside:
+                later.look()
+            pause = min(_LOOK_S, _GROWTH * pause)
+
+    def parts(self) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint8]]:
+        """Of each request that was sent, the slot it is a part of, by place in the batch, and its
+        bytes; and whether something of each slot, [slots], was not sent."""
+        missing = np.ones(len(self.extents.device), dtype=np.bool_)
+        missing[self.sent] = False
+        slot_of, length = self.extents.slot_index[self.sent], self.extents.length[self.sent]
+        return slot_of, length, self._slots_of(missing).view(np.uint8)
+
+    def arriving(self, beside: Sequence[SlotBatch] = ()) -> Iterator[NDArray[np.intp]]:
+        """Slots, by place in the batch, as they become :meth:`readable`: each once, and all that
+        have arrived since the last look, as soon as these are :data:`PART_BYTES`. Ends when
+        :meth:`wait`, which is still to be called, would return at once.
+
+        Args:
+            beside: As there.
+        """
+        left = np.ones(len(self.slots), dtype=np.bool_)
+        least = -(-PART_BYTES // self.length)
+        pause, wait, over = _FIRST_LOOK_S, 0.0, False
+        while not over:
+            over = self.over(wait)
+            for later in beside:
+                later.look()
+            came = np.flatnonzero(left & self.readable())
+            if len(came) >= least or (over and len(came)):
+                left[came] = False
+                yield came
+                wait = 0.0  # by now there may be more
+            else:
+                wait, pause = pause, min(_LOOK_S, _GROWTH * pause)
 
     def readable(self) -> NDArray[np.bool_]:
         """Slots, [slots], of which a copy of every byte has arrived by now, or was written."""
@@ -262,14 +336,20 @@ class SlotBatch:
         """Whether :meth:`wait` would return at once; blocks for ``timeout_s`` at most."""
         remaining = self.deadline - time.monotonic()
         done = self.batch.wait(max(0.0, min(timeout_s, remaining)))
-        if not self.watch.done:
-            self.watch.look(self.batch, time.monotonic())
+        self.look()
         if done or remaining <= timeout_s:
             return True
         return bool(self.files.health.out_of_use(self.extents.device[self._pending()]).all())
 
+    def look(self) -> None:
+        """See which devices have done their part by now."""
+        if not self.watch.done:
+            self.watch.look(self.batch, time.monotonic())
+
     def held(self) -> NDArray[np.bool_]:
         """Slots, [slots], whose buffers an I/O may still touch now."""
+        if self.batch.done():
+            return np.zeros(len(self.slots), dtype=np.bool_)
         mask = np.zeros(len(self.extents.device), dtype=np.bool_)
         mask[self._pending()] = True
         return self._slots_of(mask)
@@ -304,15 +384,19 @@ class SlotBatch:
                 unless it has another copy: then the same place is not read again.
         """
         device = self.extents.device.astype(np.intp)
+        if not (self.without or len(wrong_slot)):
+            self.files.health.judge_content(device[right[self.extents.slot_index]], device[:0])
+            return
         at = wrong_slot * self.length + wrong_offset
         begin, end = self._piece_at(at), self._piece_at(at + self.files.geometry.page_bytes - 1)
         # A page that begins on one device may end on another: then neither is accused.
         accused = np.unique(begin[begin == end])
         new = self._doubt(accused)
-        if self.without is not None and right.any():
-            # It was wrong before, and all that has changed is where this device's pieces are from.
+        if right.any():
+            # It was wrong before, and all that has changed is where these devices' pieces are from.
             slots = self.slots[right]
-            self.files.doubt(slots, np.full(len(slots), self.without, dtype=np.uint16))
+            for avoided in self.without:
+                self.files.doubt(slots, np.full(len(slots), avoided, dtype=np.uint16))
         if final:
             alone = accused[self.extents.device[accused] == self.other[accused]]
             new = np.concatenate([new, alone])
@@ -367,9 +451,9 @@ class SlotBatch:
         mask[self.extents.slot_index[extents]] = True
         return mask
 
-    def _count(self, good: NDArray[np.bool_], name: str) -> None:
-        paths = self.files.health.paths
-        metric = "bytes_read" if name == "read" else "bytes_written"
-        done = np.bincount(self.extents.device[good], self.extents.length[good])
-        for device in np.flatnonzero(done).tolist():
-            self.files.counters.add(metric, float(done[device]), device=paths[device])
+
+@functools.lru_cache(maxsize=64)
+def _byte_keys(op: Op, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Key of what was moved, for each device."""
+    name = "bytes_read" if op is Op.READ else "bytes_written"
+    return tuple(counter_key(name, device=path) for path in paths)

@@ -3,6 +3,10 @@
 Everything is read that a start of the engine believes: manifest, superblocks, journal, and of every
 stored block, on every rank, the header and the checksum of each page. What is known of the store
 comes from its own files; neither options nor a model are needed.
+
+A device that is absent is a finding, and what lies on the others is checked. Blocks that need it
+are not wrong: they are counted apart, and nothing is repaired before it is back, unless the store
+has been opened without it since.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import FormatError
+from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.data_file import read_copies
@@ -62,7 +66,7 @@ class CheckedFile:
     """One data file and what is wrong with it.
 
     Attributes:
-        file: None when it is missing.
+        file: None when it is missing, or its device is absent.
         identity: UUID of the file, None when nobody knows it.
         epoch: Highest epoch of a valid superblock, 0 without one.
         problem: Of its superblocks, or that it is missing or empty.
@@ -96,7 +100,8 @@ class Examination:
 
     Attributes:
         entry: What the journal says, in the order of eviction.
-        good: Per entry whether it is right on every rank, bool.
+        good: Per entry whether it is right on every rank, bool; also where it is out of reach.
+        absent: Per device whether it is, bool.
         stale: Problems of the manifest.
         orphans: Data files of ranks that the store does not have.
         bad_copies: Of slots whose other copy is right.
@@ -107,6 +112,7 @@ class Examination:
     files: list[CheckedFile]
     entry: Entry
     good: NDArray[np.bool_]
+    absent: NDArray[np.bool_]
     stale: list[Problem] = field(default_factory=list)
     orphans: list[tuple[Path, Problem]] = field(default_factory=list)
     bad_copies: list[BadCopy] = field(default_factory=list)
@@ -129,6 +135,7 @@ def examined(
 
     Raises:
         StoreLockedError: somebody uses it.
+        DeviceError: a device is absent, and a repair would drop what lies there.
         StoreError: it cannot be checked; the text says why and the way out.
     """
     with contextlib.ExitStack() as stack:
@@ -139,15 +146,20 @@ def examined(
         if journal is not None:
             stack.callback(os.close, journal)
         files: list[CheckedFile] = []
+        devices = store.manifest.devices
+        absent = np.array([store.absent(device) for device in range(len(devices))], dtype=np.bool_)
         for rank in range(store.manifest.tp_size):
-            for device, known in enumerate(store.manifest.devices):
-                file = open_data_file(store, device, rank, write=write)
+            for device, known in enumerate(devices):
+                file = None
+                if not absent[device]:
+                    file = open_data_file(store, device, rank, write=write)
                 if file is not None:
                     stack.callback(file.close)
                 identity = UUID(known.files[rank]) if known.files[rank] else None
                 files.append(CheckedFile(device, rank, file, identity))
-        examination = _new(store, files)
+        examination = _new(store, files, absent)
         _check_journal(examination, journal)
+        _check_absent(examination, write=write)
         _check_manifest(examination)
         for checked in files:
             _check_file(examination, checked)
@@ -156,7 +168,7 @@ def examined(
         yield examination
 
 
-def _new(store: StoredStore, files: list[CheckedFile]) -> Examination:
+def _new(store: StoredStore, files: list[CheckedFile], absent: NDArray[np.bool_]) -> Examination:
     report = Report(
         store.manifest.store,
         str(store.state),
@@ -165,7 +177,8 @@ def _new(store: StoredStore, files: list[CheckedFile]) -> Examination:
         store.manifest.slots,
     )
     nothing = np.zeros(0, dtype=np.int64)
-    return Examination(store, report, files, Entry(nothing, nothing, []), nothing.astype(np.bool_))
+    entry = Entry(nothing, nothing, [])
+    return Examination(store, report, files, entry, nothing.astype(np.bool_), absent)
 
 
 def _check_journal(this: Examination, fd: int | None) -> None:
@@ -185,6 +198,29 @@ def _check_journal(this: Examination, fd: int | None) -> None:
         report.add("journal", this.store.journal, text)
 
 
+def _check_absent(this: Examination, *, write: bool) -> None:
+    """Say which devices are absent, and how many of the blocks that are out of reach each has a
+    part of; raises DeviceError if the store is to be repaired without it."""
+    placement, slots = this.store.placement, this.entry.slots
+    slots = slots[placement.lost(this.absent, slots)]
+    for device in np.flatnonzero(this.absent).tolist():
+        parts = int(placement.touches(device, slots).sum())
+        if not (parts or this.store.manifest.devices[device].present):
+            continue  # the store goes on without it
+        path = this.store.paths[device]
+        if write:
+            raise DeviceError(
+                f"device {device} ({path}) does not exist, and a repair without it would drop what "
+                "lies there: mount it, or name the directories where the store is now; without "
+                "--repair the rest is checked"
+            )
+        text = (
+            "it does not exist: mount it, or name the directories where the store is now; it has "
+            f"parts of {parts} block(s) that are out of reach"
+        )
+        this.report.add("device", path, text)
+
+
 def _check_manifest(this: Examination) -> None:
     path, manifest = this.store.state / NAME, this.store.manifest
     if this.store.damage:
@@ -201,7 +237,7 @@ def _check_manifest(this: Examination) -> None:
 def _check_file(this: Examination, checked: CheckedFile) -> None:
     file, path = checked.file, this.store.data_path(checked.device, checked.rank)
     if file is None:
-        if checked.identity is not None:
+        if checked.identity is not None and not this.absent[checked.device]:
             checked.problem = this.report.add("data_file", path, "it is missing")
         return
     _check_superblocks(this, checked, file)
@@ -249,14 +285,12 @@ def _look_for_orphans(this: Examination) -> None:
 
 
 def _check_slots(this: Examination, progress: Progress) -> None:
-    inside = np.flatnonzero(this.good)
-    entry = Entry(
-        this.entry.slots[inside],
-        this.entry.epochs[inside],
-        [this.entry.keys[i] for i in inside.tolist()],
-    )
-    doubled = int(this.store.placement.doubled(entry.slots).sum())
-    total = (len(inside) + doubled) * this.report.ranks
+    out_of_reach = this.store.placement.lost(this.absent, this.entry.slots)
+    this.report.out_of_reach = int(out_of_reach.sum())
+    inside = np.flatnonzero(~out_of_reach)
+    entry = this.entry.part(inside)
+    twice = int(_read_twice(this, entry.slots).sum())
+    total = (len(inside) + twice) * this.report.ranks
     progress(0, total)
     for rank in range(this.report.ranks):
         right = np.ones(len(inside), dtype=np.bool_)
@@ -271,6 +305,22 @@ def _check_slots(this: Examination, progress: Progress) -> None:
     this.report.bad = this.report.stored - int(this.good.sum())
 
 
+def _read_twice(this: Examination, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Slots with two copies that can be told apart: some piece is there twice."""
+    placement = this.store.placement
+    twice = placement.doubled(slots)
+    near = np.zeros(len(slots), dtype=np.bool_)
+    for device in np.flatnonzero(this.absent).tolist():
+        near |= placement.touches(device, slots)
+    which = np.flatnonzero(twice & near)
+    first, second = placement.copies(slots[which], 0, placement.geometry.slot_bytes)
+    if second is not None:
+        both = ~(this.absent[first.device] | this.absent[second.device])
+        twice[which] = False
+        twice[which[first.slot_index[both]]] = True
+    return twice
+
+
 def _check_rank(
     this: Examination,
     mine: Sequence[CheckedFile],
@@ -282,7 +332,10 @@ def _check_rank(
     """Clear ``right`` where a slot of this rank is not what it should be."""
     paths = [str(this.store.data_path(c.device, c.rank)) for c in mine]
     # Unreadable slots are this check's business, not a reason to give a device up.
-    health = DeviceHealth(paths, DEADLINE_S, Counters(), failures_to_quarantine=_NEVER)
+    missing = [checked.device for checked in mine if checked.file is None]
+    health = DeviceHealth(
+        paths, DEADLINE_S, Counters(), failures_to_quarantine=_NEVER, absent=missing
+    )
     placement, rank = this.store.placement, mine[0].rank
     geometry = placement.geometry
     plan = BatchPlan(geometry)
@@ -291,9 +344,6 @@ def _check_rank(
         stack.callback(arena.close)
         nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, nowhere)
-        for checked in mine:
-            if checked.file is None:
-                health.quarantine(checked.device, "its data file is missing")
         engine = open_engine(
             EngineOptions(queue_depth=_QUEUE_DEPTH),
             [nowhere if c.file is None else c.file.fd for c in mine],
@@ -344,17 +394,18 @@ def _judge_copies(
     wrong: Callable[..., Verdicts],
 ) -> None:
     """Report what is wrong with the copies of slots; a slot is right if one source of it is."""
-    doubled = this.store.placement.doubled(entry.slots)
+    twice = _read_twice(this, entry.slots)
+    absent = tuple(np.flatnonzero(this.absent).tolist())
     found = [
-        wrong(np.arange(len(entry.slots)), Source(0)),
-        wrong(np.flatnonzero(doubled), Source(1)),
+        wrong(np.arange(len(entry.slots)), Source(0, absent)),
+        wrong(np.flatnonzero(twice), Source(1, absent)),
     ]
-    lost = {i: v for i, v in found[0].items() if not doubled[i] or i in found[1]}
+    lost = {i: v for i, v in found[0].items() if not twice[i] or i in found[1]}
     for device, path in enumerate(paths if lost else ()):
         # Each copy may lie on several devices, of which one alone is bad.
-        which = np.array([i for i in lost if doubled[i]], dtype=np.int64)
+        which = np.array([i for i in lost if twice[i]], dtype=np.int64)
         which = which[this.store.placement.touches(device, entry.slots[which])]
-        still = wrong(which, Source(0, without=device), again=True)
+        still = wrong(which, Source(0, (device, *absent)), again=True)
         for index in set(which.tolist()) - still.keys():
             verdict, slot = lost.pop(index), int(entry.slots[index])
             this.bad_copies += [BadCopy(rank, slot, copy, device) for copy in (0, 1)]
@@ -365,7 +416,7 @@ def _judge_copies(
         this.report.add(verdict.kind, f"slot {entry.slots[index]}, rank {rank}", verdict.text)
     for copy, verdicts in enumerate(found):
         for index, verdict in sorted(verdicts.items()):
-            if doubled[index] and index not in found[1 - copy]:
+            if twice[index] and index not in found[1 - copy]:
                 slot = int(entry.slots[index])
                 this.bad_copies.append(BadCopy(rank, slot, copy))
                 text = f"copy {copy}: {verdict.text}; the other one is right"

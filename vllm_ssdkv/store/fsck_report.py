@@ -9,6 +9,7 @@ MAX_LISTED = 1000
 """Problems that are listed one by one; all are counted."""
 
 ProblemKind: TypeAlias = Literal[
+    "device",
     "manifest",
     "superblock",
     "data_file",
@@ -44,6 +45,8 @@ class Report:
         slots: Slots of the store.
         stored: Slots that hold a block, by the journal.
         bad: Those of them that cannot be served; a repair drops them.
+        out_of_reach: Those that have a part on absent devices only: they are neither right nor
+            wrong, and stay.
         checked_slots: Slots read and verified, those of each rank counted.
         checked_bytes: Their bytes, those of both copies.
         counts: Number of problems of each kind.
@@ -58,6 +61,7 @@ class Report:
     slots: int
     stored: int = 0
     bad: int = 0
+    out_of_reach: int = 0
     checked_slots: int = 0
     checked_bytes: int = 0
     unrepaired: int = 0

@@ -75,6 +75,15 @@ class HeaderFormat:
         self._begin = HEADER_FIXED_BYTES + CHECKSUM_BYTES * geometry.pages
         """Of the tags."""
         self._used = geometry.header_used
+        self.shape = _io.SlotShape(
+            geometry.header_bytes,
+            HEADER_FIXED_BYTES,
+            self._used,
+            geometry.pages,
+            geometry.page_bytes,
+            geometry.payload_bytes,
+        )
+        """Of the slots, for native code."""
         self._same = np.zeros(1, dtype=_FIXED)
         """What the headers of all slots have in common."""
         self._same["magic"] = np.frombuffer(MAGIC, dtype=np.uint8)
@@ -119,7 +128,7 @@ class HeaderFormat:
                 f"{count} slots of {geometry.pages} pages, encrypted: {geometry.encrypted}"
             )
         data = np.zeros((count, geometry.header_bytes), dtype=np.uint8)
-        data[:, :HEADER_FIXED_BYTES] = self._fixed(slots, epochs, keys, salts)
+        data[:, :HEADER_FIXED_BYTES] = self.beginnings(slots, epochs, keys, salts)
         end = self._begin
         data[:, HEADER_FIXED_BYTES:end] = _bytes_of(checksums)
         if tags is not None and authenticate is not None:
@@ -136,13 +145,10 @@ class HeaderFormat:
 
         The tags of encrypted slots are not checked here.
         """
-        fixed = data[:, :HEADER_FIXED_BYTES]
-        salts = fixed[:, -SALT_BYTES:] if self.geometry.encrypted else None
-        same = (fixed == self._fixed(slots, epochs, keys, salts)).all(axis=1)
-        tail = np.ascontiguousarray(data[:, -HEADER_TAIL_BYTES:]).view("<u8")[:, 0]
-        zeros = data[:, self._used : -HEADER_TAIL_BYTES]
-        found: NDArray[np.bool_] = same & (_own_checksums(data) == tail) & ~zeros.any(axis=1)
-        return found
+        salts = self.salts(data) if self.geometry.encrypted else None
+        fixed = self.beginnings(slots, epochs, keys, salts)
+        found = _io.right_headers(_row_addresses(data), fixed.ravel(), self.shape)
+        return found.view(np.bool_)
 
     def what_is_wrong(self, data: U8, slot: int, epoch: int, key: bytes) -> str | None:
         """The field of one header, [header_bytes], that makes it not :meth:`right`, in words."""
@@ -176,7 +182,12 @@ class HeaderFormat:
         end = self._used - TAG_BYTES
         return data[:, :end], data[:, end : self._used]
 
-    def _fixed(self, slots: Numbers, epochs: Numbers, keys: U8, salts: U8 | None) -> U8:
+    def beginnings(self, slots: Numbers, epochs: Numbers, keys: U8, salts: U8 | None = None) -> U8:
+        """What the headers of n slots begin with, [n, 128]; arguments as :meth:`encode`.
+
+        Raises:
+            ValueError: a number does not fit its field.
+        """
         count = len(slots)
         if keys.shape != (count, KEY_BYTES):
             raise ValueError(f"keys {keys.shape} for {count} slots")

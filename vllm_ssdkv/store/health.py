@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,9 @@ class DeviceHealth:
         counters: Counters,
         *,
         failures_to_quarantine: int = FAILURES_TO_QUARANTINE,
-        absent: int = 0,
+        absent: Collection[int] = (),
     ):
-        """``absent``: devices behind those of ``paths`` that are not there, and stay so."""
+        """``absent``: devices that are not there, and stay so; may be behind those of ``paths``."""
         self.paths = tuple(paths)
         self._deadline_s = deadline_s
         self._failures_to_quarantine = failures_to_quarantine
@@ -52,7 +52,8 @@ class DeviceHealth:
         self._lock = threading.Lock()
         self._in_a_row = [0] * len(paths)
         self._wrong = [0.0] * len(paths)
-        self._out_of_use = np.arange(len(paths) + absent) >= len(paths)
+        devices = max([len(paths), *(device + 1 for device in absent)])
+        self._out_of_use = np.isin(np.arange(devices), list(absent))
         self._news: list[int] = []
 
     def judge(
@@ -71,6 +72,11 @@ class DeviceHealth:
             operation: ``read`` or ``write``, for the log.
         """
         good: NDArray[np.bool_] = results == wanted.astype(np.int64)
+        if good.all():
+            with self._lock:
+                for device in np.flatnonzero(np.bincount(devices)).tolist():
+                    self._in_a_row[device] = 0
+            return good
         for device in np.unique(devices).tolist():
             mine = devices == device
             self._judge_device(device, results[mine], good[mine], operation)

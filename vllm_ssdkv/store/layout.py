@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.lanes import partners
 
 U16: TypeAlias = NDArray[np.uint16]
@@ -56,7 +57,8 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
-    """Shape of one slot on one rank: header, summary pages, then pages ordered layer, head, group.
+    """Shape of one slot on one rank: header, summary pages, channel pages ordered layer, then pages
+    ordered layer, head, group.
 
     Attributes:
         kind: ``opaque``: one page holds one layer's block as vLLM laid it out. ``paged``: one page
@@ -69,10 +71,15 @@ class SlotGeometry:
         encrypted: Whether pages are encrypted; headers then have their tags, too.
         summary_pages: Pages before the others that hold what a sparse selector must know of them
             (:mod:`vllm_ssdkv.store.summaries`); 0 where no selector needs it.
+        channel_pages: Pages of each layer that hold its K once more, channel-major; 0 where no
+            selector needs them.
+        scaled_from: Bytes of a number of K where channel pages hold it as int8, with scales in the
+            summary pages; 0 where they hold K as it is.
 
     Raises:
-        ValueError: a number is not positive, ``opaque`` has heads, groups or summaries, or the slot
-            would exceed :data:`MAX_SLOT_BYTES`.
+        ValueError: a number is not positive, ``opaque`` has heads, groups or summaries, there are
+            channel pages without summary pages or scales without channel pages, or the slot would
+            exceed :data:`MAX_SLOT_BYTES`.
     """
 
     kind: Literal["opaque", "paged"]
@@ -82,6 +89,8 @@ class SlotGeometry:
     payload_bytes: int
     encrypted: bool = False
     summary_pages: int = 0
+    channel_pages: int = 0
+    scaled_from: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("opaque", "paged"):
@@ -93,8 +102,23 @@ class SlotGeometry:
             raise ValueError("slot geometry: an opaque slot has heads = groups = 1, no summaries")
         if self.summary_pages < 0:
             raise ValueError(f"slot geometry: summary_pages is {self.summary_pages}")
+        if self.channel_pages < 0 or (self.channel_pages and not self.summary_pages):
+            raise ValueError(
+                f"slot geometry: channel_pages is {self.channel_pages}, with {self.summary_pages} "
+                "summary pages"
+            )
+        if self.scaled_from and (self.scaled_from not in (2, 4) or not self.channel_pages):
+            raise ValueError(
+                f"slot geometry: scaled_from is {self.scaled_from}, with {self.channel_pages} "
+                "channel pages"
+            )
         if self.slot_bytes > MAX_SLOT_BYTES:
             raise ValueError(f"slot of {self.slot_bytes} bytes exceeds {MAX_SLOT_BYTES}")
+
+    @property
+    def version(self) -> int:
+        """Of superblock and manifest: 1; 2 with channel pages, 3 with int8 ones."""
+        return 1 + (self.channel_pages > 0) + (self.scaled_from > 0)
 
     @property
     def page_bytes(self) -> int:
@@ -113,8 +137,8 @@ class SlotGeometry:
 
     @property
     def pages(self) -> int:
-        """Pages of one slot, summaries included."""
-        return self.summary_pages + self.kv_pages
+        """Pages of one slot, summaries and channel pages included."""
+        return self.first_page(0) + self.kv_pages
 
     @property
     def layer_bytes(self) -> int:
@@ -158,22 +182,21 @@ class SlotGeometry:
         """Bytes of a stripe unit; the last of a slot may be partly unused."""
         return round_up(-(-self.slot_bytes // self.units_per_slot), self.quantum)
 
-    @property
-    def preamble_bytes(self) -> int:
-        """Bytes of header and summary pages: what is read of a slot whose pages are not."""
-        return self.header_bytes + self.summary_pages * self.page_bytes
+    def first_channel_page(self, layer: int) -> int:
+        """Number of a layer's first channel page."""
+        return self.summary_pages + layer * self.channel_pages
 
     def first_page(self, layer: int) -> int:
-        """Number of a layer's first page."""
-        return self.summary_pages + layer * self.pages_per_layer
+        """Number of a layer's first page of KV."""
+        return self.first_channel_page(self.layers) + layer * self.pages_per_layer
 
     def layer_offset(self, layer: int) -> int:
-        """Offset of a layer's first page inside the slot."""
+        """Offset of a layer's first page of KV inside the slot."""
         return self.page_offset(self.first_page(layer))
 
     def page_offset(self, page: int) -> int:
-        """Offset of a page inside the slot; ``page = first_page(layer) + head * groups + group``,
-        or, of a summary page, its number."""
+        """Offset of a page inside the slot; of KV, ``page = first_page(layer) + head * groups +
+        group``."""
         return self.header_bytes + page * self.page_bytes
 
 
@@ -214,6 +237,7 @@ class StripeMap:
         lanes: Device of each lane.
         devices: Number of devices; some may have no lane.
         copies: How often each slot is there: 1 or 2.
+        table: The same for native code.
         units_per_slot: Units a slot is cut into.
         unit_bytes: Bytes of a unit, a multiple of 4096 and at most :data:`STRIPE_UNIT`, except
             that every unit of a slot has the same size, so that the last may be partly unused
@@ -261,13 +285,28 @@ class StripeMap:
         self._touches: NDArray[np.bool_] = np.diff(self._before, axis=0) > 0
         # Pieces of both copies are cut alike, at every unit: either may be read in place of the
         # other. Neighbours are rare there, since a device has at most half of the lanes.
-        self._merge_units = max(1, MERGE_BYTES // self.unit_bytes) if copies == 1 else 1
+        merge_units = max(1, MERGE_BYTES // self.unit_bytes) if copies == 1 else 1
+        self.table = _io.StripeTable(
+            self._device.ravel(),
+            self._place.ravel(),
+            self._row_units,
+            n,
+            copies,
+            self.unit_bytes,
+            geometry.slot_bytes,
+            SUPERBLOCK_BYTES,
+            merge_units,
+        )
+        zero = np.zeros(1, dtype=np.int64)
+        most = np.array([np.iinfo(np.int64).max], dtype=np.int64)
+        begin = np.zeros(devices, dtype=np.int64)
+        self._alone = _io.Stripes([self.table], zero, most, zero, begin, devices)
 
     def extents(self, slots: I64, offset: int | I64, length: int, copy: int = 0) -> Extents:
         """Requests that cover bytes ``[offset, offset + length)`` of each slot.
 
         Pieces are split at unit borders; neighbours that are contiguous on one device are merged
-        up to :data:`MERGE_BYTES`. Ordered by slot index, then position. No Python loop per slot.
+        up to :data:`MERGE_BYTES`. Ordered by slot index, then position. One native call.
 
         Args:
             slots: Slot numbers, int64, shape [n]; repeats are allowed.
@@ -277,52 +316,16 @@ class StripeMap:
                 requests for both are alike but for device and offset.
 
         Raises:
-            ValueError: the range leaves the slot, a slot is negative, or shapes differ.
+            ValueError: the range is empty or leaves the slot, a slot is negative, or shapes differ.
         """
-        copy %= self.copies
-        slots = np.asarray(slots, dtype=np.int64)
-        starts = np.broadcast_to(np.asarray(offset, dtype=np.int64), slots.shape)
-        if slots.ndim != 1 or length <= 0:
-            raise ValueError(f"extents of slots {slots.shape} and length {length}")
-        if slots.size and int(slots.min()) < 0:
-            raise ValueError(f"slot {int(slots.min())} is negative")
-        if slots.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self._slot_end(length):
-            raise ValueError(
-                f"bytes [{int(starts.min())}, {int(starts.max()) + length}) leave the slot of "
-                f"{self.geometry.slot_bytes} bytes"
-            )
-        n, unit_bytes = len(self.lanes), self.unit_bytes
-        first = starts // unit_bytes
-        counts = (starts + (length - 1)) // unit_bytes - first + 1
-        index = np.repeat(np.arange(slots.size, dtype=np.int64), counts)
-        step = np.arange(index.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        unit = first[index] + step
-        begin = np.maximum(starts[index], unit * unit_bytes)
-        end = np.minimum(starts[index] + length, (unit + 1) * unit_bytes)
-        row, phase = slots[index] // n, slots[index] % n
-        device = self._device[phase, copy, unit]
-        place = row * self._row_units[device] + self._place[phase, copy, unit]
-        disk = SUPERBLOCK_BYTES + place * unit_bytes + (begin - unit * unit_bytes)
-
-        # A slot's consecutive units on one device have consecutive places: they are contiguous.
-        fresh = np.ones(index.size, dtype=np.bool_)
-        fresh[1:] = (
-            (index[1:] != index[:-1])
-            | (device[1:] != device[:-1])
-            | (unit[1:] % self._merge_units == 0)
-        )
-        head = np.flatnonzero(fresh)
-        tail = np.append(head[1:], index.size)[: head.size] - 1
         return Extents(
-            device=device[head].astype(np.uint16),
-            offset=disk[head].astype(np.uint64),
-            length=(end[tail] - begin[head]).astype(np.uint32),
-            slot_index=index[head],
-            buffer=(index[head] * length + begin[head] - starts[index[head]]).astype(np.uint64),
+            *self._alone.extents(
+                np.ascontiguousarray(slots, dtype=np.int64),
+                np.atleast_1d(np.asarray(offset, dtype=np.int64)),
+                length,
+                copy,
+            )
         )
-
-    def _slot_end(self, length: int) -> int:
-        return self.geometry.slot_bytes - length
 
     def touches(self, device: int, slots: I64) -> NDArray[np.bool_]:
         """Per slot (int64, shape [n]) whether any byte of it lies on the device; bool, [n].

@@ -7,16 +7,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotBatch, SlotFiles, Source
 from vllm_ssdkv.store.header_batch import key_rows
+from vllm_ssdkv.store.intake import RIGHT, WRONG_HEADER, make_intake
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.sealer import Seals
 from vllm_ssdkv.store.staging import Staging
@@ -28,17 +30,7 @@ HEADERS = 2 * GROUP
 hold."""
 
 READ_AHEAD = 4
-"""Reads in flight: while the oldest is checked and copied, the devices work on the others."""
-
-SHARE = 5
-"""A read takes a fifth of what is left to be read: large ones cost less, and the smaller the last
-one is, the sooner the hit is there once nothing is read any more."""
-
-PIECE_BYTES = 2 * 1024 * 1024
-"""A smaller read is over before the next one is prepared."""
-
-DEVICE_BYTES = 1024 * 1024
-"""Of each device in a read, so that their speeds can be compared."""
+"""Pieces in flight: when the oldest is over, the devices work on the others."""
 
 _LOOK_S = 0.1
 """How often the thread looks whether an overdue read has ended."""
@@ -69,7 +61,7 @@ class LoadOutcome:
 
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
     for what was found in frames; copies to HBM included. Frames are copied while the first reads
-    are under way, which counts for both.
+    are under way, which counts for both. ``ended`` is when that was, of the monotonic clock.
     """
 
     request_id: str
@@ -80,6 +72,7 @@ class LoadOutcome:
     queued_s: float = 0.0
     dram_s: float = 0.0
     ssd_s: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +110,8 @@ class _Hit:
 class SlotLoader:
     """Runs load jobs in order, one at a time, each reading from all devices at once.
 
-    A job is cut into pieces. While one is checked and copied, the next ones are being read.
+    A job is cut into pieces, which are read beside each other. What has arrived of the oldest one
+    is checked and copied while the rest of it, and the next ones, are being read.
 
     Every slot that is read is verified: header against key, epoch, slot and rank, pages (all, or by
     option a sample of them) against their seals (:mod:`vllm_ssdkv.store.sealer`). Slots that need
@@ -136,13 +130,16 @@ class SlotLoader:
         headers: Staging,
         copy_in: CopyIn,
         block_tokens: int,
+        stretches: _io.Stretches | None = None,
     ):
-        """``headers`` are pieces of ``header_bytes`` each; only the loader uses them."""
+        """``headers`` are pieces of ``header_bytes`` each; only the loader uses them.
+        ``stretches`` are what ``copy_in`` copies, if they are all that it does."""
         self._files = files
         self._frames = frames
         self._seals = seals
         self._headers = headers
         self._copy_in = copy_in
+        self._stretches = stretches
         self._block_tokens = block_tokens
         self._jobs: queue.SimpleQueue[tuple[LoadJob, float] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
@@ -157,15 +154,17 @@ class SlotLoader:
         self._active += 1
         self._jobs.put((job, time.monotonic()))
 
-    def take_outcomes(self) -> list[LoadOutcome]:
-        """Jobs that ended since the last call."""
+    def take_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
+        """Jobs that ended since the last call; waits so long for one, if any are under way."""
         outcomes: list[LoadOutcome] = []
-        while True:
+        while len(outcomes) < self._active:
             try:
-                outcomes.append(self._outcomes.get_nowait())
+                timeout = 0.0 if outcomes else patience_s
+                outcomes.append(self._outcomes.get(timeout > 0, timeout))
             except queue.Empty:
-                self._active -= len(outcomes)
-                return outcomes
+                break
+        self._active -= len(outcomes)
+        return outcomes
 
     def active(self) -> int:
         """Jobs queued or running whose outcome was not taken yet."""
@@ -209,6 +208,7 @@ class SlotLoader:
         if not outcome.complete:
             self._files.counters.add("load_failures", 1)
             outcome.tokens_from_dram = outcome.tokens_from_ssd = 0
+        outcome.ended = time.monotonic()
         return outcome
 
     def _load_all(self, hit: _Hit) -> None:
@@ -244,8 +244,7 @@ class SlotLoader:
             return
         begun = time.monotonic()
         self._remember(hit, which, frames)
-        if hit.outcome.complete:
-            self._copy(hit.job, which, frames)
+        self._copy(hit, which, frames)
         hit.outcome.dram_s += time.monotonic() - begun
 
     def _remember(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
@@ -261,8 +260,12 @@ class SlotLoader:
         _, good = self._read_seals(hit, which, places, final=True)
         self._blame(hit, which[~good])
 
-    def _copy(self, job: LoadJob, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
-        """Copy frames into the HBM blocks of slots ``which``, where they have one."""
+    def _copy(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Copy frames into the HBM blocks of slots ``which``, where they have one, as long as
+        nothing has failed."""
+        if not hit.outcome.complete:
+            return
+        job = hit.job
         inside = which >= job.first_in_hbm
         block_ids = job.block_ids[which[inside] - job.first_in_hbm]
         wanted = block_ids != 0
@@ -277,7 +280,7 @@ class SlotLoader:
         With ``wait``, and nothing in flight, wait for memory.
         """
         while len(hit.todo) and hit.outcome.complete:
-            piece = self._piece(len(hit.todo))
+            piece = self._piece()
             in_flight = piece * self._files.geometry.slot_bytes
             if len(hit.reads) >= max(2, min(READ_AHEAD, GROUP_BYTES // in_flight)):
                 return
@@ -295,13 +298,11 @@ class SlotLoader:
             if not started:
                 return
 
-    def _piece(self, left: int) -> int:
-        """Slots to read at once, of so many that are left."""
-        size = self._files.geometry.slot_bytes
-        least = max(PIECE_BYTES, self._files.placement.devices * DEVICE_BYTES)
-        nbytes = min(max(least, left * size // SHARE), GROUP_BYTES // READ_AHEAD)
+    def _piece(self) -> int:
+        """Slots to read at once: as many as leave room for the reads that follow."""
         most = min(self._files.group, self._frames.frames // READ_AHEAD)
-        return max(1, min(nbytes // size, most))
+        in_bytes = GROUP_BYTES // READ_AHEAD // self._files.geometry.slot_bytes
+        return max(1, min(in_bytes, most))
 
     def _start_to_hbm(self, hit: _Hit, first: int, *, wait: bool) -> bool:
         slots = hit.job.slots[hit.todo[first:]]
@@ -371,37 +372,90 @@ class SlotLoader:
     def _finish(self, hit: _Hit) -> None:
         """Wait for the oldest read, check what it brought, and copy it into HBM."""
         read = hit.reads.popleft()
-        arrived = read.batch.wait(beside=[later.batch for later in hit.reads])
+        beside = [later.batch for later in hit.reads]
         if read.frames is None:
-            self._finish_headers(hit, read, arrived)
+            self._finish_headers(hit, read, read.batch.wait(beside))
         else:
-            self._finish_whole(hit, read, read.frames, arrived)
+            self._finish_whole(hit, read, read.frames, beside)
 
     def _finish_whole(
-        self, hit: _Hit, read: _Read, frames: NDArray[np.int32], arrived: NDArray[np.bool_]
+        self, hit: _Hit, read: _Read, frames: NDArray[np.int32], beside: Sequence[SlotBatch]
     ) -> None:
         which, batch = read.which, read.batch
-        held = batch.held()
-        if held.any():
-            self._overdue.append((batch, frames[held]))
         good = np.zeros(len(which), dtype=np.bool_)
+        held = np.ones(len(which), dtype=np.bool_)
         try:
-            good = self._check(hit, which, frames, batch, arrived, final=False)
-            for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
-                if not hit.may_read_again(self._files.deadline_s):
-                    break
-                good[i], held[i] = self._read_again(hit, which[i : i + 1], frames[i : i + 1])
-            # Where a read hangs and holds its frame, another copy is read into another one.
-            hanging = held & ~good & ~batch.out_of_reach()
-            if not (good | hanging).all():
-                hit.outcome.complete = False
-            if hit.outcome.complete:
-                self._copy(hit.job, which[good], frames[good])
-                hit.todo = np.union1d(hit.todo, which[hanging])
+            try:
+                if (intake := self._intake(hit, read, frames)) is not None:
+                    batch.feed(intake, beside)
+                    good = self._taken_in(hit, read, frames, intake)
+                else:
+                    for part in batch.arriving(beside):
+                        good |= self._check(hit, which, frames, batch, part, final=False)
+                        right = part[good[part]]
+                        self._copy(hit, which[right], frames[right])
+            finally:
+                batch.wait(beside)
+                held = batch.held()
+                if held.any():
+                    self._overdue.append((batch, frames[held]))
+            if not good.all():
+                self._mend(hit, read, frames, good, held)
         finally:
             self._frames.abandon(frames[held])
             self._frames.settle(frames[good], FrameState.CLEAN)
             self._frames.settle(frames[~good & ~held], FrameState.FREE)
+
+    def _mend(
+        self,
+        hit: _Hit,
+        read: _Read,
+        frames: NDArray[np.int32],
+        good: NDArray[np.bool_],
+        held: NDArray[np.bool_],
+    ) -> None:
+        """Read again what is not ``good``; brings both masks, [n], up to date."""
+        which, batch = read.which, read.batch
+        for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
+            if not hit.may_read_again(self._files.deadline_s):
+                break
+            good[i], held[i] = self._read_again(hit, which[i : i + 1], frames[i : i + 1])
+            if good[i]:
+                self._copy(hit, which[i : i + 1], frames[i : i + 1])
+        # Where a read hangs and holds its frame, another copy is read into another one.
+        hanging = held & ~good & ~batch.out_of_reach()
+        if not (good | hanging).all():
+            hit.outcome.complete = False
+        if hit.outcome.complete:
+            hit.todo = np.union1d(hit.todo, which[hanging])
+
+    def _intake(self, hit: _Hit, read: _Read, frames: NDArray[np.int32]) -> _io.Intake | None:
+        """What checks and copies slots that are being read into these frames, without the
+        interpreter; None where it takes more than checksums and plain copies."""
+        job, which = hit.job, read.which
+        if self._stretches is None:
+            return None
+        blocks = np.zeros(len(which), dtype=np.uint64)
+        if hit.outcome.complete:
+            inside = which >= job.first_in_hbm
+            blocks[inside] = job.block_ids[which[inside] - job.first_in_hbm]
+        addresses, keys = self._frames.address(frames), hit.keys[which]
+        return make_intake(read.batch, job.epochs[which], keys, addresses, blocks, self._stretches)
+
+    def _taken_in(
+        self, hit: _Hit, read: _Read, frames: NDArray[np.int32], intake: _io.Intake
+    ) -> NDArray[np.bool_]:
+        """As :meth:`_check`, of all that an intake has looked at."""
+        which, batch, states = read.which, read.batch, intake.states()
+        good: NDArray[np.bool_] = states == RIGHT
+        if not good.all():
+            batch.wrong_headers(np.flatnonzero(states == WRONG_HEADER))
+        self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
+        kept = good & self._frames.referenced(hit.job.slots[which])
+        if kept.any():
+            places = self._frames.buffer_offset(frames[kept])
+            self._read_seals(hit, which[kept], places, final=False)
+        return good
 
     def _read_again(
         self, hit: _Hit, which: NDArray[np.int64], frame: NDArray[np.int32]
@@ -414,11 +468,11 @@ class SlotLoader:
         sources = self._files.retries(int(hit.job.slots[which[0]]))
         for source in sources:
             batch = self._submit(hit, which, self._files.geometry.slot_bytes, place, source)
-            arrived = batch.wait()
+            here = np.flatnonzero(batch.wait())
             if not batch.ended():
                 self._overdue.append((batch, frame))
                 return False, True
-            if self._check(hit, which, frame, batch, arrived, final=source is sources[-1])[0]:
+            if self._check(hit, which, frame, batch, here, final=source is sources[-1])[0]:
                 return True, False
         self._blame(hit, which)
         return False, False
@@ -436,28 +490,27 @@ class SlotLoader:
         which: NDArray[np.int64],
         frames: NDArray[np.int32],
         batch: SlotBatch,
-        arrived: NDArray[np.bool_],
+        here: NDArray[np.intp],
         *,
         final: bool,
     ) -> NDArray[np.bool_]:
-        """Which frames [n], as far as they ``arrived`` with the batch, hold slots ``which`` [n] of
-        the job; their pages are unsealed. Failures are counted if they are ``final``.
+        """Which frames [n], of those ``here`` that have arrived with the batch, hold slots
+        ``which`` [n] of the job; their pages are unsealed. Failures are counted if ``final``.
         """
         geometry = self._files.geometry
         good = np.zeros(len(which), dtype=np.bool_)
-        here = np.flatnonzero(arrived)
         places = self._frames.buffer_offset(frames[here])
         seals, headed = self._read_seals(hit, which[here], places, final=final)
-        batch.wrong_headers(here[~headed])
-        here, places = here[headed], places[headed]
+        if not headed.all():
+            batch.wrong_headers(here[~headed])
+            here, places, seals = here[headed], places[headed], seals.part(headed)
         if len(here) == 0:
             return good
         first = places + np.uint64(geometry.header_bytes)
-        right = self._files.sealer.unseal(seals.part(headed), 0, first, final=final)
+        right = self._files.sealer.unseal(seals, 0, first, final=final)
         good[here] = right.all(axis=1)
         row, page = np.nonzero(~right)
-        offsets = geometry.header_bytes + page * geometry.page_bytes
-        batch.verified(good, here[row], offsets, final=final)
+        self._tell_pages(batch, good, here[row], page, final=final)
         if final and len(row):
             self._files.counters.add("checksum_failures", len(row))
             logger.error(
@@ -466,6 +519,22 @@ class SlotLoader:
                 len(row),
             )
         return good
+
+    def _tell_pages(
+        self,
+        batch: SlotBatch,
+        good: NDArray[np.bool_],
+        row: NDArray[np.intp],
+        page: NDArray[np.intp],
+        *,
+        final: bool,
+    ) -> None:
+        """Slots of a batch that are ``good``, and pages of others that are wrong."""
+        geometry = self._files.geometry
+        offsets = geometry.header_bytes + page * geometry.page_bytes
+        batch.verified(good, row, offsets, final=final)
+        used = int(good.sum()) * geometry.kv_pages * geometry.payload_bytes
+        self._files.counters.add("bytes_used", used)
 
     def _read_seals(
         self, hit: _Hit, which: NDArray[np.int64], places: U64, *, final: bool
@@ -478,7 +547,8 @@ class SlotLoader:
         slots = job.slots[which]
         seals, good = sealer.read_headers(slots, job.epochs[which], hit.keys[which], places)
         keep = good & self._frames.referenced(slots)
-        self._seals.put(slots[keep], seals.part(keep))
+        if keep.any():
+            self._seals.put(slots[keep], seals.part(keep))
         for at in np.flatnonzero(~good).tolist() if final else ():
             index, slot = int(which[at]), int(slots[at])
             self._files.counters.add("header_mismatches", 1)

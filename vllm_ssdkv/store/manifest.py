@@ -36,7 +36,8 @@ from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 NAME = "store.json"
 COPY = "store.json.copy"
-VERSION = 1
+VERSIONS = (1, 2, 3)
+"""Which one: :attr:`SlotGeometry.version`."""
 
 _UNSEALED = b"0" * 16
 _SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
@@ -76,7 +77,7 @@ class _Versioned(msgspec.Struct):
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
 
-    version: int = VERSION
+    version: int = VERSIONS[0]
     store: str
     model: str
     """The model's name as it was last given; for people, nothing depends on it."""
@@ -87,6 +88,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     groups: int
     payload_bytes: int
     summary_pages: int
+    channel_pages: int | msgspec.UnsetType = msgspec.UNSET
+    """Version 1 does not have it."""
+    scaled_from: int | msgspec.UnsetType = msgspec.UNSET
+    """Only version 3 has it."""
     tp_size: int
     devices: list[ManifestDevice]
     """Those that are present in the order of the options, then absent ones that hold slots."""
@@ -119,6 +124,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) -> Manifest:
         """A new store's manifest, without devices."""
         return cls(
+            version=geometry.version,
             store=str(uuid.uuid4()),
             model=model,
             fingerprint=dict(fingerprint.fields),
@@ -128,6 +134,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             groups=geometry.groups,
             payload_bytes=geometry.payload_bytes,
             summary_pages=geometry.summary_pages,
+            channel_pages=geometry.channel_pages or msgspec.UNSET,
+            scaled_from=geometry.scaled_from or msgspec.UNSET,
             tp_size=tp_size,
             key_id=key_id.hex(),
             devices=[],
@@ -147,6 +155,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.payload_bytes,
             encrypted=bool(self.key_id),
             summary_pages=self.summary_pages,
+            channel_pages=self.channel_pages or 0,
+            scaled_from=self.scaled_from or 0,
         )
 
     @classmethod
@@ -180,9 +190,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise StoreError(f"{path}: {error.strerror}") from error
         try:
             version = msgspec.json.decode(data, type=_Versioned).version
-            if version != VERSION:
+            if version not in VERSIONS:
+                known = ", ".join(map(str, VERSIONS))
                 raise FormatError(
-                    f"{path} has format version {version}, this release reads {VERSION}: use "
+                    f"{path} has format version {version}, this release reads {known}: use "
                     "another directory, or delete this one's content"
                 )
             _check_seal(data)
@@ -238,7 +249,11 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"fresh is {self.fresh}")
         if self.opened < 0 or self.last_opened < 0:
             raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
-        _ = self.geometry  # which checks its numbers
+        if self.version != self.geometry.version:  # which checks its numbers
+            raise ValueError(
+                f"version {self.version}, and channel_pages is {self.channel_pages}, scaled_from "
+                f"{self.scaled_from}"
+            )
 
     def save(self, state: Path) -> None:
         """Replace the file, then its copy, each atomically and durably. Blocks.

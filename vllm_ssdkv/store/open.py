@@ -410,7 +410,12 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
     if geometry.summary_pages:
         sparse = place.config.sparse
         choice = ChoiceMemory(
-            place.config.page_tokens, manifest.numbers, sparse.page_cache, sparse.summaries
+            place.config.page_tokens,
+            manifest.numbers,
+            sparse.page_cache,
+            sparse.summaries,
+            sparse.page_policy,
+            channels=sparse.channel_pages == "dram",
         )
     plan = ArenaPlan(
         geometry,
@@ -450,7 +455,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
             device.close()
         raise
     deadline = place.config.io.deadline
-    absent = len(manifest.devices) - len(present)
+    absent = range(len(present), len(manifest.devices))
     health = DeviceHealth(paths, deadline, counters, absent=absent)
     speed = DeviceSpeed(paths, [device.weight for device in present])
     files = SlotFiles(

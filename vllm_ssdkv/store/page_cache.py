@@ -1,97 +1,188 @@
 """DRAM pages: single pages of slots that have no frame, as sparse decode reads them.
 
 A page that one step needed is likely to be needed by the next one, so what was read stays until
-its place is taken, least recently used first.
+its place is taken for another: which goes first is a policy. The tables are native
+(``csrc/cache/page_cache.hpp``); this class adds addresses, and keeps what overdue reads still hold.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.files import SlotBatch
+from vllm_ssdkv.store.layout import SlotGeometry
 
 NO_PLACE = -1
 
-_QUEUE_SHARE = 8
-"""Victims are looked for an eighth of the cache at a time: a sort for every few of them would cost
-more than the reads."""
+PagePolicy = Literal["lru", "frequency"]
+"""``lru``: used longest ago. ``frequency``: least score of Swarm (equation 6 in the corrected form
+``f * (T_base + s * T_transfer) / s``, with s = 1: pages), f being how often it was chosen lately
+(S-7: one more per step with a query that chose it, one less per step without)."""
+
+
+class Memory(Protocol):
+    """Where places live. The tables never look at it."""
+
+    @property
+    def address(self) -> int:
+        """Absolute address of its first byte."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of slots that queries need, all arrays [n].
+
+    Attributes:
+        slots: Slot of each, int64.
+        numbers: Its number in the slot, int64.
+        frames: Absolute address of the slot's frame, which somebody has borrowed, uint64; 0 where
+            it has none.
+    """
+
+    slots: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    frames: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        """Their number."""
+        return len(self.slots)
+
+    def part(self, which: slice | NDArray[np.int64]) -> Pages:
+        """Some of them."""
+        return Pages(self.slots[which], self.numbers[which], self.frames[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Answer to :meth:`PageCache.ask`. *Entries* are distinct pages that lie in no frame.
+
+    Attributes:
+        which: Entry of each page asked for, int32 [n]; ``NO_PLACE`` where it lies in a frame.
+        keys: Page of each entry, int64 [m].
+        places: Of each entry, taken, int32 [m]; ``NO_PLACE`` where there was no room.
+        held: Entries that have their place already; those after them must be read, as far as they
+            have one. Neighbours stand side by side.
+        framed: Distinct pages that lie in frames.
+        coming: Entries of those held that somebody else is reading.
+        guessed: Entries of those held that :meth:`PageCache.guess` brought and nobody asked for
+            before.
+    """
+
+    which: NDArray[np.int32]
+    keys: NDArray[np.int64]
+    places: NDArray[np.int32]
+    held: int
+    framed: int
+    coming: int
+    guessed: int
 
 
 class PageCache:
     """Places for pages. Used by the thread that runs the forward pass; never blocks.
 
-    A place is free, holds a page, or is *taken*: being read into, or in use until :meth:`release`.
-    Time grows with the pages that a call is about, not with the cache, victims excepted.
+    A place is free, holds a page, or one is on its way there. It is *taken* while somebody uses it
+    or it is being read into. Time grows with the pages that a call is about, not with the cache.
     """
 
     def __init__(
-        self, arena: Arena, offset: int, page_bytes: int, places: int, slots: int, pages: int
+        self,
+        memory: Memory,
+        offset: int,
+        geometry: SlotGeometry,
+        places: int,
+        slots: int,
+        policy: PagePolicy = "lru",
     ):
         """Args:
-        arena: Memory the places live in, from ``offset`` (bytes, 4 KiB multiple) on.
-        page_bytes: Size of a place.
-        places: Number of places.
-        slots: Slots of the store, and ``pages`` of a slot.
+        memory: The places live in it, from ``offset`` (bytes, 4 KiB multiple) on.
+        geometry: Of the slots.
+        places: Number of places, of a page each.
+        slots: Slots of the store.
+        policy: Which page goes when its place is needed.
         """
         self.places = places
-        self._address = arena.address
         self._offset = offset
-        self._page_bytes = page_bytes
-        self._pages = pages
-        # Place + 1 of each page of the store; the system gives memory only to what is written.
-        self._place_of = np.zeros(slots * pages, dtype=np.int32)
-        self._key_of = np.full(places, -1, dtype=np.int64)
-        self._taken = np.zeros(places, dtype=np.int32)
-        self._used = np.zeros(places, dtype=np.int64)
-        self._clock = 0
-        self._queue = np.zeros(0, dtype=np.int32)
-        """Places that were used longest ago when it was made, and when each of them was used."""
-        self._queue_used = np.zeros(0, dtype=np.int64)
+        self._page_bytes = geometry.page_bytes
+        self._pages = geometry.pages
+        self._tables = _io.PageCache(
+            memory.address + offset,
+            geometry.page_bytes,
+            geometry.header_bytes,
+            places,
+            slots,
+            geometry.pages,
+            policy,
+        )
         self._lent: list[tuple[NDArray[np.int32], SlotBatch]] = []
 
-    def key(self, slots: NDArray[np.int64], pages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """One number for each (slot, page of the slot)."""
-        return slots * self._pages + pages
-
-    def find(self, keys: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Place of each page, [n], or ``NO_PLACE``; the places found are taken."""
-        places = self._places(keys)
-        self._take(places[places != NO_PLACE])
-        return places
-
-    def take(self, count: int) -> NDArray[np.int32]:
-        """Up to ``count`` places for pages to be read into; what they held is dropped."""
+    def ask(self, pages: Pages) -> Asked:
+        """Take the places of pages that queries need; the others get one, to be read into."""
         self._collect()
-        parts: list[NDArray[np.int32]] = []
-        refilled = False
-        while count > 0:
-            if len(self._queue) == 0:
-                if refilled:
-                    break
-                self._fill_queue(count)
-                refilled = True
-                continue
-            part, used = self._queue[:count], self._queue_used[:count]
-            self._queue, self._queue_used = self._queue[count:], self._queue_used[count:]
-            part = part[(self._taken[part] == 0) & (self._used[part] == used)]
-            self._drop(part)
-            self._take(part)
-            parts.append(part)
-            count -= len(part)
-            refilled = refilled and len(part) == 0
-        taken: NDArray[np.int32] = np.concatenate([*parts, np.zeros(0, dtype=np.int32)])
-        return taken
+        return Asked(*self._tables.ask(pages.slots, pages.numbers, pages.frames))
 
-    def bind(self, places: NDArray[np.int32], keys: NDArray[np.int64]) -> None:
-        """These taken places, [n], hold these pages now, checked and readable."""
-        self._key_of[places] = keys
-        self._place_of[keys] = places + 1
+    def guess(
+        self,
+        pages: Pages,
+        begin: NDArray[np.int32],
+        limit: int,
+        devices: NDArray[np.uint16] | None = None,
+        quota: NDArray[np.int64] | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Take places for pages that may soon be needed and that DRAM does not have.
+
+        Args:
+            pages: In lists, int32 [lists + 1] edges ``begin``: each list gets as much as the
+                others, while it has any.
+            limit: Places to take at most.
+            devices: Of each page, [n]; with ``quota``, [devices]: how many each may read.
+
+        Returns:
+            Keys and places of those to be read, [m]. What DRAM holds is not touched.
+        """
+        self._collect()
+        if devices is None or quota is None:
+            devices, quota = np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=np.int64)
+        return self._tables.guess(
+            pages.slots, pages.numbers, pages.frames, begin, limit, devices, quota
+        )
+
+    def slot_and_number(
+        self, keys: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Slot of each page, and its number there, [n]."""
+        return np.divmod(keys, self._pages)
+
+    def arrive(
+        self,
+        keys: NDArray[np.int64],
+        places: NDArray[np.int32],
+        good: NDArray[np.bool_],
+        devices: NDArray[np.uint16],
+    ) -> None:
+        """The reads of these pages have ended, [n]: those that are ``good`` are held from now on,
+        having come from these devices. All stay taken."""
+        self._tables.arrive(keys, places, good.view(np.uint8), devices)
+
+    def find(self, asked: Asked, pages: Pages) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+        """Absolute address of each page that was asked for, and whether it is there, [n]."""
+        address, here = self._tables.find(
+            pages.numbers, pages.frames, asked.which, asked.keys, asked.places
+        )
+        return address, here.view(np.bool_)
+
+    def holds(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of these pages are held, [n]; they count as used no more than before."""
+        return self._tables.holds(pages.slots, pages.numbers).view(np.bool_)
 
     def release(self, places: NDArray[np.int32]) -> None:
         """End the use of taken places; ``NO_PLACE`` entries are skipped. One call per use."""
-        np.subtract.at(self._taken, places[places != NO_PLACE], 1)
+        self._tables.release(places)
 
     def lend(self, places: NDArray[np.int32], batch: SlotBatch) -> None:
         """Taken places into which a read may still write: they are out of use until it ends."""
@@ -105,13 +196,11 @@ class PageCache:
 
     def forget(self, slots: NDArray[np.int64]) -> None:
         """The content of these slots changes."""
-        keys = (slots[:, None] * self._pages + np.arange(self._pages)[None, :]).ravel()
-        places = self._places(keys)
-        self._drop(places[places != NO_PLACE])
+        self._tables.forget(slots)
 
-    def address(self, places: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Absolute addresses."""
-        return np.uint64(self._address) + self.buffer_offset(places)
+    def step(self, rates: NDArray[np.float64]) -> None:
+        """Queries of the next token follow. ``rates``: how fast each device is, in any unit."""
+        self._tables.step(1.0 / rates)
 
     def buffer_offset(self, places: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Byte offsets in the arena, as the I/O engine wants them."""
@@ -119,34 +208,15 @@ class PageCache:
 
     def held(self) -> int:
         """Places that hold a page."""
-        return int((self._key_of >= 0).sum())
+        return self._tables.held()
 
-    def _places(self, keys: NDArray[np.int64]) -> NDArray[np.int32]:
-        places: NDArray[np.int32] = self._place_of[keys] - 1
-        return places
-
-    def _take(self, places: NDArray[np.int32]) -> None:
-        self._clock += 1
-        self._used[places] = self._clock
-        np.add.at(self._taken, places, 1)
-
-    def _drop(self, places: NDArray[np.int32]) -> None:
-        keys = self._key_of[places]
-        self._place_of[keys[keys >= 0]] = 0
-        self._key_of[places] = -1
-        self._used[places] = 0
-
-    def _fill_queue(self, count: int) -> None:
-        free = np.flatnonzero(self._taken == 0).astype(np.int32)
-        wanted = max(count, self.places // _QUEUE_SHARE)
-        used = self._used[free]
-        if wanted < len(free):
-            free = free[np.argpartition(used, wanted)[:wanted]]
-        # In this order neighbours are taken together, so that adjacent pages are one read.
-        self._queue = np.sort(free)
-        self._queue_used = self._used[self._queue]
+    def taken(self) -> int:
+        """Places that somebody uses or reads into."""
+        return self._tables.taken()
 
     def _collect(self) -> None:
+        if not self._lent:
+            return
         for entry in [e for e in self._lent if e[1].ended()]:
             self._lent.remove(entry)
             self.release(entry[0])

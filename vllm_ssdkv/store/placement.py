@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.layout import I64, SUPERBLOCK_BYTES, Extents, SlotGeometry, StripeMap
 
 
@@ -77,22 +78,13 @@ class _Tables:
     """[segments]"""
     map_of: I64
     """[segments]: index of the map."""
-    begin: I64
-    """[segments, devices]: bytes before the first unit on the device."""
+    stripes: _io.Stripes
+    """The same for native code, with the bytes before each segment's first unit on each device."""
     numbers: int
 
     @property
     def copies(self) -> int:
         return max((stripes.copies for stripes in self.maps), default=1)
-
-
-_NOTHING = Extents(
-    device=np.zeros(0, dtype=np.uint16),
-    offset=np.zeros(0, dtype=np.uint64),
-    length=np.zeros(0, dtype=np.uint32),
-    slot_index=np.zeros(0, dtype=np.int64),
-    buffer=np.zeros(0, dtype=np.uint64),
-)
 
 
 class Placement:
@@ -142,23 +134,24 @@ class Placement:
             StripeMap(self.geometry, lanes, self.devices, copies) for lanes, copies in maps
         )
         index = {kind: i for i, kind in enumerate(maps)}
+        first = np.array([s.first for s in live], dtype=np.int64)
+        slots = np.array([s.slots for s in live], dtype=np.int64)
+        map_of = np.array([index[s.lanes, s.copies] for s in live], dtype=np.int64)
+        self._check(segments, live, [stripes[i] for i in map_of.tolist()])
         begin = np.zeros((len(live), self.devices), dtype=np.int64)
         for i, segment in enumerate(live):
             for extent in segment.extents:
                 begin[i, extent.device] = extent.begin * self.geometry.unit_bytes
-        tables = _Tables(
-            tuple(segments),
-            stripes,
-            np.array([s.first for s in live], dtype=np.int64),
-            np.array([s.slots for s in live], dtype=np.int64),
-            np.array([index[s.lanes, s.copies] for s in live], dtype=np.int64),
-            begin,
-            max((s.first + s.numbers for s in segments), default=0),
+        native = _io.Stripes(
+            [one.table for one in stripes], first, slots, map_of, begin.ravel(), self.devices
         )
-        self._check(segments, tables)
-        return tables
+        numbers = max((s.first + s.numbers for s in segments), default=0)
+        return _Tables(tuple(segments), stripes, first, slots, map_of, native, numbers)
 
-    def _check(self, segments: Sequence[Segment], tables: _Tables) -> None:
+    def _check(
+        self, segments: Sequence[Segment], live: Sequence[Segment], maps: Sequence[StripeMap]
+    ) -> None:
+        """``maps`` are those of the segments that have slots, ``live``."""
         end = 0
         for segment in sorted(segments, key=lambda s: (s.first, s.numbers)):
             if segment.first < end or not 0 <= segment.slots <= segment.numbers:
@@ -166,9 +159,7 @@ class Placement:
             end = segment.first + segment.numbers
             if len({e.device for e in segment.extents}) < len(segment.extents):
                 raise ValueError(f"segment at slot {segment.first}: two extents on one device")
-            if not segment.slots:
-                continue
-            stripes = tables.maps[tables.map_of[np.searchsorted(tables.first, segment.first)]]
+        for segment, stripes in zip(live, maps, strict=True):
             rooms = segment.rooms(self.devices)
             for device in set(segment.lanes):
                 if stripes.device_units(device, segment.slots) > rooms[device]:
@@ -212,27 +203,9 @@ class Placement:
     def _extents(
         self, tables: _Tables, slots: I64, offset: int | I64, length: int, copy: int
     ) -> Extents:
-        slots = np.asarray(slots, dtype=np.int64)
-        segment, inside = _find(tables, slots)
-        if not bool((inside >= 0).all()):
-            raise ValueError(f"there is no slot {int(slots[inside < 0][0])}")
-        if not tables.maps:
-            return _NOTHING
-        map_of = tables.map_of[segment]
-        if slots.size == 0 or bool((map_of == map_of[0]).all()):
-            stripes = tables.maps[int(map_of[0]) if slots.size else 0]
-            return _moved(tables, stripes.extents(inside, offset, length, copy), segment)
-        starts = np.broadcast_to(np.asarray(offset, dtype=np.int64), slots.shape)
-        parts: list[Extents] = []
-        for number in np.unique(map_of).tolist():
-            mine = np.flatnonzero(map_of == number)
-            found = tables.maps[number].extents(inside[mine], starts[mine], length, copy)
-            slot_index = mine[found.slot_index]
-            shift = ((slot_index - found.slot_index) * length).astype(np.uint64)
-            parts.append(
-                Extents(found.device, found.offset, found.length, slot_index, found.buffer + shift)
-            )
-        return _moved(tables, _joined(parts), segment)
+        offsets = np.atleast_1d(np.asarray(offset, dtype=np.int64))
+        slots = np.ascontiguousarray(slots, dtype=np.int64)
+        return Extents(*tables.stripes.extents(slots, offsets, length, copy))
 
     def touches(self, device: int, slots: I64) -> NDArray[np.bool_]:
         """Per slot (int64, shape [n]) whether any byte of it lies on the device; bool, [n].
@@ -312,27 +285,3 @@ def _find(tables: _Tables, slots: I64) -> tuple[I64, I64]:
     segment = np.maximum(np.searchsorted(tables.first, slots, side="right") - 1, 0)
     inside = slots - tables.first[segment]
     return segment, np.where((inside >= 0) & (inside < tables.slots[segment]), inside, -1)
-
-
-def _moved(tables: _Tables, extents: Extents, segment: I64) -> Extents:
-    """The extents where their segments' rows begin."""
-    begin = tables.begin[segment[extents.slot_index], extents.device]
-    return Extents(
-        extents.device,
-        extents.offset + begin.astype(np.uint64),
-        extents.length,
-        extents.slot_index,
-        extents.buffer,
-    )
-
-
-def _joined(parts: Sequence[Extents]) -> Extents:
-    buffer = np.concatenate([part.buffer for part in parts])
-    order = np.argsort(buffer, kind="stable")
-    return Extents(
-        np.concatenate([part.device for part in parts])[order],
-        np.concatenate([part.offset for part in parts])[order],
-        np.concatenate([part.length for part in parts])[order],
-        np.concatenate([part.slot_index for part in parts])[order],
-        buffer[order],
-    )

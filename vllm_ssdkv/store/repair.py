@@ -107,6 +107,7 @@ def _mend_copies(this: Examination) -> None:
             which = np.arange(len(target.device))
             if bad.device is not None:
                 which = np.flatnonzero(target.device == bad.device)
+            which = which[~(this.absent[source.device] | this.absent[target.device])[which]]
             left += not _mend_copy(mine, source, target, which, buffer)
     if not left:
         this.report.repaired_all("copy")

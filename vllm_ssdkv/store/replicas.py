@@ -14,15 +14,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.store.engine.protocol import U32, Batch
 from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.in_flight import InFlight
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.layout import I64, U16, Extents
 from vllm_ssdkv.store.speed import DeviceSpeed
 
 logger = logging.getLogger(__name__)
 
-_SWEEPS = 4
-"""Times that the load of each pair of devices is evened out: more changes little."""
+_SWEEPS = 32
+"""Times, at most, that the load of each pair of devices is evened out: what one device is spared
+must get around the whole ring of those that share it."""
 
 _BITS = 64
 
@@ -44,6 +47,7 @@ class Replicas:
         what it had: what was stored in these has no copy there."""
         self._health = health
         self._speed = speed
+        self._in_flight = InFlight(speed.devices)
         self._gaps = [
             (device, begin << EPOCH_COUNTER_BITS, end << EPOCH_COUNTER_BITS)
             for device, (begin, end) in enumerate(gaps)
@@ -94,6 +98,10 @@ class Replicas:
         with self._lock:
             return np.flatnonzero(self._doubt)
 
+    def submitted(self, batch: Batch, device: U16, length: U32) -> None:
+        """Devices were asked for these requests, [n]: what is read next goes where less is left."""
+        self._in_flight.add(batch, device, length)
+
     def choose(self, slots: I64, first: Extents, second: Extents) -> NDArray[np.bool_]:
         """Which pieces, [m], to read from their second copy.
 
@@ -113,7 +121,8 @@ class Replicas:
             fixed = rank[0] != rank[1]
             fixed |= first.device == second.device
             device = np.where(taken, second.device, first.device)[fixed]
-            load = np.bincount(device, first.length[fixed], minlength=len(rates))
+            load = self._in_flight.pending()
+            load += np.bincount(device, first.length[fixed], len(rates)).astype(np.int64)
             taken[free] = shared(
                 first.device[free], second.device[free], first.length[free], rates, load
             )
@@ -125,8 +134,9 @@ def shared(
 ) -> NDArray[np.bool_]:
     """Which pieces, [m], go to their second device so that all devices end at about the same time.
 
-    Of each pair of devices, the pieces before a border go to the first. The borders are found pair
-    by pair, so the cost does not depend on the number of pieces.
+    Of each pair of devices, the pieces before a border go to the first; the one on the border goes
+    where it makes its device end less late. The borders are found pair by pair, so the cost does
+    not depend on the number of pieces.
 
     Args:
         first: Device of each piece's first copy, [m]; ``second`` likewise, another one.
@@ -141,18 +151,23 @@ def shared(
     kept = list(total)
     for (a, _), nbytes in zip(pairs, total, strict=True):
         queue[a] += nbytes
+    least = float(length.min(initial=0)) / 8
     for _ in range(_SWEEPS):
+        moved = 0.0
         for i, (a, b) in enumerate(pairs):
             rest_a, rest_b = queue[a] - kept[i], queue[b] - (total[i] - kept[i])
             even = (pace[a] * (rest_b + total[i]) - pace[b] * rest_a) / (pace[a] + pace[b])
-            kept[i] = min(max(even, 0.0), total[i])
+            before, kept[i] = kept[i], min(max(even, 0.0), total[i])
             queue[a], queue[b] = rest_a + kept[i], rest_b + total[i] - kept[i]
+            moved = max(moved, abs(kept[i] - before))
+        if moved < least:
+            break
     order = np.argsort(of, kind="stable")
     end = np.cumsum(length[order], dtype=np.float64)
-    before = np.concatenate([[0.0], np.cumsum(total)])[of[order]]
-    middle = end - before - length[order] / 2
+    begin = end - length[order] - np.concatenate([[0.0], np.cumsum(total)])[of[order]]
+    allowed = (rates[second] / (rates[first] + rates[second]) * length)[order]
     taken = np.zeros(len(first), dtype=np.bool_)
-    taken[order] = middle > np.asarray(kept)[of[order]]
+    taken[order] = begin + allowed > np.asarray(kept)[of[order]]
     return taken
 
 

@@ -30,7 +30,12 @@ from vllm_ssdkv.store.segments import best_striping, restriped
 logger = logging.getLogger(__name__)
 
 AHEAD = 4
-"""A quarter of a segment's slots is free before the next segment is emptied."""
+"""A quarter of a segment's slots is free before the next segment is emptied; or more, where so many
+are handed out at a time, or so fast, that it would be used up before the manifest has the next
+one."""
+
+MOST_AHEAD = 8
+"""But an eighth of the store at most."""
 
 _RETRY_S = 5.0
 
@@ -143,6 +148,14 @@ class Restriper:
         self._stale: list[Segment] = []
         # First slot of a segment that was emptied, and its successor, until the manifest has it.
         self._successors: dict[int, Segment] = {}
+        self._begun = 0
+        """Slots ever handed out when segments were last emptied."""
+        self._handed_out = 0
+        """Slots handed out, at most, between that and when they came back."""
+        self._looked = index.counters["allocated"]
+        """Slots ever handed out at the last step."""
+        self._at_once = 0
+        """Slots handed out, at most, between two steps while segments had the wrong lanes."""
         self._news = False
         self._look = True
         self._judge()
@@ -162,6 +175,10 @@ class Restriper:
 
     def step(self) -> None:
         """Do what is due. Never blocks."""
+        if self._stale or self._successors:
+            allocated = self._index.counters["allocated"]
+            self._at_once = max(self._at_once, allocated - self._looked)
+            self._looked = allocated
         if self._successors and self._saver.saved():
             self._finish()
         if self._stale and not self._successors:
@@ -205,6 +222,7 @@ class Restriper:
             if best_striping(s, self.weights, self._replicas) != (s.lanes, s.copies)
         ]
         self._look = True
+        self._looked = self._index.counters["allocated"]
         mask = np.zeros(self._index.num_slots, dtype=np.bool_)
         for segment in self._stale:
             mask[segment.first : segment.first + segment.slots] = True
@@ -213,7 +231,12 @@ class Restriper:
     def _begin(self) -> None:
         """Empty the segments that hold nothing, and those whose place is needed."""
         index = self._index
-        wanted = max(s.slots for s in self._stale) // AHEAD
+        # Where a device is lost, slots with its lanes either are not handed out, or still hold one
+        # copy: neither is worth giving up stored blocks in a hurry.
+        at_once = 0 if self.out_of_use().any() else self._at_once
+        soon = 2 * (at_once + self._handed_out)
+        rush = min(soon, self.placement.slots // MOST_AHEAD)
+        wanted = max(max(s.slots for s in self._stale) // AHEAD, rush)
         coming = index.free_now()
         if self._replicas > 1:
             # A place on a lost device still holds the other copy: it serves before stored blocks,
@@ -239,6 +262,7 @@ class Restriper:
                 dropped,
             )
         if self._successors:
+            self._begun = index.counters["allocated"]
             self._saver.put(self._wanted())
 
     def _wanted(self) -> list[Segment]:
@@ -277,5 +301,7 @@ class Restriper:
         slots = np.concatenate([s.all_slots() for s in self._successors.values()])
         self._successors = {}
         self._news = True
+        handed_out = self._index.counters["allocated"] - self._begun
+        self._handed_out = max(self._handed_out, handed_out)
         self._index.restore(slots)
         self._judge()

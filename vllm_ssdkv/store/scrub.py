@@ -203,7 +203,7 @@ class Scrubber:
         sources = list(COPIES)
         if all(look.fault for look in found):
             # Each copy may lie on several devices, of which one alone is bad.
-            sources += [Source(0, without=device) for device in reader.devices()]
+            sources += [Source(0, without=(device,)) for device in reader.devices()]
             found += reader.look(sources[len(COPIES) :], final=False)
         epoch = _newest(found)
         if epoch is None:

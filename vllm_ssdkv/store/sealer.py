@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.checksum import checksum_pages
 from vllm_ssdkv.store.header_batch import HeaderFormat, gather, scatter
@@ -42,6 +43,18 @@ class Seals:
     def part(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Seals:
         """The seals of some of the slots."""
         return Seals(self.opening[which], self.marks[which])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainCheck:
+    """What tells native code which of n slots are right, where checksums alone do: the first
+    arguments of :class:`vllm_ssdkv._io.Intake`, and its last ones."""
+
+    shape: _io.SlotShape
+    beginnings: U8
+    """Of the headers, [n, 128]."""
+    first: int
+    step: int
 
 
 class Sealer(Protocol):
@@ -93,6 +106,12 @@ class Sealer(Protocol):
             keys: Block each slot holds, [n, 32].
             at: Arena offset of each header, [n].
         """
+
+    def plain_check(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
+    ) -> PlainCheck | None:
+        """How native code checks these slots of one read by itself; None: it takes
+        :meth:`read_headers` and :meth:`unseal`. Arguments as there."""
 
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
         """What is wrong with a header that :meth:`read_headers` refused, naming the field."""
@@ -165,6 +184,14 @@ class ChecksumSealer:
         found = gather(np.uint64(self._arena.address) + at, self._geometry.header_bytes)
         right = self._headers.right(found, slots, epochs, keys)
         return _seals(self._headers.checksums(found)), right
+
+    def plain_check(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
+    ) -> PlainCheck | None:
+        """See :meth:`Sealer.plain_check`."""
+        chosen = self._sampler.choose()
+        beginnings = self._headers.beginnings(slots, epochs, keys)
+        return PlainCheck(self._headers.shape, beginnings, chosen.start or 0, chosen.step or 1)
 
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
         """See :meth:`Sealer.why_refused`."""

@@ -65,6 +65,10 @@ class StoredStore:
         path = self.paths[device]
         return path if is_raw(path) else path / f"rank{rank}.data"
 
+    def absent(self, device: int) -> bool:
+        """Whether there is no device where this one should be, like one that is not mounted."""
+        return not self.paths[device].exists()
+
     def data_bytes(self, device: int) -> int:
         """Size that a data file has: what its slots need."""
         return round_up(self.placement.device_bytes(device), PAGE_ALIGN)
@@ -187,7 +191,7 @@ def open_data_file(
 
     Raises:
         StoreLockedError: an engine, or another command, uses the store.
-        DeviceError: it cannot be opened, or the directory that holds it is missing.
+        DeviceError: it cannot be opened, or the device is absent (:meth:`StoredStore.absent`).
     """
     path = store.data_path(device, rank)
     what = f"device {device} ({store.paths[device]})"
@@ -199,7 +203,7 @@ def open_data_file(
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as error:
-        if not store.paths[device].exists():
+        if store.absent(device):
             raise DeviceError(
                 f"{what} does not exist: mount it, or name the directories where the store is now"
             ) from error

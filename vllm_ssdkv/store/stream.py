@@ -6,6 +6,11 @@ Blocks whose frames are in DRAM are attended to where they lie. The others are r
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
 layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
 unsealed in a thread beside the compute (:mod:`vllm_ssdkv.store.unsealer`).
+
+Blocks whose read hangs, and that have a copy on a device in use, come at the end of their layer:
+that copy is read into other pieces. Waiting for reads that do not end is bounded by one deadline
+(``io.deadline``) per device that hangs: who has waited that long takes the device out of use,
+nothing more is sent there, and a block that has no copy elsewhere is given up.
 """
 
 from __future__ import annotations
@@ -127,14 +132,14 @@ class ContextStream:
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
         """Slots with wrong or unreadable bytes."""
+        if sparse and not dense_layers:
+            skipped, none = set(sparse), np.zeros(0, dtype=np.int64)
+            contexts = [none if i in skipped else slots for i, slots in enumerate(contexts)]
         lengths = [len(c) for c in contexts]
         slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
         index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
         layers = files.geometry.layers
-        if not dense_layers:
-            wanted = ~np.isin(row, list(sparse))
-            slots, index, row = slots[wanted], index[wanted], row[wanted]
         self._borrowed = frames.borrow(slots)
         everything = _Chunk(slots, index, row)
         per_chunk = max(1, staging.usable() // CHUNKS)
@@ -147,9 +152,10 @@ class ContextStream:
         away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
         self.pages_in_dram = in_dram * files.geometry.pages_per_layer
         self.pages_on_ssd = away * files.geometry.pages_per_layer
-        self._order = [(i, chunk) for i, w in enumerate(self._walks) for chunk in w.chunks]
-        """Layer and chunk of all reads, in the order in which they are needed."""
-        self._next = 0
+        self._todo = collections.deque(
+            (i, chunk) for i, w in enumerate(self._walks) for chunk in w.chunks
+        )
+        """Layer and chunk of the reads to start, in the order in which they are needed."""
         self._reads: collections.deque[_Read] = collections.deque()
         self._read_ahead()
 
@@ -166,24 +172,26 @@ class ContextStream:
     def pieces(self, layer: int) -> Iterator[Piece]:
         """All context blocks of a layer (0-based, asked for in ascending order), piece by piece.
 
-        A piece's memory is valid until the next one is asked for. Blocks on I/O; a read that does
-        not end costs one deadline, because afterwards its device is out of use.
+        A piece's memory is valid until the next one is asked for. Blocks on I/O, for reads that do
+        not end at most one deadline per device that hangs: afterwards it is out of use.
         """
         walk = self._walks[layer]
+        if walk.chunks and self._upcoming() != layer:
+            raise RuntimeError(f"layer {layer} was asked for, layer {self._upcoming()} comes next")
         if len(walk.frame):
             offset = np.uint64(self._files.geometry.layer_offset(layer))
             yield Piece(walk.frame + offset, walk.index, walk.begin, walk.end)
-        for _ in walk.chunks:
+        while self._upcoming() == layer:
             if not self._reads:
                 self._skip_chunk()
                 continue
             read = self._reads.popleft()
-            if read.layer != layer:
-                raise RuntimeError(f"layer {layer} was asked for, layer {read.layer} comes next")
-            piece = self._arrive(read)
+            piece, hanging = self._arrive(read)
             if piece is not None:
                 yield piece
             self._give_back(read)
+            if hanging is not None:
+                self._put_off(layer, hanging)
             self._read_ahead()
 
     def close(self) -> None:
@@ -197,15 +205,35 @@ class ContextStream:
 
     # ---- reading ----
 
+    def _upcoming(self) -> int:
+        """Layer of the chunk that comes next, -1 behind the last one."""
+        if self._reads:
+            return self._reads[0].layer
+        return self._todo[0][0] if self._todo else -1
+
+    def _put_off(self, layer: int, chunk: _Chunk) -> None:
+        """Read a chunk once more, behind what is in flight of its layer."""
+        while self._reads and self._reads[-1].layer != layer:  # too early: its memory is needed
+            read = self._reads.pop()
+            self._give_back(read)
+            self._todo.appendleft((read.layer, read.chunk))
+        self._todo.appendleft((layer, chunk))
+
     def _read_ahead(self) -> None:
-        while self._next < len(self._order):
-            layer, chunk = self._order[self._next]
+        while self._todo:
+            layer, chunk = self._todo[0]
             if self._hopeless(chunk):
                 self._reads.append(_Read(chunk, layer, np.zeros(0, dtype=np.uint64), None))
-                self._next += 1
+                self._todo.popleft()
                 continue
             if not self._reads:  # what the last step left in flight ends soon
                 self._staging.wait(len(chunk.slots))
+                room = self._staging.free()
+                if 0 < room < len(chunk.slots):  # reads that do not end hold the rest
+                    every = np.arange(len(chunk.slots))
+                    self._todo[0] = (layer, chunk.part(every[room:]))
+                    chunk = chunk.part(every[:room])
+                    self._todo.appendleft((layer, chunk))
             pieces = self._staging.take(len(chunk.slots))
             if pieces is None:
                 return
@@ -215,24 +243,25 @@ class ContextStream:
             read = _Read(chunk, layer, pieces, batch)
             read.unsealing = self._unsealer.after(batch.batch, partial(self._check_all, read))
             self._reads.append(read)
-            self._next += 1
+            self._todo.popleft()
 
     def _hopeless(self, chunk: _Chunk) -> bool:
         return self.poisoned.issuperset(np.unique(chunk.row).tolist())
 
     def _skip_chunk(self) -> None:
         """Nothing is being read, because reads that do not end hold the staging buffer."""
-        _, chunk = self._order[self._next]
+        _, chunk = self._todo.popleft()
         if not self._hopeless(chunk):
             logger.error("ssdkv: reads that do not end hold the staging buffer")
         self._poison(chunk, np.ones(len(chunk.slots), dtype=np.bool_))
-        self._next += 1
         self._read_ahead()
 
-    def _arrive(self, read: _Read) -> Piece | None:
+    def _arrive(self, read: _Read) -> tuple[Piece | None, _Chunk | None]:
+        """Wait for a read: what of it can be attended to, and blocks whose read hangs while another
+        copy of them is in reach. Rows of all others are poisoned."""
         chunk = read.chunk
         if read.batch is None or self._hopeless(chunk):
-            return None
+            return None, None
         checked = None
         if read.unsealing is not None:
             checked = read.unsealing.take(self._files.deadline_s)
@@ -242,22 +271,31 @@ class ContextStream:
             checked = self._check(read, np.flatnonzero(good), final=False)
         self._verify(read.batch, np.arange(len(good)), good, checked, final=False)
         held = read.batch.held()
+        hanging = held & ~good
         again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
         if len(again):
-            self._read_again(read, again, good)
-        self._poison(chunk, ~good)
+            hanging[again] = self._read_again(read, again, good)
+        hanging &= ~read.batch.out_of_reach()
+        self._poison(chunk, ~good & ~hanging)
+        late = None
+        if hanging.any():
+            base, late = base[~hanging], chunk.part(np.flatnonzero(hanging))
+            chunk = chunk.part(np.flatnonzero(~hanging))
         begin, end = _by_row(chunk.row, self._rows)
         for row in self.poisoned:
             end[row] = begin[row]
-        return Piece(base, chunk.index, begin, end)
+        return Piece(base, chunk.index, begin, end), late
 
     def _read_again(
         self,
         read: _Read,
         which: NDArray[np.int64],
         good: NDArray[np.bool_],
-    ) -> None:
-        """Once more, only what failed: a neighbour's bad sector may have failed it."""
+    ) -> NDArray[np.bool_]:
+        """Once more, only what failed: a neighbour's bad sector may have failed it.
+
+        Sets ``good``, [chunk]; returns which of the others hang, as ``which``, [n].
+        """
         size = self._files.geometry.layer_bytes
         offset = self._files.geometry.layer_offset(read.layer)
         slots = read.chunk.slots[which]
@@ -266,7 +304,8 @@ class ContextStream:
         good[which] = batch.wait()
         checked = self._check(read, which[good[which]], final=True)
         self._verify(batch, which, good, checked, final=True)
-        blamed = slots[~good[which] & ~batch.held() & ~batch.out_of_reach()].tolist()
+        hanging = batch.held() & ~good[which]
+        blamed = slots[~good[which] & ~hanging & ~batch.out_of_reach()].tolist()
         if blamed:
             self.bad.extend(blamed)
             logger.error(
@@ -275,6 +314,7 @@ class ContextStream:
                 len(blamed),
                 blamed[:8],
             )
+        return hanging
 
     def _check_all(self, read: _Read) -> _Checked:
         """Check a chunk that has been read; in the unsealer's thread."""

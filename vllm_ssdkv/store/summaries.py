@@ -1,13 +1,17 @@
 """Summaries of slots, kept in DRAM: what a selector looks at instead of the pages themselves.
 
-The summary of a page is its *bounds*: the smallest and the largest value of each of K's channels
-(Quest, Tang et al. 2024; ``docs/format.md`` says where they lie in a slot). Here they lie without
-padding, so that one address per slot and layer is all that a kernel needs.
+In a slot without channel pages the summary is each page's *bounds*: the smallest and the largest
+value of each of K's channels (Quest, Tang et al. 2024). In one with channel pages it is the *sum of
+V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if
+these are int8, and a table may keep the slot's K, channel-major, too. ``docs/format.md`` says where
+they lie in a slot. Here they lie without padding, so that one address per slot and layer is all
+that a kernel needs.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +24,51 @@ NO_ROW = -1
 _ALIGN = 64
 
 
-def summary_pages(kv_pages: int, page_tokens: int) -> int:
-    """Pages that hold the summaries of so many pages of KV."""
-    return -(-kv_pages // page_tokens)
+def with_summaries(
+    geometry: SlotGeometry, page_tokens: int, *, channels: bool, scaled_from: int = 0
+) -> SlotGeometry:
+    """A slot of ``geometry`` with what a selector needs beside its KV.
+
+    Args:
+        geometry: Of KV alone.
+        page_tokens: Tokens of a page.
+        channels: Channel-major K and sums of V, else bounds.
+        scaled_from: Bytes of a number of K, to have it as int8 with scales; 0: as it is.
+    """
+    records = geometry.layers * geometry.heads
+    if not channels:
+        return replace(geometry, summary_pages=-(-records * geometry.groups // page_tokens))
+    return replace(
+        geometry,
+        summary_pages=-(-records * (2 if scaled_from else 1) // page_tokens),
+        channel_pages=-(-geometry.pages_per_layer // (2 * (scaled_from or 1))),
+        scaled_from=scaled_from,
+    )
+
+
+def _records(geometry: SlotGeometry) -> int:
+    """Records of one layer."""
+    if not geometry.channel_pages:
+        return geometry.pages_per_layer
+    return geometry.heads * (2 if geometry.scaled_from else 1)
 
 
 def summary_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
     """Bytes of the summaries of one slot, without padding."""
-    return geometry.kv_pages * (geometry.payload_bytes // page_tokens)
+    return geometry.layers * _records(geometry) * (geometry.payload_bytes // page_tokens)
 
 
-def row_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
-    """Bytes that one slot takes in a table."""
-    return round_up(summary_bytes(geometry, page_tokens), _ALIGN)
+def channel_bytes(geometry: SlotGeometry) -> int:
+    """Bytes of one layer's K in the channel pages of a slot, without padding."""
+    if not geometry.channel_pages:
+        return 0
+    return geometry.pages_per_layer * geometry.payload_bytes // 2 // (geometry.scaled_from or 1)
+
+
+def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
+    """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
+    size = round_up(summary_bytes(geometry, page_tokens), _ALIGN)
+    return size + channels * round_up(geometry.layers * channel_bytes(geometry), _ALIGN)
 
 
 class SummaryTable:
@@ -49,14 +85,46 @@ class SummaryTable:
         page_tokens: int,
         rows: int,
         slots: int,
+        *,
+        channels: bool,
     ):
         """``rows`` of :func:`row_bytes` each, in the arena from ``offset`` (bytes, a multiple of
-        64) on; ``slots`` of the store."""
-        self._geometry = geometry
-        self._used_bytes = summary_bytes(geometry, page_tokens)
-        self._row_bytes = row_bytes(geometry, page_tokens)
-        self._layer_bytes = self._used_bytes // geometry.layers
+        64) on; ``slots`` of the store. ``channels``: keep the slots' channel pages, too."""
+        self.holds_channels = channels and geometry.channel_pages > 0
+        """Whether rows have channel-major K."""
+        self.holds_scales = geometry.scaled_from > 0
+        """Whether channel-major K is int8, and rows have its scales."""
+        self._heads = geometry.heads
+        self._record = geometry.payload_bytes // page_tokens
+        self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
+        self._layer_bytes = summary_bytes(geometry, page_tokens) // geometry.layers
+        self._channels = round_up(summary_bytes(geometry, page_tokens), _ALIGN)
+        """Where channel-major K begins in a row."""
+        self._channel_bytes = channel_bytes(geometry)
         self._base = arena.address + offset
+        self._memory = arena.view(offset, rows * self._row_bytes).reshape(rows, self._row_bytes)
+        # Of each page that a row is made of: its number, its place in the row, and its bytes.
+        number, place, size = [], [], []
+        payload = geometry.payload_bytes
+        parts = [(0, geometry.summary_pages, 0, summary_bytes(geometry, page_tokens))]
+        if self.holds_channels:
+            parts += [
+                (
+                    geometry.first_channel_page(layer),
+                    geometry.channel_pages,
+                    self._channels + layer * self._channel_bytes,
+                    self._channel_bytes,
+                )
+                for layer in range(geometry.layers)
+            ]
+        for first, count, begin, nbytes in parts:
+            number += [first + i for i in range(count)]
+            place += [begin + i * payload for i in range(count)]
+            size += [min(payload, nbytes - i * payload) for i in range(count)]
+        self.pages = np.array(number, dtype=np.int64)
+        """Numbers of the pages of a slot that a row is made of."""
+        self._place = np.array(place, dtype=np.uint64)
+        self._size = np.array(size, dtype=np.uint64)
         self._lock = threading.Lock()
         self.rows = rows
         self._row_of = np.full(slots, NO_ROW, dtype=np.int32)
@@ -67,9 +135,8 @@ class SummaryTable:
         self._clock = 0
 
     def put(self, slots: NDArray[np.int64], pages: NDArray[np.uint64]) -> None:
-        """Take in the summaries of distinct slots [n] from their summary pages, whose absolute
-        addresses are ``pages`` [n, summary_pages]. Those for which there is no room are left out.
-        """
+        """Take in the summaries of distinct slots [n] from the absolute addresses of their
+        :attr:`pages`, [n, pages]. Those for which there is no room are left out."""
         with self._lock:
             rows = self._take(slots)
             here = rows != NO_ROW
@@ -96,11 +163,8 @@ class SummaryTable:
         return rows
 
     def _copy(self, rows: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
-        payload = self._geometry.payload_bytes
-        begin = np.arange(pages.shape[1], dtype=np.uint64) * np.uint64(payload)
-        size = np.minimum(np.uint64(payload), np.uint64(self._used_bytes) - begin)
-        target = self._address(rows)[:, None] + begin[None, :]
-        sizes = np.broadcast_to(size, target.shape)
+        target = self._address(rows)[:, None] + self._place[None, :]
+        sizes = np.broadcast_to(self._size, target.shape)
         _io.copy(
             np.ascontiguousarray(pages.ravel()), target.ravel(), np.ascontiguousarray(sizes.ravel())
         )
@@ -123,6 +187,22 @@ class SummaryTable:
         """Absolute address of a layer's bounds in each row, ``[heads, groups, 2, head_size]``."""
         return self._address(rows) + np.uint64(layer * self._layer_bytes)
 
+    def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
+        """Absolute address of a layer's K in each row, ``[heads, head_size, block_tokens]``."""
+        return self._address(rows) + np.uint64(self._channels + layer * self._channel_bytes)
+
+    def scales(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
+        """Absolute address of the scales of a layer's channels in each row, see
+        ``ContextSummaries.channel_scales``."""
+        return self.address(rows, layer) + np.uint64(self._heads * self._record)
+
+    def values(self, rows: NDArray[np.int32], layer: int, head_size: int) -> NDArray[np.float32]:
+        """A layer's sum of V over the tokens of each row, a copy, [n, heads, head_size]."""
+        begin = layer * self._layer_bytes
+        records = self._memory[rows, begin : begin + self._heads * self._record]
+        used = records.reshape(len(rows), self._heads, self._record)[..., : 4 * head_size]
+        return np.ascontiguousarray(used).view(np.float32)
+
     def _address(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
         return np.uint64(self._base) + rows.astype(np.uint64) * np.uint64(self._row_bytes)
 
@@ -139,3 +219,8 @@ class SummaryTable:
         """Rows that hold something."""
         with self._lock:
             return int((self._slot_of >= 0).sum())
+
+    def pinned(self) -> int:
+        """Rows that somebody has pinned."""
+        with self._lock:
+            return int((self._pins > 0).sum())

@@ -19,16 +19,16 @@ from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 MAGIC = b"SSDKVSUP"
-VERSION = 1
 BLOCK_BYTES = 4096
 COPY_OFFSETS = (0, SUPERBLOCK_BYTES // 2)
 _KINDS: tuple[Literal["opaque"], Literal["paged"]] = ("opaque", "paged")
 _CIPHERS = (False, True)
 """Whether slots are encrypted, with AES-256-GCM."""
 
-# magic, version, block_bytes, store, device, rank, reserved, epoch, kind, layers, heads, groups,
-# payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher, key id, summary_pages
-_FIXED = struct.Struct("<8s2I16s16sI12xQ4IQI16sII16sI")
+# magic, version, block_bytes, store, device, rank, channel_pages, scaled_from, reserved, epoch,
+# kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,
+# key id, summary_pages
+_FIXED = struct.Struct("<8s2I16s16s3I4xQ4IQI16sII16sI")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 
@@ -77,11 +77,13 @@ class Superblock:
                 block,
                 0,
                 MAGIC,
-                VERSION,
+                shape.version,
                 BLOCK_BYTES,
                 self.store.bytes,
                 self.device.bytes,
                 self.rank,
+                shape.channel_pages,
+                shape.scaled_from,
                 self.epoch,
                 _KINDS.index(shape.kind),
                 shape.layers,
@@ -120,6 +122,8 @@ class Superblock:
             store,
             device,
             rank,
+            channel_pages,
+            scaled_from,
             epoch,
             kind,
             layers,
@@ -135,7 +139,8 @@ class Superblock:
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
-        expected = (MAGIC, VERSION, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
+        version = 1 + (channel_pages > 0) + (scaled_from > 0)
+        expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
                 raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
@@ -159,6 +164,8 @@ class Superblock:
                 payload_bytes,
                 _CIPHERS[cipher],
                 summary_pages,
+                channel_pages,
+                scaled_from,
             )
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc

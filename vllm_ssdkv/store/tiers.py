@@ -1,4 +1,4 @@
-"""DRAM and SSD of one rank as one interface: hold, commit, load, stream.
+"""A device's memory, DRAM and SSD of one rank as one interface: hold, commit, load, stream.
 
 The worker process owns residency: which slots are in DRAM is decided here and nowhere else.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
@@ -20,9 +21,10 @@ from vllm_ssdkv.store.cache import FrameCache, FrameState
 from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.fetch import PageFetcher
 from vllm_ssdkv.store.files import GROUP, SlotFiles
+from vllm_ssdkv.store.hot_pages import DeviceMemory, HotPages
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
-from vllm_ssdkv.store.page_cache import PageCache
+from vllm_ssdkv.store.page_cache import PageCache, PagePolicy
 from vllm_ssdkv.store.scrub import PIECES, Scrubber
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 MIN_FRAMES = 8
 
 MIN_PLACES = 16
-"""Least single pages that DRAM holds: what does not fit at once is fetched in turns."""
+"""Least single pages that DRAM holds: what does not fit into half of them at once is fetched in
+turns."""
 
 MIN_IMAGES = 4
 """Least slots that can be encrypted at a time."""
@@ -56,12 +59,16 @@ class ChoiceMemory:
         slots: Slot numbers of the store are below this.
         page_cache, summaries: Bytes of each; None: a quarter of what the staging buffer leaves,
             of summaries at most those of the whole store.
+        page_policy: Which single page makes room for another.
+        channels: Whether channel pages are kept with the summaries, where slots have any.
     """
 
     page_tokens: int
     slots: int
     page_cache: int | None = None
     summaries: int | None = None
+    page_policy: PagePolicy = "lru"
+    channels: bool = True
 
 
 class ArenaPlan:
@@ -98,12 +105,17 @@ class ArenaPlan:
             self.images = max(MIN_IMAGES, wanted)
         self.page_offset = self.image_offset + self.images * geometry.slot_bytes
         self.page_places = self.summary_rows = 0
+        self.choice = choice
         summaries = 0
         if choice is not None:
             quarter = max(0, dram_bytes - self.page_offset) // 4
             pages = quarter if choice.page_cache is None else choice.page_cache
-            self.page_places = max(MIN_PLACES, pages // geometry.page_bytes)
-            row = row_bytes(geometry, choice.page_tokens)
+            # What a summary is made of is read at once, and so are the channels of a layer.
+            once = geometry.first_page(0)
+            if not choice.channels:
+                once = max(geometry.summary_pages, geometry.channel_pages)
+            self.page_places = max(MIN_PLACES, once, pages // geometry.page_bytes)
+            row = row_bytes(geometry, choice.page_tokens, channels=choice.channels)
             most = quarter if choice.summaries is None else choice.summaries
             self.summary_rows = max(1, min(choice.slots, most // row))
             summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
@@ -124,8 +136,8 @@ class TieredStore:
     """The store of one rank.
 
     ``load``, ``take_load_outcomes``, ``hold``, ``stream`` and the context methods belong to the
-    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``drain`` and
-    ``close`` block, with a deadline.
+    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``drain``, ``close``
+    and, if asked to, ``take_load_outcomes`` block, with a deadline.
     """
 
     def __init__(
@@ -139,8 +151,10 @@ class TieredStore:
         *,
         trimmer: SlotTrimmer | None = None,
         scrub_rate: int | None = None,
+        stretches: _io.Stretches | None = None,
     ):
-        """``scrub_rate``: bytes per second; the plan has memory for it. None: no scrub."""
+        """``scrub_rate``: bytes per second; the plan has memory for it. None: no scrub.
+        ``stretches``: what ``copy_in`` copies, where plain copies are all that it does."""
         geometry = files.geometry
         self.files = files
         self.arena = arena
@@ -158,23 +172,34 @@ class TieredStore:
             arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
             images = Staging(plan.image_offset, geometry.slot_bytes, plan.images)
         self._writer = SlotWriter(files, self.frames, self._seals, images, trimmer)
-        self._loader = SlotLoader(files, self.frames, self._seals, headers, copy_in, block_tokens)
+        self._loader = SlotLoader(
+            files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
+        )
         self._pages: PageCache | None = None
+        self._hot: HotPages | None = None
+        self._policy: PagePolicy = "lru"
+        self._num_slots = num_slots
         self._summaries: SummaryTable | None = None
-        if plan.page_places:
-            page_tokens = block_tokens // geometry.groups
+        if plan.choice is not None:
             self._pages = PageCache(
                 arena,
                 plan.page_offset,
-                geometry.page_bytes,
+                geometry,
                 plan.page_places,
                 num_slots,
-                geometry.pages,
+                plan.choice.page_policy,
             )
             self._summaries = SummaryTable(
-                arena, plan.summary_offset, geometry, page_tokens, plan.summary_rows, num_slots
+                arena,
+                plan.summary_offset,
+                geometry,
+                plan.choice.page_tokens,
+                plan.summary_rows,
+                num_slots,
+                channels=plan.choice.channels,
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
+            self._policy = plan.choice.page_policy
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._used = time.monotonic()
@@ -191,6 +216,17 @@ class TieredStore:
                 writing=self._writer.writes,
                 visit=self._writer.visit,
             )
+
+    def keep_hot_pages(self, memory: DeviceMemory) -> None:
+        """Chosen pages are kept in this memory, too, which must live as long as the store.
+
+        Raises:
+            ValueError: the slots of this store have no summaries, so that nothing can be chosen.
+        """
+        if self._pages is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        geometry = self.files.geometry
+        self._hot = HotPages(memory, self._fetcher, geometry, self._num_slots, self._policy)
 
     # ---- write path ----
 
@@ -236,6 +272,8 @@ class TieredStore:
         if self._pages is not None and self._summaries is not None:
             self._pages.forget(slots)
             self._summaries.forget(slots)
+        if self._hot is not None:
+            self._hot.forget(slots)
 
     def filled(self, slots: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """The frames that :meth:`hold` gave for these slots are filled: keep their summaries."""
@@ -243,7 +281,7 @@ class TieredStore:
             return
         geometry = self.files.geometry
         first = self.frames.address(frames) + np.uint64(geometry.header_bytes)
-        steps = np.arange(geometry.summary_pages, dtype=np.uint64) * np.uint64(geometry.page_bytes)
+        steps = self._summaries.pages.astype(np.uint64) * np.uint64(geometry.page_bytes)
         self._summaries.put(slots, first[:, None] + steps[None, :])
 
     def trim(self, slots: NDArray[np.int64]) -> None:
@@ -261,9 +299,10 @@ class TieredStore:
         self._used = time.monotonic()
         self._loader.load(job)
 
-    def take_load_outcomes(self) -> list[LoadOutcome]:
-        """Loads that ended since the last call."""
-        return self._loader.take_outcomes()
+    def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
+        """Loads that ended since the last call; waits so long for the first one, if any is under
+        way."""
+        return self._loader.take_outcomes(patience_s)
 
     def busy(self) -> bool:
         """Whether writes or loads are under way."""
@@ -340,18 +379,33 @@ class TieredStore:
         Raises:
             ValueError: the slots of this store have no summaries.
         """
-        if self._summaries is None:
+        if self._pages is None or self._summaries is None:
             raise ValueError("slots without summaries: nothing can be chosen")
         self._used = time.monotonic()
+        self._pages.step(self.files.speed.rates())
+        if self._hot is not None:
+            self._hot.step()
         return ChosenContexts(
-            self.files.geometry, self.frames, self._summaries, self._fetcher, contexts, rows
+            self.files.geometry,
+            self.frames,
+            self._summaries,
+            self._fetcher,
+            contexts,
+            rows,
+            self._hot,
         )
 
-    def choice_gauges(self) -> tuple[int, int]:
-        """Single pages and summaries that DRAM holds."""
-        if self._pages is None or self._summaries is None:
-            return 0, 0
-        return self._pages.held(), self._summaries.held()
+    def choice_gauges(self) -> dict[str, int]:
+        """Single pages and summaries that memory holds, and has room for, by metric."""
+        pages, summaries = self._pages, self._summaries
+        return {
+            "hot_pages_places": 0 if self._hot is None else self._hot.places,
+            "hot_pages_held": 0 if self._hot is None else self._hot.held(),
+            "page_cache_places": 0 if pages is None else pages.places,
+            "page_cache_pages": 0 if pages is None else pages.held(),
+            "summaries_places": 0 if summaries is None else summaries.rows,
+            "summaries_held": 0 if summaries is None else summaries.held(),
+        }
 
     # ---- end ----
 

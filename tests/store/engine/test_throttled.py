@@ -55,6 +55,18 @@ def test_bandwidth_bounds_large_requests(submit: Submit) -> None:
     assert seconds_until_done(batch, clock) == pytest.approx(1.0, abs=0.002)
 
 
+def test_a_device_becomes_slow_and_fast_again(submit: Submit) -> None:
+    fast = ThrottleRule(bandwidth=BANDWIDTH)
+    twin, clock = engine(fast)
+    for slow in (1.0, 5.0, 1.0):
+        twin.change([ThrottleRule(device=0, bandwidth=BANDWIDTH, dilation=slow), fast])
+        clock.now += 100.0
+        batch = submit(twin, Op.READ, (0, 0, SECOND, 0))
+        assert seconds_until_done(batch, clock) == pytest.approx(slow, abs=0.002)
+    with pytest.raises(ConfigError, match="device 2 of 2"):
+        twin.change([ThrottleRule(device=2)])
+
+
 def test_iops_bound_small_requests(submit: Submit) -> None:
     slow, clock = engine(ThrottleRule(bandwidth=1e12, iops=50))
     batch = submit(slow, Op.READ, *[(0, 0, PAGE, 0)] * 100)
@@ -163,3 +175,14 @@ def test_rules_without_meaning_are_refused() -> None:
             ThrottleRule(**fields)
     with pytest.raises(ConfigError, match="device 2 of 2"):
         engine(ThrottleRule(device=2))
+
+
+def test_it_tells_what_each_device_was_given_to_do(submit: Submit) -> None:
+    slow, clock = engine(ThrottleRule(bandwidth=BANDWIDTH, iops=10, latency_s=5.0))
+    assert slow.busy_s().tolist() == [0.0, 0.0]
+    # A page takes as long as any request may, a whole second's bytes a second.
+    submit(slow, Op.READ, (0, 0, PAGE, 0), (0, PAGE, PAGE, PAGE), (1, 0, SECOND, 0))
+    assert slow.busy_s() == pytest.approx([0.2, 1.0])
+    clock.now += 60
+    submit(slow, Op.READ, (0, 0, PAGE, 0))
+    assert slow.busy_s() == pytest.approx([0.3, 1.0])

@@ -1,12 +1,14 @@
 """The GPU benchmark's checks and figures in the interpreter, where times do not count."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
 
 from vllm_ssdkv.profiling import bench_triton
-from vllm_ssdkv.triton_kernels import attend
+from vllm_ssdkv.profiling.triton_checks import check_sparse
+from vllm_ssdkv.triton_kernels import attend, choose, summarize, tokens
 
 CPU = torch.device("cpu")
 MODEL = bench_triton.Model(1, 2, 16, 16, torch.bfloat16)
@@ -31,7 +33,9 @@ def test_checks_then_measures(runs: list[Callable[[], object]]) -> None:
     names = [figure.name for figure in figures]
     assert names[0] == "device copy"
     assert sum(name.startswith("decode") for name in names) == 4
-    assert len(runs) == len(figures) == 7
+    # For each context and batch decode and the eight kernels of sparse decode; the copy; two packs.
+    assert len(runs) == len(figures) == 4 * 9 + 3
+    assert all(figure.bytes_moved > 0 for figure in figures)
     cache = 2 * 128 * 2 * 1 * 16 * 2
     queries = 2 * (2 * 2 * 16 * 2)
     (largest,) = (f for f in figures if f.name == "decode, context 128, batch 2")
@@ -52,3 +56,30 @@ def test_a_wrong_kernel_is_not_measured(
     with pytest.raises(bench_triton.CheckError, match="attend and finish"):
         bench_triton.measure(CPU, MODEL, [64], [1], 1, 1024)
     assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "kernel"),
+    [
+        (summarize, "summarize", "summarize, bounds"),
+        (tokens, "score_tokens", "scores by tokens of 1"),
+        (tokens, "cover", "cover"),
+        (attend, "attend_pages", "attend_pages in its own memory"),
+        (choose, "weigh", "bounds and weights"),
+    ],
+)
+def test_a_wrong_sparse_kernel_is_found(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, kernel: str
+) -> None:
+    """One that does nothing, or answers with ones."""
+    right = getattr(module, name)
+
+    def wrong(*arguments: object, **rest: object) -> object:
+        answer = None if name in {"summarize", "attend_pages"} else right(*arguments, **rest)
+        if isinstance(answer, tuple):
+            return tuple(torch.ones_like(part) for part in answer)
+        return answer if answer is None else torch.ones_like(answer)
+
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(bench_triton.CheckError, match=kernel):
+        check_sparse(CPU, MODEL)

@@ -20,7 +20,7 @@ FILL = 0xA5
     st.integers(1, 3),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 3, 4, 64]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.sampled_from([0, 4, 24, 4096]),
     st.integers(0, 2**31),
 )

@@ -1,4 +1,4 @@
-"""Logits for selection against the native kernels, which are tested against the oracles."""
+"""Bounds for selection against the native kernels, which are tested against the oracles."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from tests.selection.contexts import Contexts, Row, contexts
 from tests.selection.test_scores import table
 from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.selection.scores import ScoringKernels
-from vllm_ssdkv.triton_kernels.score import bound_logits, channel_logits
+from vllm_ssdkv.selection.kernels import CpuScoringKernels
+from vllm_ssdkv.triton_kernels.score import bound_logits
 
-KERNELS = ScoringKernels(1)
+KERNELS = CpuScoringKernels(1)
 
 
 def tensor(values: NDArray[np.generic] | None) -> torch.Tensor:
@@ -42,27 +42,6 @@ def test_bounds(problem: Contexts, spare: int) -> None:
         layout=problem.layout,
         scale=problem.scale,
         max_pages=int(context.pages.max()) + spare,
-    )
-    compare(got, table(logits, first, heads))
-
-
-@given(problem=contexts(most_blocks=4), channels=st.integers(1, 20), spare=st.integers(0, 200))
-@settings(max_examples=12, deadline=None)
-def test_channels(problem: Contexts, channels: int, spare: int) -> None:
-    context, heads = problem.summaries, problem.query.shape[1]
-    logits, first = KERNELS.channel_logits(problem.query, context, problem.scale, channels)
-    got = channel_logits(
-        problem.query,
-        tensor(context.row_begin),
-        tensor(context.row_end),
-        tensor(context.channel_base),
-        tensor(context.window_begin),
-        tensor(context.window_tokens),
-        tensor(context.window_base),
-        layout=problem.layout,
-        channels=channels,
-        scale=problem.scale,
-        max_tokens=int(np.diff(first).max()) + spare,
     )
     compare(got, table(logits, first, heads))
 

@@ -13,6 +13,9 @@
 
 namespace ssdkv::attention {
 
+// Scales of a block's channels are float [kv_heads][head_size], where each head has as many bytes
+// as a token's K and V take; those behind its scales are not looked at.
+
 // What is kept of blocks when they leave; all addresses are absolute, one per block, any of the
 // targets may be null.
 struct Summaries {
@@ -20,6 +23,7 @@ struct Summaries {
   const std::uint64_t* source;     // the layer's part of the block
   const std::uint64_t* bounds;     // [kv_heads][groups][2][head_size]: min, max over a page's K
   const std::uint64_t* channels;   // [kv_heads][head_size][block_tokens]: K
+  const std::uint64_t* scales;     // not null: channels are int8, times these; see below
   const std::uint64_t* value_sum;  // float [kv_heads][head_size]: V summed over the tokens
 };
 
@@ -45,7 +49,12 @@ struct ChannelScoring {
   const float* query;            // [rows][query_heads][count]: those channels, scaled
   const std::int32_t* row_begin;
   const std::int32_t* row_end;
-  const std::uint64_t* base;  // [blocks]: channel-major K, as in Summaries
+  // [blocks]: channel-major K, [kv_heads][held][block_tokens]; `place` says which of the `held`
+  // channels each of `channels` is. All of them, as in Summaries, or those that were chosen.
+  const std::uint64_t* base;
+  const std::uint64_t* scales;  // [blocks], of all channels; null: K is of the layout's dtype
+  std::int64_t held;
+  const std::int32_t* place;  // [rows][kv_heads][count]
   const std::int32_t* window_begin;
   const std::uint64_t* window;        // [window blocks]: token-major
   const std::int32_t* window_tokens;  // [rows]
@@ -101,8 +110,9 @@ struct SparseKernels {
   // 4 * (group + 3) * (head_size + 15) bytes.
   void (*bound_logits)(const BoundScoring&, std::int64_t row, std::int64_t head,
                        std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);
+  // 4 * count * group bytes.
   void (*channel_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
-                         std::int64_t block_begin, std::int64_t block_end);
+                         std::int64_t block_begin, std::int64_t block_end, std::byte* scratch);
   // 4 * count * 64 bytes.
   void (*window_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
                         std::byte* scratch);

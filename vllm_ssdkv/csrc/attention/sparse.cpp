@@ -99,16 +99,19 @@ void score_bounds(const BoundScoring& s, std::int64_t rows, std::int64_t threads
 void score_channels(const ChannelScoring& s, std::int64_t rows, std::int64_t threads) {
   const SparseKernels& kernels = *active_kernels().sparse;
   const PageLayout& layout = s.layout;
-  const std::int64_t block = s.count * layout.block_tokens * item_bytes(layout.dtype);
+  const std::int64_t item = s.scales == nullptr ? item_bytes(layout.dtype) : 1;
+  const std::int64_t block = s.count * layout.block_tokens * item;
+  const std::int64_t group = s.query_heads / layout.kv_heads;
   const std::vector<Piece> pieces =
       cut(rows, layout.kv_heads, std::max<std::int64_t>(1, block),
           [&](std::int64_t row) { return s.row_end[row] - s.row_begin[row]; });
   run(static_cast<std::int64_t>(pieces.size()),
-      team(s.first_column[rows] * layout.kv_heads * s.count * item_bytes(layout.dtype), threads),
-      static_cast<std::size_t>(4 * s.count * 64), [&](std::int64_t task, std::byte* bytes) {
+      team(s.first_column[rows] * layout.kv_heads * s.count * item, threads),
+      static_cast<std::size_t>(4 * s.count * std::max<std::int64_t>(64, group)),
+      [&](std::int64_t task, std::byte* bytes) {
         const Piece& p = pieces[static_cast<std::size_t>(task)];
         if (p.begin == 0) kernels.window_logits(s, p.row, p.head, bytes);
-        if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end);
+        if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end, bytes);
       });
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "arrays.hpp"
 #include "attention/arguments.hpp"
@@ -48,22 +49,25 @@ void check_size(const A& array, std::int64_t size, const char* text) {
 const std::uint64_t* check_targets(const std::optional<Vector<std::uint64_t>>& list,
                                    std::int64_t blocks) {
   if (!list) return nullptr;
-  check_size(*list, blocks, "sources and targets differ in length");
+  check_size(*list, blocks, "lists of addresses differ in length");
   return list->data();
 }
 
 void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> bounds,
                   std::optional<Vector<std::uint64_t>> channels,
+                  std::optional<Vector<std::uint64_t>> scales,
                   std::optional<Vector<std::uint64_t>> value_sum, std::int64_t block_tokens,
                   std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
                   std::int64_t head_size, int dtype, std::int64_t threads) {
   check_heads(kv_heads, kv_heads, threads);
   const std::int64_t blocks = extent(source.shape(0));
+  require(channels || !scales, "scales are of channels");
   const Summaries s{
       to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype),
       source.data(),
       check_targets(bounds, blocks),
       check_targets(channels, blocks),
+      check_targets(scales, blocks),
       check_targets(value_sum, blocks),
   };
   const nb::gil_scoped_release release;
@@ -111,32 +115,36 @@ void py_bound_logits(ConstCube query, double scale, Vector<std::int32_t> row_beg
 }
 
 void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
-                        Array<std::int32_t, nb::ndim<3>> channels, Cube reduced) {
+                        Array<std::int32_t, nb::ndim<3>> channels, Cube reduced,
+                        std::int64_t together) {
   const std::int64_t rows = extent(query.shape(0));
   const std::int64_t q_heads = extent(query.shape(1));
   const std::int64_t head_size = extent(query.shape(2));
   const std::int64_t count = extent(channels.shape(2));
   check_heads(kv_heads, q_heads, 1);
   require(count > 0 && count <= head_size, "channels must be between 1 and head_size");
+  require(together > 0 && head_size % together == 0 && count % together == 0,
+          "channels that are chosen together must divide head_size and count");
   require(extent(channels.shape(0)) == rows && extent(channels.shape(1)) == kv_heads,
           "channels must be [rows, kv_heads, count]");
   require(extent(reduced.shape(0)) == rows && extent(reduced.shape(1)) == q_heads &&
               extent(reduced.shape(2)) == count,
           "reduced must be [rows, q_heads, count]");
-  const ChannelChoice choice{
-      kv_heads,     q_heads,         head_size,     count, static_cast<float>(scale),
-      query.data(), channels.data(), reduced.data()};
+  const ChannelChoice choice{kv_heads,     q_heads,         head_size,
+                             count,        together,        static_cast<float>(scale),
+                             query.data(), channels.data(), reduced.data()};
   const nb::gil_scoped_release release;
   choose_channels(choice, rows);
 }
 
 void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCube reduced,
                        Vector<std::int32_t> row_begin, Vector<std::int32_t> row_end,
-                       Vector<std::uint64_t> base, Vector<std::int32_t> window_begin,
-                       Vector<std::int32_t> window_end, Vector<std::uint64_t> window,
-                       Vector<std::int32_t> window_tokens, Vector<std::int64_t> first_token,
-                       Array<float, nb::ndim<1>> logits, std::int64_t block_tokens,
-                       std::int64_t page_tokens, std::int64_t page_stride, std::int64_t head_size,
+                       Vector<std::uint64_t> base, std::optional<Vector<std::uint64_t>> scales,
+                       Vector<std::int32_t> window_begin, Vector<std::int32_t> window_end,
+                       Vector<std::uint64_t> window, Vector<std::int32_t> window_tokens,
+                       Vector<std::int64_t> first_token, Array<float, nb::ndim<1>> logits,
+                       std::int64_t block_tokens, std::int64_t page_tokens,
+                       std::int64_t page_stride, std::int64_t head_size, bool chosen_only,
                        int dtype, std::int64_t threads) {
   ChannelScoring s{};
   const std::int64_t kv_heads = extent(channels.shape(1));
@@ -153,6 +161,7 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
             "a channel lies outside the head");
   }
   check_blocks(row_begin, row_end, rows, extent(base.shape(0)));
+  s.scales = check_targets(scales, extent(base.shape(0)));
   check_blocks(window_begin, window_end, rows, extent(window.shape(0)));
   check_size(window_tokens, rows, "window_tokens must be [rows]");
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -165,6 +174,14 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
             "a row's tokens are not those of its blocks and window");
   }
   check_size(logits, columns_of(first_token) * s.query_heads, "logits must be [q_heads * tokens]");
+  std::vector<std::int32_t> place(channels.data(), channels.data() + channels.size());
+  if (chosen_only) {
+    for (std::size_t i = 0; i < place.size(); ++i) {
+      place[i] = static_cast<std::int32_t>(static_cast<std::int64_t>(i) % s.count);
+    }
+  }
+  s.held = chosen_only ? s.count : head_size;
+  s.place = place.data();
   s.channels = channels.data();
   s.query = reduced.data();
   s.row_begin = row_begin.data();
@@ -315,9 +332,9 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
 void bind_sparse(nb::module_& module) {
   module.def("summarize", &py_summarize, nb::arg("source").noconvert(),
              nb::arg("bounds").noconvert().none(), nb::arg("channels").noconvert().none(),
-             nb::arg("value_sum").noconvert().none(), nb::arg("block_tokens"),
-             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
-             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
+             nb::arg("scales").noconvert().none(), nb::arg("value_sum").noconvert().none(),
+             nb::arg("block_tokens"), nb::arg("page_tokens"), nb::arg("page_stride"),
+             nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
              "Page bounds, channel-major K and sums of V of blocks.");
   module.def("bound_logits", &py_bound_logits, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
@@ -327,16 +344,16 @@ void bind_sparse(nb::module_& module) {
              "Upper bounds of the scaled logits of each page.");
   module.def("choose_channels", &py_choose_channels, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("kv_heads"), nb::arg("channels").noconvert(), nb::arg("reduced").noconvert(),
-             "SparQ's channels and the scaled queries of them.");
+             nb::arg("together"), "SparQ's channels and the scaled queries of them.");
   module.def("channel_logits", &py_channel_logits, nb::arg("channels").noconvert(),
              nb::arg("reduced").noconvert(), nb::arg("row_begin").noconvert(),
              nb::arg("row_end").noconvert(), nb::arg("base").noconvert(),
-             nb::arg("window_begin").noconvert(), nb::arg("window_end").noconvert(),
-             nb::arg("window").noconvert(), nb::arg("window_tokens").noconvert(),
-             nb::arg("first_token").noconvert(), nb::arg("logits").noconvert(),
-             nb::arg("block_tokens"), nb::arg("page_tokens"), nb::arg("page_stride"),
-             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
-             "SparQ's approximate logits of context and window.");
+             nb::arg("scales").noconvert().none(), nb::arg("window_begin").noconvert(),
+             nb::arg("window_end").noconvert(), nb::arg("window").noconvert(),
+             nb::arg("window_tokens").noconvert(), nb::arg("first_token").noconvert(),
+             nb::arg("logits").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
+             nb::arg("page_stride"), nb::arg("head_size"), nb::arg("chosen_only"), nb::arg("dtype"),
+             nb::arg("threads"), "SparQ's approximate logits of context and window.");
   module.def("weigh", &py_weigh, nb::arg("logits").noconvert(), nb::arg("first_page").noconvert(),
              nb::arg("window_lse").noconvert().none(), nb::arg("weights").noconvert(),
              nb::arg("window_mass").noconvert(), nb::arg("q_heads"), nb::arg("page_tokens"),

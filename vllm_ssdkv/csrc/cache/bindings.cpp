@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <span>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -22,11 +21,6 @@ constexpr std::chrono::milliseconds kSignalPoll{100};
 
 using SlotArray = ArrayIn<int64_t>;
 using FrameArray = ArrayIn<int32_t>;
-
-template <class T>
-std::span<const T> span(const ArrayIn<T>& array) {
-  return {array.data(), array.shape(0)};
-}
 
 FrameState to_state(int state) {
   if (state < 0 || static_cast<size_t>(state) >= kFrameStates) {

@@ -26,12 +26,22 @@ Batch::Batch(Op op, std::vector<Request> requests)
 }
 
 void Batch::end(size_t count) noexcept {
-  if (left_.fetch_sub(count, std::memory_order_acq_rel) == count) {
+  // Sequentially consistent with wait_for_less(): either it sees what is left, or is seen here.
+  const size_t left = left_.fetch_sub(count) - count;
+  if (left == 0 || left < enough_.load()) {
     // Under the mutex, or a waiter between its test and its sleep would miss it.
     const std::lock_guard<std::mutex> lock(mutex_);
     ended_.notify_all();
-    write_notice();
+    if (left == 0) write_notice();
   }
+}
+
+size_t Batch::wait_for_less(size_t left, Clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  enough_.store(left);
+  ended_.wait_until(lock, deadline, [this, left] { return left_.load() < left; });
+  enough_.store(0);
+  return left_.load();
 }
 
 void Batch::notify(int eventfd) {
@@ -55,7 +65,7 @@ bool Batch::wait_until(Clock::time_point deadline) {
 
 std::vector<int32_t> Batch::results() const {
   std::vector<int32_t> copy(requests_.size());
-  for (size_t i = 0; i < copy.size(); ++i) copy[i] = results_[i].load(std::memory_order_acquire);
+  for (size_t i = 0; i < copy.size(); ++i) copy[i] = result(i);
   return copy;
 }
 

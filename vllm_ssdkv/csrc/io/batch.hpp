@@ -45,6 +45,12 @@ class Batch {
 
   bool done() const noexcept { return left_.load(std::memory_order_acquire) == 0; }
   bool wait_until(Clock::time_point deadline);
+  // Blocks until less than `left` requests have not ended, or the deadline; how many have not. One
+  // thread at a time.
+  size_t wait_for_less(size_t left, Clock::time_point deadline);
+  int32_t result(size_t index) const noexcept {
+    return results_[index].load(std::memory_order_acquire);
+  }
   std::vector<int32_t> results() const;
 
   // Add 1 to an eventfd when all is done, at once if it is already: for event loops, which cannot
@@ -59,6 +65,7 @@ class Batch {
   const std::vector<Request> requests_;
   const std::unique_ptr<std::atomic<int32_t>[]> results_;
   std::atomic<size_t> left_;
+  std::atomic<size_t> enough_{0};  // somebody is to be woken when less than this are left
   std::mutex mutex_;
   std::condition_variable ended_;
   Descriptor notice_;

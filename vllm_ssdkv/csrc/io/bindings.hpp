@@ -8,9 +8,12 @@
 namespace ssdkv {
 
 void bind_cache(nanobind::module_& m);
+void bind_page_cache(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
 void bind_cipher(nanobind::module_& m);
+void bind_stripes(nanobind::module_& m);
+void bind_intake(nanobind::module_& m);
 #if SSDKV_URING
 void bind_uring(nanobind::module_& m);
 #endif

@@ -1,7 +1,12 @@
 #include "io/memory.hpp"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "io/parallel.hpp"
 
@@ -20,7 +25,45 @@ uint64_t hash(uint64_t address, size_t nbytes) {
   return static_cast<uint64_t>(XXH3_64bits(at(address), nbytes));
 }
 
+constexpr size_t kLine = 64;                   // bytes of a line of the cache
+constexpr uint64_t kStreamBytes = 16 * kLine;  // less is not worth it
+
 }  // namespace
+
+uint64_t checksum(const std::byte* data, size_t nbytes) noexcept {
+  return static_cast<uint64_t>(XXH3_64bits(data, nbytes));
+}
+
+#if defined(__SSE2__)
+void copy_past_cache(uint64_t dst, uint64_t src, size_t nbytes) noexcept {
+  if (nbytes == 0) return;  // memcpy wants addresses even then
+  auto* to = reinterpret_cast<std::byte*>(dst);
+  const auto* from = reinterpret_cast<const std::byte*>(src);
+  if (nbytes < kStreamBytes) {
+    std::memcpy(to, from, nbytes);
+    return;
+  }
+  const size_t head = (kLine - dst % kLine) % kLine;
+  const size_t body = (nbytes - head) / kLine * kLine;
+  std::memcpy(to, from, head);
+  for (size_t i = head; i < head + body; i += kLine) {
+    __m128i line[kLine / sizeof(__m128i)];
+    std::memcpy(line, from + i, kLine);
+    auto* const target = reinterpret_cast<__m128i*>(to + i);
+    for (size_t part = 0; part < std::size(line); ++part)
+      _mm_stream_si128(target + part, line[part]);
+  }
+  std::memcpy(to + head + body, from + head + body, nbytes - head - body);
+}
+
+void fence_copies() noexcept { _mm_sfence(); }
+#else
+void copy_past_cache(uint64_t dst, uint64_t src, size_t nbytes) noexcept {
+  if (nbytes != 0) std::memcpy(reinterpret_cast<void*>(dst), at(src), nbytes);
+}
+
+void fence_copies() noexcept {}
+#endif
 
 void checksum(const uint64_t* addresses, size_t n, size_t nbytes, unsigned threads, uint64_t* out) {
   const size_t share = std::max<size_t>(1, kShareBytes / std::max<size_t>(nbytes, 1));

@@ -10,7 +10,10 @@ namespace ssdkv {
 // `threads` below is an upper limit: 0 means "choose". Less than 4 MiB in total is always done on
 // the calling thread, because starting threads would cost more than it saves.
 
-// xxh3-64 (seed 0) of nbytes at each of n addresses.
+// xxh3-64 (seed 0) of nbytes.
+uint64_t checksum(const std::byte* data, size_t nbytes) noexcept;
+
+// The same at each of n addresses.
 void checksum(const uint64_t* addresses, size_t n, size_t nbytes, unsigned threads, uint64_t* out);
 
 // Ascending positions i where the checksum at addresses[i] is not expected[i].
@@ -22,6 +25,11 @@ struct Piece {
   uint64_t dst;
   uint64_t nbytes;
 };
+
+// memcpy to where nobody looks soon: does not fetch what is there into the cache first, where the
+// processor can do without. Other threads see it after fence_copies() on this one.
+void copy_past_cache(uint64_t dst, uint64_t src, size_t nbytes) noexcept;
+void fence_copies() noexcept;
 
 // memcpy of every piece; pieces must not overlap one another's destinations.
 void copy(const std::vector<Piece>& pieces, unsigned threads);

@@ -6,9 +6,12 @@
 NB_MODULE(_io, m) {
   m.doc() = "Native I/O engines, page cache, checksums, ciphers and copies of vllm_ssdkv.";
   ssdkv::bind_cache(m);
+  ssdkv::bind_page_cache(m);
   ssdkv::bind_memory(m);
   ssdkv::bind_cipher(m);
   ssdkv::bind_engines(m);
+  ssdkv::bind_stripes(m);
+  ssdkv::bind_intake(m);
 #if SSDKV_URING
   ssdkv::bind_uring(m);
 #endif

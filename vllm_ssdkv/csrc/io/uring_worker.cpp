@@ -20,12 +20,14 @@ using std::chrono::nanoseconds;
 constexpr unsigned kTurn = 8;
 
 // While every device is busy up to its limit, nothing new could be started anyway, so the thread
-// sleeps until an eighth of what is in flight has completed: fewer calls and fewer wake-ups. The
-// limit in time is for devices that answer only a part; a shorter one would cost a timer interrupt
-// per call.
+// sleeps until an eighth of what is in flight has completed: fewer calls and fewer wake-ups. Large
+// requests are replaced one by one: a drive misses them for longer, and a call costs little beside
+// what it moves. The limit in time is for devices that answer only a part; a shorter one would cost
+// a timer interrupt per call.
 constexpr size_t kManyInFlight = 32;
 constexpr size_t kBatchShare = 8;
 constexpr size_t kBatchMax = 32;
+constexpr size_t kBatchBytes = size_t{256} << 10;
 constexpr nanoseconds kBatchPause = std::chrono::milliseconds{5};
 
 // As transfer() in file.cpp: a second of trying again, then the error counts.
@@ -187,6 +189,7 @@ void UringWorker::start(size_t device, Taken& taken) {
   free_.pop_back();
   flights_[slot] = {std::move(taken), 0, 0, static_cast<uint16_t>(device), {}, {}};
   to_issue_.push_back(slot);
+  bytes_taken_ += flights_[slot].taken.batch->request(flights_[slot].taken.index).length;
   const unsigned in_flight = ++devices_[device].in_flight;
   devices_[device].totals.add_started(in_flight);
   auto& most = devices_[device].in_flight_max;
@@ -237,8 +240,10 @@ void UringWorker::wait(UringRing& ring, bool all_issued) noexcept {
   unsigned completions = 1;
   nanoseconds timeout{0};
   if (full_ && in_flight >= kManyInFlight) {
-    completions = static_cast<unsigned>(std::min(in_flight / kBatchShare, kBatchMax));
-    timeout = kBatchPause;
+    const size_t most = std::min(in_flight / kBatchShare, kBatchMax);
+    const uint64_t mean = std::max<uint64_t>(1, bytes_taken_ / (flights_.size() - free_.size()));
+    completions = static_cast<unsigned>(std::clamp<uint64_t>(kBatchBytes / mean, 1, most));
+    if (completions > 1) timeout = kBatchPause;
   }
   if (!later_.empty()) {
     completions = 1;
@@ -306,6 +311,7 @@ void UringWorker::end(uint32_t slot, int32_t result, Clock::time_point now) {
   device.totals.of(flight.taken.batch->op())
       .add_ended(result, static_cast<uint64_t>(spent.count()));
   --device.in_flight;
+  bytes_taken_ -= flight.taken.batch->request(flight.taken.index).length;
   ended_.push_back({std::move(flight.taken), result});
   free_.push_back(slot);
 }

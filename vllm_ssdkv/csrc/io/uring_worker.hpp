@@ -94,6 +94,7 @@ class UringWorker {
   // Of the thread alone.
   std::vector<Flight> flights_;     // by slot; the slot is the tag in the ring
   std::vector<uint32_t> free_;      // slots
+  uint64_t bytes_taken_ = 0;        // of the requests that have a slot
   std::vector<uint32_t> to_issue_;  // slots with a piece for the kernel
   std::vector<uint32_t> later_;     // slots that try again at retry_at_
   Clock::time_point retry_at_;

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.metrics import DEPTH_BUCKETS, LATENCY_BUCKETS
+from vllm_ssdkv.metric import DEPTH_BUCKETS, LATENCY_BUCKETS
 
 U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]

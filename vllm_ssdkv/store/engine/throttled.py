@@ -78,6 +78,23 @@ class _ThrottledBatch:
         return results
 
 
+class _Costs:
+    """Seconds per byte, per request and behind the transfer, each [devices]."""
+
+    def __init__(self, devices: int, rules: Sequence[ThrottleRule]) -> None:
+        self.per_byte = np.zeros(devices)
+        self.per_request = np.zeros(devices)
+        self.latency = np.zeros(devices)
+        for rule in reversed(rules):
+            if rule.device is not None and rule.device >= devices:
+                raise ConfigError(f"throttle rule: device {rule.device} of {devices}")
+            which = slice(None) if rule.device is None else rule.device
+            slow = rule.dilation
+            self.per_byte[which] = slow / rule.bandwidth if rule.bandwidth else 0.0
+            self.per_request[which] = slow / rule.iops if rule.iops else 0.0
+            self.latency[which] = slow * rule.latency_s
+
+
 class ThrottledEngine:
     """See :class:`vllm_ssdkv.store.engine.protocol.IoEngine`; wraps any engine.
 
@@ -102,17 +119,16 @@ class ThrottledEngine:
         self._clock = clock or time.monotonic
         self._lock = threading.Lock()
         self._free_at = np.full(devices, -math.inf)
-        self._per_byte = np.zeros(devices)
-        self._per_request = np.zeros(devices)
-        self._latency = np.zeros(devices)
-        for rule in reversed(rules):
-            if rule.device is not None and rule.device >= devices:
-                raise ConfigError(f"throttle rule: device {rule.device} of {devices}")
-            which = slice(None) if rule.device is None else rule.device
-            slow = rule.dilation
-            self._per_byte[which] = slow / rule.bandwidth if rule.bandwidth else 0.0
-            self._per_request[which] = slow / rule.iops if rule.iops else 0.0
-            self._latency[which] = slow * rule.latency_s
+        self._busy_s = np.zeros(devices)
+        self._costs = _Costs(devices, rules)
+
+    def change(self, rules: Sequence[ThrottleRule]) -> None:
+        """What is submitted from now on takes as long as these rules say.
+
+        Raises:
+            ConfigError: a rule names a device that does not exist; nothing is changed.
+        """
+        self._costs = _Costs(len(self._free_at), rules)
 
     @property
     def name(self) -> str:
@@ -122,7 +138,8 @@ class ThrottledEngine:
     def submit(self, op: Op, device: U16, offset: U64, length: U32, buffer: U64) -> Batch:
         """See the protocol."""
         inner = self._inner.submit(op, device, offset, length, buffer)
-        cost = np.maximum(self._per_byte[device] * length, self._per_request[device])
+        costs = self._costs
+        cost = np.maximum(costs.per_byte[device] * length, costs.per_request[device])
         due = np.empty(len(cost))
         with self._lock:
             now = self._clock()
@@ -130,8 +147,15 @@ class ThrottledEngine:
                 mine = device == index
                 ends = max(now, float(self._free_at[index])) + np.cumsum(cost[mine])
                 self._free_at[index] = ends[-1]
-                due[mine] = ends + self._latency[index]
+                self._busy_s[index] += cost[mine].sum()
+                due[mine] = ends + costs.latency[index]
         return _ThrottledBatch(inner, due, self._clock)
+
+    def busy_s(self) -> NDArray[np.float64]:
+        """Seconds of work that each device was given since the start, [devices]; latencies, which
+        occupy nobody, left out. A copy."""
+        with self._lock:
+            return self._busy_s.copy()
 
     def statistics(self) -> Mapping[str, int]:
         """See the protocol; those of the wrapped engine."""

@@ -160,6 +160,7 @@ void sum_channels(const float* query, std::int64_t count, const At& at, std::int
 struct HeadPlace {
   std::int64_t group;
   const std::int32_t* channels;
+  const std::int32_t* place;
   const float* query;
   std::int64_t columns;
   float* logits;
@@ -167,6 +168,7 @@ struct HeadPlace {
   HeadPlace(const ChannelScoring& s, std::int64_t row, std::int64_t head)
       : group(s.query_heads / s.layout.kv_heads),
         channels(s.channels + (row * s.layout.kv_heads + head) * s.count),
+        place(s.place + (row * s.layout.kv_heads + head) * s.count),
         query(s.query + (row * s.query_heads + head * group) * s.count),
         columns(s.first_column[row + 1] - s.first_column[row]),
         logits(s.logits + s.first_column[row] * s.query_heads + head * group * columns) {}
@@ -174,29 +176,45 @@ struct HeadPlace {
 
 template <typename T>
 void channel_blocks(const ChannelScoring& s, std::int64_t row, std::int64_t head,
-                    std::int64_t begin, std::int64_t end) {
+                    std::int64_t begin, std::int64_t end, std::byte* scratch) {
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
   const HeadPlace place(s, row, head);
   const std::int64_t tokens = s.layout.block_tokens;
   const auto keys_of = [&](std::int64_t block) {
     return reinterpret_cast<const std::byte*>(s.base[s.row_begin[row] + block]) +
-           head * s.layout.head_size * tokens * kItem;
+           head * s.held * tokens * kItem;
   };
+  const auto scales_of = [&](std::int64_t block) {
+    return reinterpret_cast<const std::byte*>(s.scales[s.row_begin[row] + block]) +
+           head * scale_record(s.layout);
+  };
+  const float* queries = place.query;
   for (std::int64_t block = begin; block < end; ++block) {
     const std::byte* keys = keys_of(block);
     // Channels lie apart and blocks anywhere: no pattern for the hardware to see.
-    const std::byte* ahead = keys_of(block + 4 < end ? block + 4 : end - 1);
+    const std::int64_t next = block + 4 < end ? block + 4 : end - 1;
+    const std::byte* ahead = keys_of(next);
     for (std::int64_t c = 0; c < s.count; ++c) {
-      __builtin_prefetch(ahead + place.channels[c] * tokens * kItem, 0, 2);
+      __builtin_prefetch(ahead + place.place[c] * tokens * kItem, 0, 2);
+    }
+    if constexpr (kItem == 1) {
+      // Scales are of the block: they go into its queries, once for all of its tokens.
+      auto* scaled = reinterpret_cast<float*>(scratch);
+      for (std::int64_t c = 0; c < s.count; ++c) {
+        __builtin_prefetch(scales_of(next) + place.channels[c] * 4, 0, 2);
+        const float scale = load_one<float>(scales_of(block) + place.channels[c] * 4);
+        for (std::int64_t g = 0; g < place.group; ++g) {
+          scaled[g * s.count + c] = place.query[g * s.count + c] * scale;
+        }
+      }
+      queries = scaled;
     }
     for (std::int64_t t = 0; t < tokens;) {
       const bool wide = tokens - t > 2 * kLanes;
-      const auto at = [&](std::int64_t c) {
-        return keys + (place.channels[c] * tokens + t) * kItem;
-      };
+      const auto at = [&](std::int64_t c) { return keys + (place.place[c] * tokens + t) * kItem; };
       float* to = place.logits + block * tokens + t;
       for_panels(place.group, [&]<int R>(std::int64_t g) {
-        const float* query = place.query + g * s.count;
+        const float* query = queries + g * s.count;
         if (wide) {
           sum_channels<R, 4, T>(query, s.count, at, tokens - t, to + g * place.columns,
                                 place.columns);
@@ -246,14 +264,15 @@ void window_tokens(const ChannelScoring& s, std::int64_t row, std::int64_t head,
 }
 
 void channel_logits(const ChannelScoring& s, std::int64_t row, std::int64_t head,
-                    std::int64_t begin, std::int64_t end) {
+                    std::int64_t begin, std::int64_t end, std::byte* scratch) {
+  if (s.scales != nullptr) return channel_blocks<Int8>(s, row, head, begin, end, scratch);
   switch (s.layout.dtype) {
     case DType::kFloat32:
-      return channel_blocks<float>(s, row, head, begin, end);
+      return channel_blocks<float>(s, row, head, begin, end, scratch);
     case DType::kBFloat16:
-      return channel_blocks<BFloat16>(s, row, head, begin, end);
+      return channel_blocks<BFloat16>(s, row, head, begin, end, scratch);
     case DType::kFloat16:
-      return channel_blocks<Float16>(s, row, head, begin, end);
+      return channel_blocks<Float16>(s, row, head, begin, end, scratch);
   }
 }
 

@@ -72,6 +72,50 @@ void write_channels(const Block<T>& block, std::byte* to) {
   }
 }
 
+// The step between the int8 numbers of kLanes channels from `d` on: the largest magnitude is 127
+// of it. NaN where a channel has a number that is not finite, so that broken data shows.
+template <typename T>
+Vec step_of(const Block<T>& block, std::int64_t head, std::int64_t d) {
+  Vec most = {};
+  for (std::int64_t t = 0; t < block.layout.block_tokens; ++t) {
+    const Vec v = load_some<T>(block.key(head, t) + d * block.kItem, block.layout.head_size - d);
+    most = upper(most, v < Vec{} ? -v : v);
+  }
+  return most < splat(kInfinity) ? most / 127.0f : splat(__builtin_nanf(""));
+}
+
+// The nearest whole number of steps, the even one of two; 0 where there is no step.
+inline Vec steps(Vec v, Vec step) {
+  const Vec magic = splat(0x1.8p23f);  // adding it rounds, as in exp_nonpositive
+  const Vec whole = (v / step + magic) - magic;
+  const Vec most = splat(127.0f);  // a step that is subnormal may be too small
+  const Vec held = whole > most ? most : (whole < -most ? -most : whole);
+  return step > Vec{} ? held : Vec{};
+}
+
+template <typename T>
+void write_scaled(const Block<T>& block, std::byte* to, std::byte* scales) {
+  const std::int64_t size = block.layout.head_size;
+  const std::int64_t tokens = block.layout.block_tokens;
+  for (std::int64_t head = 0; head < block.layout.kv_heads; ++head) {
+    for (std::int64_t d = 0; d < size; d += kLanes) {
+      const Vec step = step_of(block, head, d);
+      store_some<float>(scales + head * scale_record(block.layout) + d * 4, step, size - d);
+      for (std::int64_t t = 0; t < tokens; t += kLanes) {
+        Vec square[kLanes] = {};
+        for (int i = 0; i < kLanes && t + i < tokens; ++i) {
+          const std::byte* from = block.key(head, t + i) + d * block.kItem;
+          square[i] = steps(load_some<T>(from, size - d), step);
+        }
+        transpose(square);
+        for (int i = 0; i < kLanes && d + i < size; ++i) {
+          store_some<Int8>(to + (head * size + d + i) * tokens + t, square[i], tokens - t);
+        }
+      }
+    }
+  }
+}
+
 template <typename T>
 void write_value_sum(const Block<T>& block, std::byte* to) {
   const std::int64_t size = block.layout.head_size;
@@ -95,7 +139,11 @@ void summarize_blocks(const Summaries& s, std::int64_t block_begin, std::int64_t
   for (std::int64_t b = block_begin; b < block_end; ++b) {
     const Block<T> block{s.layout, place(s.source, b)};
     if (s.bounds != nullptr) write_bounds(block, place(s.bounds, b));
-    if (s.channels != nullptr) write_channels(block, place(s.channels, b));
+    if (s.scales != nullptr) {
+      write_scaled(block, place(s.channels, b), place(s.scales, b));
+    } else if (s.channels != nullptr) {
+      write_channels(block, place(s.channels, b));
+    }
     if (s.value_sum != nullptr) write_value_sum(block, place(s.value_sum, b));
   }
 }

@@ -39,15 +39,23 @@ using Vec = float __attribute__((vector_size(4 * kLanes)));
 using IntVec = std::int32_t __attribute__((vector_size(4 * kLanes)));
 using UintVec = std::uint32_t __attribute__((vector_size(4 * kLanes)));
 using HalfVec = std::uint16_t __attribute__((vector_size(2 * kLanes)));
+using ByteVec = std::int8_t __attribute__((vector_size(kLanes)));
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
-// Storage types of the three dtypes: only their size and the overload they select matter.
+// Storage types of the three dtypes, and of channels with scales: only their size and the overload
+// they select matter.
 enum class BFloat16 : std::uint16_t {};
 enum class Float16 : std::uint16_t {};
+enum class Int8 : std::int8_t {};
 
 constexpr float kInfinity = __builtin_inff();
 
 inline std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Bytes from one head's scales of its channels to the next one's.
+inline std::int64_t scale_record(const PageLayout& layout) {
+  return 2 * layout.head_size * item_bytes(layout.dtype);
+}
 
 inline Vec splat(float x) { return x - Vec{}; }
 
@@ -113,6 +121,22 @@ inline Vec load<Float16>(const std::byte* from) {
 #endif
 }
 
+template <>
+inline Vec load<Int8>(const std::byte* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes)));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+#else
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, Vec);
+#endif
+}
+
 template <typename T>
 inline Vec load_some(const std::byte* from, std::int64_t count) {
   if (count >= kLanes) return load<T>(from);
@@ -154,6 +178,18 @@ inline void store<Float16>(std::byte* to, Vec v) {
   for (int i = 0; i < kLanes; ++i) halves[i] = static_cast<_Float16>(v[i]);
 #endif
   std::memcpy(to, &halves, sizeof(halves));
+}
+
+// Of whole numbers within -128 .. 127.
+template <>
+inline void store<Int8>(std::byte* to, Vec v) {
+  const IntVec whole = __builtin_convertvector(v, IntVec);
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(whole));
+#else
+  const ByteVec bytes = __builtin_convertvector(whole, ByteVec);
+#endif
+  std::memcpy(to, &bytes, sizeof(bytes));
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-"""The benches of sparse decode: what they run, and what they make of it; engines are stood for."""
+"""The accuracy of sparse decode: what the bench runs, and what it makes of it, with no engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_ssdkv.cli import bench_sparse
+from vllm_ssdkv.cli import recall_bench
 from vllm_ssdkv.cli.demo_child import PhaseError
+from vllm_ssdkv.cli.demo_plan import bytes_per_token
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.recall import TASKS
+from vllm_ssdkv.cli.recall_bench import SPARSE
 from vllm_ssdkv.cli.recall_run import Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
 
@@ -44,12 +46,17 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
                     "decoded_tokens": 80,
                     "decoding_s": 2.0,
                     "decoding": metrics,
+                    "rows_exact": 3.0 if plan.selector == "adaptive" else 0.0,
+                    "deviation": [
+                        {"layer": layer, "relative_l2": layer / 4, "mass": 0.9, "recall": 0.8}
+                        for layer in range(3 if plan.compare_every else 0)
+                    ],
                 }
                 for batch in plan.batches
             ]
         }
 
-    monkeypatch.setattr(bench_sparse, "run_process", run)
+    monkeypatch.setattr(recall_bench, "run_process", run)
     return seen
 
 
@@ -59,35 +66,64 @@ def ask(*arguments: str) -> str:
     return result.output
 
 
-def test_accuracy(runs: Runs, tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
+def test_every_selector_and_budget_is_an_engine(runs: Runs, tmp_path: Path) -> None:
+    file, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--contexts", "2048,4096", "--selectors", "bounds,window", "--budgets", "0.25,0.125"]
-    text = ask("accuracy", *options, "--dir", str(tmp_path), "--json", str(file))
+    files = ["--json", str(file), "--plot", str(picture)]
+    text = ask("accuracy", *options, "--questions", "3,2", "--dir", str(tmp_path), *files)
     cases = [(run.selector, run.sparse["budget"]) for run in runs]
     pairs = [(name, share) for name in ("bounds", "window") for share in (0.25, 0.125)]
     assert cases == [("exact", 1.0), *pairs]
+    assert all(run.batches == (Batch(2048, 3), Batch(4096, 2)) for run in runs)
+    assert [run.compare_every > 0 for run in runs] == [False, True, True, True, True]
     # Sparse engines share a store, exact has its own; all are gone.
     assert len({run.stores for run in runs[1:]}) == 1
     assert runs[0].stores != runs[1].stores
-    assert list(tmp_path.iterdir()) == [file]
+    assert set(tmp_path.iterdir()) == {file, picture}
+    assert picture.stat().st_size > 10_000
     document = json.loads(file.read_text())
     assert [row["context"] for row in document["rows"]] == [2048, 4096] * 5
-    lines = [line for line in text.splitlines() if "4096" in line]
-    assert ["12.5 %" in line for line in lines] == [False, True, True, True, True]
-    assert [line.count("100 %") for line in lines] == [4, 4, 4, 0, 0]
+    assert document["seconds"] >= 0
+    lines = [line.split() for line in text.split("4096 tokens")[1].splitlines()[2:]]
+    deviation = ["0.250", "90.0%", "80.0%"]
+    assert lines == [
+        ["exact", "-", "100.0%", *["2/2"] * 4, "100.0%", "-", "-", "-"],
+        ["bounds", "1/4", "12.5%", *["2/2"] * 4, "100.0%", *deviation],
+        ["bounds", "1/8", "12.5%", *["2/2"] * 4, "100.0%", *deviation],
+        ["window", "1/4", "12.5%", *["0/2"] * 4, "0.0%", *deviation],
+        ["window", "1/8", "12.5%", *["0/2"] * 4, "0.0%", *deviation],
+    ]
+    assert max(map(len, text.splitlines())) <= 80
 
 
-def test_decode(runs: Runs, tmp_path: Path) -> None:
-    file = tmp_path / "d.json"
-    options = ["--contexts", "4096", "--batch", "1,8", "--devices", "3", "--bandwidth", "1MiB"]
-    text = ask("decode", *options, "--dir", str(tmp_path), "--json", str(file))
-    assert [run.selector for run in runs] == ["exact", "bounds"]
-    assert all(len(run.stores) == 3 for run in runs)
-    assert runs[0].throttle == ({"bandwidth": 1 << 20, "iops": 20000.0, "latency": 0.0005},)
-    lines = [line for line in text.splitlines() if "4096" in line]
-    assert ["40 KiB" in line for line in lines] == [True, True, False, False]
-    assert all("40.0" in line and "5.00 ms" in line for line in lines)
-    assert len(json.loads(file.read_text())["rows"]) == 4
+def test_the_quick_form_is_one_budget_at_short_lengths(runs: Runs, tmp_path: Path) -> None:
+    options = [
+        "--selectors",
+        "bounds,sparf,window",
+        "--reuse-steps",
+        "4",
+        "--reuse-similarity",
+        "0.5",
+    ]
+    ask("accuracy", "--quick", *options, "--dir", str(tmp_path))
+    assert {run.sparse["reuse_steps"] for run in runs} == {4}
+    assert {run.sparse["reuse_similarity"] for run in runs} == {0.5}
+    assert [run.selector for run in runs] == ["exact", "bounds", "sparf", "window"]
+    assert {run.sparse["budget"] for run in runs[1:]} == {1 / 8}
+    assert all(run.batches == (Batch(2048, 4), Batch(4096, 4)) for run in runs)
+    assert runs[1].stores == runs[3].stores != runs[2].stores
+    # K a second time is half of the KV.
+    held = [int(str(run.sparse["summaries"])) for run in runs[1:]]
+    assert min(held) > 4 * len(TASKS) * 4096 * bytes_per_token() // 2
+    assert all(run.dram_bytes > held[0] for run in runs)
+
+
+def test_rows_that_attended_to_everything_are_no_result(runs: Runs, tmp_path: Path) -> None:
+    arguments = ["bench", "accuracy", "--quick", "--selectors", "adaptive", "--dir", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "adaptive at 0.125 (2 of 2): DRAM had no room" in result.output
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +131,9 @@ def test_decode(runs: Runs, tmp_path: Path) -> None:
     [
         (["accuracy", "--contexts", "12"], "numbers from 1024 to 32768"),
         (["accuracy", "--budgets", "x"], "numbers from 0.001 to 1"),
-        (["decode", "--selectors", "bounds,best"], "any of bounds, adaptive, window"),
+        (["accuracy", "--selectors", "bounds,best"], f"any of {', '.join(SPARSE)}"),
+        (["accuracy", "--questions", "4,4"], "as many as --contexts has (5)"),
+        (["accuracy", "--json", "/no/such/place/a.json"], "not a directory"),
     ],
 )
 def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> None:
@@ -110,20 +148,20 @@ def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
         log.write_text("the last words\n")
         raise PhaseError("failed with exit code 3")
 
-    monkeypatch.setattr(bench_sparse, "run_process", fail)
-    result = CliRunner().invoke(app, ["bench", "decode", "--dir", str(tmp_path)])
+    monkeypatch.setattr(recall_bench, "run_process", fail)
+    result = CliRunner().invoke(app, ["bench", "accuracy", "--dir", str(tmp_path)])
     assert result.exit_code == 1
     assert "failed with exit code 3" in result.output
     assert "the last words" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("selector", ["exact", "bounds", "adaptive", "window"])
+@pytest.mark.parametrize("selector", ["exact", *SPARSE])
 def test_a_run_is_carried_over_and_its_options_are_valid(selector: str, tmp_path: Path) -> None:
     batches = (Batch(4096, 2), Batch(2048, 1, ("copy",), 24))
     sparse: dict[str, object] = {"budget": 0.125, "page_cache": 1 << 20}
     plan = RecallRun(
-        (str(tmp_path),), selector, batches, 64, 64 << 20, 64 << 20, sparse, ({"iops": 5.0},)
+        (str(tmp_path),), selector, batches, 64, 64 << 20, 64 << 20, sparse, ({"iops": 5.0},), 4
     )
     again = RecallRun.from_json(plan.to_json())
     assert again == plan

@@ -1,0 +1,261 @@
+"""What metrics cost: decode throughput with and without them, in one engine.
+
+Run as ``python -P -m vllm_ssdkv.profiling.bench_metrics``. One engine in one process decodes the
+same requests all the time, for some steps with metrics and for as many without, in turn, so that
+whatever else the machine does meets both. The ratio is the median of these pairs, and comes with
+the range in which the median lies in 95 of 100 runs. Then the time inside the code of metrics is
+measured itself, which is less noisy: clocks, counting in all threads, gauges, reports, and
+Prometheus's objects, all in one process, although a server has several. It is CPU time, and so is
+what it is a share of, that of the thread that steps: others on the machine do not count in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.profiling.measuring_process import (
+    MODEL,
+    Job,
+    Rows,
+    add_hidden_options,
+    measured,
+    run_measurement,
+)
+
+SHAPES = ((1, 2048), (8, 2048))
+"""Batch and context, at first."""
+STEPS = 8
+"""Steps in a row with metrics, and as many without."""
+PAIRS = 100
+WATCHED = PAIRS * STEPS
+"""Steps whose time in metrics is measured: long enough for gauges to be told several times."""
+WARM_UP = 16
+TOKENS = 2 * WARM_UP + 2 * PAIRS * STEPS + WATCHED
+
+ENGINES: dict[str, dict[str, object]] = {
+    "reuse": {"mode": "reuse", "dram_gib": "1GiB"},
+    "page": {"mode": "page", "dram_gib": "1GiB"},
+    # What is chosen is read from the device, so that every counter of a step moves.
+    "page, sparf": {
+        "mode": "page",
+        "dram_gib": "8MiB",
+        "selector": "sparf",
+        "hbm_window_tokens": 128,
+        "sparse": {"exact_below": 0, "budget": 0.25},
+        "io": {"staging": "4MiB"},
+    },
+}
+"""Options."""
+
+
+def _engine(job: Job) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in the measuring process only
+    from vllm import LLM
+
+    return LLM(
+        job["model"],
+        max_model_len=max(length for _, length in SHAPES) + TOKENS,
+        enforce_eager=True,
+        block_size=32,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        max_num_seqs=max(batch for batch, _ in SHAPES),
+        kv_cache_memory_bytes=64 << 20,
+        kv_transfer_config={
+            "kv_connector": "SSDKVConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"devices": [job["device"]], **job["options"]},
+        },
+    )
+
+
+def _sources() -> list[tuple[type, str]]:
+    """What metrics begin with: without these calls there is nothing to carry on."""
+    from vllm_ssdkv.attention.clock import AttentionClock
+    from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+    from vllm_ssdkv.connector.step import PagedStep
+    from vllm_ssdkv.connector.worker import SSDKVWorker
+
+    return [
+        *((Counters, name) for name in ("add", "add_keyed", "add_all", "set")),
+        *((AttentionClock, name) for name in ("start", "lap")),
+        (PagedStep, "count"),
+        (SSDKVWorker, "update_gauges"),
+        (SSDKVScheduler, "take_stats"),
+    ]
+
+
+def _parts() -> list[tuple[type, str]]:
+    """All code that exists for metrics only, outermost calls."""
+    from vllm_ssdkv.connector.stats import SSDKVPromMetrics, SSDKVStats
+    from vllm_ssdkv.connector.stats_collector import StatsCollector
+
+    return [
+        *_sources(),
+        *((Counters, name) for name in ("take_gained", "take_gauges")),
+        (StatsCollector, "take_in"),
+        *((SSDKVStats, name) for name in ("aggregate", "reduce")),
+        (SSDKVPromMetrics, "observe"),
+    ]
+
+
+@contextmanager
+def _without_metrics() -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name in _sources():
+            stack.enter_context(patch.object(owner, name, lambda *_, **__: None))
+        yield
+
+
+def _watch(
+    call: Callable[..., Any], inside: threading.local, spent: list[float]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def timed(*args: object, **kwargs: object) -> object:
+        if getattr(inside, "now", False):
+            return call(*args, **kwargs)
+        inside.now, began = True, time.thread_time()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            spent.append(time.thread_time() - began)
+            inside.now = False
+
+    return timed
+
+
+@contextmanager
+def _watched(spent: list[float]) -> Iterator[None]:
+    """Add the CPU seconds of every outermost call to ``spent``, those of other threads included."""
+    inside = threading.local()
+    with ExitStack() as stack:
+        for owner, name in _parts():
+            watched = _watch(getattr(owner, name), inside, spent)
+            stack.enter_context(patch.object(owner, name, watched))
+        yield
+
+
+def _watching_s() -> float:
+    """What it costs to watch a call, as seen by the watch."""
+    spent: list[float] = []
+    empty = _watch(lambda: None, threading.local(), spent)
+    for _ in range(10_000):
+        empty()
+    return statistics.median(spent)
+
+
+def median_range(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what ``values`` were drawn from lies, in 95 of 100 cases."""
+    ordered = sorted(values)
+    middle, reach = len(ordered) / 2, 1.96 * math.sqrt(len(ordered)) / 2  # of a binomial
+    low, high = math.floor(middle - reach), math.ceil(middle + reach)
+    return ordered[max(0, low)], ordered[min(len(ordered), high) - 1]
+
+
+def measure_decode(job: Job) -> Rows:
+    """One row per shape."""
+    from vllm import SamplingParams
+
+    engine = _engine(job).llm_engine
+
+    def seconds(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        return time.perf_counter() - began
+
+    rows: Rows = []
+    for batch, length in SHAPES:
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        for i in range(batch):
+            prompt = {"prompt_token_ids": [32 + (7 * i + t) % 768 for t in range(length)]}
+            engine.add_request(f"{batch} {i}", prompt, params)
+        while len(engine.step()) < batch:
+            pass  # prompts are computed until every request gets a token in each step
+        seconds(WARM_UP)
+        ratios: list[float] = []
+        on: list[float] = []
+        for pair in range(PAIRS):
+            times: dict[bool, float] = {}
+            for metrics in (True, False) if pair % 2 else (False, True):
+                with ExitStack() as stack:
+                    if not metrics:
+                        stack.enter_context(_without_metrics())
+                    times[metrics] = seconds(STEPS)
+            ratios.append(times[False] / times[True])
+            on.append(times[True])
+        spent: list[float] = []
+        with _watched(spent):
+            began = time.thread_time()
+            seconds(WATCHED)
+            whole = time.thread_time() - began
+        own = sum(spent) - len(spent) * _watching_s()
+        rows.append(
+            {
+                "engine": job["engine"],
+                "batch": batch,
+                "tokens": length,
+                "step_s": statistics.median(on) / STEPS,
+                "with_to_without": statistics.median(ratios),
+                "range": median_range(ratios),
+                "per_step_s": own / WATCHED,
+                "share_of_time": own / (whole - sum(spent) + own),
+            }
+        )
+        for i in range(batch):
+            engine.abort_request([f"{batch} {i}"])
+        seconds(2)
+    return rows
+
+
+MEASUREMENTS = {"decode": measure_decode}
+
+
+def main() -> None:
+    """Measure, print a table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default=str(MODEL), help="a model directory")
+    parser.add_argument("--dir", default=".", help="where a device directory is made")
+    parser.add_argument("--json", help="file for the figures")
+    add_hidden_options(parser, MEASUREMENTS)
+    arguments = parser.parse_args()
+    if measured(arguments, MEASUREMENTS):
+        return
+    rows: Rows = []
+    for engine, options in ENGINES.items():
+        with tempfile.TemporaryDirectory(dir=Path(arguments.dir).absolute()) as device:
+            job = {
+                "model": arguments.model,
+                "device": device,
+                "engine": engine,
+                "options": options,
+            }
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            rows += run_measurement("bench_metrics", "decode", job, environment)
+    print("| engine | batch | context | step ms | throughput with / without | in metrics |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        low, high = row["range"]
+        print(
+            f"| {row['engine']} | {row['batch']} | {row['tokens']} | {row['step_s'] * 1e3:.2f} "
+            f"| {row['with_to_without']:.4f} ({low:.4f} to {high:.4f}) "
+            f"| {row['per_step_s'] * 1e6:.1f} us a step, {row['share_of_time']:.2%} |"
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

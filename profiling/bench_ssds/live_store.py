@@ -1,0 +1,205 @@
+"""A rank's real store under load, driven as the connector's scheduler and worker drive it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config_io import MIN_STAGING
+from vllm_ssdkv.connector.device_shares import DeviceShares
+from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.loader import LoadJob
+from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.tiers import TieredStore
+
+_TOKENS = 16
+"""Of a block; nothing depends on it."""
+
+_CLOSE_S = 60.0
+
+_PAUSE_S = 0.002
+_PAUSE = threading.Event()
+
+
+def pause() -> None:
+    """Let the store's threads work. Real time passes, whatever the model of a twin says."""
+    _PAUSE.wait(_PAUSE_S)
+
+
+def _nothing(_frames: NDArray[np.int32], _blocks: NDArray[np.int64]) -> None:
+    """Instead of a copy to HBM: the drives are measured."""
+
+
+class LiveStore:
+    """A store in reuse mode on some devices. One thread calls all methods; none waits for a device
+    but :meth:`close`.
+
+    Attributes:
+        slots: Slots it has.
+        counters: Of the rank.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        geometry: SlotGeometry,
+        *,
+        state: Path,
+        capacity: int,
+        dram: int,
+        replicas: int = 1,
+        throttle: Sequence[ThrottleRule] = (),
+    ) -> None:
+        """Make it.
+
+        Args:
+            directories: One on each device; equal weights.
+            geometry: Shape of the slots.
+            state: Directory for journal and ``store.json``.
+            capacity: Bytes of each device.
+            dram: Bytes of memory.
+            replicas: Copies of each slot.
+            throttle: Models of in-process twins; those may change while it runs.
+
+        Raises:
+            StoreError, ConfigError: as an engine's start.
+        """
+        devices = [{"path": d, "capacity": capacity, "weight": 1} for d in directories]
+        config = SSDKVConfig.from_extra_config(
+            {
+                "mode": "reuse",
+                "devices": devices,
+                "state_dir": state,
+                "replicas": replicas,
+                "dram_gib": f"{dram} B",
+                "io": {"staging": MIN_STAGING},  # which whole slots do not need
+            }
+        )
+        place = StorePlace(config, geometry, Fingerprint({"model": "bench_ssds"}), 1)
+        self.counters = Counters()
+        self._opened = open_rank(place, 0, self.counters)
+        self._index, self._restriper = open_index(place, self.counters)
+        self._shares = DeviceShares(self._restriper, place.paths)
+        files = self._opened.files
+        self._twin: ThrottledEngine | None = None
+        if throttle:
+            self._twin = ThrottledEngine(files.engine, len(directories), throttle)
+            files = replace(files, engine=self._twin)
+        self._files = files
+        self._tiers = TieredStore(
+            files, self._opened.arena, self._opened.plan, self._opened.num_slots, _TOKENS, _nothing
+        )
+        self.slots = files.placement.slots
+        self._writing: dict[int, bytes] = {}
+        self._loading: dict[str, NDArray[np.int64]] = {}
+        self._names = 0
+        self._jobs = 0
+
+    def obey(self, throttle: Sequence[ThrottleRule]) -> None:
+        """Twins have these models from now on; real devices know theirs."""
+        if self._twin is not None:
+            self._twin.change(throttle)
+
+    def step(self) -> list[bytes]:
+        """What one step of vLLM's does to a store; keys that were stored since the last one.
+
+        Raises:
+            BenchError: a write or a load failed, or a device is out of use.
+        """
+        self._restriper.step()
+        segments = self._restriper.take_segments()
+        if segments is not None:
+            self._files.placement.change(segments)
+        self._shares.value(0, self._files.speed.take_news())
+        durable, failed = self._tiers.take_write_results()
+        if failed or self._files.health.take_news():
+            raise BenchError(f"{len(failed)} slots could not be written, or a device is out of use")
+        slots = np.array([slot for slot, _ in durable], dtype=np.int64)
+        self._index.durable(slots)
+        self._index.unpin(slots)
+        for outcome in self._tiers.take_load_outcomes():
+            if not outcome.complete:
+                raise BenchError("slots could not be read")
+            self._index.unpin(self._loading.pop(outcome.request_id))
+        return [self._writing.pop(slot) for slot in slots.tolist()]
+
+    def store(self, most: int) -> None:
+        """Have up to ``most`` slots with new content in flight."""
+        count = most - len(self._writing)
+        if count <= 0:
+            return
+        slots = self._index.allocate(min(count, self._index.available()))
+        held = len(self._tiers.hold(slots, wait=False))
+        self._index.unpin(slots[held:])
+        slots = slots[:held]
+        keys = [(self._names + i).to_bytes(32, "little") for i in range(held)]
+        self._names += held
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._index.publish(slot, key)
+            self._writing[slot] = key
+        self._tiers.commit(slots, self._index.epochs(slots), keys)
+
+    def load(self, keys: Sequence[bytes]) -> int:
+        """Begin to read what the store has of these, as one job; how many it has.
+
+        They come from the devices: DRAM forgets them first. Their writes must have ended.
+        """
+        found = [(key, slot) for key in keys for slot in self._index.lookup([key]).tolist()]
+        if not found:
+            return 0
+        slots = np.array([slot for _, slot in found], dtype=np.int64)
+        self._index.pin(slots)
+        self._tiers.frames.forget(slots)
+        self._jobs += 1
+        name = str(self._jobs)
+        self._loading[name] = slots
+        known = tuple(key for key, _ in found)
+        self._tiers.load(LoadJob(name, slots, self._index.epochs(slots), known, slots + 1))
+        return len(found)
+
+    def has(self, key: bytes) -> bool:
+        """Whether it holds this."""
+        return self._index.find(key) is not None
+
+    @property
+    def loads(self) -> int:
+        """Jobs whose end :meth:`step` has not seen."""
+        return len(self._loading)
+
+    def moved(self) -> float:
+        """Bytes that devices have read and written so far, as far as somebody waited for them."""
+        names = ("bytes_read", "bytes_written")
+        return sum(self.counters.total(n, device=p) for n in names for p in self._shares.paths)
+
+    def finish(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            BenchError: as :meth:`step`, or the writes do not end.
+        """
+        if not self._tiers.drain(_CLOSE_S):
+            raise BenchError("the writes do not end")
+        end = time.monotonic() + _CLOSE_S
+        while self._writing or self._loading:
+            if time.monotonic() > end:
+                raise BenchError("the reads do not end")
+            self.step()
+            pause()
+
+    def close(self) -> None:
+        """End it, with what is in flight. Its files stay."""
+        self._tiers.close()
+        self._restriper.close()
+        self._index.close()
+        self._opened.close()

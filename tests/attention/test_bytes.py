@@ -1,0 +1,119 @@
+"""What a token reads by SparF at a budget of an eighth, of what exact attention reads.
+
+A layer of a real model's sizes in 16 bit, from a store that has nothing in DRAM but summaries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.store.conftest import MakeStore, array, key_of, make_store
+from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState
+from vllm_ssdkv.attention.clock import AttentionClock
+from vllm_ssdkv.attention.decode import SparseDecode
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.page_kernels import select_page_kernels
+from vllm_ssdkv.connector.blocks import PagedPort
+from vllm_ssdkv.selection.kernels import CpuScoringKernels
+from vllm_ssdkv.selection.protocol import Budget
+from vllm_ssdkv.selection.sparf import SparfSelector
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.summaries import with_summaries
+
+__all__ = ["make_store"]
+
+CPU = torch.device("cpu")
+HEADS, QUERY_HEADS, HEAD_SIZE, CHANNELS = 2, 8, 128, 16
+CONTEXT = 8192
+SCALE = HEAD_SIZE**-0.5
+
+
+def shares(
+    make_store: MakeStore, block: int, page: int, group: int, *, int8: bool, ssd: bool
+) -> tuple[float, float]:
+    """Of all that is read, and of what is read from SSD, for blocks and pages of so many tokens."""
+    layout = BlockLayout.unpadded(block, page, HEADS, HEAD_SIZE, torch.float16)
+    plain = SlotGeometry("paged", 1, HEADS, block // page, 4 * page * HEAD_SIZE)
+    geometry = with_summaries(plain, page, channels=True, scaled_from=2 if int8 else 0)
+    slots = np.arange(CONTEXT // block)
+    count = len(slots)
+    rig = make_store(
+        geometry,
+        block_tokens=block,
+        channels=not ssd,
+        slots=count,
+        frames=max(8, count),
+        summary_rows=count,
+        places=geometry.first_page(0),
+    )
+    torch.manual_seed(1)
+    cache = torch.randn(count + 1, layout.block_bytes // 2).half()
+    port = PagedPort(select_kernels(CPU), [cache], layout, geometry, rig.store.frames)
+    rig.store.extend_context("r", 0, slots)
+    port.save(slots, rig.store.hold(slots, wait=False))
+    rig.store.commit(slots, array([1] * count), [key_of(slot) for slot in slots.tolist()])
+    assert rig.store.drain(30)
+    rig.store.frames.forget(slots)
+
+    batch = RowBatch.build(
+        np.arange(2),
+        np.array([CONTEXT + 1]),
+        np.arange(count + 1)[None],
+        np.array([count]),
+        np.arange(1),
+        block,
+    )
+    query = torch.randn(1, QUERY_HEADS, HEAD_SIZE)
+    state = PartialState.empty(1, QUERY_HEADS, HEAD_SIZE, CPU)
+    source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
+    select_kernels(CPU).attend(query, state, batch.window, source, layout=layout, scale=SCALE)
+    selector = SparfSelector(
+        Budget(share=0.125), CHANNELS, "page", 0, CpuScoringKernels(), channel_group=group
+    )
+    chosen = rig.store.choose([slots], [0])
+    decode = SparseDecode({0: selector}, chosen, layout, 0, MeanValues(1, layout), ["r"])
+    kernels, clock = select_page_kernels(CPU), AttentionClock()
+    clock.start()
+    decode.attend(kernels, clock, 0, query, state, batch, cache, SCALE)
+    chosen.close()
+    assert chosen.poisoned == set()
+    assert chosen.fetched.cache == chosen.fetched_channels.cache == 0
+    pages = chosen.fetched.ssd + chosen.fetched_channels.ssd
+    in_dram = decode.counts.scale_bytes + (0 if ssd else decode.counts.channel_bytes)
+    whole = decode.counts.context * geometry.payload_bytes
+    assert whole == CONTEXT * HEADS * HEAD_SIZE * 4
+    read = pages * geometry.page_bytes
+    return (read + in_dram) / whole, read / whole
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_with_int8_channels_in_dram(make_store: MakeStore, block: int) -> None:
+    everything, ssd = shares(make_store, block, 16, 1, int8=True, ssd=False)
+    # An eighth of the tokens, an eighth of half of K; a scale for each channel of a block.
+    assert everything == 1 / 8 + 1 / 32 + 1 / 8 / block
+    assert ssd == 1 / 8
+    assert block < 128 or everything <= 0.16
+
+
+def test_channels_as_k_are_twice_as_many_bytes(make_store: MakeStore) -> None:
+    everything, ssd = shares(make_store, 128, 16, 1, int8=False, ssd=False)
+    assert (everything, ssd) == (1 / 8 + 1 / 16, 1 / 8)
+
+
+@pytest.mark.parametrize(("block", "group"), [(1024, 4), (2048, 2), (4096, 1)])
+def test_with_int8_channels_on_ssd_chosen_by_page(
+    make_store: MakeStore, block: int, group: int
+) -> None:
+    """A page of 4 KiB has the channels of a group: all of what is read is used."""
+    everything, ssd = shares(make_store, block, 8, group, int8=True, ssd=True)
+    assert ssd == 1 / 8 + 1 / 32
+    assert everything == ssd + 1 / 8 / block <= 0.16
+
+
+def test_channels_on_ssd_chosen_one_by_one_bring_others_along(make_store: MakeStore) -> None:
+    everything, _ = shares(make_store, 1024, 8, 1, int8=True, ssd=True)
+    assert 0.16 < everything < 1 / 8 + 1 / 4

@@ -1,0 +1,178 @@
+"""The speed of sparse decode: what the bench runs, and what it makes of it, with no engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_ssdkv.cli import bench_decode, recall_bench
+from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.cli.recall_run import Batch, RecallRun
+from vllm_ssdkv.config import SSDKVConfig
+
+Runs = list[RecallRun]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """What was run: 10 steps of 0.2 s, of which a quarter is waiting; sparse in half the time."""
+    seen: Runs = []
+
+    def run(command: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - arguments of run_process
+        plan = RecallRun.from_json(command[-1])
+        seen.append(plan)
+        (batch,) = plan.batches
+        exact = plan.selector == "exact"
+        found = {
+            "context": batch.context,
+            "requests": batch.count,
+            "decoded_tokens": 10 * batch.count,
+            "rows_exact": 0.0,
+            "decoding_steps": 10,
+            "decoding_s": 2.0 if exact else 1.0,
+            "decoding": {
+                "bytes_read": (3 << 20) * 2.0 if exact else 4096.0 * 20,
+                "read_requests": 60.0,
+                "device_seconds.busiest": 2.0 if exact else 0.4,
+                "device_seconds.even": 1.9 if exact else 0.3,
+                "layers": 20.0,
+                "attention_seconds.wait": 0.5,
+                "attention_seconds.select": 0.0 if exact else 0.02,
+                "attention_seconds.fetch": 0.0 if exact else 0.04,
+            },
+        }
+        return {"batches": [found]}
+
+    monkeypatch.setattr(recall_bench, "run_process", run)
+    return seen
+
+
+def test_every_case_is_an_engine_with_its_share_of_dram(runs: Runs, tmp_path: Path) -> None:
+    file, picture = tmp_path / "d.json", tmp_path / "d.png"
+    options = ["--contexts", "512,4096", "--batch", "1,8", "--devices", "3", "--bandwidth", "1MiB"]
+    options += ["--reuse-steps", "2"]
+    files = ["--json", str(file), "--plot", str(picture)]
+    result = CliRunner().invoke(
+        app,
+        ["bench", "decode", *options, "--dir", str(tmp_path), *files],
+        env={"COLUMNS": "80"},
+    )
+    assert result.exit_code == 0, result.output
+    assert [run.selector for run in runs] == ["exact", "bounds"] * 4
+    assert all(len(run.stores) == 3 for run in runs)
+    assert {run.sparse["reuse_steps"] for run in runs} == {2}
+    assert {run.sparse["reuse_similarity"] for run in runs} == {0.8}
+    assert runs[0].throttle == ({"bandwidth": 1 << 20, "iops": 2500.0, "latency": 0.0005},)
+    assert [run.batches for run in runs[::2]] == [run.batches for run in runs[1::2]]
+    assert [run.dram_bytes for run in runs[::2]] == [run.dram_bytes for run in runs[1::2]]
+    assert runs[0].dram_bytes < runs[-1].dram_bytes
+    assert set(tmp_path.iterdir()) == {file, picture}
+    assert picture.stat().st_size > 10_000
+    exact, sparse = json.loads(file.read_text())["rows"][-2:]
+    assert (exact["tokens_per_s"], sparse["tokens_per_s"]) == (40, 80)
+    assert exact["parts_s"]["wait"] == pytest.approx(0.05)
+    assert exact["parts_s"]["other"] == pytest.approx(0.15)
+    assert (exact["io_s"], exact["io_even_s"]) == pytest.approx((0.2, 0.19))
+    assert exact["overlap"] == exact["overlap_less_constant"] == pytest.approx(1.0)
+    # Computing, 50 ms, takes longer than the devices. Of each of a step's two layers the latency,
+    # 0.5 ms, and 3 ms to choose and to look up and check cannot be hidden.
+    assert sparse["overlap"] == pytest.approx(0.1 / 0.05)
+    assert sparse["constant_s"] == pytest.approx(0.0035)
+    assert sparse["overlap_less_constant"] == pytest.approx(0.093 / 0.044)
+    *_, line, advice = [text for text in result.output.splitlines() if "bounds" in text]
+    assert "never slower than exact from 512 tokens on" in advice
+    assert line.split()[:8] == ["4096", "8", "bounds", "80.0", "2.00", "1", "100.0", "2.0"]
+    assert line.split()[-3:] == ["3.5", "2.00", "2.11"]
+
+
+def test_cases_are_repeated_in_turn_and_compared_within_a_turn(runs: Runs, tmp_path: Path) -> None:
+    options = ["--contexts", "512", "--batch", "1", "--repeats", "2", "--dir", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "decode", *options])
+    assert result.exit_code == 0, result.output
+    assert [run.selector for run in runs] == ["exact", "bounds"] * 2
+
+
+def test_of_repeats_the_medians_count() -> None:
+    def turn(exact: float, sparse: float) -> list[dict[str, Any]]:
+        return [{"tokens_per_s": exact}, {"tokens_per_s": sparse}]
+
+    # Everything was slow in the last turn, which says nothing about the selector.
+    exact, sparse = bench_decode._medians([turn(10, 20), turn(12, 30), turn(2, 5)])
+    assert (exact["tokens_per_s"], exact["ratio"]) == (10, 1)
+    assert (sparse["tokens_per_s"], sparse["ratio"]) == (20, 2.5)
+    assert sparse["ratios"] == [2, 2.5, 2.5]
+
+
+def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> None:
+    options = ["--contexts", "512,4096", "--batch", "1", "--short-exact", "--dir", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "decode", *options])
+    assert result.exit_code == 0, result.output
+    configs = [SSDKVConfig.from_extra_config(run.options()) for run in runs]
+    assert {config.exact_below for config in configs} == {2048}
+    exact, short, _, long = runs
+    # What choosing needs at least is not taken from the frames of requests that do not choose.
+    assert configs[1].sparse.page_cache == configs[1].sparse.summaries == 1 << 20
+    assert short.dram_bytes == exact.dram_bytes + (2 << 20)
+    assert long.dram_bytes == runs[2].dram_bytes
+
+
+def test_it_says_whose_time_a_step_takes() -> None:
+    split = {"vllm": 0.001, "python": 0.0005, "native": 0.0005}
+    row = {"selector": "bounds", "requests": 1, "context": 512, "whose_s": split}
+    (line,) = bench_decode._python([{**row, "python_share": 0.25, "native_calls": 40.0}])
+    assert "bounds, 1 x 512 tokens: our Python takes 25.0% of a step" in line
+    assert "python 0.50 ms" in line
+
+
+def test_the_length_from_which_on_it_pays() -> None:
+    def row(selector: str, context: int, requests: int, speed: float) -> dict[str, Any]:
+        return {
+            "selector": selector,
+            "context": context,
+            "requests": requests,
+            "ratio": speed / 10,
+        }
+
+    rows = [row("exact", length, n, 10.0) for length in (512, 1024, 2048) for n in (1, 8)]
+    rows += [row("bounds", 512, 1, 12.0), row("bounds", 512, 8, 20.0), row("bounds", 1024, 1, 9.0)]
+    rows += [row("bounds", 1024, 8, 20.0), row("bounds", 2048, 1, 10.0), row("bounds", 2048, 8, 50)]
+    assert "from 2048 tokens on" in bench_decode._advice(rows, "bounds")
+    rows[-1]["ratio"] = 0.1
+    assert "slower than exact at the longest" in bench_decode._advice(rows, "bounds")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--contexts", "12"], "numbers from 512 to 32768"),
+        (["--selectors", "best"], f"any of {', '.join(recall_bench.SPARSE)}"),
+        (["--json", "/no/such/place/d.json"], "not a directory"),
+    ],
+)
+def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "decode", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert text in result.output
+    assert runs == []
+
+
+def test_a_file_that_is_no_picture_is_refused(runs: Runs, tmp_path: Path) -> None:
+    arguments = ["bench", "decode", "--dir", str(tmp_path), "--plot", str(tmp_path / "x.doc")]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert ".png" in result.output
+    assert runs == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_short_contexts_and_stored_prompts_are_carried_over(tmp_path: Path) -> None:
+    batch = Batch(512, 3, ("copy",), 10, stored=True)
+    plan = RecallRun((str(tmp_path),), "bounds", (batch,), 64, 64 << 20, 64 << 20)
+    again = RecallRun.from_json(plan.to_json())
+    assert again == plan
+    assert SSDKVConfig.from_extra_config(again.options()).exact_below == 0
+    assert [len(question.prompt) for question in batch.questions()] == [512] * 3

@@ -1,0 +1,87 @@
+"""Slots and fingerprints of a model: what of the options changes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.model import KVLayout, fingerprint, kv_layout
+from vllm_ssdkv.errors import UnsupportedError
+
+ENGINE: Any = SimpleNamespace(
+    parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    model_config=SimpleNamespace(
+        model="m",
+        revision=None,
+        dtype=torch.float16,
+        quantization=None,
+        hf_config=SimpleNamespace(to_dict=dict),
+    ),
+    cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+)
+
+
+def caches(block: int, dtype: torch.dtype) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=128, dtype=dtype)
+    return KVCacheConfig(8, [], [KVCacheGroupSpec(["a", "b", "c"], spec)])
+
+
+def config(selector: str = "sparf", **sparse: object) -> SSDKVConfig:
+    return SSDKVConfig.from_extra_config({"mode": "page", "selector": selector, "sparse": sparse})
+
+
+def layout(made: SSDKVConfig, block: int = 128, dtype: torch.dtype = torch.float16) -> KVLayout:
+    return kv_layout(made, ENGINE, caches(block, dtype))
+
+
+@pytest.mark.parametrize(
+    ("selector", "dtype", "kept", "pages"),
+    [
+        # 128 tokens of 2 heads: 16 pages of KV a layer, half of that in the type of K.
+        ("sparf", torch.float16, "as_k", (1, 8, 0)),
+        ("sparf", torch.float16, "int8", (1, 4, 2)),
+        ("adaptive", torch.bfloat16, "int8", (1, 4, 2)),
+        ("sparf", torch.float32, "int8", (1, 2, 4)),
+        ("bounds", torch.float16, "int8", (3, 0, 0)),
+        ("exact", torch.float16, "int8", (0, 0, 0)),
+    ],
+)
+def test_slots_hold_channels_as_the_options_say(
+    selector: str, dtype: torch.dtype, kept: str, pages: tuple[int, int, int]
+) -> None:
+    shape = layout(config(selector, channel_dtype=kept), dtype=dtype).geometry
+    assert (shape.summary_pages, shape.channel_pages, shape.scaled_from) == pages
+
+
+def test_a_store_of_one_type_of_channels_is_not_one_of_the_other() -> None:
+    names = {}
+    for selector, kept in (("sparf", "as_k"), ("sparf", "int8"), ("bounds", "as_k")):
+        made = config(selector, channel_dtype=kept)
+        found = fingerprint(made, ENGINE, layout(made), caches(128, torch.float16))
+        names[selector, kept] = found.fields.get("summaries")
+    assert names == {
+        ("sparf", "as_k"): "channels",
+        ("sparf", "int8"): "int8 channels",
+        ("bounds", "as_k"): None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("block", "sparse", "text"),
+    [
+        (32, {"channel_pages": "ssd"}, "blocks of 4 pages at least, of a number that divides 256"),
+        (64, {"channel_pages": "ssd", "channel_dtype": "int8"}, "blocks of 8 pages at least"),
+        (128, {"channel_group": 3}, "channel_group 3 does not divide the head size, which is 128"),
+    ],
+)
+def test_channels_that_cannot_be_read_so_are_refused(
+    block: int, sparse: dict[str, object], text: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        layout(config(**sparse), block)
+    layout(config("bounds", **sparse), block)

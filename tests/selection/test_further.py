@@ -1,0 +1,52 @@
+"""What comes behind a selection."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_ssdkv.selection.further import further
+from vllm_ssdkv.selection.kernels import CpuScoringKernels
+from vllm_ssdkv.selection.protocol import Selection
+from vllm_ssdkv.selection.scores import Scores
+from vllm_ssdkv.selection.sizes import offsets
+
+HEADS, COLUMNS = 2, (40, 7)
+
+
+def scores(seed: int) -> Scores:
+    rng = np.random.default_rng(seed)
+    table = rng.permutation(HEADS * sum(COLUMNS)).astype(np.float32)
+    mass = np.full_like(table, 0.01)
+    return Scores(table, mass, np.zeros((2, HEADS), np.float32), offsets(np.array(COLUMNS)))
+
+
+def lists(selection: Selection) -> list[list[int]]:
+    return [part.tolist() for part in np.split(selection.pages, selection.begin[1:-1])]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_of_those_that_were_passed_over(seed: int) -> None:
+    found = scores(seed)
+    most = np.array([16, 3], dtype=np.int32)
+    chosen = CpuScoringKernels().choose(found, most, most, sinks=2)
+    behind = further(chosen)
+    assert behind.mass.shape == chosen.mass.shape
+    table = np.asarray(found.score)
+    for number, (taken, mine) in enumerate(zip(lists(chosen), lists(behind), strict=True)):
+        row, head = divmod(number, HEADS)
+        first = HEADS * int(found.first[row]) + head * COLUMNS[row]
+        order = np.argsort(-table[first : first + COLUMNS[row]])
+        rest = [page for page in order.tolist() if page not in taken]
+        # Sinks that are no good make room for more.
+        assert (2, 1)[row] <= len(mine) <= (4, 3)[row]
+        assert mine == sorted(rest[: len(mine)])
+
+
+def test_behind_everything_and_behind_tokens_there_is_nothing() -> None:
+    found = scores(5)
+    most = np.array([40, 7], dtype=np.int32)
+    everything = CpuScoringKernels().choose(found, most, most)
+    assert lists(further(everything)) == [[], [], [], []]
+    unscored = Selection(everything.pages, everything.begin, everything.mass)
+    assert lists(further(unscored)) == [[], [], [], []]

@@ -1,0 +1,42 @@
+"""What devices have still to do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_ssdkv.store.engine.protocol import I32, PENDING
+from vllm_ssdkv.store.in_flight import InFlight
+
+
+class Going:
+    """A batch whose requests end when the test says so."""
+
+    def __init__(self, count: int):
+        self.values = np.full(count, PENDING, dtype=np.int32)
+
+    def done(self) -> bool:
+        return not (self.values == PENDING).any()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.done()
+
+    def results(self) -> I32:
+        return self.values
+
+
+def test_what_is_left_is_what_has_not_ended() -> None:
+    asked = InFlight(3)
+    assert asked.pending().tolist() == [0, 0, 0]
+    one, two = Going(3), Going(1)
+    asked.add(one, np.array([0, 2, 2], dtype=np.uint16), np.array([8, 4, 16], dtype=np.uint32))
+    asked.add(two, np.array([2], dtype=np.uint16), np.array([1], dtype=np.uint32))
+    assert asked.pending().tolist() == [8, 0, 21]
+    one.values[1] = 4
+    assert asked.pending().tolist() == [8, 0, 17]
+    one.values[0] = -5  # what has failed has ended, too
+    two.values[0] = 1
+    assert asked.pending().tolist() == [0, 0, 16]
+    assert len(asked._batches) == 1
+    one.values[2] = 16
+    assert asked.pending().tolist() == [0, 0, 0]
+    assert asked._batches == []

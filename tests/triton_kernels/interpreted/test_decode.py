@@ -1,0 +1,49 @@
+"""Sparse decode over a real store with its kernels from Triton: the tests of the native path."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.attention import test_decode as native
+from tests.attention.test_decode import Rows, make_rows, make_store
+from vllm_ssdkv.attention.page_kernels import TritonPageKernels
+from vllm_ssdkv.connector import blocks
+from vllm_ssdkv.selection.kernels import TritonScoringKernels
+from vllm_ssdkv.store.layout import SlotGeometry
+
+__all__ = ["make_rows", "make_store"]
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sparse decode gets on a CUDA device, on CPU tensors; windows come natively."""
+    for module in (native, blocks):
+        monkeypatch.setattr(module, "select_page_kernels", TritonPageKernels)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(native, "CpuScoringKernels", lambda: TritonScoringKernels(cpu))
+
+
+@pytest.mark.parametrize("in_dram", [False, True])
+@pytest.mark.parametrize("geometry", [native.CHANNELS, native.SCALED], ids=["as_k", "int8"])
+def test_sparf_by_token_is_sparq(
+    make_rows: Callable[..., Rows], in_dram: bool, geometry: SlotGeometry
+) -> None:
+    """Channels from summaries, or only those asked for; token mask, alpha and mean V."""
+    native.test_sparf_by_token_is_sparq(make_rows, in_dram, geometry)
+
+
+def test_sparf_by_page_reads_the_budget(make_rows: Callable[..., Rows]) -> None:
+    native.test_sparf_by_page_reads_the_budget_and_adds_the_mean(make_rows, adaptive=True)
+
+
+def test_bounds_with_all_of_the_budget_is_dense(make_rows: Callable[..., Rows]) -> None:
+    native.test_with_all_of_the_budget_it_is_dense_attention(make_rows, places=16)
+
+
+def test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows: Callable[..., Rows]) -> None:
+    native.test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows)
+
+
+def test_slots_hold_sums_and_channels_as_documented(make_rows: Callable[..., Rows]) -> None:
+    native.test_slots_hold_sums_and_channels_as_documented(make_rows)

@@ -1,0 +1,74 @@
+"""Summaries of blocks made on the device: the bytes that the native kernel makes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.selection.contexts import Contexts, contexts
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.attention.page_kernels import CpuPageKernels, PageKernels, TritonPageKernels
+from vllm_ssdkv.triton_kernels.summarize import summarize
+
+CPU = torch.device("cpu")
+NAMES = ("bounds", "channels", "scales", "value_sum")
+
+
+def made(kernels: PageKernels, problem: Contexts, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """What a provider writes of the context blocks, and 0xFF where it writes nothing."""
+    layout, count = problem.layout, len(problem.base)
+    item = layout.dtype.itemsize
+    each = layout.kv_heads * layout.head_size
+    sizes = (
+        2 * layout.groups * each * item,
+        layout.block_tokens * each * item,
+        2 * each * item,
+        4 * each,
+    )
+    memory = [torch.full((count, size + 8), 0xFF, dtype=torch.uint8) for size in sizes]
+    kernels.summarize(
+        problem.base,
+        layout,
+        **{
+            name: (part.data_ptr() + np.arange(count) * part.shape[1]).astype(np.uint64)
+            for name, part in zip(NAMES, memory, strict=True)
+            if name in names
+        },
+    )
+    return memory
+
+
+@given(
+    problem=contexts(most_blocks=3),
+    names=st.sets(st.sampled_from(NAMES)).map(
+        lambda names: tuple(names if "channels" in names else names - {"scales"})
+    ),
+)
+@settings(max_examples=12, deadline=None)
+def test_the_bytes_are_the_native_kernels(problem: Contexts, names: tuple[str, ...]) -> None:
+    got = made(TritonPageKernels(CPU), problem, names)
+    want = made(CpuPageKernels(1), problem, names)
+    for name, mine, native in zip(NAMES, got, want, strict=True):
+        assert torch.equal(mine, native), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_broken_keys_show_in_bounds(dtype: torch.dtype) -> None:
+    block = torch.ones((2, 3, 8), dtype=dtype)
+    block[0, 1, 3] = torch.nan
+    bounds = torch.zeros((2, 8), dtype=dtype)
+    TritonPageKernels(CPU).summarize(
+        np.array([block.data_ptr()], np.uint64),
+        BlockLayout.unpadded(3, 3, 1, 8, dtype),
+        bounds=np.array([bounds.data_ptr()], np.uint64),
+    )
+    assert bounds.isnan().tolist() == [[d == 3 for d in range(8)]] * 2
+
+
+def test_wrong_addresses_are_refused() -> None:
+    layout = BlockLayout.unpadded(4, 4, 1, 8, torch.float32)
+    one = torch.zeros(1, dtype=torch.int64)
+    for bounds in (one.int(), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="bounds must be"):
+            summarize(one, layout, bounds=bounds)

@@ -1,0 +1,151 @@
+"""What is kept of blocks that leave HBM: page bounds, channel-major K and sums of V."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton.language as tl
+
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
+
+ROUNDING = tl.constexpr(1.5 * 2**23)
+"""Adding it to a float32 rounds to a whole number, to the even one of two."""
+
+
+@jit
+def _summarize_kernel(
+    source_ptr: torch.Tensor,
+    bounds_ptr: torch.Tensor,
+    channels_ptr: torch.Tensor,
+    scales_ptr: torch.Tensor,
+    value_sum_ptr: torch.Tensor,
+    GROUPS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    VALUE_SUM: tl.constexpr,
+    KV: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    source = tl.load(source_ptr + block).to(tl.pointer_type(KV))
+    source = tl.multiple_of(source + head * (GROUPS * PAGE_STRIDE), ALIGN)
+    channel = tl.arange(0, BLOCK_D)
+    in_head = channel < HEAD_SIZE
+    token = tl.arange(0, BLOCK_T)
+    there = (token < PAGE_TOKENS)[:, None] & in_head[None, :]
+    total = tl.zeros([BLOCK_D], tl.float32)
+    step = tl.zeros([BLOCK_D], tl.float32)
+    if SCALED:
+        # See ``reference_sparse.scaled_channels``.
+        most = tl.zeros([BLOCK_D], tl.float32)
+        for group in range(GROUPS):
+            page = source + group * PAGE_STRIDE
+            key = tl.load(page + token[:, None] * HEAD_SIZE + channel[None, :], mask=there, other=0)
+            x = tl.abs(key.to(tl.float32))
+            most = tl.maximum(most, tl.max(tl.where(x < float("inf"), x, float("inf")), 0))
+        step = tl.where(most < float("inf"), tl.div_rn(most, 127.0), float("nan"))
+        scales = tl.load(scales_ptr + block).to(tl.pointer_type(tl.float32))
+        tl.store(scales + head * SCALE_STEP + channel, step, mask=in_head)
+    for group in range(GROUPS):
+        page = source + group * PAGE_STRIDE
+        if BOUNDS or CHANNELS:
+            key = tl.load(page + token[:, None] * HEAD_SIZE + channel[None, :], mask=there, other=0)
+        if BOUNDS:
+            x = key.to(tl.float32)
+            # A NaN is kept, so that broken data shows.
+            broken = tl.max(((x != x) & there).to(tl.int32), 0) > 0  # noqa: PLR0124
+            low = tl.min(tl.where(there, x, float("inf")), 0)
+            high = tl.max(tl.where(there, x, float("-inf")), 0)
+            to = tl.load(bounds_ptr + block).to(tl.pointer_type(KV))
+            to += (head * GROUPS + group) * (2 * HEAD_SIZE) + channel
+            tl.store(to, tl.where(broken, float("nan"), low).to(KV), mask=in_head)
+            tl.store(to + HEAD_SIZE, tl.where(broken, float("nan"), high).to(KV), mask=in_head)
+        if CHANNELS:
+            at = channel[None, :] * (GROUPS * PAGE_TOKENS) + token[:, None]
+            at += head * (HEAD_SIZE * GROUPS * PAGE_TOKENS) + group * PAGE_TOKENS
+            base = tl.load(channels_ptr + block)
+            if SCALED:
+                varied = (step > 0)[None, :]
+                steps = tl.div_rn(key.to(tl.float32), tl.where(varied, step[None, :], 1.0))
+                steps = (steps + ROUNDING) - ROUNDING
+                steps = tl.where(varied, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
+                tl.store(base.to(tl.pointer_type(tl.int8)) + at, steps.to(tl.int8), mask=there)
+            else:
+                tl.store(base.to(tl.pointer_type(KV)) + at, key, mask=there)
+        if VALUE_SUM:
+            # One after the other: the sum has the bits of any other way of adding token by token.
+            for t in range(PAGE_TOKENS):
+                value = page + (PAGE_TOKENS + t) * HEAD_SIZE + channel
+                total += tl.load(value, mask=in_head, other=0).to(tl.float32)
+    if VALUE_SUM:
+        to = tl.load(value_sum_ptr + block).to(tl.pointer_type(tl.float32))
+        tl.store(to + head * HEAD_SIZE + channel, total, mask=in_head)
+
+
+def summarize(
+    source: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    bounds: torch.Tensor | None = None,
+    channels: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    value_sum: torch.Tensor | None = None,
+) -> None:
+    """Summaries of n complete blocks of one layer: ``PageKernels.summarize``.
+
+    All are absolute addresses, int64 ``[n]`` on one device, of memory that it reaches. Blocks start
+    at multiples of 16 bytes, or of what divides a page's stride and a key if that is less. Queued
+    on the current stream; raises ``ValueError`` on wrong shapes, dtypes or devices.
+    """
+    for name, address in (
+        ("source", source),
+        ("bounds", bounds),
+        ("channels", channels),
+        ("scales", scales),
+        ("value_sum", value_sum),
+    ):
+        require(
+            address is None
+            or (
+                address.dtype == torch.int64
+                and tuple(address.shape) == (len(source),)
+                and address.is_contiguous()
+                and address.device == source.device
+            ),
+            f"{name} must be contiguous int64 [{len(source)}] on {source.device}",
+        )
+    require(channels is not None or scales is None, "scales are of channels")
+    if not len(source):
+        return
+    with on_device_of(source):
+        _summarize_kernel[(len(source), layout.kv_heads)](
+            source,
+            source if bounds is None else bounds,
+            source if channels is None else channels,
+            source if scales is None else scales,
+            source if value_sum is None else value_sum,
+            GROUPS=layout.groups,
+            PAGE_TOKENS=layout.page_tokens,
+            PAGE_STRIDE=layout.page_stride,
+            HEAD_SIZE=layout.head_size,
+            ALIGN=math.gcd(16, layout.page_stride_bytes, layout.head_size * layout.dtype.itemsize),
+            BLOCK_T=padded(layout.page_tokens),
+            BLOCK_D=padded(layout.head_size),
+            BOUNDS=bounds is not None,
+            CHANNELS=channels is not None,
+            SCALED=scales is not None,
+            SCALE_STEP=layout.head_size * layout.dtype.itemsize // 2,
+            VALUE_SUM=value_sum is not None,
+            KV=TL_DTYPES[layout.dtype],
+            num_warps=4,
+        )

@@ -1,0 +1,100 @@
+"""What the next query of a request will probably choose.
+
+Three of four pages are what the query before it chose, and about a third of what came next by that
+one's scores is chosen anew.
+
+Reading that ahead, while the layer before is attended to, hides the time of those pages that were
+in no tier of DRAM any more. The answer does not depend on it: the layer's own query chooses, and
+what was not guessed is read then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Pages of some rows; see ``Selection`` for ``pages`` and ``begin``.
+
+    ``rows`` says which rows of those asked about, int64, ascending.
+    """
+
+    rows: NDArray[np.int64]
+    pages: NDArray[np.int32]
+    begin: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    requests: list[str]
+    blocks: NDArray[np.int64]
+    pages: NDArray[np.int32]
+    begin: NDArray[np.int32]
+
+
+class Guesses:
+    """The latest selections, layer by layer. Used by the thread that runs the forward pass.
+
+    Time grows with the rows; pages are copied only when the rows of a step are other ones.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, _Chosen] = {}
+
+    def remember(
+        self,
+        layer: int,
+        requests: Sequence[str],
+        blocks: NDArray[np.int64],
+        pages: NDArray[np.int32],
+        begin: NDArray[np.int32],
+    ) -> None:
+        """These rows chose these pages, of contexts of so many ``blocks``, [rows]."""
+        self._chosen[layer] = _Chosen(list(requests), blocks, pages, begin)
+
+    def recall(
+        self, layer: int, requests: Sequence[str], blocks: NDArray[np.int64]
+    ) -> Guess | None:
+        """What these rows chose last; None: nothing is known of them.
+
+        A row whose context has become shorter has begun anew: nothing is known of it.
+        """
+        chosen = self._chosen.get(layer)
+        if chosen is None:
+            return None
+        if chosen.requests == list(requests) and bool((chosen.blocks <= blocks).all()):
+            return Guess(np.arange(len(blocks)), chosen.pages, chosen.begin)
+        known = {request: row for row, request in enumerate(chosen.requests)}
+        rows, lists = [], []
+        heads = (len(chosen.begin) - 1) // max(1, len(chosen.requests))
+        for row, (request, size) in enumerate(zip(requests, blocks.tolist(), strict=True)):
+            old = known.get(request)
+            if old is None or chosen.blocks[old] > size:
+                continue
+            rows.append(row)
+            edges = chosen.begin[old * heads : (old + 1) * heads + 1]
+            lists += [chosen.pages[a:b] for a, b in pairwise(edges)]
+        if not rows:
+            return None
+        begin = np.zeros(len(lists) + 1, dtype=np.int32)
+        np.cumsum([len(pages) for pages in lists], out=begin[1:])
+        return Guess(np.array(rows, dtype=np.int64), np.concatenate(lists), begin)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """What is known of the next queries; see the module.
+
+    Attributes:
+        likely: What was chosen: worth reading in any case.
+        possible: What came next: worth reading where it costs no time.
+    """
+
+    likely: Guesses = field(default_factory=Guesses)
+    possible: Guesses = field(default_factory=Guesses)

@@ -1,0 +1,141 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cache/locate.hpp"
+#include "cache/page_cache.hpp"
+#include "io/bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ssdkv {
+namespace {
+
+PagePolicy to_policy(const std::string& name) {
+  if (name == "lru") return PagePolicy::kRecent;
+  if (name == "frequency") return PagePolicy::kFrequent;
+  throw std::invalid_argument("no such policy: " + name);
+}
+
+nb::tuple to_tuple(AskedPages asked) {
+  return nb::make_tuple(to_numpy(std::move(asked.which)), to_numpy(std::move(asked.keys)),
+                        to_numpy(std::move(asked.places)), asked.held, asked.framed, asked.coming,
+                        asked.guessed);
+}
+
+}  // namespace
+
+// What takes time with the pages of a step frees the GIL.
+void bind_page_cache(nb::module_& m) {
+  nb::class_<PageCache>(m, "PageCache")
+      .def(
+          "__init__",
+          [](PageCache* cache, uint64_t address, uint64_t page_bytes, uint64_t header_bytes,
+             size_t places, size_t slots, size_t pages, const std::string& policy) {
+            const PageLayout layout{address, page_bytes, header_bytes};
+            new (cache) PageCache(layout, places, slots, pages, to_policy(policy));
+          },
+          "address"_a, "page_bytes"_a, "header_bytes"_a, "places"_a, "slots"_a, "pages"_a,
+          "policy"_a)
+      .def(
+          "ask",
+          [](PageCache& cache, const ArrayIn<int64_t>& slots, const ArrayIn<int64_t>& pages,
+             const ArrayIn<uint64_t>& frames) {
+            AskedPages asked;
+            {
+              const nb::gil_scoped_release unlocked;
+              asked = cache.ask(span(slots), span(pages), span(frames));
+            }
+            return to_tuple(std::move(asked));
+          },
+          "slots"_a.noconvert(), "pages"_a.noconvert(), "frames"_a.noconvert())
+      .def(
+          "guess",
+          [](PageCache& cache, const ArrayIn<int64_t>& slots, const ArrayIn<int64_t>& pages,
+             const ArrayIn<uint64_t>& frames, const ArrayIn<int32_t>& begin, size_t limit,
+             const ArrayIn<uint16_t>& devices, const ArrayIn<int64_t>& quota) {
+            AskedPages asked;
+            {
+              const nb::gil_scoped_release unlocked;
+              asked = cache.guess(span(slots), span(pages), span(frames), span(begin), limit,
+                                  span(devices), span(quota));
+            }
+            return nb::make_tuple(to_numpy(std::move(asked.keys)),
+                                  to_numpy(std::move(asked.places)));
+          },
+          "slots"_a.noconvert(), "pages"_a.noconvert(), "frames"_a.noconvert(),
+          "begin"_a.noconvert(), "limit"_a, "devices"_a.noconvert(), "quota"_a.noconvert())
+      .def(
+          "arrive",
+          [](PageCache& cache, const ArrayIn<int64_t>& keys, const ArrayIn<int32_t>& places,
+             const ArrayIn<uint8_t>& good, const ArrayIn<uint16_t>& devices) {
+            cache.arrive(span(keys), span(places), span(good), span(devices));
+          },
+          "keys"_a.noconvert(), "places"_a.noconvert(), "good"_a.noconvert(),
+          "devices"_a.noconvert())
+      .def(
+          "find",
+          [](const PageCache& cache, const ArrayIn<int64_t>& pages, const ArrayIn<uint64_t>& frames,
+             const ArrayIn<int32_t>& which, const ArrayIn<int64_t>& keys,
+             const ArrayIn<int32_t>& places) {
+            FoundPages found;
+            {
+              const nb::gil_scoped_release unlocked;
+              found = cache.find(span(pages), span(frames), span(which), span(keys), span(places));
+            }
+            return nb::make_tuple(to_numpy(std::move(found.address)),
+                                  to_numpy(std::move(found.here)));
+          },
+          "pages"_a.noconvert(), "frames"_a.noconvert(), "which"_a.noconvert(),
+          "keys"_a.noconvert(), "places"_a.noconvert())
+      .def(
+          "holds",
+          [](const PageCache& cache, const ArrayIn<int64_t>& slots, const ArrayIn<int64_t>& pages) {
+            std::vector<uint8_t> held;
+            {
+              const nb::gil_scoped_release unlocked;
+              held = cache.holds(span(slots), span(pages));
+            }
+            return to_numpy(std::move(held));
+          },
+          "slots"_a.noconvert(), "pages"_a.noconvert())
+      .def(
+          "release",
+          [](PageCache& cache, const ArrayIn<int32_t>& places) { cache.release(span(places)); },
+          "places"_a.noconvert())
+      .def(
+          "forget",
+          [](PageCache& cache, const ArrayIn<int64_t>& slots) { cache.forget(span(slots)); },
+          "slots"_a.noconvert())
+      .def(
+          "step", [](PageCache& cache, const ArrayIn<double>& costs) { cache.step(span(costs)); },
+          "costs"_a.noconvert())
+      .def("held", &PageCache::held)
+      .def("taken", &PageCache::taken);
+
+  m.def(
+      "locate",
+      [](const ArrayIn<int32_t>& first, const ArrayIn<int64_t>& slots,
+         const ArrayIn<uint64_t>& frames, const ArrayIn<int32_t>& pages,
+         const ArrayIn<int32_t>& begin, int64_t heads, int64_t groups, int64_t page_tokens,
+         int64_t first_page) {
+        LocatedPages found;
+        {
+          const nb::gil_scoped_release unlocked;
+          found = locate({span(first), span(slots), span(frames)},
+                         {heads, groups, page_tokens, first_page}, span(pages), span(begin));
+        }
+        return nb::make_tuple(to_numpy(std::move(found.slots)), to_numpy(std::move(found.pages)),
+                              to_numpy(std::move(found.frames)),
+                              to_numpy(std::move(found.position)),
+                              to_numpy(std::move(found.blocks)));
+      },
+      "first"_a.noconvert(), "slots"_a.noconvert(), "frames"_a.noconvert(), "pages"_a.noconvert(),
+      "begin"_a.noconvert(), "heads"_a, "groups"_a, "page_tokens"_a, "first_page"_a);
+}
+
+}  // namespace ssdkv
