@@ -113,7 +113,7 @@ class Mixed(Bench):
         """Whether all requests have been decoding for a while."""
         scheduler = self.engine.scheduler
         outputs = [request.num_output_tokens for request in scheduler.running]
-        return not scheduler.waiting and bool(outputs) and min(outputs) >= 3
+        return len(outputs) == len(scheduler.requests) > 0 and min(outputs) >= 3
 
     def once_decoding(self, strike: Callable[[], None]) -> Callable[[int], None]:
         """Do this once, in the middle of decode."""

@@ -125,11 +125,12 @@ def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> N
     recall.engine.close()
     recall.start()
     engine = recall.engine
+    asked = [question for question in QUESTIONS if question.task == "copy"]
     seen: list[tuple[float, ...]] = []
 
     def note(step: int) -> None:
         running = engine.scheduler.running
-        if not engine.scheduler.waiting and all(r.num_output_tokens for r in running):
+        if len(running) == len(asked) and all(r.num_output_tokens for r in running):
             # What vLLM was told last may be older.
             worker = active.worker()
             assert worker is not None
@@ -137,7 +138,6 @@ def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> N
             counted = ("bytes_read|", "sparse_pages_in_context")
             seen.append(tuple(sum(n for key, n in totals if key.startswith(c)) for c in counted))
 
-    asked = [question for question in QUESTIONS if question.task == "copy"]
     assert recall.right(asked, note) == len(asked)
     assert recall.count("hit_tokens", tier="ssd") >= sum(len(q.prompt) - BLOCK for q in asked)
     # The last tokens of a prompt, which are no full block, are computed, and exactly: one walk.

@@ -167,7 +167,7 @@ def test_requests_of_a_batch_share_what_can_be_read_ahead(make_store: MakeStore)
     chosen = rig.store.choose([array(row) for row in rows], [0, 1])
     blocks = array([*range(12), *range(12, 16)])
     pages = chosen.pages(1, blocks, array([0] * 12 + [1] * 4))
-    chosen.ahead(pages, np.array([0, 12, 16], dtype=np.int32))
+    chosen.ahead(pages, np.array([0, 12, 16], dtype=np.int32), idle=False)
     assert chosen.fetched.ahead == 8
     found = bring(rig, chosen, 1, {1: [(block, 1) for block in range(4)]})
     assert chosen.fetched.hits == 4
