@@ -183,7 +183,8 @@ class SparseConfig(OptionModel):
             ge=MIN_PART,
             description="Memory per worker for what selectors know of pages, a part of dram_gib. "
             "Bounds take 1/page_tokens of the KV that they stand for, the channels of `sparf` half "
-            "of it, in int8 a quarter or an eighth. Requests for which it has no room attend to "
+            "of it, in int8 a quarter or an eighth; with `channel_pages` `hbm` this part is memory "
+            "of the GPU, beside what vLLM takes. Requests for which there is no room attend to "
             "everything.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
@@ -240,13 +241,14 @@ class SparseConfig(OptionModel):
         Reason("page: reads the budget and no more. Single tokens touch many pages."),
     ] = "page"
     channel_pages: Annotated[
-        Literal["dram", "ssd"],
+        Literal["dram", "ssd", "hbm"],
         Field(
             description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
-            "part of `summaries`. `ssd`: pages that hold a chosen channel are read for every "
-            "token; a page has 2 x head size x page_tokens / block size channels, in int8 twice as "
-            "many or four times, so this wants blocks of 1024 tokens and more. The store is the "
-            "same."
+            "part of `summaries`. `hbm`: the same in memory of the GPU, which spares it reads over "
+            "PCIe; lower vLLM's --gpu-memory-utilization by as much. `ssd`: pages that hold a "
+            "chosen channel are read for every token; a page has 2 x head size x page_tokens / "
+            "block size channels, in int8 twice as many or four times, so this wants blocks of "
+            "1024 tokens and more. The store is the same."
         ),
         Reason("dram: the channels of a token are spread over the whole context."),
     ] = "dram"

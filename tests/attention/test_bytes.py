@@ -44,7 +44,7 @@ def shares(
     rig = make_store(
         geometry,
         block_tokens=block,
-        channels=not ssd,
+        channels="ssd" if ssd else "dram",
         slots=count,
         frames=max(8, count),
         summary_rows=count,

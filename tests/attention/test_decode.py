@@ -25,7 +25,7 @@ from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.attention.reference import dense_attention
 from vllm_ssdkv.attention.reference_sparse import scaled_channels, sparq_attention
 from vllm_ssdkv.connector.blocks import PagedPort
-from vllm_ssdkv.connector.hot_memory import hot_memory
+from vllm_ssdkv.connector.device_memory import hot_memory
 from vllm_ssdkv.selection.adaptive import AdaptiveSelector
 from vllm_ssdkv.selection.bounds import BoundsSelector
 from vllm_ssdkv.selection.kept import KeptSelections
@@ -35,6 +35,7 @@ from vllm_ssdkv.selection.sparf import SparfSelector
 from vllm_ssdkv.selection.window import WindowSelector
 from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.summaries import ChannelTier
 
 __all__ = ["make_store"]
 
@@ -120,7 +121,9 @@ class Rows:
 def make_rows(make_store: MakeStore) -> Callable[..., Rows]:
     """Rows whose blocks are all stored, and in DRAM no more."""
 
-    def make(places: int = 64, geometry: SlotGeometry = GEOMETRY, *, channels: bool = True) -> Rows:
+    def make(
+        places: int = 64, geometry: SlotGeometry = GEOMETRY, *, channels: ChannelTier = "dram"
+    ) -> Rows:
         rig = make_store(geometry, slots=24, frames=24, places=places, channels=channels)
         torch.manual_seed(1)
         shape = (LAYERS, max(LENGTHS), HEADS, HEAD_SIZE)
@@ -433,12 +436,12 @@ def approximate(geometry: SlotGeometry, key: torch.Tensor, window: int) -> torch
     return torch.cat([blocks.permute(0, 3, 1, 2).flatten(0, 1), key[context:]])
 
 
-@pytest.mark.parametrize("in_dram", [False, True])
+@pytest.mark.parametrize("tier", ["dram", "ssd", "hbm"])
 @pytest.mark.parametrize("geometry", [CHANNELS, SCALED], ids=["as_k", "int8"])
 def test_sparf_by_token_is_sparq(
-    make_rows: Callable[..., Rows], in_dram: bool, geometry: SlotGeometry
+    make_rows: Callable[..., Rows], tier: ChannelTier, geometry: SlotGeometry
 ) -> None:
-    rows = make_rows(geometry=geometry, channels=in_dram)
+    rows = make_rows(geometry=geometry, channels=tier)
     for turn in range(2):  # from frames, from devices
         chosen = choose(rows)
         for layer in range(LAYERS):
@@ -463,7 +466,7 @@ def test_sparf_by_token_is_sparq(
             assert decode.counts.scale_bytes == scales
             assert kept < decode.counts.selected * PAGE
         # With so few tokens to a block, a page has all channels of a head or two.
-        pages = 0 if in_dram else context // BLOCK * geometry.channel_pages * LAYERS
+        pages = context // BLOCK * geometry.channel_pages * LAYERS if tier == "ssd" else 0
         found = chosen.fetched_channels
         assert (found.frame, found.cache + found.ssd) == ((pages, 0), (0, pages))[turn]
         chosen.close()

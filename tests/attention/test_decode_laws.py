@@ -35,6 +35,7 @@ from vllm_ssdkv.selection.bounds import BoundsSelector
 from vllm_ssdkv.selection.kernels import CpuScoringKernels
 from vllm_ssdkv.selection.protocol import Budget, ContextSummaries, Needs, Selection, Selector
 from vllm_ssdkv.selection.window import WindowSelector
+from vllm_ssdkv.store.summaries import ChannelTier
 
 __all__ = ["make_rows", "make_store"]
 
@@ -103,7 +104,7 @@ def wrong_guesses(rows: Rows, seed: int) -> ReadAhead:
     framed=st.sets(st.integers(0, 23)),
     cached=st.sets(st.integers(0, 23)),
     guessed=st.booleans(),
-    in_dram=st.booleans(),
+    tier=st.sampled_from(["dram", "ssd", "hbm"]),
     places=st.sampled_from([16, 64]),
     seed=st.integers(0, 999),
 )
@@ -117,13 +118,13 @@ def test_place_and_prefetch_change_nothing(
     framed: set[int],
     cached: set[int],
     guessed: bool,
-    in_dram: bool,
+    tier: ChannelTier,
     places: int,
     seed: int,
 ) -> None:
     """All in frames and nothing read ahead, against: some of the slots in frames, some pages in
-    the page cache, guesses drawn by lot that are still on their way, channels in DRAM or on the
-    devices. With 16 places pages come in turns."""
+    the page cache, guesses drawn by lot that are still on their way, channels in DRAM, on SSD or in
+    memory of the device. With 16 places pages come in turns."""
     budget = Budget(share=share)
     needs_channels = name not in {"window", "bounds"}
     made: list[tuple[list[torch.Tensor], list[Selection]]] = []
@@ -131,7 +132,7 @@ def test_place_and_prefetch_change_nothing(
         rows = make_rows(
             places,
             CHANNELS if needs_channels else GEOMETRY,
-            channels=in_dram or not scattered,
+            channels=tier if scattered else "dram",
         )
         guesses = None
         if scattered:

@@ -27,6 +27,14 @@ from vllm_ssdkv.cli.top import samples, screen
 PAGES = (page(BEFORE, THEIRS_BEFORE), page(AFTER, THEIRS_AFTER))
 SHORT = ("--interval", "0.1")
 PATIENCE_S = 120.0
+HEEDING = """
+import signal
+from vllm_ssdkv.cli.main import app
+signal.signal(signal.SIGINT, signal.default_int_handler)
+app()
+"""
+"""The command, as from a terminal: what a shell starts in the background, the tests perhaps, has
+its children ignore interrupts."""
 
 
 def top(*arguments: str) -> Result:
@@ -135,7 +143,7 @@ def test_without_failures_it_says_so() -> None:
 
 
 def test_ctrl_c_ends_json_cleanly() -> None:
-    command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "top", "--json", *SHORT]
+    command = [sys.executable, "-P", "-c", HEEDING, "top", "--json", *SHORT]
     with (
         served(*PAGES) as url,
         subprocess.Popen(
@@ -156,7 +164,7 @@ def test_ctrl_c_ends_json_cleanly() -> None:
 def test_ctrl_c_gives_the_terminal_back() -> None:
     """On a terminal it takes the whole screen, and leaves it as it was."""
     ours, its = pty.openpty()
-    command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "top", *SHORT]
+    command = [sys.executable, "-P", "-c", HEEDING, "top", *SHORT]
     with served(*PAGES) as url:
         process = subprocess.Popen(
             [*command, url],

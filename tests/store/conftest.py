@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.connector.device_memory import channel_memory
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.arena import Arena
@@ -36,7 +39,7 @@ from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.speed import DeviceSpeed
-from vllm_ssdkv.store.summaries import row_bytes
+from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
 from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory, TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
@@ -370,7 +373,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         gaps: Sequence[tuple[int, int]] = (),
         places: int = 32,
         summary_rows: int = 32,
-        channels: bool = True,
+        channels: ChannelTier = "dram",
         block_tokens: int = BLOCK_TOKENS,
     ) -> StoreRig:
         if placement is None:
@@ -390,7 +393,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         choice = None
         if geometry.summary_pages:
             page_tokens = block_tokens // geometry.groups
-            nbytes = summary_rows * row_bytes(geometry, page_tokens, channels=channels)
+            kept = channels != "ssd"
+            nbytes = summary_rows * row_bytes(geometry, page_tokens, channels=kept)
             choice = ChoiceMemory(
                 page_tokens, slots, places * geometry.page_bytes, nbytes, channels=channels
             )
@@ -443,6 +447,14 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             scrub_rate=scrub_rate,
             stretches=None if plain is None else plain.stretches(),
         )
+        if channels == "hbm" and geometry.channel_pages:
+            tokens = block_tokens // geometry.groups
+            head_size = geometry.payload_bytes // (4 * tokens)
+            layout = BlockLayout.unpadded(
+                block_tokens, tokens, geometry.heads, head_size, torch.float16
+            )
+            device = torch.device("cpu")
+            store.keep_channels(channel_memory(store.channel_places, layout, geometry, device))
         hbm = {} if plain is None else plain
         rig = StoreRig(geometry, store, opened, counters, control, hbm)
         rigs.append(rig)

@@ -25,7 +25,7 @@ def zeros(nbytes: int) -> NDArray[np.uint8]:
 
 def store(make_store: MakeStore, places: int = 64) -> tuple[StoreRig, dict[int, int]]:
     rig = make_store(
-        SHAPE, block_tokens=BLOCK, channels=False, devices=1, places=places, slots=12, frames=12
+        SHAPE, block_tokens=BLOCK, channels="ssd", devices=1, places=places, slots=12, frames=12
     )
     return rig, context(rig, range(8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import replace
 
@@ -27,13 +28,13 @@ from tests.store.conftest import (
     SHORT_S,
     SUMMED,
     MakeStore,
-    StoreRig,
     array,
     content,
     until,
 )
+from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import with_summaries
+from vllm_ssdkv.store.summaries import ChannelTier, with_summaries
 
 
 @st.composite
@@ -120,15 +121,19 @@ def test_summaries_come_from_where_they_are_once(
 CHANNELS = SlotGeometry("paged", 2, 2, 3, 8192, summary_pages=1, channel_pages=3)
 
 
-def payload(rig: StoreRig, address: int, size: int) -> NDArray[np.uint8]:
-    return rig.store.arena.view(address - rig.store.arena.address, size)
+def memory_at(address: int, size: int) -> NDArray[np.uint8]:
+    """Of the arena, or of a device that is the CPU."""
+    return np.frombuffer(ctypes.string_at(address, size), np.uint8)
 
 
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_channels_and_sums_come_with_the_summaries(make_store: MakeStore, encrypted: bool) -> None:
+def test_channels_and_sums_come_with_the_summaries(
+    make_store: MakeStore, encrypted: bool, tier: ChannelTier
+) -> None:
     """Two heads of three groups of 16 tokens: all of a layer's K is three pages."""
     geometry = replace(CHANNELS, encrypted=encrypted)
-    rig = make_store(geometry, block_tokens=48)
+    rig = make_store(geometry, block_tokens=48, channels=tier)
     names = context(rig, range(4))
     before = read_requests(rig)
     for _ in range(2):
@@ -139,7 +144,7 @@ def test_channels_and_sums_come_with_the_summaries(make_store: MakeStore, encryp
             ):
                 pages = content(geometry, names[slot])
                 wanted = pages[1 + 3 * layer : 4 + 3 * layer].ravel()
-                np.testing.assert_array_equal(payload(rig, at, 3 * 8192), wanted)
+                np.testing.assert_array_equal(memory_at(at, 3 * 8192), wanted)
                 # Records of 512 bytes, of which sums take what the head size needs.
                 records = pages[0].reshape(16, 512)[2 * layer : 2 * layer + 2]
                 sums = chosen.values(layer, 0, 32)[block].view(np.uint8)
@@ -148,31 +153,33 @@ def test_channels_and_sums_come_with_the_summaries(make_store: MakeStore, encryp
         chosen.close()
 
 
-def test_int8_channels_come_with_their_scales(make_store: MakeStore) -> None:
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+def test_int8_channels_come_with_their_scales(make_store: MakeStore, tier: ChannelTier) -> None:
     """Of 16 bit: a layer's K is one and a half pages; each layer has two sums, then two scales."""
     base = SlotGeometry("paged", 2, 2, 3, 8192)
     geometry = with_summaries(base, 16, channels=True, scaled_from=2)
     assert (geometry.summary_pages, geometry.channel_pages) == (1, 2)
-    rig = make_store(geometry, block_tokens=48)
+    rig = make_store(geometry, block_tokens=48, channels=tier)
     names = context(rig, range(4))
     chosen = rig.store.choose([array([3, 1])], [0])
     assert chosen.holds_scales
+    assert chosen.channels_on_device == (tier == "hbm")
     for layer in range(2):
         scales = chosen.scales(layer).tolist()
         addresses = zip(chosen.channels(layer).tolist(), scales, (3, 1), strict=True)
         for block, (at, scale, slot) in enumerate(addresses):
             pages = content(geometry, names[slot])
             wanted = pages[1 + 2 * layer : 3 + 2 * layer].ravel()[: 3 * 4096]
-            np.testing.assert_array_equal(payload(rig, at, 3 * 4096), wanted)
+            np.testing.assert_array_equal(memory_at(at, 3 * 4096), wanted)
             records = pages[0].reshape(16, 512)[4 * layer : 4 * layer + 4]
-            np.testing.assert_array_equal(payload(rig, scale, 1024), records[2:].ravel())
+            np.testing.assert_array_equal(memory_at(scale, 1024), records[2:].ravel())
             sums = chosen.values(layer, 0, 128)[block].view(np.uint8)
             np.testing.assert_array_equal(sums, records[:2])
     chosen.close()
 
 
 def test_a_table_without_channels_brings_sums_only(make_store: MakeStore) -> None:
-    rig = make_store(CHANNELS, block_tokens=48, channels=False, devices=1)
+    rig = make_store(CHANNELS, block_tokens=48, channels="ssd", devices=1)
     names = context(rig, range(4))
     before = rig.total("bytes_read", device=rig.paths[0])
     chosen = rig.store.choose([array([2])], [0])
@@ -528,3 +535,16 @@ def test_rows_that_choose_are_streamed_in_dense_layers_only(
     stream.close()
     rig.store.drop_context("r")
     rig.assert_no_leak()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tier", "places"),
+    [(CHANNELS, "dram", 999), (SUMMED, "hbm", 999), (CHANNELS, "ssd", 1)],
+)
+def test_memory_for_channels_that_cannot_be_used_is_refused(
+    make_store: MakeStore, geometry: SlotGeometry, tier: ChannelTier, places: int
+) -> None:
+    rig = make_store(geometry, block_tokens=48, channels=tier)
+    memory = DeviceMemory(4096, places, lambda source, to: None)
+    with pytest.raises(ValueError, match=f"{places} places for channels"):
+        rig.store.keep_channels(memory)

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from tests.store.chosen_pages import BOTH, context, read_ahead, read_requests, right
 from tests.store.conftest import PAGED, SUMMED, MakeStore, StoreRig, array
 from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.connector.hot_memory import hot_memory
+from vllm_ssdkv.connector.device_memory import hot_memory
 from vllm_ssdkv.store.chosen import ChosenContexts
-from vllm_ssdkv.store.hot_pages import DeviceMemory, HotFetch
+from vllm_ssdkv.store.device_memory import DeviceMemory
+from vllm_ssdkv.store.hot_pages import HotFetch
 from vllm_ssdkv.store.layout import SlotGeometry
 
 BLOCKS, LAYER = 6, 1

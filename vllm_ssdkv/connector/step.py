@@ -146,14 +146,16 @@ class PagedStep:
         counts, contexts, page = decode.counts, decode.contexts, self._page_bytes
         token, channel = contexts.fetched, contexts.fetched_channels
         summary = contexts.fetched_summaries
-        in_dram = counts.scale_bytes + counts.channel_bytes * contexts.holds_channels
+        held = counts.channel_bytes if contexts.holds_channels else 0
+        in_hbm = held if contexts.channels_on_device else 0
+        in_dram = held - in_hbm + counts.scale_bytes
         return (
             (token.ssd + channel.ssd) * self._payload_bytes,
             *(counts.lists, counts.kept, counts.selected, counts.context, counts.missing),
             *(token.hot, token.frame, token.cache, token.ssd),
             *(token.ahead, token.hits),
             *(n * page for n in (token.hot, token.frame, token.cache, token.ssd)),
-            0,
+            in_hbm,
             *(channel.frame * page + in_dram, channel.cache * page, channel.ssd * page),
             0,
             *(n * page for n in (summary.frame, summary.cache, summary.ssd)),

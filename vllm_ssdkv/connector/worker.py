@@ -20,8 +20,8 @@ from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort, plain_stretches
 from vllm_ssdkv.connector.choosing import Choices
+from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.engine_metrics import EngineMetrics
-from vllm_ssdkv.connector.hot_memory import hot_memory
 from vllm_ssdkv.connector.messages import (
     PROBE,
     Commit,
@@ -129,7 +129,7 @@ class SSDKVWorker:
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
-            self._keep_hot_pages(caches[0].device)
+            self._use_memory_of(caches[0].device)
             self._choices = Choices.of(self.config, self.layout, caches[0].device)
             self._port = PagedPort(
                 select_kernels(caches[0].device),
@@ -141,16 +141,18 @@ class SSDKVWorker:
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
 
-    def _keep_hot_pages(self, device: torch.device) -> None:
-        nbytes = self.config.sparse.hbm_pages
-        if nbytes is not None and self.config.selector != "exact":
-            memory = hot_memory(
-                nbytes,
-                block_layout(self.layout, self.config.page_tokens),
-                self.layout.geometry,
-                device,
-            )
+    def _use_memory_of(self, device: torch.device) -> None:
+        """Take the memory of the device that the options ask for."""
+        config, geometry = self.config, self.layout.geometry
+        if config.selector == "exact":
+            return
+        layout = block_layout(self.layout, config.page_tokens)
+        if config.sparse.hbm_pages is not None:
+            memory = hot_memory(config.sparse.hbm_pages, layout, geometry, device)
             self.store.keep_hot_pages(memory)
+        if config.scores_channels and config.sparse.channel_pages == "hbm":
+            places = self.store.channel_places
+            self.store.keep_channels(channel_memory(places, layout, geometry, device))
 
     def _trimmer(self) -> SlotTrimmer | None:
         if not self.config.trim:

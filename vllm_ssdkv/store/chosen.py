@@ -167,8 +167,13 @@ class ChosenContexts:
 
     @property
     def holds_channels(self) -> bool:
-        """Whether DRAM has the blocks' channel-major K."""
+        """Whether the blocks' channel-major K is in memory, the device's or DRAM."""
         return self._summaries.holds_channels
+
+    @property
+    def channels_on_device(self) -> bool:
+        """Whether that is memory of the device that attends."""
+        return self._summaries.channels_on_device
 
     @property
     def holds_scales(self) -> bool:

@@ -9,38 +9,18 @@ that of the page cache in DRAM, by the same policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.fetch import Fetch, PageFetcher
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.page_cache import NO_PLACE, Asked, PageCache, PagePolicy, Pages
 
-CopyPages: TypeAlias = Callable[[NDArray[np.uint64], NDArray[np.int32]], None]
-"""Copies pages from absolute addresses of DRAM, [n], to places; it may return before the copy has
-ended, as long as what attends to the places waits for that."""
-
 _RATES = np.ones(1)
 """All pages come the same way."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Memory of a device that attends, for single pages.
-
-    Attributes:
-        address: Absolute, of the device; of the first place. Others follow at the stride of pages.
-        places: Pages that it holds.
-        copy: Fills places.
-    """
-
-    address: int
-    places: int
-    copy: CopyPages
 
 
 @dataclass(slots=True)

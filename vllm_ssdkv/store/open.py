@@ -415,7 +415,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
             sparse.page_cache,
             sparse.summaries,
             sparse.page_policy,
-            channels=sparse.channel_pages == "dram",
+            channels=sparse.channel_pages,
         )
     plan = ArenaPlan(
         geometry,

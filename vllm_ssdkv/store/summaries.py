@@ -3,22 +3,27 @@
 In a slot without channel pages the summary is each page's *bounds*: the smallest and the largest
 value of each of K's channels (Quest, Tang et al. 2024). In one with channel pages it is the *sum of
 V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if
-these are int8, and a table may keep the slot's K, channel-major, too. ``docs/format.md`` says where
-they lie in a slot. Here they lie without padding, so that one address per slot and layer is all
-that a kernel needs.
+these are int8, and a table may keep the slot's K, channel-major, too: in its rows, or in memory of
+the device that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without
+padding, so that one address per slot and layer is all that a kernel needs.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.layout import SlotGeometry, round_up
+
+ChannelTier = Literal["dram", "ssd", "hbm"]
+"""Where selectors find the slots' channel pages."""
 
 NO_ROW = -1
 _ALIGN = 64
@@ -89,9 +94,11 @@ class SummaryTable:
         channels: bool,
     ):
         """``rows`` of :func:`row_bytes` each, in the arena from ``offset`` (bytes, a multiple of
-        64) on; ``slots`` of the store. ``channels``: keep the slots' channel pages, too."""
+        64) on; ``slots`` of the store. ``channels``: rows have the slots' channel pages, too."""
+        self._geometry = geometry
         self.holds_channels = channels and geometry.channel_pages > 0
-        """Whether rows have channel-major K."""
+        """Whether channel-major K is kept."""
+        self._device: DeviceMemory | None = None
         self.holds_scales = geometry.scaled_from > 0
         """Whether channel-major K is int8, and rows have its scales."""
         self._heads = geometry.heads
@@ -103,7 +110,7 @@ class SummaryTable:
         self._channel_bytes = channel_bytes(geometry)
         self._base = arena.address + offset
         self._memory = arena.view(offset, rows * self._row_bytes).reshape(rows, self._row_bytes)
-        # Of each page that a row is made of: its number, its place in the row, and its bytes.
+        # Of each page that is copied to a row: its number, its place in the row, and its bytes.
         number, place, size = [], [], []
         payload = geometry.payload_bytes
         parts = [(0, geometry.summary_pages, 0, summary_bytes(geometry, page_tokens))]
@@ -122,7 +129,8 @@ class SummaryTable:
             place += [begin + i * payload for i in range(count)]
             size += [min(payload, nbytes - i * payload) for i in range(count)]
         self.pages = np.array(number, dtype=np.int64)
-        """Numbers of the pages of a slot that a row is made of."""
+        """Numbers of the pages of a slot that a row is made of, those last that lie in memory of a
+        device."""
         self._place = np.array(place, dtype=np.uint64)
         self._size = np.array(size, dtype=np.uint64)
         self._lock = threading.Lock()
@@ -133,6 +141,31 @@ class SummaryTable:
         self._used = np.zeros(rows, dtype=np.int64)
         """When each row was used last, in calls; 0: it holds nothing."""
         self._clock = 0
+
+    @property
+    def channels_on_device(self) -> bool:
+        """Whether channel-major K lies in memory of the device that attends."""
+        return self._device is not None
+
+    @property
+    def channel_places(self) -> int:
+        """Channel pages of all rows."""
+        return self.rows * self._geometry.layers * self._geometry.channel_pages
+
+    def keep_channels(self, memory: DeviceMemory) -> None:
+        """Channel-major K lies in this memory of :attr:`channel_places`, for the table's whole
+        life; it must be empty. Copies have ended when ``memory.copy`` returns.
+
+        Raises:
+            ValueError: slots have no channel pages, rows have them, or places are too few.
+        """
+        places = self.channel_places
+        if self.holds_channels or not 0 < places <= memory.places:
+            raise ValueError(f"{memory.places} places for channels, where {places} are needed")
+        first = self._geometry.first_channel_page(0)
+        numbers = np.arange(first, self._geometry.first_page(0), dtype=np.int64)
+        self.pages = np.concatenate([self.pages, numbers])
+        self.holds_channels, self._device = True, memory
 
     def put(self, slots: NDArray[np.int64], pages: NDArray[np.uint64]) -> None:
         """Take in the summaries of distinct slots [n] from the absolute addresses of their
@@ -163,11 +196,18 @@ class SummaryTable:
         return rows
 
     def _copy(self, rows: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
+        own = len(self._place)
         target = self._address(rows)[:, None] + self._place[None, :]
         sizes = np.broadcast_to(self._size, target.shape)
         _io.copy(
-            np.ascontiguousarray(pages.ravel()), target.ravel(), np.ascontiguousarray(sizes.ravel())
+            np.ascontiguousarray(pages[:, :own].ravel()),
+            target.ravel(),
+            np.ascontiguousarray(sizes.ravel()),
         )
+        if self._device is not None and len(rows):
+            count = pages.shape[1] - own
+            places = rows[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)[None, :]
+            self._device.copy(np.ascontiguousarray(pages[:, own:].ravel()), places.ravel())
 
     def pin(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         """Row of each slot, [n], or ``NO_ROW``; rows stay until :meth:`unpin`."""
@@ -189,6 +229,11 @@ class SummaryTable:
 
     def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's K in each row, ``[heads, head_size, block_tokens]``."""
+        if self._device is not None:
+            count = self._geometry.channel_pages
+            place = rows.astype(np.uint64) * np.uint64(self._geometry.layers * count)
+            place += np.uint64(layer * count)
+            return np.uint64(self._device.address) + place * np.uint64(self._geometry.payload_bytes)
         return self._address(rows) + np.uint64(self._channels + layer * self._channel_bytes)
 
     def scales(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:

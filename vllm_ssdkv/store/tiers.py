@@ -19,9 +19,10 @@ from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameCache, FrameState
 from vllm_ssdkv.store.chosen import ChosenContexts
+from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.fetch import PageFetcher
 from vllm_ssdkv.store.files import GROUP, SlotFiles
-from vllm_ssdkv.store.hot_pages import DeviceMemory, HotPages
+from vllm_ssdkv.store.hot_pages import HotPages
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
 from vllm_ssdkv.store.page_cache import PageCache, PagePolicy
@@ -29,7 +30,7 @@ from vllm_ssdkv.store.scrub import PIECES, Scrubber
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import CHUNKS, ContextStream
-from vllm_ssdkv.store.summaries import SummaryTable, row_bytes
+from vllm_ssdkv.store.summaries import ChannelTier, SummaryTable, row_bytes
 from vllm_ssdkv.store.trim import SlotTrimmer
 from vllm_ssdkv.store.unsealer import Unsealer
 from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
@@ -60,7 +61,9 @@ class ChoiceMemory:
         page_cache, summaries: Bytes of each; None: a quarter of what the staging buffer leaves,
             of summaries at most those of the whole store.
         page_policy: Which single page makes room for another.
-        channels: Whether channel pages are kept with the summaries, where slots have any.
+        channels: Where channel pages are kept, where slots have any: with the summaries, in memory
+            of the device that attends, of which :meth:`TieredStore.keep_channels` is told, or
+            nowhere but on SSD. In ``summaries`` they count wherever they are kept.
     """
 
     page_tokens: int
@@ -68,7 +71,7 @@ class ChoiceMemory:
     page_cache: int | None = None
     summaries: int | None = None
     page_policy: PagePolicy = "lru"
-    channels: bool = True
+    channels: ChannelTier = "dram"
 
 
 class ArenaPlan:
@@ -112,12 +115,13 @@ class ArenaPlan:
             pages = quarter if choice.page_cache is None else choice.page_cache
             # What a summary is made of is read at once, and so are the channels of a layer.
             once = geometry.first_page(0)
-            if not choice.channels:
+            if choice.channels == "ssd":
                 once = max(geometry.summary_pages, geometry.channel_pages)
             self.page_places = max(MIN_PLACES, once, pages // geometry.page_bytes)
-            row = row_bytes(geometry, choice.page_tokens, channels=choice.channels)
+            kept = row_bytes(geometry, choice.page_tokens, channels=choice.channels != "ssd")
             most = quarter if choice.summaries is None else choice.summaries
-            self.summary_rows = max(1, min(choice.slots, most // row))
+            self.summary_rows = max(1, min(choice.slots, most // kept))
+            row = row_bytes(geometry, choice.page_tokens, channels=choice.channels == "dram")
             summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
         self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
         self.frame_offset = self.summary_offset + summaries
@@ -196,7 +200,7 @@ class TieredStore:
                 plan.choice.page_tokens,
                 plan.summary_rows,
                 num_slots,
-                channels=plan.choice.channels,
+                channels=plan.choice.channels == "dram",
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
             self._policy = plan.choice.page_policy
@@ -227,6 +231,21 @@ class TieredStore:
             raise ValueError("slots without summaries: nothing can be chosen")
         geometry = self.files.geometry
         self._hot = HotPages(memory, self._fetcher, geometry, self._num_slots, self._policy)
+
+    @property
+    def channel_places(self) -> int:
+        """Channel pages that :meth:`keep_channels` needs memory for."""
+        return 0 if self._summaries is None else self._summaries.channel_places
+
+    def keep_channels(self, memory: DeviceMemory) -> None:
+        """Channel-major K is kept in this memory, before any is kept at all.
+
+        Raises:
+            ValueError: the slots have none, DRAM has it, or the memory is too small.
+        """
+        if self._summaries is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        self._summaries.keep_channels(memory)
 
     # ---- write path ----
 
