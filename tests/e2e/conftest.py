@@ -14,10 +14,7 @@ from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
 from tests.e2e.stock import Stock
-from tests.store.unhurried import UnhurriedEngine
-from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
-from vllm_ssdkv.store.engine.protocol import IoEngine
+from tests.store.unhurried import open_unhurried_engines
 
 
 @pytest.fixture(scope="session")
@@ -77,12 +74,8 @@ def bench(
     """Start an engine over four devices whose faults can be switched."""
     started: list[Bench] = []
 
-    def open_unhurried(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
-        # Deadlines are short: a machine that stands still must not make healthy devices late.
-        engine = open_engine(options, *rest)
-        return engine if options.throttle else UnhurriedEngine(engine)
-
-    monkeypatch.setattr(opening, "open_engine", open_unhurried)
+    # Deadlines are short: a machine that stands still must not make healthy devices late.
+    open_unhurried_engines(monkeypatch)
     wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS)]
 
     def start(

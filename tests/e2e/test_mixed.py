@@ -22,12 +22,9 @@ from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.store.conftest import until
-from tests.store.unhurried import UnhurriedEngine
+from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.attention import active
-from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.cache import NO_FRAME
-from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
-from vllm_ssdkv.store.engine.protocol import IoEngine
 
 WINDOW, CHUNK = 64, 256
 LISTS = 8
@@ -157,11 +154,8 @@ def mixed(
     answers = stock.answers("llama", [PROMPTS[name] for name in LOSSLESS])
     wanted = {name: answer.tokens for name, answer in zip(LOSSLESS, answers, strict=True)}
 
-    def open_unhurried(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
-        return UnhurriedEngine(open_engine(options, *rest))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "open_engine", open_unhurried)
+        open_unhurried_engines(patch)
         control = tmp_path_factory.mktemp("faults") / "faults.json"
         made = Mixed(models["llama"], devices(4), control, [], wanted_of=wanted)
         yield made

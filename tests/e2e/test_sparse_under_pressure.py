@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +20,8 @@ from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.test_mixed import Mixed
 from tests.e2e.workload import page_mode
-from tests.store.unhurried import UnhurriedEngine
+from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.metrics import counter_key
-from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
-from vllm_ssdkv.store.engine.protocol import IoEngine
 
 WINDOW, CHUNK = 64, 128
 BLOCK = 64
@@ -110,11 +106,8 @@ def pressed(
     answers = stock.answers("llama", [PROMPTS[name] for name in LOSSLESS], LENGTH)
     wanted = {name: answer.tokens for name, answer in zip(LOSSLESS, answers, strict=True)}
 
-    def open_unhurried(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
-        return UnhurriedEngine(open_engine(options, *rest))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "open_engine", open_unhurried)
+        open_unhurried_engines(patch)
         control = tmp_path_factory.mktemp("faults") / "faults.json"
         made = Pressed(
             models["llama"],

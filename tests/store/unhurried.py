@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import pytest
+
+from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.engine.held import FaultyBatch
+from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.engine.protocol import I32, U16, U32, U64, Batch, IoEngine, Op
 
 PATIENCE_S = 60.0
+
+
+def open_unhurried_engines(patch: pytest.MonkeyPatch) -> None:
+    """Stores that are opened from now on have such engines, but those with throttled devices."""
+
+    def open_unhurried(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
+        engine = open_engine(options, *rest)
+        return engine if options.throttle else UnhurriedEngine(engine)
+
+    patch.setattr(opening, "open_engine", open_unhurried)
 
 
 class UnhurriedEngine:

@@ -2,22 +2,19 @@
 
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "cache/frame_cache.hpp"
+#include "io/interruptible.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace ssdkv {
 namespace {
-
-// How long Ctrl-C may go unnoticed while the main thread waits.
-constexpr std::chrono::milliseconds kSignalPoll{100};
 
 using SlotArray = ArrayIn<int64_t>;
 using FrameArray = ArrayIn<int32_t>;
@@ -31,20 +28,14 @@ FrameState to_state(int state) {
 
 ArrayOut<int32_t> take_within(FrameCache& cache, const SlotArray& slots, int state,
                               double timeout_s) {
-  const auto deadline = deadline_after(timeout_s);
   const FrameState wanted = to_state(state);
-  for (;;) {
-    const auto slice = std::min(deadline, Clock::now() + kSignalPoll);
-    std::vector<int32_t> taken;
-    {
-      const nb::gil_scoped_release unlocked;
-      taken = cache.take_until(span(slots), wanted, slice);
-    }
-    if (!taken.empty() || slots.shape(0) == 0 || slice == deadline) {
-      return to_numpy(std::move(taken));
-    }
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  }
+  const auto asked = span(slots);
+  std::vector<int32_t> taken;
+  wait_for(timeout_s, [&](Clock::time_point until) {
+    taken = cache.take_until(asked, wanted, until);
+    return !taken.empty() || asked.empty();
+  });
+  return to_numpy(std::move(taken));
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 #include "io/engine_bindings.hpp"
 
-#include <algorithm>
 #include <chrono>
 #include <vector>
 
 #include "io/batch.hpp"
 #include "io/file.hpp"
+#include "io/interruptible.hpp"
 #include "io/threads_engine.hpp"
 
 namespace nb = nanobind;
@@ -14,20 +14,9 @@ using namespace nb::literals;
 namespace ssdkv {
 namespace {
 
-// How long Ctrl-C may go unnoticed while the main thread waits.
-constexpr std::chrono::milliseconds kSignalPoll{100};
-
 bool wait(Batch& batch, double timeout_s) {
-  const auto deadline = deadline_after(timeout_s);
-  for (;;) {
-    const auto slice = std::min(deadline, Clock::now() + kSignalPoll);
-    {
-      const nb::gil_scoped_release unlocked;
-      if (batch.wait_until(slice)) return true;
-    }
-    if (slice == deadline) return batch.done();
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  }
+  const auto step = [&](Clock::time_point until) { return batch.wait_until(until); };
+  return wait_for(timeout_s, step) || batch.done();
 }
 
 }  // namespace

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -9,6 +8,7 @@
 #include "io/batch.hpp"
 #include "io/bindings.hpp"
 #include "io/intake.hpp"
+#include "io/interruptible.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,9 +21,6 @@ using I32 = ArrayIn<int32_t>;
 using U32 = ArrayIn<uint32_t>;
 using I64 = ArrayIn<int64_t>;
 using U64 = ArrayIn<uint64_t>;
-
-// How long Ctrl-C may go unnoticed while the main thread waits.
-constexpr std::chrono::milliseconds kSignalPoll{100};
 
 template <class T>
 std::vector<T> to_vector(const ArrayIn<T>& array) {
@@ -91,16 +88,8 @@ class PyIntake {
                 to_vector(lengths), span(missing), stretches.all, {first, step}) {}
 
   bool follow(Batch& batch, double timeout_s) {
-    const auto deadline = deadline_after(timeout_s);
-    for (;;) {
-      const auto slice = std::min(deadline, Clock::now() + kSignalPoll);
-      {
-        const nb::gil_scoped_release unlocked;
-        if (intake_.follow(batch, slice)) return true;
-      }
-      if (slice == deadline) return false;
-      if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    }
+    return wait_for(timeout_s,
+                    [&](Clock::time_point until) { return intake_.follow(batch, until); });
   }
 
   void take(const I32& results) {
