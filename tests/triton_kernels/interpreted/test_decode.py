@@ -11,6 +11,7 @@ from vllm_ssdkv.attention.page_kernels import TritonPageKernels
 from vllm_ssdkv.connector import blocks
 from vllm_ssdkv.selection.kernels import TritonScoringKernels
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.summaries import ChannelTier
 
 __all__ = ["make_rows", "make_store"]
 
@@ -24,13 +25,13 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "CpuScoringKernels", lambda: TritonScoringKernels(cpu))
 
 
-@pytest.mark.parametrize("in_dram", [False, True])
+@pytest.mark.parametrize("tier", ["dram", "ssd", "hbm"])
 @pytest.mark.parametrize("geometry", [native.CHANNELS, native.SCALED], ids=["as_k", "int8"])
 def test_sparf_by_token_is_sparq(
-    make_rows: Callable[..., Rows], in_dram: bool, geometry: SlotGeometry
+    make_rows: Callable[..., Rows], tier: ChannelTier, geometry: SlotGeometry
 ) -> None:
     """Channels from summaries, or only those asked for; token mask, alpha and mean V."""
-    native.test_sparf_by_token_is_sparq(make_rows, in_dram, geometry)
+    native.test_sparf_by_token_is_sparq(make_rows, tier, geometry)
 
 
 def test_sparf_by_page_reads_the_budget(make_rows: Callable[..., Rows]) -> None:
