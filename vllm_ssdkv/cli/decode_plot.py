@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,9 @@ _COLORS: Final = (
     *("tab:purple", "tab:orange", "tab:olive", "tab:red", "tab:blue", "tab:cyan"),
     "tab:gray",
 )
+
+_TITLE_COLUMNS: Final = 55
+"""Characters that fit above the plots of one batch size."""
 
 Row = dict[str, Any]
 
@@ -40,10 +44,11 @@ def plot(document: Row, path: Path) -> None:
         axes[0, column].set_title(f"{batch} request{'s' if batch > 1 else ''} at a time")
         _split(axes[1, column], mine)
     rule, devices = document["model"], document["devices"]
-    figure.suptitle(
+    title = (
         f"{devices} emulated devices of {rule['bandwidth'] / 2**20:g} MiB/s, {rule['iops']:g} "
         f"requests/s and {1000 * rule['latency']:g} ms each; budget {document['budget']:g}"
     )
+    figure.suptitle(textwrap.fill(title, _TITLE_COLUMNS * len(batches)))
     try:
         figure.savefig(path, dpi=110)
     except OSError as error:
