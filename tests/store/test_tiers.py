@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from tests.store.conftest import OPAQUE, PAGED, PATIENCE_S, SHORT_S, MakeStore, 
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import parse_size
 from vllm_ssdkv.store.cache import FrameState
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.tiers import MIN_FRAMES, ArenaPlan
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
+from vllm_ssdkv.store.summaries import ChannelTier, with_summaries
+from vllm_ssdkv.store.tiers import MIN_FRAMES, ArenaPlan, ChoiceMemory
 
 # ---- sizes ----
 
@@ -46,6 +47,24 @@ def test_the_plan_uses_what_it_was_given(geometry: SlotGeometry, staging: int, f
     assert plan.nbytes % 4096 == plan.frame_offset % 4096 == 0
     assert plan.staging_bytes <= max(staging, 4 * geometry.layer_bytes)
     assert plan.staging_bytes == plan.staging_pieces * geometry.layer_bytes
+
+
+@pytest.mark.parametrize("tier", get_args(ChannelTier))
+def test_summaries_and_channels_take_what_they_were_given(
+    tier: ChannelTier,
+) -> None:
+    """Channels in memory of the device count, too; of a layer they are one and a half pages."""
+    geometry = with_summaries(
+        SlotGeometry("paged", 2, 2, 3, 8192), 16, channels=True, scaled_from=2
+    )
+    given_bytes = 1 << 20
+    choice = ChoiceMemory(16, 1000, summaries=given_bytes, channels=tier)
+    plan = ArenaPlan(geometry, 1 << 30, 1 << 20, choice=choice)
+    places = plan.summary_rows * geometry.layers * geometry.channel_pages
+    in_dram = plan.frame_offset - plan.summary_offset
+    taken = in_dram + (places * geometry.payload_bytes if tier == "hbm" else 0)
+    row = taken / plan.summary_rows
+    assert given_bytes - row < taken <= given_bytes + PAGE_ALIGN
 
 
 def test_opaque_slots_need_no_staging() -> None:

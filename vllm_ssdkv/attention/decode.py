@@ -158,7 +158,7 @@ class SparseDecode:
         seen = now.of(state.m) + torch.log(now.of(state.l))
         window = None if self._deviation is None else state.rows(now.index)
         mine = now.of(query)
-        selection = self._select(clock, layer, alive, rows, batch, cache, mine, scale, seen)
+        selection = self._select(clock, layer, now, batch, cache, mine, scale, seen)
         wanted, starts = self._locate(layer, alive, selection.pages, selection.begin)
         clock.lap("select")
         room = max(1, self.contexts.room)
@@ -242,8 +242,7 @@ class SparseDecode:
         self,
         clock: AttentionClock,
         layer: int,
-        alive: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        now: _Choosing,
         batch: RowBatch,
         cache: torch.Tensor,
         query: torch.Tensor,
@@ -251,6 +250,7 @@ class SparseDecode:
         seen: torch.Tensor,
     ) -> Selection:
         """What each row attends to: as its own selector chooses, now or for a token before."""
+        alive, rows = now.alive, now.rows
         of_row = self._which[alive]
 
         def choose(those: NDArray[np.int64]) -> Selection:
@@ -286,8 +286,8 @@ class SparseDecode:
                 left[mine] = selector.budget.context_tokens(sizes.context_tokens[mine], window)
             selection, kept = self._kept.select(
                 layer,
-                [self._requests[row] for row in self.contexts.rows[alive].tolist()],
-                RowSizes(batch.first_position[rows], sizes.pages, left),
+                now.requests,
+                RowSizes(now.position, sizes.pages, left),
                 query,
                 choose,
             )

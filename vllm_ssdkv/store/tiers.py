@@ -118,10 +118,12 @@ class ArenaPlan:
             if choice.channels == "ssd":
                 once = max(geometry.summary_pages, geometry.channel_pages)
             self.page_places = max(MIN_PLACES, once, pages // geometry.page_bytes)
-            kept = row_bytes(geometry, choice.page_tokens, channels=choice.channels != "ssd")
-            most = quarter if choice.summaries is None else choice.summaries
-            self.summary_rows = max(1, min(choice.slots, most // kept))
             row = row_bytes(geometry, choice.page_tokens, channels=choice.channels == "dram")
+            beside = 0
+            if choice.channels == "hbm":  # in whole pages
+                beside = geometry.layers * geometry.channel_pages * geometry.payload_bytes
+            most = quarter if choice.summaries is None else choice.summaries
+            self.summary_rows = max(1, min(choice.slots, most // (row + beside)))
             summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
         self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
         self.frame_offset = self.summary_offset + summaries
