@@ -240,7 +240,7 @@ def test_reading_ahead_changes_no_bit(make_rows: Callable[..., Rows], places: in
         made: list[torch.Tensor] = []
         ahead = hits = 0
         for step in range(4):
-            rows.rig.store._pages.forget(np.concatenate(rows.contexts()))  # type: ignore[union-attr]
+            rows.rig.forget_pages(np.concatenate(rows.contexts()))
             chosen = choose(rows, (0, 2) if step < 2 else (0, 1, 2))
             for layer in range(LAYERS):
                 queries = queries_of(layer) + queries_of(10 + step)
@@ -305,7 +305,7 @@ def test_what_comes_next_is_read_where_devices_are_idle(make_rows: Callable[...,
         made: list[torch.Tensor] = []
         ahead = 0
         for step in range(6):
-            rows.rig.store._pages.forget(np.concatenate(rows.contexts()))  # type: ignore[union-attr]
+            rows.rig.forget_pages(np.concatenate(rows.contexts()))
             chosen = choose(rows)
             for layer in range(LAYERS):
                 queries = queries_of(layer) + queries_of(20 + step)
@@ -386,7 +386,7 @@ def test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows: Callable[..., R
     good = choose(rows)
     wanted, _ = rows.attend(good, Budget(share=1.0), 0, queries_of(0))
     good.close()
-    rows.rig.store._pages.forget(np.concatenate(rows.contexts()))  # type: ignore[union-attr]
+    rows.rig.forget_pages(np.concatenate(rows.contexts()))
     rows.rig.flip(int(rows.contexts()[2][0]), GEOMETRY.layer_offset(0) + 5)
     chosen = choose(rows)
     for layer in range(LAYERS):

@@ -200,6 +200,11 @@ class StoreRig:
 
         monkeypatch.setattr(self.files.health, "quarantine", lose)
 
+    def forget_pages(self, slots: Slots) -> None:
+        """What the page cache has of these slots is read again."""
+        assert self.store._pages is not None
+        self.store._pages.forget(slots)
+
     def forgive(self) -> None:
         """Devices start with a clean record, for the next example of a property."""
         health = self.files.health

@@ -200,7 +200,7 @@ def test_what_the_device_has_is_not_read_ahead(make_store: MakeStore) -> None:
     hot = make(make_store, 8)
     chosen = hot.choose()
     assert all(hot.bring(chosen, [(0, 0), (1, 0)]))
-    hot.rig.store._pages.forget(array(range(BLOCKS)))  # type: ignore[union-attr]
+    hot.rig.forget_pages(array(range(BLOCKS)))
     read_ahead(chosen, LAYER, 4)
     assert chosen.fetched.ahead == 2
     assert all(hot.bring(chosen, [(0, 0), (1, 0), (2, 0), (3, 0)]))
