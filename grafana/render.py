@@ -155,15 +155,22 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[tuple[str, Series]], peri
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
+    named = _largest(series)
     axes.legend(
-        handles[:_LEGEND_ENTRIES],
-        [_shortened(label) for label in labels[:_LEGEND_ENTRIES]],
+        [handles[i] for i in named],
+        [_shortened(labels[i]) for i in named],
         fontsize=6.5,
         ncols=2,
         frameon=False,
         loc="upper left",
         bbox_to_anchor=(-0.02, -0.16),
     )
+
+
+def _largest(series: list[tuple[str, Series]]) -> list[int]:
+    """Those that the legend has room for, in order: what is always 0 needs a name least."""
+    height = [float(np.nan_to_num(one.values).max(initial=0)) for _, one in series]
+    return sorted(sorted(range(len(series)), key=lambda i: -height[i])[:_LEGEND_ENTRIES])
 
 
 def _time_locator() -> Any:  # noqa: ANN401

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.grafana.conftest import GRAFANA
 from vllm_ssdkv.grafana.board import NAMES, read_board
-from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError
-from vllm_ssdkv.grafana.render import format_value
+from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError, Series
+from vllm_ssdkv.grafana.render import _largest, format_value
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,16 @@ from vllm_ssdkv.grafana.render import format_value
 )
 def test_numbers_have_their_units(value: float, unit: str, text: str) -> None:
     assert format_value(value, unit) == text
+
+
+def test_the_legend_names_what_is_largest() -> None:
+    highest = [0, 0, 5, 0, 0, 0, 0, np.nan, 2]
+    series = [
+        (str(i), Series({}, np.arange(2.0), np.array([0.0, value])))
+        for i, value in enumerate(highest)
+    ]
+    assert _largest(series) == [0, 1, 2, 3, 4, 8]
+    assert _largest([]) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
