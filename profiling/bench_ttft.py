@@ -32,11 +32,12 @@ from typing import Any
 import numpy as np
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
 from vllm_ssdkv.profiling.bench_io.engines import EngineContender
 from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.sizes import GIB, MIB
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.open import EngineKind
 from vllm_ssdkv.store.engine.protocol import Op
@@ -69,7 +70,7 @@ def _engine(job: dict[str, Any]) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imp
 
     options = {
         "devices": job["devices"],
-        "dram_gib": "1GiB",
+        "dram_gib": job["dram_bytes"] / GIB,
         "load": job["load"],
         "io": {"throttle": job["throttle"]},
     }
@@ -86,7 +87,7 @@ def _engine(job: dict[str, Any]) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imp
         max_num_batched_tokens=CHUNK,
         max_num_seqs=1,
         disable_log_stats=False,
-        kv_cache_memory_bytes=128 << 20,
+        kv_cache_memory_bytes=job["hbm_bytes"],
         kv_transfer_config=transfer,
     )
 
@@ -310,12 +311,20 @@ def run_bench(
         tell: Called with what is measured next.
 
     Raises:
-        BenchError: an engine failed; the text has the end of its log.
+        BenchError: an engine failed, and the text has the end of its log; or it cannot be told how
+            large the model's KV is.
     """
+    hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
+    # What is stored, and what each of the other engines adds to it; headers and padding on top.
+    asked = (len(DRIVES) * len(LOADS) + 1) * (repeats * sum(LENGTHS) + sum(WARM_UP))
+    content = asked * bytes_per_token(model) * 5 // 4
+    capacity = 64 * MIB + max(GIB, content) // len(directories)
     job: dict[str, Any] = {
         "model": str(model),
-        "devices": [{"path": str(path), "capacity": "1GiB"} for path in directories],
+        "devices": [{"path": str(path), "capacity": capacity} for path in directories],
         "repeats": repeats,
+        "dram_bytes": max(GIB, 4 * hit),
+        "hbm_bytes": max(128 * MIB, 2 * hit),
     }
     run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
     tell("filling a store")

@@ -24,6 +24,13 @@ def verify(
 ) -> NDArray[np.int64]:
     """Ascending positions whose :func:`checksum` is not the expected one; empty if all match."""
 
+def populate(address: int, nbytes: int) -> int:
+    """Give [address, address + nbytes), multiples of 4096, its memory now; keep its contents.
+
+    Returns 0 or an errno: EINVAL on Linux before 5.14, ENOMEM for a range that is not mapped. Does
+    not hold the interpreter. The caller guarantees that the range is its own.
+    """
+
 @overload
 def copy(
     src: NDArray[np.uint64], dst: NDArray[np.uint64], nbytes: int, threads: int = 0

@@ -83,6 +83,30 @@ def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory_and_disk_grow_with_the_models_kv(jobs: Jobs, tmp_path: Path) -> None:
+    """Llama 3.1 8B: 128 KiB per token; the longest hit is 8,192 tokens."""
+    large = {"num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**large, "num_attention_heads": 32}))
+    result = ttft("--dir", tmp_path, "--model", tmp_path, "--repeats", "1")
+    assert result.exit_code == 0, result.output
+    ((_, job), *_) = jobs
+    hit = 8192 * 128 << 10
+    assert min(job["hbm_bytes"], job["dram_bytes"]) > hit
+    assert job["devices"][0]["capacity"] > 5 * 16_320 * 128 << 10
+    jobs.clear()
+    assert ttft("--dir", tmp_path).exit_code == 0
+    assert jobs[0][1]["hbm_bytes"] == 128 << 20, "the demo's model is small"
+
+
+def test_a_model_without_config_is_told(jobs: Jobs, tmp_path: Path) -> None:
+    result = ttft("--dir", tmp_path, "--model", tmp_path)
+    assert result.exit_code == 1
+    assert f"--model: {tmp_path / 'config.json'} cannot be read: No such file" in result.stderr
+    (tmp_path / "config.json").write_text("[]")
+    assert "does not tell layers" in ttft("--dir", tmp_path, "--model", tmp_path).stderr
+    assert jobs == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

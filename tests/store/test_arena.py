@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import logging
 import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.store.arena import HUGE_PAGE, Arena
 
@@ -51,6 +56,62 @@ def test_memory_comes_with_the_first_touch() -> None:
     fields = mapped(arena.address)
     assert fields is not None
     assert int(fields["Rss"].split()[0]) <= 4 * 1024
+
+
+def test_populated_memory_is_there_before_it_is_touched() -> None:
+    arena = Arena(64 * MIB + PAGE)
+    arena.view(PAGE, PAGE)[:] = 9
+    arena.populate()
+    arena.populate()
+    end = time.monotonic() + 60
+    while (fields := mapped(arena.address)) is not None:
+        if int(fields["Rss"].split()[0]) >= 64 * 1024 + 4:
+            break
+        assert time.monotonic() < end, fields["Rss"]
+        time.sleep(0.01)
+    assert (arena.view(PAGE, PAGE) == 9).all(), "what was there is kept"
+    assert not arena.view(2 * PAGE, 64 * MIB - PAGE).any()
+    arena.close()
+
+
+def test_an_old_kernel_gives_memory_when_it_is_touched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_io, "populate", lambda *_: errno.EINVAL)
+    arena = Arena(2 * MIB)
+    with caplog.at_level(logging.INFO, "vllm_ssdkv"):
+        arena.populate()
+        arena.close()
+    assert "not made ready at start (Invalid argument)" in caplog.text
+
+
+def test_close_waits_only_for_the_piece_that_is_populated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    begun = threading.Event()
+
+    def populate(address: int, nbytes: int) -> int:
+        asked.append(nbytes)
+        begun.set()
+        while is_open(arena):
+            time.sleep(0.001)
+        return 0
+
+    def is_open(arena: Arena) -> bool:
+        try:
+            return arena.view(0, 1).size > 0
+        except ValueError:
+            return False
+
+    monkeypatch.setattr(_io, "populate", populate)
+    arena = Arena(256 * MIB)
+    arena.populate()
+    assert begun.wait(60)
+    arena.close()
+    assert asked == [32 * MIB]
+
+
+def test_populating_what_is_not_mapped_is_an_error() -> None:
+    assert _io.populate(PAGE, PAGE) == errno.ENOMEM
 
 
 def test_flags_of_the_mapping() -> None:

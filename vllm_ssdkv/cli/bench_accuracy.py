@@ -15,7 +15,7 @@ from rich.table import Table
 from vllm_ssdkv.cli import recall
 from vllm_ssdkv.cli.accuracy_plot import as_fraction, plot
 from vllm_ssdkv.cli.bench import require_writable
-from vllm_ssdkv.cli.demo_plan import bytes_per_token
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall_bench import (
     SPARSE,
     WINDOW,

@@ -20,7 +20,7 @@ from rich.table import Table
 from vllm_ssdkv.attention.clock import PARTS
 from vllm_ssdkv.cli.bench import require_writable, wide_console
 from vllm_ssdkv.cli.decode_plot import plot
-from vllm_ssdkv.cli.demo_plan import bytes_per_token
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall import MAX_CONTEXT
 from vllm_ssdkv.cli.recall_bench import (
     WINDOW,

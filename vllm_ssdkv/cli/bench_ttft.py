@@ -112,4 +112,6 @@ def ttft(
     finally:
         for folder in folders:
             folder.cleanup()
-    wide_console().print(_table(rows))
+    table, console = _table(rows), wide_console()
+    console.width = max(console.width, console.measure(table).maximum)
+    console.print(table)

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Final, Literal
 
 from vllm_ssdkv.cli import recall
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.sizes import MIB
 
 Phase = Literal["page", "restart", "stock"]
@@ -19,7 +20,6 @@ PHASES: Final[tuple[Phase, ...]] = ("page", "restart", "stock")
 BLOCK_TOKENS: Final = 32
 WINDOW_TOKENS: Final = 128
 DTYPE: Final = "bfloat16"
-DTYPE_BYTES: Final = 2
 
 TIMES_CAPACITY: Final = 4
 """Every context is at least this many times larger than the KV cache it is served from."""
@@ -29,14 +29,6 @@ MIN_CAPACITY: Final = 512
 
 _STAGING: Final = 4 * MIB
 _JOURNAL_ROOM: Final = 16 * MIB
-
-
-def bytes_per_token() -> int:
-    """KV of one token of the demo model, all layers."""
-    with (recall.MODEL_DIR / "config.json").open(encoding="utf-8") as file:
-        model = json.load(file)
-    per_layer = 2 * int(model["num_key_value_heads"]) * int(model["head_dim"]) * DTYPE_BYTES
-    return per_layer * int(model["num_hidden_layers"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from vllm_ssdkv.cli import recall
-from vllm_ssdkv.cli.demo_plan import DTYPE, bytes_per_token
+from vllm_ssdkv.cli.demo_plan import DTYPE
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.python_time import PythonTime
 from vllm_ssdkv.metrics import parse_key
 from vllm_ssdkv.sizes import MIB

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 
+_POPULATED_AT_ONCE = 32 << 20
+"""Bytes; :meth:`Arena.close` waits for so many at most."""
+
 
 class Arena:
     """Anonymous memory that begins at a multiple of 2 MiB and is made of huge pages if possible.
 
     On 4 KiB pages the kernel spends several times the CPU on each direct I/O. Pages get memory
-    when first touched. A forked child does not have the arena: direct I/O into memory that a fork
-    shares could land in the wrong copy. Core dumps leave it out, because it holds prompts.
+    when first touched, or by :meth:`populate`. A forked child does not have the arena: direct I/O
+    into memory that a fork shares could land in the wrong copy. Core dumps leave it out, because it
+    holds prompts.
 
     Any thread may call any method; two threads must not write the same bytes at once.
 
@@ -55,6 +62,33 @@ class Arena:
         self._mapping: mmap.mmap | None = mapping
         self.huge_pages = _ask_for_huge_pages(mapping, start, nbytes)
         """Whether the kernel took the request for huge pages; it may still run out of them."""
+        self._populating: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def populate(self) -> None:
+        """Begin to give all of the arena its memory, in a thread of its own; once.
+
+        The first use of a page is slow, for hits too: the kernel clears 2 MiB, and a virtual
+        machine may have to get them from its host, at a tenth of the speed of an SSD. Linux before
+        5.14 cannot do it, and gives memory when first touched.
+        """
+        if self._populating is None:
+            self._populating = threading.Thread(
+                target=self._populate, name="ssdkv-memory", daemon=True
+            )
+            self._populating.start()
+
+    def _populate(self) -> None:
+        for at in range(0, self.nbytes, _POPULATED_AT_ONCE):
+            if self._closing.is_set():
+                return
+            nbytes = min(_POPULATED_AT_ONCE, self.nbytes - at)
+            if code := _io.populate(self.address + at, nbytes):
+                logger.info(
+                    "DRAM is not made ready at start (%s): the first hits are slower",
+                    os.strerror(code),
+                )
+                return
 
     def view(self, offset: int, length: int) -> NDArray[np.uint8]:
         """Bytes [offset, offset + length) without a copy, shape [length].
@@ -75,9 +109,12 @@ class Arena:
 
         Views, and engines with I/O in flight, keep it mapped, so closing early is never a crash.
         """
+        self._closing.set()
         mapping, self._mapping, self._bytes = self._mapping, None, None
         if mapping is None:
             return
+        if self._populating is not None:
+            self._populating.join()
         try:
             mapping.close()
         except BufferError:

@@ -450,6 +450,7 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
         arena = Arena(plan.nbytes)
         sealer = place.sealer(rank, arena)
         engine = open_engine(place.config.io.engine_options(), [d.fd for d in opened], paths, arena)
+        arena.populate()
     except BaseException:
         for device in opened:
             device.close()

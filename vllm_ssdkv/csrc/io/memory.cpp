@@ -4,7 +4,10 @@
 #include <emmintrin.h>
 #endif
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <iterator>
 
@@ -28,7 +31,20 @@ uint64_t hash(uint64_t address, size_t nbytes) {
 constexpr size_t kLine = 64;                   // bytes of a line of the cache
 constexpr uint64_t kStreamBytes = 16 * kLine;  // less is not worth it
 
+#ifdef MADV_POPULATE_WRITE
+constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
+#else
+constexpr int kPopulateWrite = 23;  // Linux 5.14; headers may be older than the kernel
+#endif
+
 }  // namespace
+
+int populate(uint64_t address, size_t nbytes) noexcept {
+  while (madvise(reinterpret_cast<void*>(address), nbytes, kPopulateWrite) != 0) {
+    if (errno != EINTR && errno != EAGAIN) return errno;
+  }
+  return 0;
+}
 
 uint64_t checksum(const std::byte* data, size_t nbytes) noexcept {
   return static_cast<uint64_t>(XXH3_64bits(data, nbytes));

@@ -31,6 +31,10 @@ struct Piece {
 void copy_past_cache(uint64_t dst, uint64_t src, size_t nbytes) noexcept;
 void fence_copies() noexcept;
 
+// Gives [address, address + nbytes), multiples of 4096, its memory now and not when first touched,
+// and leaves what is there. Returns 0 or an errno: EINVAL on Linux before 5.14.
+int populate(uint64_t address, size_t nbytes) noexcept;
+
 // memcpy of every piece; pieces must not overlap one another's destinations.
 void copy(const std::vector<Piece>& pieces, unsigned threads);
 

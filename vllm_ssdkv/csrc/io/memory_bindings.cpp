@@ -71,6 +71,8 @@ void bind_memory(nb::module_& m) {
         "xxh3-64 (seed 0) of nbytes at each absolute address.");
   m.def("verify", &py_verify, "addresses"_a.noconvert(), "expected"_a.noconvert(), "nbytes"_a,
         "threads"_a = 0, "Positions whose xxh3-64 differs from the expected one.");
+  m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Give a range of memory its pages now; 0 or an errno.");
   m.def(
       "copy",
       [](const U64& src, const U64& dst, uint64_t nbytes, unsigned threads) {
