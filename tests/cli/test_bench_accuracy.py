@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from vllm_ssdkv.cli import recall_bench
 from vllm_ssdkv.cli.demo_child import PhaseError
-from vllm_ssdkv.cli.demo_plan import bytes_per_token
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.recall import TASKS
 from vllm_ssdkv.cli.recall_bench import SPARSE

@@ -17,8 +17,9 @@ from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.cli import demo, demo_child, demo_stores
 from vllm_ssdkv.cli.demo_child import Event, PhaseError, run_process
-from vllm_ssdkv.cli.demo_plan import PHASES, TIMES_CAPACITY, DemoPlan, Phase, bytes_per_token
+from vllm_ssdkv.cli.demo_plan import PHASES, TIMES_CAPACITY, DemoPlan, Phase
 from vllm_ssdkv.cli.demo_report import Report
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.errors import StoreError, StoreLockedError
 

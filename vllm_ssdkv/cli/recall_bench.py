@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from vllm_ssdkv.cli.demo_child import PhaseError, environment, run_process, tail
-from vllm_ssdkv.cli.demo_plan import bytes_per_token
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall_run import Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import BenchError

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.sizes import approximate_size
 from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.layout import SlotGeometry
 
@@ -27,10 +29,11 @@ def hot_memory(
         device: That attends. On a CPU this is DRAM like all else.
 
     Raises:
-        torch.OutOfMemoryError: the device has no more memory.
+        ConfigError: the device has no more memory.
     """
     places = max(1, nbytes // geometry.page_bytes)
-    return _take(places, geometry.page_bytes, layout, geometry, device, wait=False)
+    memory = _empty(places, geometry.page_bytes, layout, device, "sparse.hbm_pages", "lower it")
+    return _pages(memory, layout, geometry, wait=False)
 
 
 def channel_memory(
@@ -40,28 +43,50 @@ def channel_memory(
 
     A copy blocks until it has ended: the frames and places that pages come from are used again.
     """
-    return _take(places, geometry.payload_bytes, layout, geometry, device, wait=True)
+    memory = _empty(
+        places,
+        geometry.payload_bytes,
+        layout,
+        device,
+        'sparse.channel_pages "hbm"',
+        'lower sparse.summaries, or set "dram"',
+    )
+    return _pages(memory, layout, geometry, wait=True)
 
 
-def _take(
+def _empty(
     places: int,
     stride_bytes: int,
     layout: BlockLayout,
-    geometry: SlotGeometry,
     device: torch.device,
-    *,
-    wait: bool,
+    option: str,
+    remedy: str,
+) -> torch.Tensor:
+    """Memory [places, elements of a page]. Raises ConfigError, which names the option."""
+    try:
+        return torch.empty(
+            (places, stride_bytes // layout.dtype.itemsize), dtype=layout.dtype, device=device
+        )
+    except RuntimeError as error:  # CUDA's out of memory is one; on CPUs there is no own type
+        raise ConfigError(
+            f"no room for {approximate_size(places * stride_bytes)} of {option} on {device} beside "
+            f"the model and vLLM's KV cache; {remedy}, or lower --gpu-memory-utilization"
+        ) from error
+
+
+def _pages(
+    memory: torch.Tensor, layout: BlockLayout, geometry: SlotGeometry, *, wait: bool
 ) -> DeviceMemory:
+    device, tokens = memory.device, layout.page_tokens
     kernels = select_kernels(device)
     # A page is a block of one page of one KV head.
-    tokens = layout.page_tokens
+    stride_bytes = memory.shape[1] * layout.dtype.itemsize
     here = BlockLayout(tokens, tokens, 1, layout.head_size, stride_bytes, layout.dtype)
     there = here.with_page_stride(geometry.page_bytes)
-    memory = torch.empty((places, here.page_stride), dtype=layout.dtype, device=device)
 
     def copy(source: NDArray[np.uint64], to: NDArray[np.int32]) -> None:
         kernels.unpack([memory], to.astype(np.int64), source, 0, here, there)
         if wait and memory.is_cuda:
             torch.cuda.current_stream(device).synchronize()
 
-    return DeviceMemory(memory.data_ptr(), places, copy)
+    return DeviceMemory(memory.data_ptr(), len(memory), copy)
