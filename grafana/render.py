@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.grafana.board import Board, Panel, fill_in
 from vllm_ssdkv.grafana.prometheus import Prometheus, Series
@@ -143,6 +144,9 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[tuple[str, Series]], peri
         values = one.values + bases
         below.update(zip(one.times, values, strict=True))
         (line,) = axes.plot(times, values, linewidth=1.2, label=name, clip_on=False)
+        line.set_marker("o")
+        line.set_markersize(3)
+        line.set_markevery(_alone(values))
         alpha = 0.3 if panel.stacked else 0.05
         axes.fill_between(times, bases, values, alpha=alpha, color=line.get_color())
     axes.set_ylim(bottom=0)
@@ -165,6 +169,13 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[tuple[str, Series]], peri
         loc="upper left",
         bbox_to_anchor=(-0.02, -0.16),
     )
+
+
+def _alone(values: NDArray[np.float64]) -> list[int]:
+    """Samples without a neighbour, of which a line would show nothing."""
+    here = np.concatenate([[False], np.isfinite(values), [False]])
+    found: list[int] = np.flatnonzero(here[1:-1] & ~here[:-2] & ~here[2:]).tolist()
+    return found
 
 
 def _largest(series: list[tuple[str, Series]]) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from tests.grafana.conftest import GRAFANA
 from vllm_ssdkv.grafana.board import NAMES, read_board
 from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError, Series
-from vllm_ssdkv.grafana.render import _largest, format_value
+from vllm_ssdkv.grafana.render import _alone, _largest, format_value
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,20 @@ def test_the_legend_names_what_is_largest() -> None:
     ]
     assert _largest(series) == [0, 1, 2, 3, 4, 8]
     assert _largest([]) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "alone"),
+    [
+        ([], []),
+        ([3], [0]),
+        ([3, 4], []),
+        ([np.nan, 1, np.nan, 2, 3, np.nan], [1]),
+        ([1, np.nan, 1], [0, 2]),
+    ],
+)
+def test_a_sample_without_neighbours_is_seen(values: list[float], alone: list[int]) -> None:
+    assert _alone(np.array(values, dtype=np.float64)) == alone
 
 
 @pytest.mark.parametrize("name", NAMES)
