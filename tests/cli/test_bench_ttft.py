@@ -96,6 +96,7 @@ def test_memory_and_disk_grow_with_the_models_kv(jobs: Jobs, tmp_path: Path) -> 
     jobs.clear()
     assert ttft("--dir", tmp_path).exit_code == 0
     assert jobs[0][1]["hbm_bytes"] == 128 << 20, "the demo's model is small"
+    assert max(bench_ttft.WARM_UP) == bench_ttft.WARM_UP[0] == max(bench_ttft.LENGTHS)
 
 
 def test_a_model_without_config_is_told(jobs: Jobs, tmp_path: Path) -> None:
