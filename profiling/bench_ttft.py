@@ -50,6 +50,9 @@ CHUNK = 1024
 WARM_UP = (max(LENGTHS), 512, 4096, 64, 1024)
 """Hits before the measurement, from which the engine learns. The first uses all of HBM: here that
 is memory like any other, which the kernel clears at its first use."""
+REST_S = 0.3
+"""Seconds after a prompt: the journal is synced later than the last block is written, and the drive
+must not be flushing what one prompt left when the next one reads."""
 DRIVES = ("as it is", "throttled")
 LOADS = ("always", "auto")
 REGION_BYTES = 256 * MIB
@@ -112,6 +115,7 @@ class _Asker:
             self._llm.llm_engine.step()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
+        time.sleep(REST_S)
         return output.metrics.first_token_latency, output.num_cached_tokens or 0
 
     def _note_loads(self) -> None:
