@@ -144,9 +144,8 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[tuple[str, Series]], peri
         values = one.values + bases
         below.update(zip(one.times, values, strict=True))
         (line,) = axes.plot(times, values, linewidth=1.2, label=name, clip_on=False)
-        line.set_marker("o")
-        line.set_markersize(3)
-        line.set_markevery(_alone(values))
+        if alone := _alone(values):  # else the legend would have dots, too
+            line.set(marker="o", markersize=3, markevery=alone)
         alpha = 0.3 if panel.stacked else 0.05
         axes.fill_between(times, bases, values, alpha=alpha, color=line.get_color())
     axes.set_ylim(bottom=0)
