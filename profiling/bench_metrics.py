@@ -7,12 +7,13 @@ the range in which the median lies in 95 of 100 runs. Then the time inside the c
 measured itself, which is less noisy: clocks, counting in all threads, gauges, reports, and
 Prometheus's objects, all in one process, although a server has several. It is CPU time, and so is
 what it is a share of, that of the thread that steps: others on the machine do not count in it.
+To watch a call takes longer than most of these calls. What that takes is measured at the same
+calls of the same engine, in turn with them, with nothing in their place.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import statistics
@@ -21,8 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from vllm_ssdkv.metrics import Counters
@@ -43,7 +45,7 @@ PAIRS = 100
 WATCHED = PAIRS * STEPS
 """Steps whose time in metrics is measured: long enough for gauges to be told several times."""
 WARM_UP = 16
-TOKENS = 2 * WARM_UP + 2 * PAIRS * STEPS + WATCHED
+TOKENS = 2 * WARM_UP + 2 * PAIRS * STEPS + 2 * WATCHED
 
 ENGINES: dict[str, dict[str, object]] = {
     "reuse": {"mode": "reuse", "dram_gib": "1GiB"},
@@ -84,6 +86,7 @@ def _engine(job: Job) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in th
 def _sources() -> list[tuple[type, str]]:
     """What metrics begin with: without these calls there is nothing to carry on."""
     from vllm_ssdkv.attention.clock import AttentionClock
+    from vllm_ssdkv.attention.decode import SparseDecode
     from vllm_ssdkv.connector.scheduler import SSDKVScheduler
     from vllm_ssdkv.connector.step import PagedStep
     from vllm_ssdkv.connector.worker import SSDKVWorker
@@ -91,6 +94,7 @@ def _sources() -> list[tuple[type, str]]:
     return [
         *((Counters, name) for name in ("add", "add_keyed", "add_all", "set")),
         *((AttentionClock, name) for name in ("start", "lap")),
+        *((SparseDecode, name) for name in ("_count", "_count_channels")),
         (PagedStep, "count"),
         (SSDKVWorker, "update_gauges"),
         (SSDKVScheduler, "take_stats"),
@@ -119,41 +123,62 @@ def _without_metrics() -> Iterator[None]:
         yield
 
 
+@dataclass
+class Watched:
+    """CPU seconds and number of the outermost calls, those of other threads included."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    @property
+    def each(self) -> float:
+        """Seconds of a call."""
+        return self.seconds / self.calls
+
+
+Watch: TypeAlias = dict[str, Watched]
+"""By the name of what is called."""
+
+
 def _watch(
-    call: Callable[..., Any], inside: threading.local, spent: list[float]
+    call: Callable[..., Any] | None, inside: threading.local, watched: Watched
 ) -> Callable[..., Any]:
-    @functools.wraps(call)
     def timed(*args: object, **kwargs: object) -> object:
         if getattr(inside, "now", False):
-            return call(*args, **kwargs)
+            return None if call is None else call(*args, **kwargs)
         inside.now, began = True, time.thread_time()
         try:
-            return call(*args, **kwargs)
+            return None if call is None else call(*args, **kwargs)
         finally:
-            spent.append(time.thread_time() - began)
+            watched.seconds += time.thread_time() - began
+            watched.calls += 1
             inside.now = False
 
     return timed
 
 
 @contextmanager
-def _watched(spent: list[float]) -> Iterator[None]:
-    """Add the CPU seconds of every outermost call to ``spent``, those of other threads included."""
+def watching(watch: Watch, *, empty: bool = False) -> Iterator[None]:
+    """Add every outermost call of metrics to ``watch``; or, if ``empty``, of what they begin with,
+    which are left out then."""
     inside = threading.local()
     with ExitStack() as stack:
-        for owner, name in _parts():
-            watched = _watch(getattr(owner, name), inside, spent)
-            stack.enter_context(patch.object(owner, name, watched))
+        for owner, name in _sources() if empty else _parts():
+            watched = watch.setdefault(f"{owner.__name__}.{name}", Watched())
+            call = None if empty else getattr(owner, name)
+            stack.enter_context(patch.object(owner, name, _watch(call, inside, watched)))
         yield
 
 
-def _watching_s() -> float:
-    """What it costs to watch a call, as seen by the watch."""
-    spent: list[float] = []
-    empty = _watch(lambda: None, threading.local(), spent)
-    for _ in range(10_000):
-        empty()
-    return statistics.median(spent)
+def own_seconds(watch: Watch, blank: Watch) -> float:
+    """Seconds of metrics alone. A call that was never made ``blank`` is as dear to watch as the
+    others in the mean."""
+    known = {name: one for name, one in blank.items() if one.calls}
+    mean = sum(one.seconds for one in known.values()) / sum(one.calls for one in known.values())
+    return sum(
+        one.seconds - one.calls * (known[name].each if name in known else mean)
+        for name, one in watch.items()
+    )
 
 
 def median_range(values: Sequence[float]) -> tuple[float, float]:
@@ -196,12 +221,18 @@ def measure_decode(job: Job) -> Rows:
                     times[metrics] = seconds(STEPS)
             ratios.append(times[False] / times[True])
             on.append(times[True])
-        spent: list[float] = []
-        with _watched(spent):
-            began = time.thread_time()
-            seconds(WATCHED)
-            whole = time.thread_time() - began
-        own = sum(spent) - len(spent) * _watching_s()
+        watch: Watch = {}
+        blank: Watch = {}
+        whole = 0.0
+        for _ in range(WATCHED // STEPS):
+            with watching(watch):
+                began = time.thread_time()
+                seconds(STEPS)
+                whole += time.thread_time() - began
+            with watching(blank, empty=True):
+                seconds(STEPS)
+        own = own_seconds(watch, blank)
+        spent = sum(one.seconds for one in watch.values())
         rows.append(
             {
                 "engine": job["engine"],
@@ -211,7 +242,7 @@ def measure_decode(job: Job) -> Rows:
                 "with_to_without": statistics.median(ratios),
                 "range": median_range(ratios),
                 "per_step_s": own / WATCHED,
-                "share_of_time": own / (whole - sum(spent) + own),
+                "share_of_time": own / (whole - spent + own),
             }
         )
         for i in range(batch):

@@ -189,12 +189,13 @@ def test_gains_of_another_process_are_taken_in() -> None:
     worker.start_at_zero(["/a"])
     for gain in (5, 0, 7):
         worker.add("slots_stored", gain)
-        scheduler.add_keyed(worker.take_gained().items())
+        gained = worker.take_gained()
+        scheduler.add_keyed(gained, gained.values())
     assert scheduler.total("slots_stored") == 12
     told = scheduler.take_gained()
     assert told["slots_stored"] == 12
     assert told[counter_key("device_lost", device="/a")] == 0
-    scheduler.add_keyed([("slots_stored", 0), ("slots_evicted", 0)])
+    scheduler.add_keyed(["slots_stored", "slots_evicted"], [0, 0])
     assert scheduler.take_gained() == {"slots_evicted": 0}
 
 
@@ -207,7 +208,7 @@ def test_keys_of_counters_are_checked_when_they_are_made() -> None:
     counters = Counters()
     for wrong in (-1, float("nan")):
         with pytest.raises(ValueError, match="slots_stored"):
-            counters.add_keyed([("slots_stored", 2), ("slots_stored", wrong)])
+            counters.add_keyed(["slots_stored"] * 2, [2, wrong])
     assert counters.total("slots_stored") == 4
 
 

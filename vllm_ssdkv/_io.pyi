@@ -1,8 +1,9 @@
-"""Types of the native module ``_io`` (sources in csrc/io and csrc/cache).
+"""Types of the native module ``_io`` (sources in csrc/io, csrc/cache and csrc/metrics).
 
 Every call that waits or moves bytes releases the GIL.
 """
 
+from collections.abc import Iterable
 from typing import overload
 
 import numpy as np
@@ -423,3 +424,19 @@ def hmac_sha256(key: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.u
 
     The errors are those of :func:`gcm_seal`.
     """
+
+class Counters:
+    """Native part of :class:`vllm_ssdkv.metrics.Counters`, without knowing what is declared.
+
+    Any thread may call: every call holds the GIL.
+    """
+
+    def __init__(self) -> None: ...
+    def add(self, keys: Iterable[str], values: Iterable[float]) -> None:
+        """Raises ValueError: they differ in length, or a value is negative or not a number."""
+
+    def take(self) -> dict[str, float]:
+        """What was gained since the last call; those that are new also if that is nothing."""
+
+    def total(self, key: str) -> float: ...
+    def totals(self) -> dict[str, float]: ...

@@ -14,6 +14,8 @@ All raise ValueError on shapes or numbers that do not fit together and TypeError
 another dtype or layout.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -289,3 +291,31 @@ def cover(
     threads: int,
 ) -> None:
     """Write softmax masses of chosen tokens and window; see ``ScoringKernels.cover``."""
+
+def count_choice(
+    mass: NDArray[np.float32], token_mask: NDArray[np.uint8] | None
+) -> tuple[float, int]:
+    """Return the softmax mass that lists leave out, where it is not NaN, and the mask's tokens.
+
+    Args:
+        mass: That they cover, [R, kv_heads], as in ``Selection.mass``.
+        token_mask: As in ``Selection.token_mask``; None has no tokens.
+    """
+
+class AttentionClock:
+    """Seconds by part, one of :data:`vllm_ssdkv.attention.clock.PARTS`.
+
+    Used by the thread that runs the forward pass. On a GPU kernels run later than they are called:
+    what is measured there is the time of the host.
+    """
+
+    def __init__(self) -> None: ...
+    def start(self) -> None:
+        """Attention of a layer begins."""
+
+    def lap(self, part: int) -> None:
+        """What was done since the last call was this part. Raises IndexError: there is none."""
+
+    @property
+    def seconds(self) -> Sequence[float]:
+        """Of every part, so far."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from urllib.parse import quote, unquote
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.metric import (
     DEPTH_BUCKETS,
     LATENCY_BUCKETS,
@@ -408,9 +409,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: dict[str, float] = {}
-        self._gained: dict[str, float] = {}
-        """Since the last :meth:`take_gained`; the whole is the sum of both."""
+        self._counted = _io.Counters()
         self._gauges: dict[str, float] = {}
         self._changed: dict[str, float] = {}
         """Gauges that have other values than at the last :meth:`take_gauges`."""
@@ -421,24 +420,18 @@ class Counters:
         Raises:
             ValueError: not a declared counter, its labels do not fit, or ``value`` is negative.
         """
-        self.add_keyed(((counter_key(name, **labels), value),))
+        self.add_keyed((counter_key(name, **labels),), (value,))
 
-    def add_keyed(self, gains: Iterable[tuple[str, float]]) -> None:
+    def add_keyed(self, keys: Iterable[str], values: Iterable[float]) -> None:
         """Increase counters, by keys that :func:`counter_key` or :meth:`take_gained` has made.
 
         What every step counts is counted so: to find a key takes longer than to add to it.
 
         Raises:
-            ValueError: a value is negative; those before it are counted.
+            ValueError: keys and values differ in length, or a value is negative or not a number;
+                those before it are counted.
         """
-        with self._lock:
-            for key, value in gains:
-                if value > 0:
-                    self._gained[key] = self._gained.get(key, 0) + value
-                elif value != 0:  # NaN, too
-                    raise ValueError(f"cannot add {value} to the counter {key}")
-                elif key not in self._taken:
-                    self._gained.setdefault(key, 0)
+        self._counted.add(keys, values)
 
     def add_all(self, name: str, counts: Sequence[float], total: float, **labels: str) -> None:
         """Take values into a histogram.
@@ -457,7 +450,7 @@ class Counters:
         parts = bucket_keys(key) if BY_NAME[name].kind == "histogram" else ()
         if len(counts) + 1 != len(parts) or not all(value >= 0 for value in (*counts, total)):
             raise ValueError(f"cannot add {counts} and {total} to the {BY_NAME[name].kind} {name}")
-        self.add_keyed(zip(parts, (*counts, total), strict=True))
+        self.add_keyed(parts, (*counts, total))
 
     def start_at_zero(self, devices: Sequence[str]) -> None:
         """Let the counters of devices exist before they count.
@@ -490,23 +483,15 @@ class Counters:
         Raises:
             ValueError: not a declared metric, or its labels do not fit.
         """
-        key = metric_key(name, labels)
-        with self._lock:
-            return self._taken.get(key, 0) + self._gained.get(key, 0)
+        return self._counted.total(metric_key(name, labels))
 
     def totals(self) -> dict[str, float]:
         """All counters, and the parts of histograms, since the start of the process."""
-        with self._lock:
-            gained = self._gained.items()
-            return {**self._taken, **{key: self._taken.get(key, 0) + n for key, n in gained}}
+        return self._counted.totals()
 
     def take_gained(self) -> dict[str, float]:
         """What counters gained since the last call; those that are new also if that is nothing."""
-        with self._lock:
-            gained, self._gained = self._gained, {}
-            for key, value in gained.items():
-                self._taken[key] = self._taken.get(key, 0) + value
-            return gained
+        return self._counted.take()
 
     def take_gauges(self) -> dict[str, float]:
         """Gauges that have another value than at the last call."""

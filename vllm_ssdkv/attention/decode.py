@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, on_host
-from vllm_ssdkv.attention.clock import AttentionClock
+from vllm_ssdkv.attention.clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, AttentionClock
 from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.attention.deviation import Compared, Deviation
 from vllm_ssdkv.attention.exact import RowBatch
@@ -160,20 +161,20 @@ class SparseDecode:
         mine = now.of(query)
         selection = self._select(clock, layer, now, batch, cache, mine, scale, seen)
         wanted, starts = self._locate(layer, alive, selection.pages, selection.begin)
-        clock.lap("select")
+        clock.lap(SELECT)
         room = max(1, self.contexts.room)
         for first in range(0, len(starts), room):
             part = slice(first, first + room)
             fetch = self.contexts.fetch_hot(wanted.part(part))
-            clock.lap("fetch")
+            clock.lap(FETCH)
             try:
                 if first + room >= len(starts):
                     self._read_ahead(layer, now, selection, reads=fetch.from_ssd > 0)
-                clock.lap("ahead")
+                clock.lap(AHEAD)
                 self.contexts.settle(fetch)
-                clock.lap("wait")
+                clock.lap(WAIT)
                 self.contexts.arrive(fetch, wanted.blocks[part])
-                clock.lap("fetch")
+                clock.lap(FETCH)
                 begin, end = self._lists(alive, selection.begin, first, len(fetch.address))
                 listed = PageList(
                     now.token,
@@ -186,16 +187,16 @@ class SparseDecode:
                 )
                 kernels.attend_pages(query, state, listed, self._layout, scale)
                 wait_for(query.device)  # what is released may be written to
-                clock.lap("attend")
+                clock.lap(ATTEND)
             finally:
                 self.contexts.release(fetch)
-            clock.lap("fetch")
+            clock.lap(FETCH)
         if selection.alpha is not None:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, alive[mixed], rows[mixed], batch, cache)
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))
-            clock.lap("merge")
+            clock.lap(MERGE)
         if self._deviation is not None and window is not None:
             queries = mine.cpu()
             compared = Compared(self.contexts, alive, self._layout, queries, scale, selection)
@@ -343,9 +344,9 @@ class SparseDecode:
             return made
 
         def bring(channels: NDArray[np.int32]) -> NDArray[np.uint64]:
-            clock.lap("select")
+            clock.lap(SELECT)
             found = self._channels.bring(layer, alive, channels, zeros)
-            clock.lap("wait")
+            clock.lap(WAIT)
             return found
 
         held = self.contexts.holds_channels
@@ -411,14 +412,13 @@ class SparseDecode:
 
     def _count(self, selection: Selection, pages: int) -> None:
         """``pages``: of the rows' contexts, for one KV head."""
-        counts, mask, size = self.counts, selection.token_mask, self._layout.page_tokens
+        counts, mask = self.counts, selection.token_mask
+        missing, tokens = _kernels.count_choice(selection.mass, mask)
         counts.lists += len(selection.begin) - 1
         counts.selected += len(selection.pages)
-        counts.tokens += len(selection.pages) * size if mask is None else int(mask.sum())
+        counts.tokens += len(selection.pages) * self._layout.page_tokens if mask is None else tokens
         counts.context += pages * self._layout.kv_heads
-        missing = 1.0 - selection.mass
-        # Where the selector has no estimate, mass is NaN.
-        counts.missing += float(missing[missing > 0.0].sum())
+        counts.missing += missing
 
     def _count_channels(self, needs: Needs, summaries: ContextSummaries) -> None:
         layout = self._layout

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
-from vllm_ssdkv.attention.clock import AttentionClock
+from vllm_ssdkv.attention.clock import ATTEND, MERGE, WAIT, AttentionClock
 from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
 from vllm_ssdkv.store.stream import Piece
 
@@ -136,16 +136,16 @@ def attend_exact(
     state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device)
     source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
     kernels.attend(query, state, batch.window, source, layout=layout, scale=scale)
-    clock.lap("attend")
+    clock.lap(ATTEND)
     if chosen is not None:
         chosen(state)
     for piece in context:
-        clock.lap("wait")
+        clock.lap(WAIT)
         rows, position = batch.over(piece, layout.block_tokens)
         source = BlockSource(None, piece.base, position)
         kernels.attend(query, state, rows, source, layout=context_layout, scale=scale)
         wait_for(query.device)  # the next piece reuses this one's memory
-        clock.lap("attend")
-    clock.lap("wait")
+        clock.lap(ATTEND)
+    clock.lap(WAIT)
     kernels.finish(state, out)
-    clock.lap("merge")
+    clock.lap(MERGE)

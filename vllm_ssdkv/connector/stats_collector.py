@@ -28,7 +28,7 @@ class StatsCollector:
 
     def take_in(self, rank: int, report: RankReport) -> None:
         """A worker's report."""
-        self._counters.add_keyed(report.gained.items())
+        self._counters.add_keyed(report.gained, report.gained.values())
         if report.gauges:
             self._gauges.setdefault(f"rank{rank}", {}).update(report.gauges)
             self._changed = True

@@ -136,30 +136,49 @@ class PagedStep:
         """Add what the step did to the worker's counters."""
         on_ssd = self._stream.pages_on_ssd
         streamed = (self._stream.pages_in_dram, on_ssd, on_ssd * self._payload_bytes)
-        gains = (*streamed, self.left_out, *self.clock.seconds.values())
-        counters.add_keyed(zip(STEP_KEYS, gains, strict=True))
+        gains = (*streamed, self.left_out, *self.clock.seconds)
+        counters.add_keyed(STEP_KEYS, gains)
         if self._decode is not None:
-            counters.add_keyed(zip(CHOICE_KEYS, self._chosen(self._decode), strict=True))
+            counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
 
     def _chosen(self, decode: SparseDecode) -> tuple[float, ...]:
         """Gains of :data:`CHOICE_KEYS`."""
         counts, contexts, page = decode.counts, decode.contexts, self._page_bytes
         token, channel = contexts.fetched, contexts.fetched_channels
         summary = contexts.fetched_summaries
-        held = counts.channel_bytes if contexts.holds_channels else 0
+        hot, frame, cache, ssd = token.hot, token.frame, token.cache, token.ssd
+        channels = counts.channel_bytes
+        held = channels if contexts.holds_channels else 0
         in_hbm = held if contexts.channels_on_device else 0
         in_dram = held - in_hbm + counts.scale_bytes
+        # Written out: every step does this, behind a model that has emptied the caches.
         return (
-            (token.ssd + channel.ssd) * self._payload_bytes,
-            *(counts.lists, counts.kept, counts.selected, counts.context, counts.missing),
-            *(token.hot, token.frame, token.cache, token.ssd),
-            *(token.ahead, token.hits),
-            *(n * page for n in (token.hot, token.frame, token.cache, token.ssd)),
+            (ssd + channel.ssd) * self._payload_bytes,
+            counts.lists,
+            counts.kept,
+            counts.selected,
+            counts.context,
+            counts.missing,
+            hot,
+            frame,
+            cache,
+            ssd,
+            token.ahead,
+            token.hits,
+            hot * page,
+            frame * page,
+            cache * page,
+            ssd * page,
             in_hbm,
-            *(channel.frame * page + in_dram, channel.cache * page, channel.ssd * page),
+            channel.frame * page + in_dram,
+            channel.cache * page,
+            channel.ssd * page,
             0,
-            *(n * page for n in (summary.frame, summary.cache, summary.ssd)),
-            *(counts.tokens * self._token_bytes, counts.channel_bytes + counts.scale_bytes),
+            summary.frame * page,
+            summary.cache * page,
+            summary.ssd * page,
+            counts.tokens * self._token_bytes,
+            channels + counts.scale_bytes,
         )
 
     def close(self) -> None:

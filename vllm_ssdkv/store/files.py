@@ -256,7 +256,7 @@ class SlotBatch:
         if not moved.all():
             done = np.bincount(device[moved], length[moved], len(done)).astype(np.float64)
         keys = _byte_keys(self.op, self.files.health.paths)
-        self.files.counters.add_keyed(zip(keys, done.tolist(), strict=True))
+        self.files.counters.add_keyed(keys, done.tolist())
         self._learn(good)
         if self.twin is not None:
             good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)

@@ -1,5 +1,6 @@
 // Python face of the CPU attention kernels. Arguments are checked here, before any address is
 // followed; what cannot be checked is that raw addresses point at memory of the stated shape.
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 
 #include "attention/arguments.hpp"
 #include "attention/attend.hpp"
+#include "attention/clock.hpp"
 #include "attention/isa.hpp"
 #include "attention/team.hpp"
 #include "attention/transfer.hpp"
@@ -282,5 +284,10 @@ NB_MODULE(_kernels, module) {
              nb::arg("destination").noconvert(), nb::arg("pages"), nb::arg("payload_bytes"),
              nb::arg("source_stride"), nb::arg("destination_stride"), nb::arg("threads"),
              "Copy items of `pages` pages; leaves the padding of the destination alone.");
+  nb::class_<AttentionClock>(module, "AttentionClock")
+      .def(nb::init<>())
+      .def("start", &AttentionClock::start)
+      .def("lap", &AttentionClock::lap, nb::arg("part"))
+      .def_prop_ro("seconds", [](const AttentionClock& clock) { return clock.seconds(); });
   bind_sparse(module);
 }

@@ -1,5 +1,6 @@
 // Python face of page selection. Arguments are checked here, as in bindings.cpp.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <cmath>
 #include <optional>
@@ -327,6 +328,21 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
   cover_pages(c, rows, threads);
 }
 
+// The softmax mass that lists leave out, where there is an estimate (it is not NaN), and the tokens
+// that a mask leaves in.
+std::pair<double, std::int64_t> py_count_choice(
+    const ConstMatrix& mass, std::optional<Array<const std::uint8_t, nb::ndim<2>>> token_mask) {
+  double missing = 0;
+  for (std::size_t i = 0; i < mass.size(); ++i) {
+    if (mass.data()[i] < 1.0F) missing += 1.0 - static_cast<double>(mass.data()[i]);
+  }
+  std::int64_t tokens = 0;
+  if (token_mask) {
+    for (std::size_t i = 0; i < token_mask->size(); ++i) tokens += token_mask->data()[i];
+  }
+  return {missing, tokens};
+}
+
 }  // namespace
 
 void bind_sparse(nb::module_& module) {
@@ -373,6 +389,9 @@ void bind_sparse(nb::module_& module) {
              nb::arg("token_mask").noconvert().none(), nb::arg("alpha").noconvert(),
              nb::arg("page_tokens"), nb::arg("threads"),
              "Softmax mass of chosen pages and the window, per query head.");
+  module.def("count_choice", &py_count_choice, nb::arg("mass").noconvert(),
+             nb::arg("token_mask").noconvert().none(),
+             "Softmax mass that lists leave out, and tokens that a mask leaves in.");
 }
 
 }  // namespace ssdkv::attention

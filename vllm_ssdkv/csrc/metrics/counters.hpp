@@ -1,0 +1,40 @@
+// What a process counts, by key. In C++ because every step counts some fifty numbers behind a model
+// that has emptied the processor's caches: here they are a few lines of memory.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <vector>
+
+namespace ssdkv {
+
+// Every call holds the GIL from its first change to its last, so any thread may call.
+class Counters {
+ public:
+  // Throws std::invalid_argument where keys and values differ in length or a value is negative or
+  // not a number; the values before it are counted.
+  void add(nanobind::handle keys, nanobind::handle values);
+  // What was gained since the last call, by key; those that are new also if that is nothing.
+  nanobind::dict take();
+  // Since the start; 0 where nothing was ever counted.
+  double total(nanobind::handle key) const;
+  nanobind::dict totals() const;
+
+ private:
+  struct Counter {
+    nanobind::object key;
+    double taken = 0.0;
+    double gained = 0.0;
+    bool untold = true;
+  };
+
+  Counter& at(nanobind::handle key);
+  const Counter* find(nanobind::handle key) const;
+
+  std::vector<Counter> counters_;
+  nanobind::dict places_;  // of keys in counters_: their hashes are known
+};
+
+void bind_counters(nanobind::module_& m);
+
+}  // namespace ssdkv
