@@ -311,3 +311,12 @@ def test_all_that_is_declared_is_counted() -> None:
                 starts += (str(first.value),)
     silent = [name for name in BY_NAME if name not in names and not name.startswith(starts)]
     assert silent == []
+
+
+def test_keys_and_values_belong_together() -> None:
+    counters = Counters()
+    with pytest.raises(ValueError, match="differ in length"):
+        counters.add_keyed(["slots_stored"], [1, 2])
+    with pytest.raises(TypeError):
+        counters.add_keyed(["slots_stored"], [None])  # type: ignore[list-item]
+    assert counters.take_gained() == {}

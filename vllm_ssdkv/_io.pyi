@@ -368,6 +368,34 @@ class Intake:
     def wrong_pages(self) -> NDArray[np.int64]:
         """Slot, as an index, and page of each wrong one, [2 * k], ascending."""
 
+def join_requests(
+    device: NDArray[np.uint16],
+    offset: NDArray[np.uint64],
+    length: NDArray[np.uint32],
+    buffer: NDArray[np.uint64],
+    most: int,
+) -> tuple[
+    NDArray[np.uint16],
+    NDArray[np.uint64],
+    NDArray[np.uint32],
+    NDArray[np.uint64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+]:
+    """Join requests, [n], with those that go on where they end, ``most`` at most, to [m].
+
+    Returns their device, offset, length and buffer, [m]; and of each part, [n], its request and the
+    bytes of that before it.
+    """
+
+def part_results(
+    results: NDArray[np.int32],
+    run: NDArray[np.int64],
+    begin: NDArray[np.int64],
+    length: NDArray[np.uint32],
+) -> NDArray[np.int32]:
+    """Results of the parts, [n], from those of their requests, [m]: a failure is everybody's."""
+
 def preallocate(fd: int, nbytes: int) -> int:
     """fallocate(2) of the first ``nbytes``, without glibc's emulation; 0 or an errno."""
 

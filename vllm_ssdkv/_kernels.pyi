@@ -292,6 +292,15 @@ def cover(
 ) -> None:
     """Write softmax masses of chosen tokens and window; see ``ScoringKernels.cover``."""
 
+def compensate(
+    l: NDArray[np.float32],
+    acc: NDArray[np.float32],
+    token: NDArray[np.int64],
+    alpha: NDArray[np.float32],
+    mean: NDArray[np.float32],
+) -> None:
+    """See :func:`vllm_ssdkv.attention.compensate.compensate`; ``l`` and ``acc`` of its state."""
+
 def count_choice(
     mass: NDArray[np.float32], token_mask: NDArray[np.uint8] | None
 ) -> tuple[float, int]:

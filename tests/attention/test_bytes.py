@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, array, key_of, make_store
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState
 from vllm_ssdkv.attention.clock import AttentionClock
@@ -78,7 +79,8 @@ def shares(
     decode = SparseDecode({0: selector}, chosen, layout, 0, MeanValues(1, layout), ["r"])
     kernels, clock = select_page_kernels(CPU), AttentionClock()
     clock.start()
-    decode.attend(kernels, clock, 0, query, state, batch, cache, SCALE)
+    value = newest_values(cache, layout, batch)
+    decode.attend(kernels, clock, 0, query, value, state, batch, cache, SCALE)
     chosen.close()
     assert chosen.poisoned == set()
     assert chosen.fetched.cache == chosen.fetched_channels.cache == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState
 from vllm_ssdkv.attention.clock import AttentionClock
@@ -111,7 +112,8 @@ class Rows:
         clock.start()
         page_kernels = select_page_kernels(CPU)
         cache = self.caches[layer]
-        decode.attend(page_kernels, clock, layer, queries, state, batch, cache, SCALE)
+        value = newest_values(cache, LAYOUT, batch)
+        decode.attend(page_kernels, clock, layer, queries, value, state, batch, cache, SCALE)
         out = torch.empty_like(state.acc)
         kernels.finish(state, out)
         return out, decode

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.attention.newest import values_at
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.mean_value import Floats, MeanValues
@@ -40,13 +41,13 @@ class Request:
     def mean(self, means: MeanValues, layer: int, position: int, blocks: int) -> torch.Tensor:
         """The mean at a position, with a context of so many blocks."""
         last = position // BLOCK + 1
+        cache, at = self.caches[layer], np.array([position])
         found = means.update(
             select_page_kernels(CPU),
             layer,
-            ["r"],
-            np.array([position]),
-            self.caches[layer],
-            [np.arange(blocks, last)],
+            means.rows(["r"], at, [np.arange(blocks, last)]),
+            values_at(cache, self.layout, at // BLOCK, at % BLOCK),
+            cache,
             lambda _: self.context(layer, blocks),
         )
         return found[0]
@@ -113,13 +114,13 @@ def test_many_requests_have_places_and_give_them_back(request_: Request) -> None
     means = MeanValues(LAYERS, request_.layout)
     for turn in range(3):
         names = [f"{turn}.{i}" for i in range(20)]
+        cache, at = request_.caches[0], np.full(20, 100)
         found = means.update(
             select_page_kernels(CPU),
             0,
-            names,
-            np.full(20, 100),
-            request_.caches[0],
-            [np.arange(4)] * 20,
+            means.rows(names, at, [np.arange(4)] * 20),
+            values_at(cache, request_.layout, at // BLOCK, at % BLOCK),
+            cache,
             lambda _: request_.context(0, 0),
         )
         wanted = request_.mean(MeanValues(LAYERS, request_.layout), 0, 100, 0)

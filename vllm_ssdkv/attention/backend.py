@@ -179,6 +179,7 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
         queries = self._heads(query, tokens)
+        values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
         rows = attn_metadata.rows
         cache = kv_cache.view(kv_cache.shape[0], -1)
         attend_exact(
@@ -192,7 +193,7 @@ class PagedAttentionImpl(AttentionImpl):
             worker.context_layout,
             self.scale,
             step.clock,
-            step.choosing(layer.layer_name, queries, rows, cache, self.scale),
+            step.choosing(layer.layer_name, queries, values, rows, cache, self.scale),
         )
         if worker.layer_ended is not None:
             worker.layer_ended()

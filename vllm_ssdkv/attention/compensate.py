@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.blocks import PartialState
 
 
@@ -34,6 +35,21 @@ def compensate(
             f"alpha {tuple(alpha.shape)}, mean_value {tuple(mean_value.shape)} and "
             f"{len(query_token)} rows of {heads} query heads do not belong together"
         )
-    mean = mean_value.repeat_interleave(heads // kv_heads, dim=1)
+    if state.m.device.type != "cpu":
+        mix_on_device(state, query_token, alpha, mean_value)
+        return
+    l, acc = state.l.numpy(), state.acc.numpy()  # noqa: E741 (the papers' name)
+    values = (v.contiguous().numpy() for v in (query_token, alpha, mean_value))
+    _kernels.compensate(l, acc, *values)
+
+
+def mix_on_device(
+    state: PartialState,
+    query_token: torch.Tensor,
+    alpha: torch.Tensor,
+    mean_value: torch.Tensor,
+) -> None:
+    """:func:`compensate` in torch's own operations, for GPUs. Checks nothing."""
+    mean = mean_value.repeat_interleave(alpha.shape[1] // mean_value.shape[1], dim=1)
     rest = ((1 - alpha) * state.l[query_token])[..., None]
     state.acc[query_token] = alpha[..., None] * state.acc[query_token] + rest * mean

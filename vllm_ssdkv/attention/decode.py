@@ -22,7 +22,7 @@ from vllm_ssdkv.attention.deviation import Compared, Deviation
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.guesses import Guesses, ReadAhead
 from vllm_ssdkv.attention.kernels import wait_for
-from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.mean_value import MeanRows, MeanValues
 from vllm_ssdkv.attention.page_kernels import PageKernels
 from vllm_ssdkv.attention.pages import PageList
 from vllm_ssdkv.selection.further import further
@@ -73,6 +73,7 @@ class _Choosing:
         requests: Names.
         blocks: Of their contexts, int64.
         sizes: Of some of them, by the bytes of their ``alive``.
+        means: Of some of them, by the bytes of their numbers in these arrays.
     """
 
     alive: NDArray[np.int64]
@@ -84,6 +85,7 @@ class _Choosing:
     requests: list[str]
     blocks: NDArray[np.int64]
     sizes: dict[bytes, ContextSizes] = field(default_factory=dict)
+    means: dict[bytes, MeanRows] = field(default_factory=dict)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Their part of a tensor over the step's query tokens."""
@@ -135,6 +137,7 @@ class SparseDecode:
         clock: AttentionClock,
         layer: int,
         query: torch.Tensor,
+        value: torch.Tensor,
         state: PartialState,
         batch: RowBatch,
         cache: torch.Tensor,
@@ -147,13 +150,14 @@ class SparseDecode:
             clock: Gets the time of select, fetch, wait, attend and merge.
             layer: From 0.
             query: [T, Hq, D].
+            value: V of the same tokens, [T, Hkv, D], as the cache has it by now.
             state: Of all T queries; it has seen the window.
             batch: The step's rows; those that choose have one query.
             cache: The layer's blocks in HBM, [num_blocks, ...].
             scale: Of the logits.
         """
         now = self._now(batch, query.device)
-        alive, rows = now.alive, now.rows
+        alive = now.alive
         if layer < self._dense_layers or len(alive) == 0:
             return
         seen = now.of(state.m) + torch.log(now.of(state.l))
@@ -193,7 +197,7 @@ class SparseDecode:
             clock.lap(FETCH)
         if selection.alpha is not None:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
-            mean = self._mean_value(kernels, layer, alive[mixed], rows[mixed], batch, cache)
+            mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))
             clock.lap(MERGE)
@@ -300,20 +304,31 @@ class SparseDecode:
         self,
         kernels: PageKernels,
         layer: int,
-        alive: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        now: _Choosing,
+        mixed: NDArray[np.int64],
         batch: RowBatch,
         cache: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
-        begin, end = _windows(batch, rows)
+        """Mean V of the rows ``mixed`` of those that choose, whose newest V ``value`` has."""
+        key = mixed.tobytes()
+        rows = now.means.get(key)
+        if rows is None:
+            begin, end = _windows(batch, now.rows[mixed])
+            rows = now.means[key] = self._means.rows(
+                [now.requests[i] for i in mixed.tolist()],
+                now.position[mixed],
+                [batch.window_ids[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)],
+            )
         return self._means.update(
             kernels,
             layer,
-            [self._requests[row] for row in self.contexts.rows[alive].tolist()],
-            batch.first_position[rows],
+            rows,
+            value
+            if len(mixed) == len(now.alive)
+            else value[torch.from_numpy(mixed).to(value.device)],
             cache,
-            [batch.window_ids[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)],
-            lambda i: self.contexts.values(layer, int(alive[i]), self._layout.head_size),
+            lambda i: self.contexts.values(layer, int(now.alive[mixed[i]]), self._layout.head_size),
         )
 
     def _summaries(

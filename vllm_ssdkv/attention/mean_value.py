@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +13,25 @@ from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.page_kernels import PageKernels
 
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanRows:
+    """S requests of a step, the same in every layer.
+
+    Attributes:
+        places: Where their sums are, int64 [S].
+        position: Of their current tokens, int64 [S].
+        windows: HBM block ids of each one's window, that of the current token the last.
+        full: Places of those whose token completes a block.
+        tokens: With the current one, float32 [S, 1, 1].
+    """
+
+    places: NDArray[np.int64]
+    position: NDArray[np.int64]
+    windows: Sequence[NDArray[np.int64]]
+    full: NDArray[np.int64]
+    tokens: Floats
 
 
 class MeanValues:
@@ -47,14 +67,25 @@ class MeanValues:
             self._tokens[place] = 0
             self._free.append(place)
 
+    def rows(
+        self,
+        requests: Sequence[str],
+        position: NDArray[np.int64],
+        windows: Sequence[NDArray[np.int64]],
+    ) -> MeanRows:
+        """Requests with these names, [S], for :meth:`update` of every layer of a step."""
+        places = np.array([self._place_of(request) for request in requests], dtype=np.int64)
+        full = places[(position + 1) % self._layout.block_tokens == 0]
+        tokens = (position + 1).astype(np.float32)[:, None, None]
+        return MeanRows(places, position, windows, full, tokens)
+
     def update(
         self,
         kernels: PageKernels,
         layer: int,
-        requests: Sequence[str],
-        position: NDArray[np.int64],
+        rows: MeanRows,
+        newest: torch.Tensor,
         cache: torch.Tensor,
-        windows: Sequence[NDArray[np.int64]],
         context: Callable[[int], Floats],
     ) -> torch.Tensor:
         """Add the current token of S requests; the mean over all their tokens, it included.
@@ -62,10 +93,9 @@ class MeanValues:
         Args:
             kernels: Of the device that the cache lies on.
             layer: From 0.
-            requests: Their names, [S].
-            position: Of their current tokens, [S].
+            rows: The requests.
+            newest: V of their current tokens, [S, kv_heads, head_size], as the cache has it.
             cache: The layer's blocks in HBM, [num_blocks, ...].
-            windows: HBM block ids of each request's window, that of the current token the last.
             context: Sums of V of the blocks before the window of request i of these, in order,
                 [blocks, kv_heads, head_size].
 
@@ -73,19 +103,20 @@ class MeanValues:
             float32 [S, kv_heads, head_size], on the host. V of the newest tokens comes there from a
             GPU, too: it is little, and added in the same order everywhere.
         """
-        places = np.array([self._place_of(request) for request in requests], dtype=np.int64)
-        for i in np.flatnonzero(self._tokens[places, layer] != position).tolist():
-            at = int(position[i])
-            self._begin(kernels, layer, int(places[i]), at, cache, windows[i], context(i))
-        size = self._layout.block_tokens
-        newest = np.array([window[-1] for window in windows], dtype=np.int64)
-        self._rest[places, layer] += self._values(cache, newest, position % size)
-        full = places[(position + 1) % size == 0]
-        self._blocks[full, layer] += self._rest[full, layer]
-        self._rest[full, layer] = 0
-        self._tokens[places, layer] = position + 1
-        total = self._blocks[places, layer] + self._rest[places, layer]
-        return torch.from_numpy(total / (position + 1).astype(np.float32)[:, None, None])
+        places = rows.places
+        known = self._tokens[places, layer]
+        if not np.array_equal(known, rows.position):
+            for i in np.flatnonzero(known != rows.position).tolist():
+                at = int(rows.position[i])
+                self._begin(kernels, layer, int(places[i]), at, cache, rows.windows[i], context(i))
+        rest = self._rest[places, layer] + newest.float().cpu().numpy()
+        self._rest[places, layer] = rest
+        total = self._blocks[places, layer] + rest
+        if len(rows.full):
+            self._blocks[rows.full, layer] += self._rest[rows.full, layer]
+            self._rest[rows.full, layer] = 0
+        self._tokens[places, layer] = rows.position + 1
+        return torch.from_numpy(total / rows.tokens)
 
     def _place_of(self, request: str) -> int:
         if request in self._place:

@@ -103,19 +103,20 @@ class PagedStep:
         self,
         layer_name: str,
         query: torch.Tensor,
+        value: torch.Tensor,
         batch: RowBatch,
         cache: torch.Tensor,
         scale: float,
     ) -> Callable[[PartialState], None] | None:
         """Folds the layer's chosen pages into a state that has seen the window; None: nobody
-        chooses. Query, batch, cache and scale as in ``attend_exact``."""
+        chooses. ``value``: V of the same tokens, [T, Hkv, D]; the others as in ``attend_exact``."""
         decode, layer = self._decode, self._layers[layer_name]
         if decode is None:
             return None
 
         def fold(state: PartialState) -> None:
             kernels = select_page_kernels(query.device)
-            decode.attend(kernels, self.clock, layer, query, state, batch, cache, scale)
+            decode.attend(kernels, self.clock, layer, query, value, state, batch, cache, scale)
 
         return fold
 

@@ -249,14 +249,16 @@ class SlotBatch:
         self.settle(beside)
         name = "read" if self.op is Op.READ else "write"
         device, length = self.extents.device[self.sent], self.extents.length[self.sent]
-        good = np.zeros(len(self.extents.device), dtype=np.bool_)
         moved = self.files.health.judge(device, self.batch.results(), length, name)
-        good[self.sent] = moved
-        done = self.watch.nbytes
-        if not moved.all():
+        done, all_moved = self.watch.nbytes, bool(moved.all())
+        if not all_moved:
             done = np.bincount(device[moved], length[moved], len(done)).astype(np.float64)
         keys = _byte_keys(self.op, self.files.health.paths)
         self.files.counters.add_keyed(keys, done.tolist())
+        if all_moved and len(moved) == len(self.extents.device) and self._alone:
+            return np.ones(len(self.slots), dtype=np.bool_)
+        good = np.zeros(len(self.extents.device), dtype=np.bool_)
+        good[self.sent] = moved
         self._learn(good)
         if self.twin is not None:
             good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)
@@ -425,6 +427,11 @@ class SlotBatch:
         slots = self.slots[self.extents.slot_index[pieces]]
         found: NDArray[np.intp] = pieces[self.files.doubt(slots, self.extents.device[pieces])]
         return found
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no piece has another copy."""
+        return self.other is self.extents.device
 
     def _learn(self, good: NDArray[np.bool_]) -> None:
         """Remember which copies could not be read, or which were written."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.engine.protocol import I32, U16, U32, U64, Batch, IoEngine, Op
 
 MOST_REQUESTS = 64
@@ -26,7 +27,7 @@ class JoinedBatch:
     """Request of the engine that each request is a part of."""
     begin: NDArray[np.int64]
     """Bytes before each request in it."""
-    length: NDArray[np.int64]
+    length: U32
 
     def done(self) -> bool:
         """See ``Batch``."""
@@ -38,27 +39,19 @@ class JoinedBatch:
 
     def results(self) -> I32:
         """See ``Batch``; of a request that was cut short, each part has what there is of it."""
-        result = self.batch.results()[self.run].astype(np.int64)
-        part = np.clip(result - self.begin, 0, self.length)
-        return np.where(result < 0, result, part).astype(np.int32)
+        return _io.part_results(self.batch.results(), self.run, self.begin, self.length)
 
 
 def submit_joined(
     engine: IoEngine, op: Op, device: U16, offset: U64, length: U32, buffer: U64
 ) -> JoinedBatch:
     """As :meth:`IoEngine.submit`; a request that goes on where the one before it ends joins it."""
-    count = len(device)
-    follows = np.zeros(count, dtype=np.bool_)
-    follows[1:] = (
-        (device[1:] == device[:-1])
-        & (offset[1:] == offset[:-1] + length[:-1])
-        & (buffer[1:] == buffer[:-1] + length[:-1])
-        & (np.arange(1, count) % MOST_REQUESTS != 0)
+    length = np.ascontiguousarray(length)
+    device, offset, total, buffer, run, begin = _io.join_requests(
+        np.ascontiguousarray(device),
+        np.ascontiguousarray(offset),
+        length,
+        np.ascontiguousarray(buffer),
+        MOST_REQUESTS,
     )
-    head = np.flatnonzero(~follows)
-    run = np.cumsum(~follows) - 1
-    total = np.add.reduceat(length.astype(np.int64), head) if count else np.zeros(0, np.int64)
-    before = np.cumsum(length.astype(np.int64)) - length
-    begin = before - before[head][run] if count else before
-    batch = engine.submit(op, device[head], offset[head], total.astype(np.uint32), buffer[head])
-    return JoinedBatch(batch, run, begin, length.astype(np.int64))
+    return JoinedBatch(engine.submit(op, device, offset, total, buffer), run, begin, length)

@@ -56,6 +56,7 @@ MIN_WINDOW_BYTES = 1024 * 1024
 
 
 _ALL, _AT_WORK = 0, 1
+_NOBODY: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +216,10 @@ class BatchWatch:
         self.nbytes = np.bincount(devices, lengths, speed.devices).astype(np.float64)
         """Of each device's part, [devices]."""
         # One device alone has nothing to be compared with.
-        telling = speed.telling(self.nbytes)
-        self._left = telling if telling.size > 1 else telling[:0]
+        self._left = _NOBODY
+        if np.count_nonzero(self.nbytes) > 1:
+            telling = speed.telling(self.nbytes)
+            self._left = telling if telling.size > 1 else _NOBODY
         self._lengths = lengths
         self._last_look = begin
         self._first: dict[int, tuple[float, int, float]] = {}

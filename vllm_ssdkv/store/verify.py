@@ -37,10 +37,12 @@ def wrong_pages(
     pages = expected.shape[1]
     step = np.arange(pages, dtype=np.uint64) * np.uint64(geometry.page_bytes)
     addresses = (base[:, None] + step[None, :]).ravel()
-    position = np.arange(addresses.size, dtype=np.intp)[which]
-    sums = expected.ravel()[position]
-    wrong = position[wrong_checksums(addresses[position], sums, geometry.payload_bytes)]
-    row, page = np.divmod(wrong, max(1, pages))
+    looked = np.ascontiguousarray(addresses[which])
+    sums = np.ascontiguousarray(expected.ravel()[which])
+    wrong = wrong_checksums(looked, sums, geometry.payload_bytes)
+    if not len(wrong):
+        return wrong, wrong
+    row, page = np.divmod(np.arange(addresses.size, dtype=np.intp)[which][wrong], max(1, pages))
     return row, page
 
 

@@ -328,6 +328,29 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
   cover_pages(c, rows, threads);
 }
 
+void py_compensate(const ConstMatrix& l, const Cube& acc, const Vector<std::int64_t>& token,
+                   const ConstMatrix& alpha, const ConstCube& mean) {
+  const std::int64_t tokens = extent(l.shape(0));
+  const std::size_t heads = l.shape(1), head_size = acc.shape(2), kv_heads = mean.shape(1);
+  require(acc.shape(0) == l.shape(0) && acc.shape(1) == heads && mean.shape(2) == head_size,
+          "l, acc and mean do not belong together");
+  require(alpha.shape(0) == token.shape(0) && mean.shape(0) == token.shape(0) &&
+              alpha.shape(1) == heads && kv_heads > 0 && heads % kv_heads == 0,
+          "alpha and mean must have one row for each token");
+  for (std::size_t r = 0; r < token.shape(0); ++r) {
+    const std::int64_t t = token.data()[r];
+    require(t >= 0 && t < tokens, "a token lies outside l and acc");
+    for (std::size_t h = 0; h < heads; ++h) {
+      const std::size_t at = static_cast<std::size_t>(t) * heads + h;
+      const float kept = alpha.data()[r * heads + h];
+      const float rest = (1.0F - kept) * l.data()[at];
+      const float* from = mean.data() + (r * kv_heads + h / (heads / kv_heads)) * head_size;
+      float* to = acc.data() + at * head_size;
+      for (std::size_t d = 0; d < head_size; ++d) to[d] = kept * to[d] + rest * from[d];
+    }
+  }
+}
+
 // The softmax mass that lists leave out, where there is an estimate (it is not NaN), and the tokens
 // that a mask leaves in.
 std::pair<double, std::int64_t> py_count_choice(
@@ -389,6 +412,10 @@ void bind_sparse(nb::module_& module) {
              nb::arg("token_mask").noconvert().none(), nb::arg("alpha").noconvert(),
              nb::arg("page_tokens"), nb::arg("threads"),
              "Softmax mass of chosen pages and the window, per query head.");
+  module.def("compensate", &py_compensate, nb::arg("l").noconvert(), nb::arg("acc").noconvert(),
+             nb::arg("token").noconvert(), nb::arg("alpha").noconvert(),
+             nb::arg("mean").noconvert(),
+             "acc = alpha * acc + (1 - alpha) * l * mean for some tokens.");
   module.def("count_choice", &py_count_choice, nb::arg("mass").noconvert(),
              nb::arg("token_mask").noconvert().none(),
              "Softmax mass that lists leave out, and tokens that a mask leaves in.");
