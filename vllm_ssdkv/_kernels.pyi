@@ -292,6 +292,14 @@ def cover(
 ) -> None:
     """Write softmax masses of chosen tokens and window; see ``ScoringKernels.cover``."""
 
+def without(
+    pages: NDArray[np.int32],
+    begin: NDArray[np.int32],
+    known: NDArray[np.int32],
+    known_begin: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lists of pages, ascending, without those of the same lists of ``known``; and their edges."""
+
 def compensate(
     l: NDArray[np.float32],
     acc: NDArray[np.float32],

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.selection.protocol import Selection
 from vllm_ssdkv.selection.scores import Scores, ScoringKernels
 
@@ -35,18 +35,8 @@ class Ranked:
         chosen = np.diff(selection.begin).reshape(rows, heads).max(axis=1, initial=0)
         most = (chosen + np.maximum(chosen // _SHARE, 1)).astype(np.int32)
         wide = self.kernels.choose(self.scores, most, most)
-        known, seen = _keys(selection), _keys(wide)
-        at = np.minimum(np.searchsorted(known, seen), max(len(known) - 1, 0))
-        new = known[at] != seen if len(known) else np.ones(len(seen), dtype=np.bool_)
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
-        begin = before[wide.begin].astype(np.int32)
-        return Selection(wide.pages[new], begin, np.full((rows, heads), np.nan, np.float32))
-
-
-def _keys(selection: Selection) -> NDArray[np.int64]:
-    """A number of each page, ascending: its list, then its own."""
-    lists = np.repeat(np.arange(len(selection.begin) - 1), np.diff(selection.begin))
-    return lists << 32 | selection.pages
+        pages, begin = _kernels.without(wide.pages, wide.begin, selection.pages, selection.begin)
+        return Selection(pages, begin, np.full((rows, heads), np.nan, np.float32))
 
 
 def further(selection: Selection) -> Selection:

@@ -114,6 +114,8 @@ class PageFetcher:
         devices = quota = None
         if idle:
             quota = self._idle.spare(self._load(self._ahead))
+            if not quota.any():
+                return 0
             first, _ = self._files.placement.copies(
                 pages.slots, self._offset(pages.numbers), self._files.geometry.page_bytes
             )

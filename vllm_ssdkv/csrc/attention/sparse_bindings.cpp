@@ -2,7 +2,9 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -328,6 +330,33 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
   cover_pages(c, rows, threads);
 }
 
+// Lists of pages without those that are in others, all of them ascending.
+std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>> py_without(
+    const Vector<std::int32_t>& pages, const Vector<std::int32_t>& begin,
+    const Vector<std::int32_t>& known, const Vector<std::int32_t>& known_begin) {
+  require(begin.shape(0) > 0 && begin.shape(0) == known_begin.shape(0),
+          "the lists differ in number");
+  const auto check = [](const Vector<std::int32_t>& edges, std::size_t count) {
+    require(edges.data()[0] == 0 && extent(count) == edges.data()[edges.shape(0) - 1],
+            "the lists' edges do not fit their pages");
+    for (std::size_t i = 1; i < edges.shape(0); ++i) {
+      require(edges.data()[i] >= edges.data()[i - 1], "a list has a negative length");
+    }
+  };
+  check(begin, pages.shape(0));
+  check(known_begin, known.shape(0));
+  std::vector<std::int32_t> left;
+  std::vector<std::int32_t> edges{0};
+  edges.reserve(begin.shape(0));
+  for (std::size_t i = 0; i + 1 < begin.shape(0); ++i) {
+    std::set_difference(pages.data() + begin.data()[i], pages.data() + begin.data()[i + 1],
+                        known.data() + known_begin.data()[i],
+                        known.data() + known_begin.data()[i + 1], std::back_inserter(left));
+    edges.push_back(static_cast<std::int32_t>(left.size()));
+  }
+  return {to_numpy(std::move(left)), to_numpy(std::move(edges))};
+}
+
 void py_compensate(const ConstMatrix& l, const Cube& acc, const Vector<std::int64_t>& token,
                    const ConstMatrix& alpha, const ConstCube& mean) {
   const std::int64_t tokens = extent(l.shape(0));
@@ -412,6 +441,9 @@ void bind_sparse(nb::module_& module) {
              nb::arg("token_mask").noconvert().none(), nb::arg("alpha").noconvert(),
              nb::arg("page_tokens"), nb::arg("threads"),
              "Softmax mass of chosen pages and the window, per query head.");
+  module.def("without", &py_without, nb::arg("pages").noconvert(), nb::arg("begin").noconvert(),
+             nb::arg("known").noconvert(), nb::arg("known_begin").noconvert(),
+             "Lists of pages without those of other lists, and their edges.");
   module.def("compensate", &py_compensate, nb::arg("l").noconvert(), nb::arg("acc").noconvert(),
              nb::arg("token").noconvert(), nb::arg("alpha").noconvert(),
              nb::arg("mean").noconvert(),
