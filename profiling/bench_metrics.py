@@ -39,10 +39,13 @@ from vllm_ssdkv.profiling.measuring_process import (
 
 SHAPES = ((1, 2048), (8, 2048))
 """Batch and context, at first."""
-STEPS = 8
+STEPS = 4
 """Steps in a row with metrics, and as many without."""
-PAIRS = 100
-WATCHED = PAIRS * STEPS
+PAIRS, LEAST_PAIRS = 1000, 200
+"""At most and at least."""
+PAIRS_S = 30.0
+"""Seconds after which the least number of pairs is enough."""
+WATCHED = 800
 """Steps whose time in metrics is measured: long enough for gauges to be told several times."""
 WARM_UP = 16
 TOKENS = 2 * WARM_UP + 2 * PAIRS * STEPS + 2 * WATCHED
@@ -115,12 +118,30 @@ def _parts() -> list[tuple[type, str]]:
     ]
 
 
+@dataclass
+class Switch:
+    """Whether metrics are on."""
+
+    on: bool = True
+
+
+def _switched(call: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
+    def maybe(*args: object, **kwargs: object) -> object:
+        return call(*args, **kwargs) if switch.on else None
+
+    return maybe
+
+
 @contextmanager
-def _without_metrics() -> Iterator[None]:
+def switchable() -> Iterator[Switch]:
+    """What metrics begin with asks a switch. To take it away and put it back each time would make
+    the interpreter forget what it knows of these classes, which takes longer than the metrics."""
+    switch = Switch()
     with ExitStack() as stack:
         for owner, name in _sources():
-            stack.enter_context(patch.object(owner, name, lambda *_, **__: None))
-        yield
+            call = _switched(getattr(owner, name), switch)
+            stack.enter_context(patch.object(owner, name, call))
+        yield switch
 
 
 @dataclass
@@ -210,17 +231,6 @@ def measure_decode(job: Job) -> Rows:
         while len(engine.step()) < batch:
             pass  # prompts are computed until every request gets a token in each step
         seconds(WARM_UP)
-        ratios: list[float] = []
-        on: list[float] = []
-        for pair in range(PAIRS):
-            times: dict[bool, float] = {}
-            for metrics in (True, False) if pair % 2 else (False, True):
-                with ExitStack() as stack:
-                    if not metrics:
-                        stack.enter_context(_without_metrics())
-                    times[metrics] = seconds(STEPS)
-            ratios.append(times[False] / times[True])
-            on.append(times[True])
         watch: Watch = {}
         blank: Watch = {}
         whole = 0.0
@@ -233,6 +243,16 @@ def measure_decode(job: Job) -> Rows:
                 seconds(STEPS)
         own = own_seconds(watch, blank)
         spent = sum(one.seconds for one in watch.values())
+        ratios: list[float] = []
+        on: list[float] = []
+        end = time.monotonic() + PAIRS_S
+        with switchable() as switch:
+            while len(ratios) < PAIRS and (len(ratios) < LEAST_PAIRS or time.monotonic() < end):
+                times: dict[bool, float] = {}
+                for switch.on in (True, False) if len(ratios) % 2 else (False, True):
+                    times[switch.on] = seconds(STEPS)
+                ratios.append(times[False] / times[True])
+                on.append(times[True])
         rows.append(
             {
                 "engine": job["engine"],

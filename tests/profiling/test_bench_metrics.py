@@ -10,13 +10,19 @@ from vllm_ssdkv.profiling.bench_metrics import Watched
 
 def test_without_metrics_nothing_is_counted_and_afterwards_it_is() -> None:
     counters, tell = Counters(), SSDKVScheduler.take_stats
-    with bench_metrics._without_metrics():
+    with bench_metrics.switchable() as switch:
+        counters.add("slots_stored")
+        switch.on = False
         counters.add("slots_stored")
         counters.set("slots", 7)
         assert SSDKVScheduler.take_stats is not tell
-    assert counters.take_gained() == {}
+        assert counters.take_gained() == {"slots_stored": 1}
+        assert counters.take_gauges() == {}
+        switch.on = True
+        counters.add("slots_stored")
+        switch.on = False
     counters.add("slots_stored")
-    assert counters.total("slots_stored") == 1
+    assert counters.total("slots_stored") == 3
     assert SSDKVScheduler.take_stats is tell
 
 

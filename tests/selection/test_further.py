@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.selection.further import further
 from vllm_ssdkv.selection.kernels import CpuScoringKernels
 from vllm_ssdkv.selection.protocol import Selection
@@ -50,3 +54,34 @@ def test_behind_everything_and_behind_tokens_there_is_nothing() -> None:
     assert lists(further(everything)) == [[], [], [], []]
     unscored = Selection(everything.pages, everything.begin, everything.mass)
     assert lists(further(unscored)) == [[], [], [], []]
+
+
+SETS = st.lists(
+    st.tuples(st.sets(st.integers(0, 30), max_size=12), st.sets(st.integers(0, 30), max_size=12)),
+    max_size=6,
+)
+
+
+def flat(parts: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    edges = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+    return np.array([page for part in parts for page in part], dtype=np.int32), edges
+
+
+@given(SETS)
+def test_lists_without_others(sets: list[tuple[set[int], set[int]]]) -> None:
+    pages, begin = flat([sorted(wide) for wide, _ in sets])
+    known, known_begin = flat([sorted(narrow) for _, narrow in sets])
+    left, edges = _kernels.without(pages, begin, known, known_begin)
+    wanted, wanted_edges = flat([sorted(wide - narrow) for wide, narrow in sets])
+    assert left.tolist() == wanted.tolist()
+    assert edges.tolist() == wanted_edges.tolist()
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    pages, begin = flat([[1, 2], [3]])
+    for wrong in ([0, 2], [0, 2, 4], [1, 2, 3], [0, 4, 3], []):
+        edges = np.array(wrong, dtype=np.int32)
+        with pytest.raises(ValueError, match="list"):
+            _kernels.without(pages, begin, pages, edges)
+        with pytest.raises(ValueError, match="list"):
+            _kernels.without(pages, edges, pages, begin)

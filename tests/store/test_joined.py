@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.engine.protocol import I32, PENDING, U16, U32, U64, Op
 from vllm_ssdkv.store.joined import MOST_REQUESTS, submit_joined
 
@@ -108,3 +110,19 @@ def test_an_error_is_that_of_every_part() -> None:
 def test_what_is_missing_at_the_end_is_missing_at_the_end() -> None:
     run = [(0, 5, 1), (0, 6, 2), (0, 7, 3), (1, 0, 4)]
     assert send(Recorder(cut=PAGE + 10), run).tolist() == [PAGE, PAGE - 10, 0, 0]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """By the native calls, before any memory is touched."""
+    two, one = np.zeros(2, np.uint64), np.zeros(1, np.uint64)
+    device, length = np.zeros(2, np.uint16), np.full(2, PAGE, np.uint32)
+    with pytest.raises(ValueError, match="differ in length"):
+        _io.join_requests(device, two, length, one, MOST_REQUESTS)
+    with pytest.raises(ValueError, match="at least"):
+        _io.join_requests(device, two, length, two, 0)
+    results, begin = np.zeros(1, np.int32), np.zeros(2, np.int64)
+    for run in (1, -1):
+        with pytest.raises(ValueError, match="no request"):
+            _io.part_results(results, np.array([0, run]), begin, length)
+    with pytest.raises(ValueError, match="differ in length"):
+        _io.part_results(results, begin, begin[:1], length)
