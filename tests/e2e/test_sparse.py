@@ -105,39 +105,6 @@ def recall(
     made.engine.close()
 
 
-def test_attention_is_handed_the_v_that_the_cache_has(
-    recall: Recall, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A contract with vLLM: mean V takes that of the newest tokens from there."""
-    same: list[bool] = []
-    forward = PagedAttentionImpl.forward
-
-    def watched(
-        self: PagedAttentionImpl,
-        layer: Any,  # noqa: ANN401 - vLLM's own signature
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedMetadata | None,
-        *others: Any,  # noqa: ANN401
-        **named: Any,  # noqa: ANN401
-    ) -> torch.Tensor:
-        worker = active.worker()
-        if attn_metadata is not None and worker is not None and worker.step is not None:
-            tokens = attn_metadata.num_actual_tokens
-            blocks, inside = np.divmod(attn_metadata.slot_mapping[:tokens].numpy(), BLOCK)
-            cache = kv_cache.view(kv_cache.shape[0], -1)
-            cached = values_at(cache, worker.block_layout, blocks, inside)
-            same.append(torch.equal(cached, value[:tokens].view(cached.shape)))
-        return forward(self, layer, query, key, value, kv_cache, attn_metadata, *others, **named)
-
-    monkeypatch.setattr(PagedAttentionImpl, "forward", watched)
-    assert recall.right(QUESTIONS[:2]) == 2
-    assert len(same) > 3 * 2048 // CHUNK
-    assert all(same)
-
-
 def test_an_eighth_of_the_context_is_enough(recall: Recall) -> None:
     """Requests of different lengths in one batch."""
     engine = recall.engine
@@ -206,3 +173,36 @@ def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
         assert blind.count("sparse_pages_selected") > 0
     finally:
         blind.engine.close()
+
+
+def test_attention_is_handed_the_v_that_the_cache_has(
+    recall: Recall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A contract with vLLM: mean V takes that of the newest tokens from there."""
+    same: list[bool] = []
+    forward = PagedAttentionImpl.forward
+
+    def watched(
+        self: PagedAttentionImpl,
+        layer: Any,  # noqa: ANN401 - vLLM's own signature
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        *others: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> torch.Tensor:
+        worker = active.worker()
+        if attn_metadata is not None and worker is not None and worker.step is not None:
+            tokens = attn_metadata.num_actual_tokens
+            blocks, inside = np.divmod(attn_metadata.slot_mapping[:tokens].numpy(), BLOCK)
+            cache = kv_cache.view(kv_cache.shape[0], -1)
+            cached = values_at(cache, worker.block_layout, blocks, inside)
+            same.append(torch.equal(cached, value[:tokens].view(cached.shape)))
+        return forward(self, layer, query, key, value, kv_cache, attn_metadata, *others, **named)
+
+    monkeypatch.setattr(PagedAttentionImpl, "forward", watched)
+    assert recall.right(QUESTIONS[:2]) == 2
+    assert len(same) > 3 * 2048 // CHUNK
+    assert all(same)
