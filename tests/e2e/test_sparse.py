@@ -152,29 +152,6 @@ def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> N
     assert 0 < read <= 0.16 * context * PAGE_BYTES
 
 
-def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
-    def strike(step: int) -> None:
-        if step == 4:
-            recall.faults({"kind": "eio", "device": 2})
-
-    assert recall.right(after_step=strike) == len(QUESTIONS)
-    assert recall.engine.ssdkv("device_lost", device=recall.places[2]["path"]) == 1
-    assert recall.right() == len(QUESTIONS)
-
-
-def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
-    """Same budget, same questions, and the same store: so the questions tell selectors apart."""
-    recall.engine.close()
-    blind = Recall(recall.places, "window", recall.control.with_name("none"), {"budget": BUDGET})
-    blind.start()
-    try:
-        assert blind.right() == 0
-        assert blind.count("hit_tokens", tier="ssd") > 0
-        assert blind.count("sparse_pages_selected") > 0
-    finally:
-        blind.engine.close()
-
-
 def test_attention_is_handed_the_v_that_the_cache_has(
     recall: Recall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,3 +183,26 @@ def test_attention_is_handed_the_v_that_the_cache_has(
     assert recall.right(QUESTIONS[:2]) == 2
     assert len(same) > 3 * 2048 // CHUNK
     assert all(same)
+
+
+def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
+    def strike(step: int) -> None:
+        if step == 4:
+            recall.faults({"kind": "eio", "device": 2})
+
+    assert recall.right(after_step=strike) == len(QUESTIONS)
+    assert recall.engine.ssdkv("device_lost", device=recall.places[2]["path"]) == 1
+    assert recall.right() == len(QUESTIONS)
+
+
+def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
+    """Same budget, same questions, and the same store: so the questions tell selectors apart."""
+    recall.engine.close()
+    blind = Recall(recall.places, "window", recall.control.with_name("none"), {"budget": BUDGET})
+    blind.start()
+    try:
+        assert blind.right() == 0
+        assert blind.count("hit_tokens", tier="ssd") > 0
+        assert blind.count("sparse_pages_selected") > 0
+    finally:
+        blind.engine.close()
