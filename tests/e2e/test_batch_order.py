@@ -15,7 +15,7 @@ from tests.e2e.workload import SMALL_DRAM, reuse_mode
 from vllm_ssdkv.batch.lines import COMPLETIONS, BatchRequest, prompt_bytes
 from vllm_ssdkv.batch.order import arrange, block_hashes
 
-PREFIX, QUESTION = 512, 20
+QUESTION = 20
 SEATS = 4
 
 Devices = Callable[..., list[dict[str, object]]]
@@ -35,16 +35,16 @@ def bytes_read(engine: Engine) -> float:
 
 
 SLOW: dict[str, object] = {"bandwidth": "64MiB", "latency": 0.0005}
-"""As much slower than a drive as this model's KV is smaller than that of one worth storing: with
-the drives of this machine a hit takes a tenth of what a request computes."""
+"""As much slower than a drive as this model's KV is smaller than that of one worth storing."""
 
 
 @pytest.mark.parametrize(
-    ("contexts", "questions", "throttle"),
+    ("contexts", "questions", "prefix", "throttle"),
     [
-        (8, 8, []),
-        pytest.param(20, 30, [], marks=pytest.mark.soak, id="drives as they are"),
-        pytest.param(20, 30, [SLOW], marks=pytest.mark.soak, id="slow drives"),
+        (8, 8, 512, []),
+        pytest.param(20, 30, 512, [], marks=pytest.mark.soak, id="short prefixes"),
+        pytest.param(20, 30, 4096, [], marks=pytest.mark.soak, id="long prefixes"),
+        pytest.param(20, 30, 512, [SLOW], marks=pytest.mark.soak, id="slow drives"),
     ],
 )
 def test_half_the_bytes_at_most(
@@ -52,19 +52,25 @@ def test_half_the_bytes_at_most(
     devices: Devices,
     contexts: int,
     questions: int,
+    prefix: int,
     throttle: list[dict[str, object]],
 ) -> None:
-    """DRAM holds two contexts, HBM as much as runs at a time; the store holds all of them."""
-    prefixes = prompts([PREFIX] * contexts, seed=41)
+    """DRAM holds two short contexts, HBM as much as runs at a time; the store holds all of them."""
+    prefixes = prompts([prefix] * contexts, seed=41)
     endings = prompts([QUESTION] * questions, seed=42)
-    batch = [prefix + ending for prefix in prefixes for ending in endings]
+    batch = [start + ending for start in prefixes for ending in endings]
     random.Random(43).shuffle(batch)
     order = arranged(batch)
     io = {"staging": "4MiB", "throttle": throttle}
-    options = reuse_mode(devices(2, "96MiB"), dram=SMALL_DRAM, io=io)
-    kv_tokens = SEATS * (PREFIX + 2 * QUESTION)
+    capacity = f"{96 * prefix // 512}MiB"
+    options = reuse_mode(devices(2, capacity), dram=SMALL_DRAM, io=io)
+    kv_tokens = SEATS * (prefix + 2 * QUESTION)
     with Engine(
-        models["llama"], ssdkv=options, kv_tokens=kv_tokens, max_num_seqs=SEATS, max_model_len=1024
+        models["llama"],
+        ssdkv=options,
+        kv_tokens=kv_tokens,
+        max_num_seqs=SEATS,
+        max_model_len=2 * prefix,
     ) as engine:
         engine.answers(prefixes, max_tokens=1)
         engine.settle()
