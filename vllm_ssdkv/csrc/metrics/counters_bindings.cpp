@@ -1,8 +1,8 @@
-#include "metrics/counters.hpp"
-
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+
+#include "metrics/counters.hpp"
 
 namespace nb = nanobind;
 
