@@ -318,5 +318,5 @@ def test_keys_and_values_belong_together() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         counters.add_keyed(["slots_stored"], [1, 2])
     with pytest.raises(TypeError):
-        counters.add_keyed(["slots_stored"], [None])  # type: ignore[list-item]
+        counters.add_keyed(["slots_stored"], [None])  # type: ignore[list-item]  # refused
     assert counters.take_gained() == {}

@@ -2,9 +2,10 @@
 
 Raw addresses are those of torch or numpy memory that the caller keeps alive. Arrays are
 C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent conversion).
-Every function blocks until done, releases the GIL and may be called from any thread. It runs on the
-OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller. Dtypes are
-``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
+Every function blocks until done and may be called from any thread. It releases the GIL, but for
+those that take microseconds: ``without``, ``compensate``, ``count_choice`` and the clock. It runs
+on the OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller.
+Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
 
 Blocks hold ``[kv_heads][groups]`` pages, ``page_stride`` bytes apart; a page is K
 ``[page_tokens][head_size]`` followed by V of the same shape; ``block_tokens = groups *

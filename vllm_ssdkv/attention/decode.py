@@ -320,13 +320,13 @@ class SparseDecode:
                 now.position[mixed],
                 [batch.window_ids[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)],
             )
+        if len(mixed) < len(now.alive):
+            value = value[torch.from_numpy(mixed).to(value.device)]
         return self._means.update(
             kernels,
             layer,
             rows,
-            value
-            if len(mixed) == len(now.alive)
-            else value[torch.from_numpy(mixed).to(value.device)],
+            value,
             cache,
             lambda i: self.contexts.values(layer, int(now.alive[mixed[i]]), self._layout.head_size),
         )

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <vector>
 
 namespace ssdkv {
@@ -28,8 +29,10 @@ class Counters {
     bool untold = true;
   };
 
+  static constexpr size_t kNowhere = static_cast<size_t>(-1);
+
+  size_t place_of(nanobind::handle key) const;  // in counters_, or kNowhere
   Counter& at(nanobind::handle key);
-  const Counter* find(nanobind::handle key) const;
 
   std::vector<Counter> counters_;
   nanobind::dict places_;  // of keys in counters_: their hashes are known

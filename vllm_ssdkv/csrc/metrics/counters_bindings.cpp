@@ -21,18 +21,16 @@ nb::object item(const nb::object& values, Py_ssize_t i) {
 
 }  // namespace
 
-const Counters::Counter* Counters::find(nb::handle key) const {
+size_t Counters::place_of(nb::handle key) const {
   PyObject* place = PyDict_GetItemWithError(places_.ptr(), key.ptr());
-  if (place == nullptr) {
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return nullptr;
-  }
-  return &counters_[PyLong_AsSize_t(place)];
+  if (place != nullptr) return PyLong_AsSize_t(place);
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return kNowhere;
 }
 
 Counters::Counter& Counters::at(nb::handle key) {
-  if (const Counter* known = find(key))
-    return counters_[static_cast<size_t>(known - counters_.data())];
+  const size_t place = place_of(key);
+  if (place != kNowhere) return counters_[place];
   places_[key] = counters_.size();
   counters_.push_back({nb::borrow(key)});
   return counters_.back();
@@ -71,8 +69,8 @@ nb::dict Counters::take() {
 }
 
 double Counters::total(nb::handle key) const {
-  const Counter* found = find(key);
-  return found == nullptr ? 0.0 : found->taken + found->gained;
+  const size_t place = place_of(key);
+  return place == kNowhere ? 0.0 : counters_[place].taken + counters_[place].gained;
 }
 
 nb::dict Counters::totals() const {
