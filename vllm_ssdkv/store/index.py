@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,20 @@ class SlotState(IntEnum):
     READY = 2
     PRIVATE = 3
     LOST = 4
+
+
+class Usage(NamedTuple):
+    """What some slots are in use for: how many of them.
+
+    Attributes:
+        ready: Can be found.
+        pinned: Are in use.
+        obtainable: Are free or evictable, so that reservations count on them.
+    """
+
+    ready: int
+    pinned: int
+    obtainable: int
 
 
 class SlotIndex:
@@ -303,9 +318,9 @@ class SlotIndex:
 
     # ---- numbers and ends ----
 
-    def usage(self, first: int, slots: int) -> tuple[int, int]:
-        """How many of the slots ``[first, first + slots)`` can be found, and are pinned."""
-        return self._table.usage(first, slots)
+    def usage(self, first: int, slots: int) -> Usage:
+        """Of the slots ``[first, first + slots)``."""
+        return Usage(*self._table.usage(first, slots))
 
     def free_now(self) -> int:
         """Slots that are free and not deferred."""

@@ -247,9 +247,11 @@ class Restriper:
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
         for segment in sorted(self._stale, key=lambda s: usage[s.first]):
-            ready, pinned = usage[segment.first]
-            if pinned or (ready and coming > wanted):
+            found = usage[segment.first]
+            if found.pinned or (found.ready and coming > wanted):
                 continue
+            if found.obtainable > index.available():
+                continue  # running requests were promised these: they cannot wait for the manifest
             successor = self._successor(segment)
             coming += successor.slots
             dropped = index.quarantine(segment.all_slots())

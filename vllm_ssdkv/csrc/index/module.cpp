@@ -176,7 +176,14 @@ void bind_table(nb::module_& m) {
           "state",
           [](const SlotTable& self, int64_t slot) { return static_cast<int>(self.state(slot)); },
           "slot"_a)
-      .def("usage", &SlotTable::usage, "first"_a, "n"_a)
+      .def(
+          "usage",
+          [](const SlotTable& self, int64_t first, size_t n) {
+            const ssdkv::Usage found = self.usage(first, n);
+            return nb::make_tuple(found.ready, found.pinned, found.obtainable);
+          },
+          "first"_a,
+          "n"_a)
       .def("order", [](const SlotTable& self) { return to_numpy(self.order()); })
       .def("free_slots", [](const SlotTable& self) { return to_numpy(self.free_slots()); })
       .def("allocate", &allocate, "n"_a)

@@ -104,15 +104,15 @@ std::vector<int64_t> SlotTable::free_slots() const {
   return found;
 }
 
-std::pair<size_t, size_t> SlotTable::usage(int64_t first, size_t n) const {
-  size_t ready = 0;
-  size_t pinned = 0;
+Usage SlotTable::usage(int64_t first, size_t n) const {
+  Usage found{};
   for (size_t i = 0; i < n; ++i) {
     const Slot& slot = at(first + static_cast<int64_t>(i));
-    ready += slot.state == State::kReady ? 1 : 0;
-    pinned += slot.pins != 0 ? 1 : 0;
+    found.ready += slot.state == State::kReady ? 1 : 0;
+    found.pinned += slot.pins != 0 ? 1 : 0;
+    found.obtainable += slot.state == State::kFree || is_evictable(slot) ? 1 : 0;
   }
-  return {ready, pinned};
+  return found;
 }
 
 // ---- lists ----

@@ -43,6 +43,12 @@ struct Counts {
   uint64_t allocated, evictions, published, duplicates, dropped, quarantined, recovered;
 };
 
+// Numbers of slots in a range.
+struct Usage {
+  size_t ready, pinned;
+  size_t obtainable;  // free or evictable
+};
+
 // The rules are in store/index.py. Memory: 64 bytes per slot, and 12 in the map of keys.
 //
 // One thread, the owner's, calls everything but walk(), which another one may call meanwhile: a
@@ -62,8 +68,8 @@ class SlotTable {
   std::vector<int64_t> lookup(const std::vector<const Key*>& keys) const;
   int64_t epoch(int64_t slot) const { return static_cast<int64_t>(at(slot).epoch); }
   State state(int64_t slot) const { return at(slot).state; }
-  // How many of the n slots from `first` on are ready, and pinned.
-  std::pair<size_t, size_t> usage(int64_t first, size_t n) const;
+  // Of the n slots from `first` on.
+  Usage usage(int64_t first, size_t n) const;
   // Evictable slots, the least recently used first.
   std::vector<int64_t> order() const;
   // Slots that hold nothing and nobody uses, by number.
