@@ -99,7 +99,7 @@ def test_a_drive_dies_and_is_read_elsewhere(bench: StartBench) -> None:
 
 
 def test_the_share_of_a_slow_drive_falls(
-    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+    bench: StartBench, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ModelTime().govern(monkeypatch, files, throttled)
     monkeypatch.setattr(speed, "WINDOW_S", 0.05)
@@ -119,4 +119,5 @@ def test_the_share_of_a_slow_drive_falls(
     for other in (0, 2):
         assert here.count("device_share", device=here.paths[other]) > fair
     assert here.count("device_lost", device=here.paths[VICTIM]) == 0
+    assert not [line for line in log if "as fast again" in line]
     assert_no_trouble(here)

@@ -20,7 +20,7 @@ from vllm_ssdkv.store.layout import Extents, SlotGeometry
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import Sealer
-from vllm_ssdkv.store.speed import BatchWatch, DeviceSpeed
+from vllm_ssdkv.store.speed import BatchWatch, DeviceSpeed, Moment
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,7 @@ class SlotFiles:
             extents.length[sent],
             buffers[extents.slot_index[sent]] + inside[sent],
         )
+        asked = time.monotonic()
         batch: Batch
         if joined:
             batch = submit_joined(self.engine, op, *requests)
@@ -167,7 +168,8 @@ class SlotFiles:
         if second is not None:
             self.replicas.submitted(batch, extents.device[sent], extents.length[sent])
         now = time.monotonic()
-        watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], now)
+        begin = Moment(asked, now)
+        watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], begin)
         deadline = now + self.deadline_s
         return SlotBatch(
             self,

@@ -2,8 +2,9 @@
 
 A device that still works on the batch before, or has done a first piece of this one, is at work
 until the last piece has ended: bytes per second of that time are its rate, without the latency that
-a device with little to do spends on each piece. The ends are noticed when somebody looks. Who looks
-late would find all devices equally fast: what was not looked at often enough is not counted.
+a device with little to do spends on each piece. The ends are noticed when somebody looks, and who
+looks late would find all devices equally fast. So all times are known as two, earliest and latest,
+and all rates as bounds: a device is said to be slow, or fast again, where these leave no doubt.
 
 Two things follow from it. Where new slots lie changes only when several windows agree, since stored
 blocks are given up for it. Which of two copies is read costs nothing to change: it follows the
@@ -17,6 +18,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +52,8 @@ MIN_PART_BYTES = 512 * 1024
 or nobody would see it recover."""
 
 BLUR = 0.3
-"""Times count if they are known to this fraction."""
+"""Ends count if they are known to this fraction of the batch's time: others would only blur the
+bounds of a window."""
 
 MIN_WINDOW_BYTES = 1024 * 1024
 
@@ -59,23 +62,30 @@ _ALL, _AT_WORK = 0, 1
 _NOBODY: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
+class Moment(NamedTuple):
+    """When something happened, as far as it is known. Seconds of the monotonic clock."""
+
+    earliest: float
+    latest: float
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one device does for a batch. Seconds of the monotonic clock.
+    """What one device does for a batch.
 
     Attributes:
         nbytes: Its size.
         begin: When it was submitted.
-        first: When a piece was first seen to have ended; ``end`` where that is not known well.
-        first_bytes: Bytes that had ended by then.
-        end: When the last piece was seen to have ended.
+        first: When the last piece had ended of those that were first seen to have.
+        first_bytes: Bytes of these; all, where ``first`` is not known well.
+        end: When the last piece had ended.
     """
 
     nbytes: int
-    begin: float
-    first: float
+    begin: Moment
+    first: Moment
     first_bytes: int
-    end: float
+    end: Moment
 
 
 class DeviceSpeed:
@@ -86,10 +96,11 @@ class DeviceSpeed:
         self._weights = np.array(weights, dtype=np.float64)
         self._lock = threading.Lock()
         count = len(paths)
-        self._free_at = np.full(count, -np.inf)
+        self._free_at = [Moment(-np.inf, -np.inf)] * count
         # Of this window, [2, devices]: from submission to end, and only while it was at work.
         self._bytes = np.zeros((2, count))
-        self._busy = np.zeros((2, count))
+        self._least_s = np.zeros((2, count))
+        self._most_s = np.zeros((2, count))
         self._window_end = -np.inf
         self._factor = np.ones(count)
         """What each device was worth of its weight when something was said of it last."""
@@ -118,24 +129,25 @@ class DeviceSpeed:
     def served(self, device: int, part: Part) -> None:
         """A device has done its part of a batch."""
         with self._lock:
-            before = float(self._free_at[device])
-            start = max(part.begin, before)
-            self._free_at[device] = max(part.end, start)
-            self._count(_ALL, device, part.nbytes, part.end - start)
-            if before >= part.begin:
-                self._count(_AT_WORK, device, part.nbytes, part.end - start)
+            free, begin, end = self._free_at[device], part.begin, part.end
+            start = _later(begin, free)
+            self._free_at[device] = _later(end, start)
+            self._count(_ALL, device, part.nbytes, start, end)
+            if free.earliest >= begin.latest:
+                self._count(_AT_WORK, device, part.nbytes, start, end)
             else:
-                rest = part.nbytes - part.first_bytes
-                self._count(_AT_WORK, device, rest, part.end - part.first)
-            if part.end >= self._window_end:
+                self._count(_AT_WORK, device, part.nbytes - part.first_bytes, part.first, end)
+            if end.latest >= self._window_end:
                 if np.isfinite(self._window_end):
                     self._judge()
-                self._window_end = part.end + WINDOW_S
+                self._window_end = end.latest + WINDOW_S
 
-    def _count(self, row: int, device: int, nbytes: int, seconds: float) -> None:
-        if seconds > 0:
+    def _count(self, row: int, device: int, nbytes: int, start: Moment, end: Moment) -> None:
+        most = end.latest - start.earliest
+        if nbytes > 0 and most > 0:
             self._bytes[row, device] += nbytes
-            self._busy[row, device] += seconds
+            self._most_s[row, device] += most
+            self._least_s[row, device] += max(0.0, end.earliest - start.latest)
 
     def rates(self) -> NDArray[np.float64]:
         """What each device was worth lately, [devices], in the unit of the weights."""
@@ -157,37 +169,47 @@ class DeviceSpeed:
         sure = self._bytes[_AT_WORK] >= least
         if not (sure & ~slow).any():
             sure[:] = False  # then all are compared with their latencies
-        moved, busy = (np.where(sure, a[_AT_WORK], a[_ALL]) for a in (self._bytes, self._busy))
+        moved, least_s, most_s = (
+            np.where(sure, a[_AT_WORK], a[_ALL]) for a in (self._bytes, self._least_s, self._most_s)
+        )
         known = (moved >= least) | (slow & (moved > 0))
-        usual = known & ~slow & (sure | ~sure.any())
+        usual = known & ~slow
         if int(known.sum()) < 2 or not usual.any():
             return  # nothing to compare with; what was counted stays for the next window
-        rates = np.zeros(len(known))
-        rates[known] = moved[known] / busy[known] / self._weights[known]
-        # The upper median: of two devices the faster one.
-        full = np.sort(rates[usual])[int(usual.sum()) // 2]
-        factors = np.clip(rates / full, LEAST_SHARE, 1.0)
         # With latencies that others are without, a device is at least so fast, no more is known.
         weak = ~sure & ((self._factor < 1) | sure.any())
-        latest = np.where(weak, np.maximum(factors, self._latest), factors)
-        self._latest = np.where(known, latest, self._latest)
+        low, high = np.zeros(len(known)), np.full(len(known), np.inf)
+        low[known] = moved[known] / most_s[known] / self._weights[known]
+        bounded = known & ~weak & (least_s > 0)
+        high[bounded] = moved[bounded] / least_s[bounded] / self._weights[bounded]
+        full = _upper_median(low[usual])
+        full_high = max(full, _upper_median(high[usual & ~weak]))
+        low = np.clip(low / full_high, LEAST_SHARE, 1.0)
+        high = np.clip(high / full, LEAST_SHARE, 1.0)
+        factors = np.where(weak, low, np.sqrt(low * high))
+        news = known & ((self._latest < low) | (self._latest > high))
+        self._latest = np.where(news, factors, self._latest)
         # One that is read no more is given some work again after a while.
         idle = self._bytes[_ALL] == 0
         self._latest[idle] = np.minimum(1.0, self._latest[idle] * TOLERANCE)
-        for device in np.flatnonzero(known & (~weak | (factors > self._factor))).tolist():
-            self._compare(device, float(factors[device]))
-        self._bytes[:, known] = self._busy[:, known] = 0
+        for device in np.flatnonzero(known).tolist():
+            self._compare(device, *(float(a[device]) for a in (low, factors, high)))
+        for counted in (self._bytes, self._least_s, self._most_s):
+            counted[:, known] = 0
 
-    def _compare(self, device: int, factor: float) -> None:
-        """What a window says of a device, with what was said of it last."""
+    def _compare(self, device: int, low: float, factor: float, high: float) -> None:
+        """What a window says of a device, and its bounds, with what was said of it last."""
         said, seen = float(self._factor[device]), self._seen[device]
-        if said / TOLERANCE <= factor <= said * TOLERANCE:
+        near, far = said / TOLERANCE, said * TOLERANCE
+        if near <= low and high <= far:
             seen.clear()
-            return
-        seen.append(factor)
-        if len(seen) >= WINDOWS:
-            self._say(device, float(np.median(seen)))
-            seen.clear()
+        elif not (near <= factor <= far or low <= said <= high):
+            if seen and (seen[-1] < said) != (factor < said):
+                seen.clear()
+            seen.append(factor)
+            if len(seen) >= WINDOWS:
+                self._say(device, float(np.median(seen)))
+                seen.clear()
 
     def _say(self, device: int, factor: float) -> None:
         if factor > 1 / TOLERANCE:
@@ -205,11 +227,21 @@ class DeviceSpeed:
         )
 
 
+def _later(one: Moment, other: Moment) -> Moment:
+    return Moment(max(one.earliest, other.earliest), max(one.latest, other.latest))
+
+
+def _upper_median(values: NDArray[np.float64]) -> float:
+    """Of two, the larger one."""
+    return float(np.sort(values)[len(values) // 2])
+
+
 class BatchWatch:
     """Notices when each device has done its part of a batch. Belongs to who waits for the batch."""
 
-    def __init__(self, speed: DeviceSpeed, devices: U16, lengths: U32, begin: float):
-        """``devices`` and ``lengths`` of the requests, [n]; ``begin`` as in ``served``."""
+    def __init__(self, speed: DeviceSpeed, devices: U16, lengths: U32, begin: Moment):
+        """``devices`` and ``lengths`` of the requests, [n]; ``begin`` is when they were
+        submitted."""
         self._speed = speed
         self._devices = devices
         self._begin = begin
@@ -221,12 +253,11 @@ class BatchWatch:
             telling = speed.telling(self.nbytes)
             self._left = telling if telling.size > 1 else _NOBODY
         self._lengths = lengths
-        self._last_look = begin
-        self._first: dict[int, tuple[float, int, float]] = {}
-        """Of a device, when a piece was first seen to have ended, how many bytes had, and how long
-        nobody had looked before."""
-        self._ended: list[tuple[int, float, float]] = []
-        """Device, when its part was seen to have ended, and how long nobody had looked before."""
+        self._last_look = begin.earliest
+        self._first: dict[int, tuple[Moment, int]] = {}
+        """Of a device, when its first pieces had ended, and their bytes."""
+        self._ended: list[tuple[int, Moment]] = []
+        """Device, and when its part had ended."""
 
     @property
     def done(self) -> bool:
@@ -237,22 +268,22 @@ class BatchWatch:
         """See which parts have ended by ``now``."""
         over = batch.results() != PENDING
         ended = np.bincount(self._devices[over], self._lengths[over], len(self.nbytes))
-        gap = now - self._last_look
-        self._last_look = now
+        seen, self._last_look = Moment(self._last_look, now), now
         for device in self._left[ended[self._left] > 0].tolist():
-            self._first.setdefault(device, (now, int(ended[device]), gap))
+            self._first.setdefault(device, (seen, int(ended[device])))
         whole = ended[self._left] == self.nbytes[self._left]
-        self._ended += [(d, now, gap) for d in self._left[whole].tolist()]
+        self._ended += [(d, seen) for d in self._left[whole].tolist()]
         self._left = self._left[~whole]
         if self.done:
-            self._tell(BLUR * (now - self._begin))
+            self._tell(BLUR * (now - self._begin.earliest))
 
     def _tell(self, allowed: float) -> None:
-        for device, end, gap in self._ended:
-            if gap > allowed:
+        for device, end in self._ended:
+            if end.latest - end.earliest > allowed:
                 continue
-            first, nbytes, before = self._first[device]
-            if max(before, gap) > BLUR * (end - first):
-                first, nbytes = end, 0
-            part = Part(int(self.nbytes[device]), self._begin, first, nbytes, end)
-            self._speed.served(device, part)
+            nbytes = int(self.nbytes[device])
+            first, first_bytes = self._first[device]
+            blur = max(first.latest - first.earliest, end.latest - end.earliest)
+            if blur > BLUR * (end.latest - first.latest):
+                first_bytes = nbytes
+            self._speed.served(device, Part(nbytes, self._begin, first, first_bytes, end))
