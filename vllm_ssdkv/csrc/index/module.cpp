@@ -182,8 +182,7 @@ void bind_table(nb::module_& m) {
             const ssdkv::Usage found = self.usage(first, n);
             return nb::make_tuple(found.ready, found.pinned, found.obtainable);
           },
-          "first"_a,
-          "n"_a)
+          "first"_a, "n"_a)
       .def("order", [](const SlotTable& self) { return to_numpy(self.order()); })
       .def("free_slots", [](const SlotTable& self) { return to_numpy(self.free_slots()); })
       .def("allocate", &allocate, "n"_a)
