@@ -212,7 +212,7 @@ class DeviceSpeed:
                 seen.clear()
 
     def _say(self, device: int, factor: float) -> None:
-        if factor > 1 / TOLERANCE:
+        if factor >= 1 / TOLERANCE:
             self._factor[device] = self._news[device] = 1.0
             logger.info("ssdkv: device %s is as fast again as it should be", self._paths[device])
             return
