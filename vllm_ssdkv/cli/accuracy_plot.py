@@ -46,8 +46,10 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _curves(axes: Axes, rows: list[Row], values: list[float]) -> None:
-    """A line per selector over its budgets; ``exact`` has one value for all."""
+    """A line per selector over its budgets; ``exact`` has one value for all. Later ones are
+    thinner, so that curves that lie on each other are all seen."""
     shares = sorted({row["budget"] for row in rows if row["selector"] != "exact"})
+    width = 6.0
     for name in dict.fromkeys(row["selector"] for row in rows):
         mine = [
             (row["budget"], value)
@@ -57,7 +59,9 @@ def _curves(axes: Axes, rows: list[Row], values: list[float]) -> None:
         if name == "exact":
             axes.axhline(mine[0][1], color="black", linewidth=1, label=name)
         else:
-            axes.plot(*zip(*sorted(mine), strict=True), marker="o", markersize=4, label=name)
+            points = list(zip(*sorted(mine), strict=True))
+            axes.plot(*points, marker="o", markersize=width + 2, linewidth=width, label=name)
+            width = max(1.0, width / 1.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(shares, [as_fraction(share) for share in shares])
     axes.minorticks_off()
