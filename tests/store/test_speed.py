@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 
 import numpy as np
@@ -25,7 +26,17 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.restripe import Restriper
 from vllm_ssdkv.store.segments import arrange
-from vllm_ssdkv.store.speed import WINDOW_S, WINDOWS, BatchWatch, DeviceSpeed, Moment, Part
+from vllm_ssdkv.store.speed import (
+    LEAST_SHARE,
+    SPARED,
+    TOLERANCE,
+    WINDOW_S,
+    WINDOWS,
+    BatchWatch,
+    DeviceSpeed,
+    Moment,
+    Part,
+)
 
 PATHS = ("/a", "/b", "/c", "/d")
 MB = 1 << 20
@@ -76,8 +87,9 @@ def test_ends_that_are_seen_late_lead_to_no_wrong_verdict(unseen: float) -> None
     equal, slow = [100.0 * MB] * 4, [100.0 * MB, 100.0 * MB, 20.0 * MB, 100.0 * MB]
     assert clock.run(10.0, equal, [4 * MB] * 4) == {}
     found = clock.run(SLOW_ENOUGH, slow, [4 * MB] * 4)
-    assert found == ({2: pytest.approx(0.2, abs=0.051)} if found else {})
-    assert found or unseen > 0.6
+    if unseen <= 0.3:
+        assert found[2] < 0.5
+    assert set(found) <= {2}
     assert clock.run(10.0, slow, [4 * MB] * 4) == {}
     clock.unseen = 0.1
     assert clock.run(SLOW_ENOUGH, equal, [4 * MB] * 4) == ({2: 1.0} if found else {})
@@ -130,10 +142,12 @@ def test_whenever_somebody_looks_what_is_said_is_true(
                     watch.look(results, now)
             batches = [(watch, ends) for watch, ends in batches if ends.max() > now]
         verdicts += speed.take_news()
-    assert len(verdicts) <= 1  # not again and again
+    # It never recovers, and gets no less than it is worth but for blur, what is spared and steps.
     for device, share in verdicts:
         assert (device, slow < 1) == (1, True)
-        assert share <= slow * 1.5
+        assert slow / math.sqrt(TOLERANCE) * (1 - SPARED) - LEAST_SHARE <= share < 1
+    falls = [share for _, share in verdicts]
+    assert falls == sorted(falls, reverse=True)
 
 
 def test_a_slow_device_is_found_and_forgiven(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,8 +263,9 @@ def test_parts_count_only_if_somebody_looked_in_time() -> None:
     seen: list[tuple[int, Part]] = []
 
     class Spy(DeviceSpeed):
-        def served(self, device: int, part: Part) -> None:
-            seen.append((device, part))
+        def served(self, device: int, part: Part, *, counts: bool = True) -> None:
+            if counts:
+                seen.append((device, part))
 
     speed = Spy(PATHS[:2], [1.0, 1.0])
     begin = Moment(9.9, 10.0)

@@ -126,12 +126,15 @@ class DeviceSpeed:
         slow: NDArray[np.bool_] = np.minimum(self._factor, self._latest) < 1 / TOLERANCE
         return slow
 
-    def served(self, device: int, part: Part) -> None:
-        """A device has done its part of a batch."""
+    def served(self, device: int, part: Part, *, counts: bool = True) -> None:
+        """A device has done its part of a batch. One that does not count, because its end is not
+        known well, was work all the same, for which the next part had to wait."""
         with self._lock:
             free, begin, end = self._free_at[device], part.begin, part.end
             start = _later(begin, free)
             self._free_at[device] = _later(end, start)
+            if not counts:
+                return
             self._count(_ALL, device, part.nbytes, start, end)
             if free.earliest >= begin.latest:
                 self._count(_AT_WORK, device, part.nbytes, start, end)
@@ -186,24 +189,24 @@ class DeviceSpeed:
         full_high = max(full, _upper_median(high[usual & ~weak]))
         low = np.clip(low / full_high, LEAST_SHARE, 1.0)
         high = np.clip(high / full, LEAST_SHARE, 1.0)
-        factors = np.where(weak, low, np.sqrt(low * high))
         news = known & ((self._latest < low) | (self._latest > high))
-        self._latest = np.where(news, factors, self._latest)
+        self._latest = np.where(news, _within(low, high, self._latest), self._latest)
         # One that is read no more is given some work again after a while.
         idle = self._bytes[_ALL] == 0
         self._latest[idle] = np.minimum(1.0, self._latest[idle] * TOLERANCE)
+        factors = _within(low, high, self._factor)
         for device in np.flatnonzero(known).tolist():
             self._compare(device, *(float(a[device]) for a in (low, factors, high)))
         for counted in (self._bytes, self._least_s, self._most_s):
             counted[:, known] = 0
 
     def _compare(self, device: int, low: float, factor: float, high: float) -> None:
-        """What a window says of a device, and its bounds, with what was said of it last."""
+        """What a window says of a device, between its bounds, with what was said of it last."""
         said, seen = float(self._factor[device]), self._seen[device]
         near, far = said / TOLERANCE, said * TOLERANCE
         if near <= low and high <= far:
             seen.clear()
-        elif not (near <= factor <= far or low <= said <= high):
+        elif not near <= factor <= far:
             if seen and (seen[-1] < said) != (factor < said):
                 seen.clear()
             seen.append(factor)
@@ -229,6 +232,16 @@ class DeviceSpeed:
 
 def _later(one: Moment, other: Moment) -> Moment:
     return Moment(max(one.earliest, other.earliest), max(one.latest, other.latest))
+
+
+def _within(
+    low: NDArray[np.float64], high: NDArray[np.float64], before: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What to take devices for: the middle of bounds that are close. Of others, what is nearest to
+    what they were taken for ``before``: so it never passes the truth, and has no reason to return.
+    """
+    close = high <= TOLERANCE * low
+    return np.where(close, np.sqrt(low * high), np.clip(before, low, high))
 
 
 def _upper_median(values: NDArray[np.float64]) -> float:
@@ -279,11 +292,10 @@ class BatchWatch:
 
     def _tell(self, allowed: float) -> None:
         for device, end in self._ended:
-            if end.latest - end.earliest > allowed:
-                continue
             nbytes = int(self.nbytes[device])
             first, first_bytes = self._first[device]
             blur = max(first.latest - first.earliest, end.latest - end.earliest)
             if blur > BLUR * (end.latest - first.latest):
                 first_bytes = nbytes
-            self._speed.served(device, Part(nbytes, self._begin, first, first_bytes, end))
+            part = Part(nbytes, self._begin, first, first_bytes, end)
+            self._speed.served(device, part, counts=end.latest - end.earliest <= allowed)
