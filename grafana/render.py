@@ -186,14 +186,14 @@ def _largest(series: list[tuple[str, Series]]) -> list[int]:
 def _time_locator() -> Any:  # noqa: ANN401
     from matplotlib.dates import AutoDateLocator
 
-    return AutoDateLocator(minticks=3, maxticks=5)  # type: ignore[no-untyped-call]
+    return AutoDateLocator(minticks=3, maxticks=5)  # type: ignore[no-untyped-call]  # untyped there
 
 
 def _time_format(period: Period) -> Any:  # noqa: ANN401
     from matplotlib.dates import DateFormatter
 
     text = "%H:%M:%S" if period.end - period.start < 600 else "%H:%M"
-    return DateFormatter(text)  # type: ignore[no-untyped-call]
+    return DateFormatter(text)  # type: ignore[no-untyped-call]  # untyped there
 
 
 def _shortened(label: str, most: int = 34) -> str:

@@ -159,8 +159,8 @@ def test_place_and_prefetch_change_nothing(
     for one, other in zip(selections, other_selections, strict=True):
         np.testing.assert_array_equal(one.pages, other.pages)
         np.testing.assert_array_equal(one.begin, other.begin)
-        np.testing.assert_array_equal(one.token_mask, other.token_mask)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(one.alpha, other.alpha)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(one.token_mask, other.token_mask)  # type: ignore[arg-type]  # or None
+        np.testing.assert_array_equal(one.alpha, other.alpha)  # type: ignore[arg-type]  # or None
     for out, other_out in zip(outs, other_outs, strict=True):
         assert torch.equal(out, other_out)
 

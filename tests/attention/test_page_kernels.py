@@ -255,7 +255,7 @@ def test_wrong_lists_are_refused(change: dict[str, object], message: str) -> Non
         problem.kernels.attend_pages(
             problem.query,
             problem.state(),
-            PageList(**(arguments | change)),  # type: ignore[arg-type]
+            PageList(**(arguments | change)),  # type: ignore[arg-type]  # wrong ones
             LAYOUT,
             1.0,
         )

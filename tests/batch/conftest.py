@@ -27,7 +27,6 @@ def url(tmp_path: Path) -> Iterator[str]:
             # The app's own lifespan would run the batches a second time.
             settings = uvicorn.Config(served.app, port=0, log_level="warning", lifespan="off")
             server = uvicorn.Server(settings)
-            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             task = asyncio.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.01)

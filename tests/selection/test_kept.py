@@ -106,7 +106,7 @@ def test_it_is_what_the_oracle_says_whoever_else_is_there(
             position[name],
             pages[name],
             left[name],
-            lambda number, name=name: chosen[name][number],  # type: ignore[misc]
+            lambda number, name=name: chosen[name][number],  # type: ignore[misc]  # one each
             page_tokens=PAGE,
             steps=steps,
             similarity=similarity,
@@ -123,7 +123,7 @@ def test_a_query_chooses_for_the_tokens_that_follow() -> None:
     selection, stayed = kept.select(1, ["a"], sizes(41, 6), 3 * query, never)
     assert stayed == 1
     assert lists_of(selection) == [[0, 3, 4, 5], [2, 4, 5]]
-    assert np.array_equal(selection.alpha, first.alpha)  # type: ignore[arg-type]
+    assert np.array_equal(selection.alpha, first.alpha)  # type: ignore[arg-type]  # not None here
     assert np.array_equal(selection.mass, first.mass)
     second = selection_of([[1], [1]])
     assert kept.select(1, ["a"], sizes(43, 6), query, lambda _: second) == (second, 0)
@@ -261,7 +261,7 @@ def test_the_budget_is_never_exceeded_and_nothing_is_lost(
 def test_with_all_of_the_budget_it_is_dense(name: str) -> None:
     selector = PAGED[name](ALL, 0)
     if name.startswith("adaptive"):
-        selector.p = 1.0  # type: ignore[attr-defined]
+        selector.p = 1.0  # type: ignore[attr-defined]  # an adaptive one
     kept = KeptSelections(1, GROWING, 30, 0.0)
     stays = 0
     for position in range(60, 80):

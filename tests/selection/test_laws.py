@@ -282,7 +282,7 @@ def test_selection_does_not_depend_on_place_threads_or_batch(
         (selection.alpha, other.alpha),
         (selection.token_mask, other.token_mask),
     ):
-        np.testing.assert_array_equal(mine, theirs)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(mine, theirs)  # type: ignore[arg-type]  # None equals None
     assert torch.equal(output(selector, problem), output(selector, moved))
     alone = problem.only(len(problem.rows) - 1)
     single = select(selector, alone)
@@ -360,7 +360,7 @@ def test_budgets_by_hand(budget: Budget, context: int, window: int, want: int) -
 )
 def test_wrong_budgets_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="budget"):
-        Budget(**wrong)  # type: ignore[arg-type]
+        Budget(**wrong)  # type: ignore[arg-type]  # refused
 
 
 def test_wrong_options_are_refused() -> None:
