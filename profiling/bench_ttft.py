@@ -8,8 +8,9 @@ measurements that followed each other. Each engine is a process of its own, whic
 
 How fast the connector loads what is on the drive, in bytes per second that it was at it, is set
 against what our I/O engine alone reads from the same drives with requests of the same size: as many
-of them in one batch, to empty queues, which is what a load of that size can reach at best; and with
-the queues kept full, as under ``ssdkv bench io``. Both before and after.
+of them in one batch, to empty queues and after as much rest as the hit had, which is what a load of
+that size can reach at best; and with the queues kept full, as under ``ssdkv bench io``. Both before
+and after.
 
 Of the time to the first token of a hit on the drive, *load* is ours: from when the worker was told
 of the load until its last byte was copied. *Report* is how long the worker then did not look, which
@@ -59,8 +60,8 @@ REGION_BYTES = 256 * MIB
 """Of the file, per drive, that the engine alone reads."""
 ALONE_S = 0.3
 """Seconds of one run of it, at least."""
-BATCHES_S = 0.1
-"""Seconds of one run of batches of one size, at least."""
+BATCHES_S = 3 * REST_S
+"""Seconds of one run of batches of one size, rests included, at least."""
 
 
 def _prompt(length: int, name: str) -> dict[str, list[int]]:
@@ -176,7 +177,7 @@ class _EngineAlone:
         """With full queues, and so many requests in one batch."""
         self._full.append(self._contender.run(self._case, ALONE_S).bytes_per_s)
         for requests in batches:
-            speeds = self._contender.one_batch(self._case, requests, BATCHES_S)
+            speeds = self._contender.one_batch(self._case, requests, BATCHES_S, REST_S)
             self._at_once.setdefault(requests, []).extend(speeds)
 
     def full(self) -> float:

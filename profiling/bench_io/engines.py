@@ -147,10 +147,13 @@ class EngineContender:
                 requests += length.size
         return clock.sample(requests, case.nbytes)
 
-    def one_batch(self, case: Case, requests: int, seconds: float) -> list[float]:
+    def one_batch(
+        self, case: Case, requests: int, seconds: float, rest_s: float = 0.0
+    ) -> list[float]:
         """Bytes per second of batches, one after the other for so long: each is ``requests``
         requests in one call, to queues that are empty, until the last byte is there. Where they
-        need more memory than there is, requests share it.
+        need more memory than there is, requests share it. Before each of them there are ``rest_s``
+        seconds of rest: a drive, and a processor, that had nothing to do take longer to begin.
 
         Raises:
             BenchError: as :meth:`run`.
@@ -162,6 +165,7 @@ class EngineContender:
             while not speeds or clock.elapsed < seconds:
                 device, offset, length, _ = self._requests(case, requests)
                 buffer = np.arange(requests, dtype=np.uint64) % np.uint64(places) * length
+                time.sleep(rest_s)
                 begin = time.perf_counter()
                 batch = engine.submit(case.op, device, offset, length, buffer)
                 require_results(batch, length, who)

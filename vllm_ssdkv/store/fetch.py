@@ -30,6 +30,9 @@ from vllm_ssdkv.store.seal_table import SealTable
 
 logger = logging.getLogger(__name__)
 
+_ALL = slice(None)
+_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+
 
 @dataclass(slots=True)
 class _Read:
@@ -39,6 +42,8 @@ class _Read:
     slots: NDArray[np.int64]
     numbers: NDArray[np.int64]
     places: NDArray[np.int32]
+    buffers: NDArray[np.uint64]
+    """Arena offsets of the places."""
     batch: SlotBatch
 
     def devices(self) -> NDArray[np.uint16]:
@@ -154,10 +159,12 @@ class PageFetcher:
         again = np.full(len(fetch.pages), fetch.asked.coming > 0)
         if fetch._read is not None:
             read, fetch._read = fetch._read, None
-            lent, hanging = self._arrive(read)
-            entries = np.flatnonzero(np.isin(fetch.asked.places, read.places[hanging]))
-            again |= np.isin(fetch.asked.which, entries)
-            self._withhold(fetch, read.places[lent])
+            lent = self._arrive(read)
+            if lent.any():
+                hanging = lent & ~read.batch.out_of_reach()
+                entries = np.flatnonzero(np.isin(fetch.asked.places, read.places[hanging]))
+                again |= np.isin(fetch.asked.which, entries)
+                self._withhold(fetch, read.places[lent])
         fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
         missing = np.flatnonzero(again & ~here)
         if len(missing):
@@ -211,7 +218,7 @@ class PageFetcher:
         batch = self._files.submit(
             Op.READ, slots, offset, geometry.page_bytes, buffers, joined=True
         )
-        return _Read(keys, slots, numbers, places, batch)
+        return _Read(keys, slots, numbers, places, buffers, batch)
 
     def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the slot before each page."""
@@ -225,12 +232,13 @@ class PageFetcher:
             load += np.bincount(read.batch.extents.device, minlength=len(load))
         return load
 
-    def _arrive(self, read: _Read) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Wait for a read, and hand what is right to the cache.
-
-        Returns which places are lent, and of these the ones whose page has a copy in reach, [n].
-        """
+    def _arrive(self, read: _Read) -> NDArray[np.bool_]:
+        """Wait for a read, and hand what is right to the cache; which places are lent, [n]."""
         good = self._verify(read, final=False)
+        lent = np.zeros(len(good), dtype=np.bool_)
+        if good.all():
+            self._take_in(read, good, lent)
+            return lent
         lent = read.batch.held() & ~good
         again = np.flatnonzero(~good & ~lent & ~read.batch.out_of_reach())
         if len(again):
@@ -245,7 +253,7 @@ class PageFetcher:
             lent[again] = held
         else:
             self._take_in(read, good, lent)
-        return lent, lent & ~read.batch.out_of_reach()
+        return lent
 
     def _take_in(self, read: _Read, good: NDArray[np.bool_], lent: NDArray[np.bool_]) -> None:
         """A read is over: the cache holds what is good; the read may still write to ``lent``."""
@@ -255,21 +263,23 @@ class PageFetcher:
     def _verify(self, read: _Read, *, final: bool) -> NDArray[np.bool_]:
         """Wait, check the pages that arrived, and unseal them; which may be used, [n]."""
         good = read.batch.wait()
-        at = np.flatnonzero(good)
-        seals, known = self._seals.get_pages(read.slots[at], read.numbers[at])
-        buffers = self._cache.buffer_offset(read.places[at])
+        at = _ALL if good.all() else np.flatnonzero(good)
+        numbers, buffers = read.numbers[at], read.buffers[at]
+        seals, known = self._seals.get_pages(read.slots[at], numbers)
         sealer = self._files.sealer
-        same = np.zeros(len(at), dtype=np.bool_)
+        same = np.zeros(len(known), dtype=np.bool_)
         if self._files.geometry.encrypted:
             # A page's number is in its nonce, and one call opens pages of one number.
-            for page in np.unique(read.numbers[at]).tolist():
-                mine = np.flatnonzero(read.numbers[at] == page)
+            for page in np.unique(numbers).tolist():
+                mine = np.flatnonzero(numbers == page)
                 opened = sealer.unseal(seals.part(mine), page, buffers[mine], final=final)
                 same[mine] = opened[:, 0]
-        elif len(at):
+        elif len(known):
             same = sealer.unseal(seals, 0, buffers, final=final)[:, 0]
-        good[at] = same & known
-        wrong = at[~same & known]
+        wrong = _NO_PAGE
+        if not (right := same & known).all():
+            wrong = np.arange(len(good))[at][~same & known]
+        good[at] = right
         if final:
             self._files.counters.add("checksum_failures", len(wrong))
         read.batch.verified(good, wrong, np.zeros(len(wrong), dtype=np.int64), final=final)

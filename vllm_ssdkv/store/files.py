@@ -44,6 +44,8 @@ _GROWTH = 1.1
 _LOOK_S = 0.1
 """How often a waiting batch looks whether the devices it waits for were given up meanwhile."""
 
+_ALL = slice(None)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -152,13 +154,12 @@ class SlotFiles:
             extents = _either(take, second, first)
             other = np.where(take, first.device, second.device)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
-        sent = np.flatnonzero(~self.health.out_of_use(extents.device))
-        requests = (
-            extents.device[sent],
-            extents.offset[sent],
-            extents.length[sent],
-            buffers[extents.slot_index[sent]] + inside[sent],
-        )
+        sent: NDArray[np.int64] | slice = _ALL
+        if self.health.any_out_of_use:
+            sent = np.flatnonzero(~self.health.out_of_use(extents.device))
+        device, lengths = extents.device[sent], extents.length[sent]
+        at = buffers[extents.slot_index[sent]] + inside[sent]
+        requests = (device, extents.offset[sent], lengths, at)
         asked = time.monotonic()
         batch: Batch
         if joined:
@@ -166,10 +167,9 @@ class SlotFiles:
         else:
             batch = self.engine.submit(op, *requests)
         if second is not None:
-            self.replicas.submitted(batch, extents.device[sent], extents.length[sent])
+            self.replicas.submitted(batch, device, lengths)
         now = time.monotonic()
-        begin = Moment(asked, now)
-        watch = BatchWatch(self.speed, extents.device[sent], extents.length[sent], begin)
+        watch = BatchWatch(self.speed, device, lengths, Moment(asked, now))
         deadline = now + self.deadline_s
         return SlotBatch(
             self,
@@ -215,7 +215,7 @@ def _either(take: NDArray[np.bool_], second: Extents, first: Extents) -> Extents
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotBatch:
-    """One batch of slot requests in flight. ``sent`` are the extents that reached the engine."""
+    """One batch of slot requests in flight."""
 
     files: SlotFiles
     op: Op
@@ -229,7 +229,8 @@ class SlotBatch:
     """Device of each piece's other copy, [m]; its own where there is none."""
     twin: NDArray[np.int64] | None
     """Number of the piece that is each one's other copy, [m]; None where one copy is enough."""
-    sent: NDArray[np.int64]
+    sent: NDArray[np.int64] | slice
+    """Pieces that were sent to a device."""
     batch: Batch
     watch: BatchWatch
     deadline: float
@@ -343,6 +344,8 @@ class SlotBatch:
         self.look()
         if done or remaining <= timeout_s:
             return True
+        if not self.files.health.any_out_of_use:
+            return False
         return bool(self.files.health.out_of_use(self.extents.device[self._pending()]).all())
 
     def look(self) -> None:
@@ -389,7 +392,9 @@ class SlotBatch:
         """
         device = self.extents.device.astype(np.intp)
         if not (self.without or len(wrong_slot)):
-            self.files.health.judge_content(device[right[self.extents.slot_index]], device[:0])
+            if self.files.health.content_accused:
+                good = device[right[self.extents.slot_index]]
+                self.files.health.judge_content(good, device[:0])
             return
         at = wrong_slot * self.length + wrong_offset
         begin, end = self._piece_at(at), self._piece_at(at + self.files.geometry.page_bytes - 1)
@@ -452,7 +457,8 @@ class SlotBatch:
         return self.batch.done()
 
     def _pending(self) -> NDArray[np.int64]:
-        pending: NDArray[np.int64] = self.sent[self.batch.results() == PENDING]
+        sent = np.arange(len(self.extents.device))[self.sent]
+        pending: NDArray[np.int64] = sent[self.batch.results() == PENDING]
         return pending
 
     def _slots_of(self, extents: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -54,6 +54,8 @@ class DeviceHealth:
         self._wrong = [0.0] * len(paths)
         devices = max([len(paths), *(device + 1 for device in absent)])
         self._out_of_use = np.isin(np.arange(devices), list(absent))
+        self.any_out_of_use = bool(self._out_of_use.any())
+        """Whether any device is: else nobody needs to ask which."""
         self._news: list[int] = []
 
     def judge(
@@ -74,8 +76,9 @@ class DeviceHealth:
         good: NDArray[np.bool_] = results == wanted.astype(np.int64)
         if good.all():
             with self._lock:
-                for device in np.flatnonzero(np.bincount(devices)).tolist():
-                    self._in_a_row[device] = 0
+                if any(self._in_a_row):
+                    for device in np.flatnonzero(np.bincount(devices)).tolist():
+                        self._in_a_row[device] = 0
             return good
         for device in np.unique(devices).tolist():
             mine = devices == device
@@ -113,6 +116,12 @@ class DeviceHealth:
         if why and failures >= self._failures_to_quarantine:
             self.quarantine(device, f"{failures} failures in a row, the last one: {why}")
 
+    @property
+    def content_accused(self) -> bool:
+        """Whether wrong bytes of a device are held against it, for which right ones make up."""
+        with self._lock:
+            return any(self._wrong)
+
     def judge_content(self, right: NDArray[np.intp], wrong: NDArray[np.intp]) -> None:
         """Take in what checksums said of bytes that were read.
 
@@ -136,7 +145,7 @@ class DeviceHealth:
         with self._lock:
             if self._out_of_use[device]:
                 return
-            self._out_of_use[device] = True
+            self._out_of_use[device] = self.any_out_of_use = True
             self._news.append(device)
         self._counters.add("device_lost", 1, device=self.paths[device])
         logger.error(
@@ -154,6 +163,8 @@ class DeviceHealth:
 
     def out_of_use(self, devices: NDArray[np.uint16]) -> NDArray[np.bool_]:
         """Whether each device, [n], is out of use."""
+        if not self.any_out_of_use:
+            return np.zeros(len(devices), dtype=np.bool_)
         with self._lock:
             return self._out_of_use[devices]
 

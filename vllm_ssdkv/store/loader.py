@@ -214,7 +214,6 @@ class SlotLoader:
     def _load_all(self, hit: _Hit) -> None:
         job, outcome = hit.job, hit.outcome
         begun = time.monotonic()
-        hit.keys = key_rows(job.keys)
         # All at once: what the hit reads must not take the frames that it finds.
         frames = self._frames.borrow(job.slots)
         try:
@@ -223,6 +222,7 @@ class SlotLoader:
             outcome.tokens_from_dram = len(found) * self._block_tokens
             outcome.tokens_from_ssd = len(hit.todo) * self._block_tokens
             self._read_ahead(hit, wait=False)
+            hit.keys = key_rows(job.keys)  # the devices are at work by now
             for end in range(len(found), 0, -GROUP):
                 which = found[max(0, end - GROUP) : end]
                 self._use_frames(hit, which, frames[which])

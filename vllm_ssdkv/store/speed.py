@@ -109,6 +109,8 @@ class DeviceSpeed:
         self._seen: list[list[float]] = [[] for _ in paths]
         """Of each device, factors of the latest windows that differ from what was said."""
         self._news: dict[int, float] = {}
+        self._any_slow = False
+        """Whether any device is slow, as :meth:`_slow` says."""
 
     @property
     def devices(self) -> int:
@@ -117,6 +119,8 @@ class DeviceSpeed:
 
     def telling(self, nbytes: NDArray[np.float64]) -> NDArray[np.int64]:
         """Devices whose parts of a batch, of so many bytes, [devices], tell how fast they are."""
+        if not self._any_slow and nbytes.max(initial=0) < MIN_PART_BYTES:
+            return _NOBODY
         with self._lock:
             slow = self._slow()
         return np.flatnonzero((nbytes >= MIN_PART_BYTES) | (slow & (nbytes > 0)))
@@ -199,6 +203,7 @@ class DeviceSpeed:
             self._compare(device, *(float(a[device]) for a in (low, factors, high)))
         for counted in (self._bytes, self._least_s, self._most_s):
             counted[:, known] = 0
+        self._any_slow = bool(self._slow().any())
 
     def _compare(self, device: int, low: float, factor: float, high: float) -> None:
         """What a window says of a device, between its bounds, with what was said of it last."""
@@ -262,9 +267,9 @@ class BatchWatch:
         """Of each device's part, [devices]."""
         # One device alone has nothing to be compared with.
         self._left = _NOBODY
-        if np.count_nonzero(self.nbytes) > 1:
-            telling = speed.telling(self.nbytes)
-            self._left = telling if telling.size > 1 else _NOBODY
+        telling = speed.telling(self.nbytes)
+        if telling.size > 1 and np.count_nonzero(self.nbytes) > 1:
+            self._left = telling
         self._lengths = lengths
         self._last_look = begin.earliest
         self._first: dict[int, tuple[Moment, int]] = {}
