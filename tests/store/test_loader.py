@@ -134,6 +134,31 @@ def test_slots_that_are_still_being_written_are_read_from_their_frames(
     rig.assert_rows(rig.walk([0, 1, 2]), [10, 11, 12])
 
 
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
+def test_what_is_still_being_written_when_its_first_request_ends_serves_the_next(
+    make_store: MakeStore, geometry: SlotGeometry
+) -> None:
+    """The second request finds the slots in DRAM without a header, and reads their pages from the
+    devices when the frames are gone."""
+    rig = make_store(geometry)
+    rig.faults({"kind": "stall", "op": "write"})
+    rig.store.extend_context("first", 0, array([0, 1]))
+    rig.hold({0: 10, 1: 11})
+    rig.commit({0: 10, 1: 11})
+    until(lambda: rig.store.frames.count(FrameState.WRITING) == 2, "the start of the writes")
+    rig.store.drop_context("first")
+    rig.store.extend_context("r", 0, array([0, 1]))
+    ok(rig.load({0: 10, 1: 11}, []), dram=2, ssd=0)
+    rig.faults()
+    assert rig.store.drain(PATIENCE_S)
+    rig.store.frames.forget(array([0, 1]))
+    walk = rig.walk([0, 1])
+    rig.assert_rows(walk, [10, 11])
+    assert walk.bad == []
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
 @pytest.mark.parametrize("geometry", ALL)
 def test_a_load_larger_than_dram_goes_through_it_in_parts(
     make_store: MakeStore, geometry: SlotGeometry

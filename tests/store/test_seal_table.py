@@ -41,7 +41,7 @@ def assert_seal(found: Seals, i: int, expected: Seals, first: int = 0) -> None:
 
 
 slot_lists = st.lists(st.integers(0, SLOTS - 1), max_size=40, unique=True)
-STEPS = ("put", "forget", "hold", "adopt", "settle")
+STEPS = ("put", "release", "forget", "hold", "adopt", "settle")
 
 
 @given(
@@ -62,6 +62,10 @@ def test_it_says_what_was_put_last(
             case "put" | "hold" if slots:
                 getattr(table, step)(array(slots), joined(list(fresh.values())))
                 (model if step == "put" else held).update(fresh)
+            case "release":
+                table.release(array(slots))
+                for slot in slots:
+                    model.pop(slot, None)
             case "forget":
                 table.forget(array(slots))
                 for slot in slots:

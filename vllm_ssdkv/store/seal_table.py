@@ -64,15 +64,24 @@ class SealTable:
             rows = self._row_of[slots]
             return Seals(self._opening[rows], self._marks[rows, pages][:, None]), rows != _NO_ROW
 
-    def forget(self, slots: NDArray[np.int64]) -> None:
-        """No context refers to these slots any more, or their content changes."""
+    def release(self, slots: NDArray[np.int64]) -> None:
+        """No context refers to these slots any more. Those that are being written may still be
+        adopted: the next context that refers to them finds them in DRAM, but with no header yet."""
         with self._lock:
-            slots = np.unique(slots)
-            rows = self._row_of[slots]
-            self._free.extend(rows[rows != _NO_ROW].tolist())
-            self._row_of[slots] = _NO_ROW
+            self._release(slots)
+
+    def forget(self, slots: NDArray[np.int64]) -> None:
+        """The content of these slots changes."""
+        with self._lock:
+            self._release(slots)
             for slot in slots.tolist():
                 self._held.pop(slot, None)
+
+    def _release(self, slots: NDArray[np.int64]) -> None:
+        slots = np.unique(slots)
+        rows = self._row_of[slots]
+        self._free.extend(rows[rows != _NO_ROW].tolist())
+        self._row_of[slots] = _NO_ROW
 
     # ---- slots that are being written ----
 

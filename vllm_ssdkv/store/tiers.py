@@ -360,7 +360,7 @@ class TieredStore:
         """The request does not run any more."""
         slots = self._contexts.pop(request_id, None)
         if slots is not None:
-            self._seals.forget(self.frames.release_references(slots))
+            self._seals.release(self.frames.release_references(slots))
 
     def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
         """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
