@@ -17,6 +17,7 @@ from tests.store.conftest import (
     until,
 )
 from vllm_ssdkv.store import layout, scrub, tiers
+from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.layout import SlotGeometry
 
 FAST = 1 << 40
@@ -106,6 +107,32 @@ def test_a_copy_that_is_out_of_date_is_filled(
     until(lambda: here.total("mended_copies") > 0, "the repair")
     until(lambda: bytes_of(here, 2, 0) == bytes_of(here, 2, 1), "the whole repair")
     assert here.load({2: 777}, [1], epoch=2).complete
+    assert here.store.take_scrubbed() == []
+
+
+def test_a_source_that_fails_once_is_read_again_in_the_next_pass(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was right when the scrub looked, and is not when it is to be copied."""
+    here = make_store(PAGED, slots=SLOTS, devices=3, replicas=2, scrub_rate=FAST)
+    here.write(NAMES)
+    fetch = scrub._Reader.fetch
+    failed: list[int] = []
+
+    def fetch_once_bad(reader: scrub._Reader, source: Source, epoch: int) -> bool:
+        if failed:
+            return fetch(reader, source, epoch)
+        failed.append(source.copy)
+        here.flip(6, PAGED.page_offset(3), copy=source.copy)
+        fetched = fetch(reader, source, epoch)
+        here.flip(6, PAGED.page_offset(3), copy=source.copy)
+        return fetched
+
+    monkeypatch.setattr(scrub._Reader, "fetch", fetch_once_bad)
+    here.flip(6, PAGED.page_offset(1), copy=1)
+    until(lambda: here.total("mended_copies") > 0, "the repair")
+    assert failed == [0]
+    until(lambda: bytes_of(here, 6, 0) == bytes_of(here, 6, 1), "the whole repair")
     assert here.store.take_scrubbed() == []
 
 

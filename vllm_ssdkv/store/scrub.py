@@ -217,7 +217,9 @@ class Scrubber:
             look = found[copy.copy]
             if look.right(epoch):
                 continue
-            if not reader.rewrite(sources[good], copy):
+            if not reader.fetch(sources[good], epoch):
+                return  # no longer right: the next pass looks again
+            if not reader.write(copy):
                 self._known[slot] = epoch  # its device takes no writes
                 return
             self._files.counters.add("mended_copies", 1)
@@ -291,11 +293,17 @@ class _Reader:
             self._remember(right=True)
         return _Look(epoch, fault, False)
 
-    def rewrite(self, good: Source, copy: Source) -> bool:
-        """Write a copy from the ``good`` source; False if a device does not take it."""
+    def fetch(self, source: Source, epoch: int) -> bool:
+        """Read the whole slot from this source; whether this epoch's content arrived, right."""
+        return (
+            self.read(self._files.geometry.slot_bytes, source)
+            and self.judge(final=False) is None
+            and epoch_of(self.view, self._slot) == epoch
+        )
+
+    def write(self, copy: Source) -> bool:
+        """Write what was fetched to this copy; False if a device does not take it."""
         size = self._files.geometry.slot_bytes
-        if not self.read(size, good) or self.judge(final=False) is not None:
-            return False
         slots = np.array([self._slot], dtype=np.int64)
         self._batch = self._files.submit(Op.WRITE, slots, 0, size, self._piece, source=copy)
         written = bool(self._batch.wait()[0])
