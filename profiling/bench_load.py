@@ -120,7 +120,7 @@ class Bench:
     def request_bytes(self) -> int:
         """The largest request that a block is read with."""
         files = self.store.files
-        extents = files.placement.extents(self.slots, 0, self.geometry.slot_bytes)
+        extents = files.placement.extents(self.slots, 0, self.geometry.slot_bytes, merged=False)
         return int(extents.length.max())
 
     def _stretches(self) -> _io.Stretches:
@@ -197,8 +197,8 @@ class Bench:
                 plain.beginnings.ravel(),
                 (part + 1).astype(np.uint64),
                 np.arange(len(part)),
+                np.zeros(len(part), dtype=np.uint64),
                 length,
-                np.zeros(len(part), dtype=np.uint8),
                 self._stretches(),
                 plain.first,
                 plain.step,
@@ -217,7 +217,7 @@ class Bench:
         files, plan = self.store.files, self._opened.plan
         self.store.frames.forget(self.slots)
         size = self.geometry.slot_bytes
-        extents = files.placement.extents(self.slots[:blocks], 0, size)
+        extents = files.placement.extents(self.slots[:blocks], 0, size, merged=False)
         # Where a block has no place in memory of its own, it shares one: nobody looks at it.
         place = (extents.slot_index % plan.frames - extents.slot_index) * size + plan.frame_offset
         buffer = (extents.buffer.astype(np.int64) + place).astype(np.uint64)

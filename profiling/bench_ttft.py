@@ -34,11 +34,12 @@ import numpy as np
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.cli.kv_size import bytes_per_token
+from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
-from vllm_ssdkv.profiling.bench_io.engines import EngineContender
+from vllm_ssdkv.profiling.bench_io.engines import DEADLINE_S, EngineContender
 from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
-from vllm_ssdkv.sizes import GIB, MIB
+from vllm_ssdkv.sizes import GIB, MIB, approximate_size
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.open import EngineKind
 from vllm_ssdkv.store.engine.protocol import Op
@@ -155,7 +156,7 @@ class _Asker:
         """Bytes of the largest request that a block is read with, how many are in flight, and how
         many a block takes."""
         files = self._worker.store.files
-        extents = files.placement.extents(np.arange(1), 0, files.geometry.slot_bytes)
+        extents = files.placement.extents(np.arange(1), 0, files.geometry.slot_bytes, merged=False)
         depth = self._worker.config.io.queue_depth
         return int(extents.length.max()), depth, len(extents.length)
 
@@ -303,7 +304,7 @@ ONE_THREAD = {
 def run_bench(
     model: Path,
     directories: Sequence[Path],
-    slow: dict[str, object],
+    slow: dict[str, float],
     repeats: int,
     tell: Callable[[str], object],
 ) -> list[dict[str, Any]]:
@@ -317,9 +318,10 @@ def run_bench(
         tell: Called with what is measured next.
 
     Raises:
-        BenchError: an engine failed, and the text has the end of its log; or it cannot be told how
-            large the model's KV is.
+        BenchError: an engine failed, and the text has the end of its log; it cannot be told how
+            large the model's KV is; or the slowed drive is too slow for it.
     """
+    _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"] * len(directories))
     hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
     # What is stored, and what each of the other engines adds to it; headers and padding on top.
     asked = (len(DRIVES) * len(LOADS) + 1) * (repeats * sum(LENGTHS) + sum(WARM_UP))
@@ -341,6 +343,17 @@ def run_bench(
             tell(f"drive {drive}, load {load}")
             rows += run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
     return rows
+
+
+def _require_bandwidth(hit: int, bandwidth: float) -> None:
+    """What the engine alone reads of a hit must end in time, with room to spare."""
+    seconds = hit / bandwidth
+    if seconds > DEADLINE_S / 2:
+        raise BenchError(
+            f"--bandwidth: the longest hit, {approximate_size(hit)}, would take {seconds:.0f} s on "
+            f"slowed drives of {approximate_size(int(bandwidth))}/s together, and a batch has "
+            f"{DEADLINE_S:.0f} s: give twice as much as it needs for that at least"
+        )
 
 
 def main() -> None:

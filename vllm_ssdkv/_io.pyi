@@ -274,7 +274,12 @@ class Stripes:
         devices: int,
     ) -> None: ...
     def extents(
-        self, slots: NDArray[np.int64], offsets: NDArray[np.int64], length: int, copy: int
+        self,
+        slots: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        length: int,
+        copy: int,
+        merged: bool,
     ) -> tuple[
         NDArray[np.uint16],
         NDArray[np.uint64],
@@ -332,9 +337,9 @@ class Intake:
         addresses: Where each of n slots is read to; absolute.
         fixed: The bytes with which each one's header begins, [n * fixed_bytes].
         blocks: Where they go, [n]; 0 is nowhere.
-        slot_of: Which of the slots each of m requests is a part of, [m].
-        lengths: Bytes of each request, [m].
-        missing: Slots, [n], of which something is not being read: they never arrive.
+        slot_of: Which of the slots each of m requests is a part of, [m], ascending.
+        begins: Where in the slot each one begins, in bytes, [m]; ascending within a slot.
+        lengths: Bytes of each request, [m]. A slot that they do not cover never arrives.
         stretches: What is copied.
         first, step: Of the pages of all slots, one after the other, the first one that is looked
             at, and how far it is to the next.
@@ -350,8 +355,8 @@ class Intake:
         fixed: NDArray[np.uint8],
         blocks: NDArray[np.uint64],
         slot_of: NDArray[np.int64],
+        begins: NDArray[np.uint64],
         lengths: NDArray[np.uint32],
-        missing: NDArray[np.uint8],
         stretches: Stretches,
         first: int,
         step: int,

@@ -23,7 +23,8 @@ from vllm_ssdkv.store.engine.throttled import ThrottleRule
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_S = 60.0
+DEADLINE_S = 60.0
+"""Of a batch, and of an engine's end."""
 _NOT_COMPARABLE = {"auto", "noop"}
 """A choice among the others, and one that moves nothing."""
 
@@ -40,8 +41,8 @@ def require_results(batch: Batch, length: U32, who: str) -> None:
     Raises:
         BenchError: one did not, or the batch did not end in a minute.
     """
-    if not batch.wait(_DEADLINE_S):
-        raise BenchError(f"{who}: requests did not end within {_DEADLINE_S:.0f} s")
+    if not batch.wait(DEADLINE_S):
+        raise BenchError(f"{who}: requests did not end within {DEADLINE_S:.0f} s")
     results = batch.results()
     wrong = np.flatnonzero(results != length)
     if wrong.size:
@@ -92,7 +93,7 @@ class EngineContender:
         try:
             yield engine
         finally:
-            if not engine.close(_DEADLINE_S):
+            if not engine.close(DEADLINE_S):
                 logger.error("%s: requests are still in flight", self.name)
 
     def refuses(self, case: Case) -> str | None:

@@ -87,7 +87,8 @@ def test_memory_and_disk_grow_with_the_models_kv(jobs: Jobs, tmp_path: Path) -> 
     """Llama 3.1 8B: 128 KiB per token; the longest hit is 8,192 tokens."""
     large = {"num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps({**large, "num_attention_heads": 32}))
-    result = ttft("--dir", tmp_path, "--model", tmp_path, "--repeats", "1")
+    fast = ("--bandwidth", "40MiB")
+    result = ttft("--dir", tmp_path, "--model", tmp_path, "--repeats", "1", *fast)
     assert result.exit_code == 0, result.output
     ((_, job), *_) = jobs
     hit = 8192 * 128 << 10
@@ -97,6 +98,16 @@ def test_memory_and_disk_grow_with_the_models_kv(jobs: Jobs, tmp_path: Path) -> 
     assert ttft("--dir", tmp_path).exit_code == 0
     assert jobs[0][1]["hbm_bytes"] == 128 << 20, "the demo's model is small"
     assert max(bench_ttft.WARM_UP) == bench_ttft.WARM_UP[0] == max(bench_ttft.LENGTHS)
+
+
+def test_a_drive_too_slow_for_the_models_kv_is_told_at_once(jobs: Jobs, tmp_path: Path) -> None:
+    large = {"num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**large, "num_attention_heads": 32}))
+    result = ttft("--dir", tmp_path, "--model", tmp_path)
+    assert result.exit_code == 1
+    text = "--bandwidth: the longest hit, 1.0 GiB, would take 512 s on slowed drives of 2.0 MiB/s"
+    assert text in result.stderr
+    assert jobs == []
 
 
 def test_a_model_without_config_is_told(jobs: Jobs, tmp_path: Path) -> None:

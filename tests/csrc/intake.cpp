@@ -14,6 +14,7 @@ namespace ssdkv::test {
 namespace {
 
 constexpr size_t kSlots = 40, kParts = 3, kPages = 5;
+constexpr uint32_t kPartBytes = 8192;  // the header and a page, then two pages each
 constexpr SlotShape kShape{{4096, 128, 128 + 8 * kPages}, kPages, 4096, 3000};
 constexpr size_t kSlotBytes = 4096 + kPages * 4096;
 
@@ -43,7 +44,7 @@ struct Desk {
     }
   }
 
-  Intake intake(std::vector<int64_t> slot_of, uint32_t length) {
+  Intake intake(std::vector<Intake::Part> parts) {
     std::vector<Intake::Slot> wanted;
     for (size_t slot = 0; slot < kSlots; ++slot) {
       wanted.push_back({reinterpret_cast<uint64_t>(slots.data() + slot * kSlotBytes),
@@ -54,35 +55,64 @@ struct Desk {
       const auto base = reinterpret_cast<uint64_t>(blocks.data() + page * 3000);
       stretches.push_back({4096 + page * 4096, 3000, base, kPages * 3000});
     }
-    const std::vector<uint8_t> missing(kSlots);
-    std::vector<uint32_t> lengths(slot_of.size(), length);
-    return Intake(kShape, std::move(wanted), std::move(slot_of), std::move(lengths), missing,
-                  std::move(stretches), {});
+    return Intake(kShape, std::move(wanted), std::move(parts), std::move(stretches), {});
+  }
+
+  bool copied(size_t slot, size_t page) const {
+    return std::memcmp(blocks.data() + ((slot + 1) * kPages + page) * 3000,
+                       slots.data() + slot * kSlotBytes + 4096 + page * 4096, 3000) == 0;
   }
 
   bool copied(size_t slot) const {
     for (size_t page = 0; page < kPages; ++page) {
-      if (std::memcmp(blocks.data() + ((slot + 1) * kPages + page) * 3000,
-                      slots.data() + slot * kSlotBytes + 4096 + page * 4096, 3000) != 0) {
-        return false;
-      }
+      if (!copied(slot, page)) return false;
     }
     return true;
   }
 };
+
+std::vector<Intake::Part> all_parts() {
+  std::vector<Intake::Part> parts;
+  for (size_t i = 0; i < kSlots * kParts; ++i) {
+    parts.push_back({static_cast<int64_t>(i / kParts), i % kParts * kPartBytes, kPartBytes});
+  }
+  return parts;
+}
+
+// A page goes on as soon as it and its slot's header are here, whatever of the slot is not.
+void takes_pages_one_by_one() {
+  Desk desk;
+  const std::vector<Intake::Part> parts = {{1, 0, 4096},     {1, 4096, 6000}, {1, 10096, 2192},
+                                           {1, 12288, 4096}, {2, 0, 4096},    {2, 4096, 20480}};
+  Intake intake = desk.intake(parts);
+  std::vector<int32_t> results(parts.size(), Batch::kPending);
+  const auto end = [&](size_t request) {
+    results[request] = static_cast<int32_t>(parts[request].length);
+    intake.take(results);
+  };
+  end(1);
+  end(3);
+  check(!desk.copied(1, 0) && !desk.copied(1, 2), "nothing before the header");
+  end(0);
+  check(desk.copied(1, 0) && desk.copied(1, 2), "what came before its header");
+  check(!desk.copied(1, 1), "not what is here in part");
+  end(2);
+  check(desk.copied(1, 1), "as soon as it is whole");
+  check(intake.states()[1] == Intake::State::kAwaited, "two pages were never asked for");
+  end(5);
+  check(!desk.copied(2, 0), "no header");
+  end(4);
+  check(desk.copied(2), "all at once");
+  check(intake.states()[2] == Intake::State::kRight, "all of it is right");
+}
 
 void follows_what_threads_end() {
   Desk desk;
   desk.slots[3 * kSlotBytes + 4096 + 2 * 4096 + 2999] ^= std::byte{1};  // a page
   desk.slots[4 * kSlotBytes + 200] ^= std::byte{1};                     // behind what is used
   desk.slots[5 * kSlotBytes + 10] ^= std::byte{1};                      // what it begins with
-  std::vector<int64_t> slot_of;
-  std::vector<Request> requests;
-  for (size_t i = 0; i < kSlots * kParts; ++i) {
-    slot_of.push_back(static_cast<int64_t>(i % kSlots));
-    requests.push_back({0, 0, 4096, 0});
-  }
-  Intake intake = desk.intake(std::move(slot_of), 4096);
+  const std::vector<Request> requests(kSlots * kParts, Request{0, 0, kPartBytes, 0});
+  Intake intake = desk.intake(all_parts());
   Batch batch(Op::kRead, std::move(requests));
   check(!intake.follow(batch, deadline_after(0.0)), "nothing has ended");
   std::atomic<size_t> next{0};
@@ -93,7 +123,12 @@ void follows_what_threads_end() {
       return;
     }
     for (size_t i = next++; i < kSlots * kParts; i = next++) {
-      batch.complete(i, i == kSlots + 6 ? -5 : i == 7 ? 100 : 4096);
+      const size_t slot = i % kSlots;  // of each slot the last part first
+      const size_t part = kParts - 1 - i / kSlots;
+      const int32_t ended = slot == 6 && part == 1   ? -5
+                            : slot == 7 && part == 2 ? 100
+                                                     : int32_t{kPartBytes};
+      batch.complete(slot * kParts + part, ended);
     }
   });
   for (size_t slot = 0; slot < kSlots; ++slot) {
@@ -143,10 +178,18 @@ void copies_to_any_address() {
 
 void refuses_what_does_not_fit() {
   Desk desk;
-  check_throws<std::invalid_argument>([&] { desk.intake({-1}, 4096); }, "a slot below 0");
-  check_throws<std::invalid_argument>([&] { desk.intake({int64_t{kSlots}}, 4096); }, "no slot");
+  const auto refused = [&desk](std::vector<Intake::Part> parts, const char* what) {
+    check_throws<std::invalid_argument>([&] { desk.intake(parts); }, what);
+  };
+  refused({{-1, 0, 4096}}, "a slot below 0");
+  refused({{int64_t{kSlots}, 0, 4096}}, "no slot");
+  refused({{0, 0, 0}}, "no bytes");
+  refused({{0, 4096, kSlotBytes}}, "more than the slot");
+  refused({{0, kSlotBytes + 1, 1}}, "behind the slot");
+  refused({{0, 0, 4096}, {0, 4095, 4096}}, "some bytes twice");
+  refused({{1, 0, 4096}, {0, 0, 4096}}, "slots in no order");
   Batch other(Op::kRead, std::vector<Request>(2));
-  Intake intake = desk.intake({0}, 4096);
+  Intake intake = desk.intake({{0, 0, 4096}});
   check_throws<std::invalid_argument>([&] { intake.follow(other, deadline_after(0.0)); },
                                       "another batch");
 }
@@ -155,6 +198,7 @@ void refuses_what_does_not_fit() {
 
 Tests intake_tests() {
   return {{"intake follows what threads end", follows_what_threads_end},
+          {"intake takes pages one by one", takes_pages_one_by_one},
           {"intake waits for progress", waits_for_progress},
           {"intake copies to any address", copies_to_any_address},
           {"intake refuses what does not fit", refuses_what_does_not_fit}};

@@ -20,7 +20,7 @@ void finds_slots() {
   const std::vector<int64_t> begin{0, 1 << 20};
   const std::vector<StripedRange> ranges{{10, 4, &table, begin.data()}};
   const std::vector<int64_t> slots{10, 11, 13}, all{0};
-  const SlotRequests found = find_slots(ranges, slots, all, 8192, 0);
+  const SlotRequests found = find_slots(ranges, slots, all, 8192, 0, true);
   check(found.device == std::vector<uint16_t>{0, 1, 1, 0, 1, 0}, "devices");
   check(found.offset[0] == 0 && found.offset[1] == 1 << 20, "offsets of the first slot");
   check(found.offset[4] == (1 << 20) + 3 * 4096, "offset in the second row");
@@ -34,8 +34,8 @@ void refuses_hostile_numbers() {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   const auto refused = [&](int64_t slot, int64_t offset, int64_t length) {
     const std::vector<int64_t> slots{slot}, offsets{offset};
-    check_throws<std::invalid_argument>([&] { find_slots(ranges, slots, offsets, length, 0); },
-                                        "it is refused");
+    check_throws<std::invalid_argument>(
+        [&] { find_slots(ranges, slots, offsets, length, 0, true); }, "it is refused");
   };
   for (const int64_t slot : {int64_t{-1}, int64_t{9}, int64_t{14}, kMost, -kMost}) {
     refused(slot, 0, 1);

@@ -137,6 +137,11 @@ class Hbm(MutableMapping[int, Bytes]):
         whole: NDArray[np.bool_] = (self._data != self._NOTHING).any(axis=2).all(axis=1)
         return whole
 
+    def copied(self, block: int) -> NDArray[np.bool_]:
+        """Pages of a block that something was copied to, [pages]."""
+        there: NDArray[np.bool_] = (self._data[block] != self._NOTHING).any(axis=1)
+        return there
+
     def __getitem__(self, block: int) -> Bytes:
         if not self._whole()[block]:
             raise KeyError(block)

@@ -54,23 +54,23 @@ class Desk:
         self,
         hbm: Hbm | None = None,
         *,
-        slot_of: NDArray[np.int64] | None = None,
-        length: int = SHAPE.slot_bytes,
-        missing: NDArray[np.uint8] | None = None,
+        parts: int = 1,
+        asked: NDArray[np.intp] | None = None,
         first: int = 0,
         step: int = 1,
     ) -> _io.Intake:
         plain = self.sealer.plain_check(NUMBERS, EPOCHS, KEYS)
         assert plain is not None
-        which = np.arange(SLOTS) if slot_of is None else slot_of
+        which = np.arange(SLOTS * parts) if asked is None else asked
+        length = SHAPE.slot_bytes // parts
         return _io.Intake(
             plain.shape,
             np.uint64(self.arena.address) + self.places,
             plain.beginnings.ravel(),
             np.arange(1, SLOTS + 1, dtype=np.uint64) * np.uint64(hbm is not None),
-            which,
+            which // parts,
+            (which % parts * length).astype(np.uint64),
             np.full(len(which), length, dtype=np.uint32),
-            np.zeros(SLOTS, dtype=np.uint8) if missing is None else missing,
             NOWHERE if hbm is None else hbm.stretches(),
             first,
             step,
@@ -106,8 +106,7 @@ def test_what_a_native_engine_reads_is_checked_and_copied(desk: Desk) -> None:
         for parts in (1, 7):
             desk.arena.view(0, desk.arena.nbytes)[:] = 0
             hbm = Hbm(SHAPE)
-            slot_of = np.repeat(np.arange(SLOTS), parts)
-            intake = desk.intake(hbm, slot_of=slot_of, length=SHAPE.slot_bytes // parts)
+            intake = desk.intake(hbm, parts=parts)
             batch = desk.read(engine, parts)
             assert intake.follow(batch, PATIENCE_S)
             assert batch.done()
@@ -118,58 +117,81 @@ def test_what_a_native_engine_reads_is_checked_and_copied(desk: Desk) -> None:
             assert intake.follow(batch, 0.0), "once more is no harm"
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+OUTCOMES = {None: int(np.iinfo(np.int32).min), "short": 1000, "error": -5, "whole": 0}
+"""What a part may end with; whole is as many bytes as were asked for."""
+MOST = SLOTS * 7
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     flips=st.sets(st.integers(0, SLOTS * SHAPE.slot_bytes - 1), max_size=8),
-    arrived=st.lists(
-        st.sampled_from([None, "short", "error", "whole"]), min_size=SLOTS, max_size=SLOTS
+    parts=st.sampled_from([1, 7]),
+    gone=st.sets(st.integers(0, MOST - 1), max_size=4),
+    odd=st.dictionaries(
+        st.integers(0, MOST - 1), st.sampled_from([None, "short", "error"]), max_size=12
     ),
-    missing=st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
     sample=st.sampled_from([(0, 1), (0, 4), (3, 4), (5, 16)]),
 )
 def test_only_what_is_right_is_right(
     desk: Desk,
     flips: set[int],
-    arrived: list[str | None],
-    missing: list[bool],
+    parts: int,
+    gone: set[int],
+    odd: dict[int, str | None],
     sample: tuple[int, int],
 ) -> None:
-    """As the sealer says it of the slots that are there."""
+    """As the sealer says it of the pages and slots that are there. ``gone`` are parts that nobody
+    asked for, ``odd`` those that are not there yet, or ended otherwise."""
     data = desk.arena.view(0, desk.arena.nbytes)
     data[:] = desk.sealed
     for at in flips:
         data[at] ^= 0x10
     first, step = sample
     hbm = Hbm(SHAPE)
-    gone = np.array(missing).astype(np.uint8)
-    intake = desk.intake(hbm, missing=gone, first=first, step=step)
-    pending = int(np.iinfo(np.int32).min)
-    codes = {None: pending, "short": 4096, "error": -5, "whole": SHAPE.slot_bytes}
-    results = np.array([codes[one] for one in arrived], dtype=np.int32)
-    intake.take(np.full(SLOTS, pending, dtype=np.int32))
+    asked = np.array([part for part in range(SLOTS * parts) if part not in gone], dtype=np.intp)
+    length = SHAPE.slot_bytes // parts
+    intake = desk.intake(hbm, parts=parts, asked=asked, first=first, step=step)
+    ends = [odd.get(part, "whole") for part in asked.tolist()]
+    results = np.array([OUTCOMES[end] or length for end in ends], dtype=np.int32)
+    intake.take(np.full(len(asked), OUTCOMES[None], dtype=np.int32))
     assert intake.states().tolist() == [0] * SLOTS
-    intake.take(results)
 
     seals, headed = desk.sealer.read_headers(NUMBERS, EPOCHS, KEYS, desk.places)
     right = desk.sealer.unseal(seals, 0, desk.places + np.uint64(SHAPE.header_bytes))
     looked_at = np.zeros(right.size, dtype=np.bool_)
     looked_at[first::step] = True
     right |= ~looked_at.reshape(right.shape)
-    expected = np.where(~headed, 2, np.where(right.all(axis=1), 1, 3))
-    here = np.array([one == "whole" for one in arrived]) & (gone == 0)
-    assert intake.states().tolist() == np.where(here, expected, 0).tolist()
-    wrong = intake.wrong_pages().reshape(-1, 2).tolist()
-    assert wrong == np.argwhere((here & headed)[:, None] & ~right).tolist()
-    assert sorted(hbm) == (np.flatnonzero(here & (expected == 1)) + 1).tolist()
 
-    intake.take(np.full(SLOTS, SHAPE.slot_bytes, dtype=np.int32))
-    late = np.array([one is None for one in arrived]) & (gone == 0)
-    assert intake.states().tolist() == np.where(here | late, expected, 0).tolist()
+    def expect(arrived: NDArray[np.intp]) -> None:
+        there = np.zeros(SLOTS * SHAPE.slot_bytes, dtype=np.bool_)
+        there.reshape(-1, length)[arrived] = True
+        there = there.reshape(SLOTS, -1)
+        header = there[:, : SHAPE.header_bytes].all(axis=1)
+        pages = there[:, SHAPE.header_bytes :].reshape(SLOTS, SHAPE.pages, -1).all(axis=2)
+        whole = header & pages.all(axis=1)
+        states = np.where(whole, np.where(right.all(axis=1), 1, 3), 0)
+        states[header & ~headed] = 2
+        assert intake.states().tolist() == states.tolist()
+        assert intake.wrong_pages().reshape(-1, 2).tolist() == (
+            np.argwhere((states == 3)[:, None] & ~right).tolist()
+        )
+        usable = (header & headed)[:, None] & pages & right
+        copied = [hbm.copied(slot + 1).tolist() for slot in range(SLOTS)]
+        assert copied == usable.tolist()
+
+    intake.take(results)
+    expect(asked[results == length])
+    late = np.array([end is None for end in ends], dtype=np.bool_)
+    results[late] = length
+    intake.take(results)
+    expect(asked[results == length])
 
 
 def test_what_does_not_belong_together_is_refused(desk: Desk) -> None:
     with pytest.raises(ValueError, match="no slot"):
-        desk.intake(slot_of=np.array([0, SLOTS]))
+        desk.intake(asked=np.array([0, SLOTS]))
+    with pytest.raises(ValueError, match="in the order"):
+        desk.intake(asked=np.array([1, 0]))
     with pytest.raises(ValueError, match="another batch"):
         desk.intake().take(np.zeros(SLOTS + 1, dtype=np.int32))
     with pytest.raises(ValueError, match="another batch"):
@@ -190,8 +212,8 @@ def test_what_does_not_belong_together_is_refused(desk: Desk) -> None:
                 plain.beginnings.ravel(),
                 np.ones(SLOTS, dtype=np.uint64),
                 np.arange(SLOTS),
+                np.zeros(SLOTS, dtype=np.uint64),
                 np.full(SLOTS, 4096, dtype=np.uint32),
-                np.zeros(SLOTS, dtype=np.uint8),
                 beyond,
                 0,
                 1,

@@ -116,7 +116,8 @@ def test_extents_cover_exactly_the_requested_bytes(stripes: StripeMap, data: st.
         offset = np.array(
             [data.draw(st.integers(0, slot_bytes - length)) for _ in slots], dtype=np.int64
         )
-    extents = stripes.extents(slots, offset, length)
+    merged = data.draw(st.booleans())
+    extents = stripes.extents(slots, offset, length, merged=merged)
     # The pieces are back to back in the buffer, in order, without hole or overlap.
     ends = extents.buffer + extents.length.astype(np.uint64)
     assert ends[-1:].tolist() == ([slots.size * length] if slots.size else [])
@@ -124,7 +125,8 @@ def test_extents_cover_exactly_the_requested_bytes(stripes: StripeMap, data: st.
     assert np.array_equal(extents.buffer[1:], ends[:-1])
     assert np.array_equal(extents.buffer // length, extents.slot_index.astype(np.uint64))
     assert bool((extents.length > 0).all())
-    assert bool((extents.length <= max(MERGE_BYTES, stripes.unit_bytes)).all())
+    most = max(MERGE_BYTES, stripes.unit_bytes) if merged else stripes.unit_bytes
+    assert bool((extents.length <= most).all())
 
 
 def place_of(stripes: StripeMap, slot: int, byte: int) -> tuple[int, int]:
@@ -148,7 +150,7 @@ def test_every_byte_lies_where_the_definition_says(
     stripes: StripeMap, slot: int, data: st.DataObject
 ) -> None:
     slot_bytes = stripes.geometry.slot_bytes
-    whole = stripes.extents(np.array([slot]), 0, slot_bytes)
+    whole = stripes.extents(np.array([slot]), 0, slot_bytes, merged=data.draw(st.booleans()))
     for byte in data.draw(st.lists(st.integers(0, slot_bytes - 1), min_size=1, max_size=4)):
         which = int(np.searchsorted(whole.buffer, byte, side="right")) - 1
         within = byte - int(whole.buffer[which])

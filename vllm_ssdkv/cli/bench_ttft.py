@@ -91,7 +91,7 @@ def ttft(
     from vllm_ssdkv.profiling.bench_ttft import run_bench
 
     try:
-        slow: dict[str, object] = {"bandwidth": parse_size(bandwidth), "latency": latency}
+        slow: dict[str, float] = {"bandwidth": parse_size(bandwidth), "latency": latency}
     except ValueError as error:
         raise typer.BadParameter(f"{bandwidth!r}: {error}", param_hint="--bandwidth") from None
     require_writable("--json", json_file)

@@ -125,6 +125,7 @@ class SlotFiles:
         *,
         source: Source | None = None,
         joined: bool = False,
+        merged: bool = True,
     ) -> SlotBatch:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
@@ -140,8 +141,9 @@ class SlotFiles:
             buffers: Arena offset per slot, [n].
             source: Read these copies, or write them, and no others.
             joined: Neighbours, on the device and in the arena, go to the engine as one request.
+            merged: As in :meth:`Placement.extents`.
         """
-        first, second = self.placement.copies(slots, offset, length)
+        first, second = self.placement.copies(slots, offset, length, merged=merged)
         extents, other, twin = first, first.device, None
         if second is not None and source is not None:
             extents = _either(source.second(first.device, second.device), second, first)
@@ -298,13 +300,12 @@ class SlotBatch:
                 later.look()
             pause = min(_LOOK_S, _GROWTH * pause)
 
-    def parts(self) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint8]]:
-        """Of each request that was sent, the slot it is a part of, by place in the batch, and its
-        bytes; and whether something of each slot, [slots], was not sent."""
-        missing = np.ones(len(self.extents.device), dtype=np.bool_)
-        missing[self.sent] = False
-        slot_of, length = self.extents.slot_index[self.sent], self.extents.length[self.sent]
-        return slot_of, length, self._slots_of(missing).view(np.uint8)
+    def parts(self) -> tuple[NDArray[np.int64], U64, NDArray[np.uint32]]:
+        """Of each request that was sent, the slot it is a part of, by place in the batch, where it
+        begins in it, in bytes, and how many they are."""
+        slot_of = self.extents.slot_index[self.sent]
+        begin = self.extents.buffer[self.sent] - slot_of.astype(np.uint64) * np.uint64(self.length)
+        return slot_of, begin, self.extents.length[self.sent]
 
     def arriving(self, beside: Sequence[SlotBatch] = ()) -> Iterator[NDArray[np.intp]]:
         """Slots, by place in the batch, as they become :meth:`readable`: each once, and all that

@@ -302,10 +302,18 @@ class StripeMap:
         begin = np.zeros(devices, dtype=np.int64)
         self._alone = _io.Stripes([self.table], zero, most, zero, begin, devices)
 
-    def extents(self, slots: I64, offset: int | I64, length: int, copy: int = 0) -> Extents:
+    def extents(
+        self,
+        slots: I64,
+        offset: int | I64,
+        length: int,
+        copy: int = 0,
+        *,
+        merged: bool = True,
+    ) -> Extents:
         """Requests that cover bytes ``[offset, offset + length)`` of each slot.
 
-        Pieces are split at unit borders; neighbours that are contiguous on one device are merged
+        Pieces are split at unit borders; neighbours that are contiguous on one device may be merged
         up to :data:`MERGE_BYTES`. Ordered by slot index, then position. One native call.
 
         Args:
@@ -314,6 +322,8 @@ class StripeMap:
             length: Bytes of each piece.
             copy: Which copy of them, 0 or 1; of a map with one copy, either is that one. The
                 requests for both are alike but for device and offset.
+            merged: Whether neighbours are merged; else each unit is a request, whose end is seen
+                before those of its neighbours.
 
         Raises:
             ValueError: the range is empty or leaves the slot, a slot is negative, or shapes differ.
@@ -324,6 +334,7 @@ class StripeMap:
                 np.atleast_1d(np.asarray(offset, dtype=np.int64)),
                 length,
                 copy,
+                merged,
             )
         )
 

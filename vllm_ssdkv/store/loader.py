@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.metrics import counter_key
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.engine.protocol import U64, Op
 from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotBatch, SlotFiles, Source
@@ -31,6 +32,9 @@ hold."""
 
 READ_AHEAD = 4
 """Pieces in flight: when the oldest is over, the devices work on the others."""
+
+_BYTES_USED = (counter_key("bytes_used"),)
+_NO_PAGE = np.zeros(0, dtype=np.intp)
 
 _LOOK_S = 0.1
 """How often the thread looks whether an overdue read has ended."""
@@ -141,6 +145,10 @@ class SlotLoader:
         self._copy_in = copy_in
         self._stretches = stretches
         self._block_tokens = block_tokens
+        # Slots to read at once: as many as leave room for the reads that follow.
+        most = min(files.group, frames.frames // READ_AHEAD)
+        in_bytes = GROUP_BYTES // READ_AHEAD // files.geometry.slot_bytes
+        self._piece = max(1, min(in_bytes, most))
         self._jobs: queue.SimpleQueue[tuple[LoadJob, float] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
         self._overdue: list[tuple[SlotBatch, NDArray[np.int32]]] = []
@@ -280,7 +288,7 @@ class SlotLoader:
         With ``wait``, and nothing in flight, wait for memory.
         """
         while len(hit.todo) and hit.outcome.complete:
-            piece = self._piece()
+            piece = self._piece
             in_flight = piece * self._files.geometry.slot_bytes
             if len(hit.reads) >= max(2, min(READ_AHEAD, GROUP_BYTES // in_flight)):
                 return
@@ -297,12 +305,6 @@ class SlotLoader:
                 started = self._start_to_dram(hit, first, wait=patient)
             if not started:
                 return
-
-    def _piece(self) -> int:
-        """Slots to read at once: as many as leave room for the reads that follow."""
-        most = min(self._files.group, self._frames.frames // READ_AHEAD)
-        in_bytes = GROUP_BYTES // READ_AHEAD // self._files.geometry.slot_bytes
-        return max(1, min(in_bytes, most))
 
     def _start_to_hbm(self, hit: _Hit, first: int, *, wait: bool) -> bool:
         slots = hit.job.slots[hit.todo[first:]]
@@ -367,7 +369,8 @@ class SlotLoader:
     ) -> SlotBatch:
         slots = hit.job.slots[which]
         self._files.replicas.stored_in(slots, hit.job.epochs[which])
-        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source)
+        # Not merged: what has arrived is checked and copied while its neighbours are being read.
+        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=False)
 
     def _finish(self, hit: _Hit) -> None:
         """Wait for the oldest read, check what it brought, and copy it into HBM."""
@@ -448,9 +451,11 @@ class SlotLoader:
         """As :meth:`_check`, of all that an intake has looked at."""
         which, batch, states = read.which, read.batch, intake.states()
         good: NDArray[np.bool_] = states == RIGHT
-        if not good.all():
+        if good.all():
+            self._tell_pages(batch, good, _NO_PAGE, _NO_PAGE, final=False)
+        else:
             batch.wrong_headers(np.flatnonzero(states == WRONG_HEADER))
-        self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
+            self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
         kept = good & self._frames.referenced(hit.job.slots[which])
         if kept.any():
             places = self._frames.buffer_offset(frames[kept])
@@ -533,8 +538,8 @@ class SlotLoader:
         geometry = self._files.geometry
         offsets = geometry.header_bytes + page * geometry.page_bytes
         batch.verified(good, row, offsets, final=final)
-        used = int(good.sum()) * geometry.kv_pages * geometry.payload_bytes
-        self._files.counters.add("bytes_used", used)
+        used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
+        self._files.counters.add_keyed(_BYTES_USED, (used,))
 
     def _read_seals(
         self, hit: _Hit, which: NDArray[np.int64], places: U64, *, final: bool

@@ -175,7 +175,9 @@ class Placement:
 
     # ---- where ----
 
-    def extents(self, slots: I64, offset: int | I64, length: int) -> Extents:
+    def extents(
+        self, slots: I64, offset: int | I64, length: int, *, merged: bool = True
+    ) -> Extents:
         """Requests that cover bytes ``[offset, offset + length)`` of each slot, of its first copy.
 
         As :meth:`StripeMap.extents`, ordered by slot index, then position.
@@ -183,9 +185,11 @@ class Placement:
         Raises:
             ValueError: a slot does not exist, the range leaves the slot, or shapes differ.
         """
-        return self._extents(self._tables, slots, offset, length, 0)
+        return self._extents(self._tables, slots, offset, length, 0, merged)
 
-    def copies(self, slots: I64, offset: int | I64, length: int) -> tuple[Extents, Extents | None]:
+    def copies(
+        self, slots: I64, offset: int | I64, length: int, *, merged: bool = True
+    ) -> tuple[Extents, Extents | None]:
         """As :meth:`extents`, and the same for the second copies.
 
         The two differ in devices and offsets alone; pieces without a second copy are the same in
@@ -195,17 +199,23 @@ class Placement:
             ValueError: as there.
         """
         tables = self._tables
-        first = self._extents(tables, slots, offset, length, 0)
+        first = self._extents(tables, slots, offset, length, 0, merged)
         if tables.copies == 1:
             return first, None
-        return first, self._extents(tables, slots, offset, length, 1)
+        return first, self._extents(tables, slots, offset, length, 1, merged)
 
     def _extents(
-        self, tables: _Tables, slots: I64, offset: int | I64, length: int, copy: int
+        self,
+        tables: _Tables,
+        slots: I64,
+        offset: int | I64,
+        length: int,
+        copy: int,
+        merged: bool,
     ) -> Extents:
         offsets = np.atleast_1d(np.asarray(offset, dtype=np.int64))
         slots = np.ascontiguousarray(slots, dtype=np.int64)
-        return Extents(*tables.stripes.extents(slots, offsets, length, copy))
+        return Extents(*tables.stripes.extents(slots, offsets, length, copy, merged))
 
     def touches(self, device: int, slots: I64) -> NDArray[np.bool_]:
         """Per slot (int64, shape [n]) whether any byte of it lies on the device; bool, [n].

@@ -45,46 +45,66 @@ class Intake {
     uint64_t block;          // where it goes; 0: nowhere
   };
 
+  // What a request brings.
+  struct Part {
+    int64_t slot;
+    uint64_t begin;  // in the slot
+    uint32_t length;
+  };
+
   struct WrongPage {
     int64_t slot;  // index among those of the batch
     int64_t page;
   };
 
-  // `slot_of` says for each request of the batch which slot it is a part of, `missing` whether a
-  // slot has parts that were not asked for, so that it cannot arrive. What the slots point to
-  // outlives this. Stretches ascend. Throws std::invalid_argument for arrays that do not fit.
-  Intake(const SlotShape& shape, std::vector<Slot> slots, std::vector<int64_t> slot_of,
-         std::vector<uint32_t> lengths, std::span<const uint8_t> missing,
+  // `parts` has one entry for each request of the batch, ordered by slot and position. A slot of
+  // which something was not asked for never arrives. What the slots point to outlives this.
+  // Stretches ascend. Throws std::invalid_argument for what does not fit together.
+  Intake(const SlotShape& shape, std::vector<Slot> slots, std::vector<Part> parts,
          std::vector<Stretch> stretches, Sample sample);
 
-  // One thread at a time calls these. They look at all that has arrived since the last call: as
-  // long as anything has, take more; then wait for the rest until the deadline. True: all requests
-  // of the batch have ended, and what they brought was looked at.
+  // One thread at a time calls these. They look at every page that has arrived, behind its slot's
+  // header, since the last call: as long as any has, take more; then wait for the rest until the
+  // deadline. True: all requests of the batch have ended, and what they brought was looked at.
   bool follow(Batch& batch, Clock::time_point deadline);
   // The same for an engine of another kind, with what its requests have ended with so far.
   void take(std::span<const int32_t> results);
 
-  // By slot of the batch.
+  // By slot of the batch; awaited until all of it was looked at.
   const std::vector<State>& states() const { return states_; }
+  // Of slots whose state says that they have some.
   std::vector<WrongPage> wrong_pages() const;
 
  private:
+  // What is known of a page.
+  enum class Page : uint8_t { kAwaited, kTaken, kWrong };
+
+  // Pages [first, last) of a slot that have arrived, and whose header is right.
+  struct Run {
+    size_t slot, first, last;
+  };
+
   template <class Result>
-  bool look(const Result& result);  // whether a slot has arrived
+  bool look(const Result& result);  // whether there are runs
+  void arrive(const Part& part);
+  void add_runs(size_t slot, size_t first, size_t last);
   void work_off();
-  void check_and_copy(size_t slot) noexcept;
+  void check_and_copy(const Run& run) noexcept;
+  void settle(size_t slot);
 
   const SlotShape shape_;
   const std::vector<Slot> slots_;
-  const std::vector<int64_t> slot_of_;
-  const std::vector<uint32_t> lengths_;
+  const std::vector<Part> parts_;
   const std::vector<Stretch> stretches_;
   const Sample sample_;
-  std::vector<uint32_t> parts_;    // of each slot that have not arrived
-  std::vector<uint32_t> awaited_;  // requests that had not ended when last looked at
-  std::vector<uint32_t> arrived_;  // slots that have, and were not looked at
+  std::vector<size_t> stretch_of_;     // [pages + 1]: of each page, the first one
+  std::vector<uint32_t> awaited_;      // requests that had not ended when last looked at
+  std::vector<uint64_t> header_left_;  // [slots]: bytes that have not arrived
+  std::vector<uint64_t> page_left_;    // [slots, pages]: the same
+  std::vector<Page> pages_;            // [slots, pages]
+  std::vector<size_t> untaken_;        // [slots]: pages that are awaited
+  std::vector<Run> runs_;              // that were not looked at
   std::vector<State> states_;
-  std::vector<uint8_t> page_wrong_;  // [slots, pages]
 };
 
 }  // namespace ssdkv

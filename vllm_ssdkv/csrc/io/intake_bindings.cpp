@@ -22,11 +22,6 @@ using U32 = ArrayIn<uint32_t>;
 using I64 = ArrayIn<int64_t>;
 using U64 = ArrayIn<uint64_t>;
 
-template <class T>
-std::vector<T> to_vector(const ArrayIn<T>& array) {
-  return {array.data(), array.data() + array.shape(0)};
-}
-
 const std::byte* bytes_of(const U8& array) {
   return reinterpret_cast<const std::byte*>(array.data());
 }
@@ -81,11 +76,11 @@ std::vector<Stretch> to_stretches(const U64& offsets, const U64& sizes, const U6
 class PyIntake {
  public:
   PyIntake(const SlotShape& shape, const U64& addresses, const U8& fixed, const U64& blocks,
-           const I64& slot_of, const U32& lengths, const U8& missing, const Stretches& stretches,
+           const I64& slot_of, const U64& begins, const U32& lengths, const Stretches& stretches,
            size_t first, size_t step)
       : fixed_(bytes_of(fixed), bytes_of(fixed) + fixed.shape(0)),
-        intake_(shape, slots(shape, addresses, fixed, blocks), to_vector(slot_of),
-                to_vector(lengths), span(missing), stretches.all, {first, step}) {}
+        intake_(shape, slots(shape, addresses, fixed, blocks), parts(slot_of, begins, lengths),
+                stretches.all, {first, step}) {}
 
   bool follow(Batch& batch, double timeout_s) {
     return wait_for(timeout_s,
@@ -111,6 +106,20 @@ class PyIntake {
   }
 
  private:
+  static std::vector<Intake::Part> parts(const I64& slot_of, const U64& begins,
+                                         const U32& lengths) {
+    const size_t n = slot_of.shape(0);
+    if (begins.shape(0) != n || lengths.shape(0) != n) {
+      throw std::invalid_argument("the arrays differ in length");
+    }
+    std::vector<Intake::Part> found;
+    found.reserve(n);
+    for (size_t i = 0; i < n; ++i) {
+      found.push_back({slot_of.data()[i], begins.data()[i], lengths.data()[i]});
+    }
+    return found;
+  }
+
   std::vector<Intake::Slot> slots(const SlotShape& shape, const U64& addresses, const U8& fixed,
                                   const U64& blocks) const {
     const size_t n = addresses.shape(0);
@@ -157,10 +166,10 @@ void bind_intake(nb::module_& m) {
   m.def("right_headers", &right_headers, "addresses"_a.noconvert(), "fixed"_a.noconvert(),
         "shape"_a);
   nb::class_<PyIntake>(m, "Intake")
-      .def(nb::init<const SlotShape&, const U64&, const U8&, const U64&, const I64&, const U32&,
-                    const U8&, const Stretches&, size_t, size_t>(),
+      .def(nb::init<const SlotShape&, const U64&, const U8&, const U64&, const I64&, const U64&,
+                    const U32&, const Stretches&, size_t, size_t>(),
            "shape"_a, "addresses"_a.noconvert(), "fixed"_a.noconvert(), "blocks"_a.noconvert(),
-           "slot_of"_a.noconvert(), "lengths"_a.noconvert(), "missing"_a.noconvert(), "stretches"_a,
+           "slot_of"_a.noconvert(), "begins"_a.noconvert(), "lengths"_a.noconvert(), "stretches"_a,
            "first"_a, "step"_a)
       .def("follow", &PyIntake::follow, "batch"_a, "timeout_s"_a)
       .def("take", &PyIntake::take, "results"_a.noconvert())

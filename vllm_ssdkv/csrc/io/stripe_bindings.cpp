@@ -55,8 +55,9 @@ class Stripes {
     if (!fits) throw std::invalid_argument("the tables of a placement do not fit its devices");
   }
 
-  Requests extents(const I64& slots, const I64& offsets, int64_t length, int64_t copy) const {
-    return to_tuple(find_slots(ranges_, span(slots), span(offsets), length, copy));
+  Requests extents(const I64& slots, const I64& offsets, int64_t length, int64_t copy,
+                   bool merged) const {
+    return to_tuple(find_slots(ranges_, span(slots), span(offsets), length, copy, merged));
   }
 
  private:
@@ -99,7 +100,7 @@ void bind_stripes(nb::module_& m) {
            "tables"_a, "first"_a.noconvert(), "slots"_a.noconvert(), "table_of"_a.noconvert(),
            "begin"_a.noconvert(), "devices"_a)
       .def("extents", &Stripes::extents, "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a,
-           "copy"_a);
+           "copy"_a, "merged"_a);
 }
 
 }  // namespace ssdkv

@@ -40,7 +40,8 @@ void StripeTable::check() const {
 }
 
 SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const int64_t> slots,
-                        std::span<const int64_t> offsets, int64_t length, int64_t copy) {
+                        std::span<const int64_t> offsets, int64_t length, int64_t copy,
+                        bool merged) {
   if (offsets.size() != 1 && offsets.size() != slots.size()) {
     throw std::invalid_argument("slots and offsets differ in length");
   }
@@ -62,7 +63,8 @@ SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const in
       const int64_t begin = std::max(start, unit * unit_bytes);
       const int64_t end = std::min(start + length, (unit + 1) * unit_bytes);
       // A slot's consecutive units on one device have consecutive places: they are contiguous.
-      if (unit > first && device == found.device.back() && unit % table.merge_units != 0) {
+      if (merged && unit > first && device == found.device.back() &&
+          unit % table.merge_units != 0) {
         found.length.back() += static_cast<uint32_t>(end - begin);
         continue;
       }

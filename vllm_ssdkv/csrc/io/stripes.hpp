@@ -16,7 +16,7 @@ struct StripeTable {
   int64_t unit_bytes;
   int64_t slot_bytes;
   int64_t first_byte;              // of a device that holds slots
-  int64_t merge_units;             // requests end at multiples of so many units
+  int64_t merge_units;             // merged requests end at multiples of so many units
   std::vector<int64_t> device;     // [lanes, copies, units]
   std::vector<int64_t> place;      // [lanes, copies, units]
   std::vector<int64_t> row_units;  // [devices]
@@ -43,9 +43,11 @@ struct SlotRequests {
 };
 
 // Requests for bytes [offset, offset + length) of one copy of each slot. Offsets are one for all
-// slots or one each, ranges ascend. Throws std::invalid_argument for a slot that is in no range, or
-// bytes that are not all in the slot.
+// slots or one each, ranges ascend. A request is one unit, or, where they may be `merged`, as many
+// as lie one after the other. Throws std::invalid_argument for a slot that is in no range, or bytes
+// that are not all in the slot.
 SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const int64_t> slots,
-                        std::span<const int64_t> offsets, int64_t length, int64_t copy);
+                        std::span<const int64_t> offsets, int64_t length, int64_t copy,
+                        bool merged);
 
 }  // namespace ssdkv
