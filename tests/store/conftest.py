@@ -116,10 +116,13 @@ class Hbm(MutableMapping[int, Bytes]):
     whole. Part of a block is no block."""
 
     BLOCKS = 512
+    """Fewer where they are large, at least 8."""
+    MOST_BYTES = 1 << 28
     _NOTHING = 0xD1
 
     def __init__(self, geometry: SlotGeometry):
-        shape = self.BLOCKS, geometry.pages, geometry.payload_bytes
+        blocks = min(self.BLOCKS, self.MOST_BYTES // (geometry.pages * geometry.payload_bytes))
+        shape = max(8, blocks), geometry.pages, geometry.payload_bytes
         self._geometry = geometry
         self._data = np.full(shape, self._NOTHING, dtype=np.uint8)
 
