@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import random
 import statistics
 import time
@@ -321,7 +322,7 @@ def run_bench(
         BenchError: an engine failed, and the text has the end of its log; it cannot be told how
             large the model's KV is; or the slowed drive is too slow for it.
     """
-    _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"] * len(directories))
+    _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"], len(directories))
     hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
     # What is stored, and what each of the other engines adds to it; headers and padding on top.
     asked = (len(DRIVES) * len(LOADS) + 1) * (repeats * sum(LENGTHS) + sum(WARM_UP))
@@ -345,14 +346,14 @@ def run_bench(
     return rows
 
 
-def _require_bandwidth(hit: int, bandwidth: float) -> None:
-    """What the engine alone reads of a hit must end in time, with room to spare."""
-    seconds = hit / bandwidth
-    if seconds > DEADLINE_S / 2:
+def _require_bandwidth(hit: int, bandwidth: float, drives: int) -> None:
+    """What the engine alone reads of a hit must end in time, with as much to spare."""
+    least = 2 * hit / DEADLINE_S / drives
+    if bandwidth < least:
         raise BenchError(
-            f"--bandwidth: the longest hit, {approximate_size(hit)}, would take {seconds:.0f} s on "
-            f"slowed drives of {approximate_size(int(bandwidth))}/s together, and a batch has "
-            f"{DEADLINE_S:.0f} s: give twice as much as it needs for that at least"
+            f"--bandwidth: the longest hit, {approximate_size(hit)}, would take "
+            f"{hit / bandwidth / drives:.0f} s, and has {DEADLINE_S:.0f} s: give "
+            f"{math.ceil(least / MIB)}MiB at least"
         )
 
 

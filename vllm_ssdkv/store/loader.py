@@ -34,7 +34,6 @@ READ_AHEAD = 4
 """Pieces in flight: when the oldest is over, the devices work on the others."""
 
 _BYTES_USED = (counter_key("bytes_used"),)
-_NO_PAGE = np.zeros(0, dtype=np.intp)
 
 _LOOK_S = 0.1
 """How often the thread looks whether an overdue read has ended."""
@@ -369,8 +368,9 @@ class SlotLoader:
     ) -> SlotBatch:
         slots = hit.job.slots[which]
         self._files.replicas.stored_in(slots, hit.job.epochs[which])
-        # Not merged: what has arrived is checked and copied while its neighbours are being read.
-        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=False)
+        # An intake checks and copies what has arrived while its neighbours are being read.
+        merged = self._stretches is None
+        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=merged)
 
     def _finish(self, hit: _Hit) -> None:
         """Wait for the oldest read, check what it brought, and copy it into HBM."""
@@ -451,11 +451,9 @@ class SlotLoader:
         """As :meth:`_check`, of all that an intake has looked at."""
         which, batch, states = read.which, read.batch, intake.states()
         good: NDArray[np.bool_] = states == RIGHT
-        if good.all():
-            self._tell_pages(batch, good, _NO_PAGE, _NO_PAGE, final=False)
-        else:
+        if not good.all():
             batch.wrong_headers(np.flatnonzero(states == WRONG_HEADER))
-            self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
+        self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
         kept = good & self._frames.referenced(hit.job.slots[which])
         if kept.any():
             places = self._frames.buffer_offset(frames[kept])
