@@ -132,8 +132,11 @@ class SparseConfig(OptionModel):
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: a quarter of the worker's share of dram_gib. A step mostly needs the pages of "
-            "the step before, which then are not read again."
+            "null: four fifths of what `io.staging` and `summaries` leave of dram_gib, and no more "
+            "than the contexts that can run at a time; the rest is for whole blocks, which are "
+            "written from there, found again, and read by requests that attend to everything. A "
+            "step mostly needs the pages of the step before, which then are not read again, if "
+            "there is room for all of them: with half of that, it took three times as long."
         ),
     ] = None
     hbm_pages: Annotated[
@@ -189,7 +192,13 @@ class SparseConfig(OptionModel):
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
-        Reason("null: those of the whole store, but a quarter of the share of dram_gib at most."),
+        Reason(
+            "null: those of the contexts of as many requests of `--max-model-len` as can run at a "
+            "time, by `--max-num-seqs` and by the room in HBM for their windows, but at most a "
+            "third of what `io.staging` leaves of dram_gib, or more for channels, which are larger "
+            "(docs/sizing.md). A request that cannot choose reads its whole context for every "
+            "token."
+        ),
     ] = None
     scorer: Annotated[
         Literal["bounds", "sparf"],

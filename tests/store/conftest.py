@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
@@ -23,6 +24,7 @@ from vllm_ssdkv.connector.device_memory import channel_memory
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.device import OpenDevice, open_device
@@ -40,7 +42,7 @@ from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
-from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory, TieredStore
+from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
 SHORT_S = 0.3
@@ -64,6 +66,16 @@ SUMMED = replace(PAGED, summary_pages=1)
 SUMMED_ENCRYPTED = replace(SUMMED, encrypted=True)
 PLAIN = [PAGED, OPAQUE]
 ALL = [*PLAIN, PAGED_ENCRYPTED, OPAQUE_ENCRYPTED]
+SHAPES = st.builds(
+    SlotGeometry,
+    st.just("paged"),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 40_000),
+    st.booleans(),
+)
+"""Of slots of pages."""
 
 SLOTS_KEY = bytes(range(100, 132))
 """From which the keys of encrypted slots are derived."""

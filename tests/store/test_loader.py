@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.conftest import (
     ALL,
@@ -157,6 +159,29 @@ def test_what_is_still_being_written_when_its_first_request_ends_serves_the_next
     assert walk.bad == []
     rig.store.drop_context("r")
     rig.assert_no_leak()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_units_are_requests_of_their_own_where_native_code_looks_at_them(
+    make_store: MakeStore, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere nobody gains by seeing one before its neighbour: they are one request."""
+    geometry = SlotGeometry("opaque", 4, 1, 1, 500_000, encrypted=encrypted)
+    rig = make_store(geometry, slots=4, frames=8, devices=1)
+    names = {slot: slot for slot in range(3)}
+    rig.write(names)
+    rig.store.frames.forget(array(range(3)))
+    asked: list[int] = []
+    submit = rig.files.engine.submit
+
+    def count(op: Any, devices: NDArray[np.uint16], *rest: Any) -> Any:  # noqa: ANN401
+        asked.append(len(devices))
+        return submit(op, devices, *rest)
+
+    monkeypatch.setattr(rig.files.engine, "submit", count)
+    ok(rig.load(names, [1, 2, 3]), dram=0, ssd=3)
+    assert geometry.units_per_slot == 4
+    assert sum(asked) == 3 * (1 if encrypted else 4)
 
 
 @pytest.mark.parametrize("geometry", ALL)

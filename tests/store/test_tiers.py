@@ -1,76 +1,18 @@
-"""DRAM and SSD together: hold, write, load and stream over random shapes; sizes; the end."""
+"""DRAM and SSD together: hold, write, load and stream over random shapes; the end."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import OPAQUE, PAGED, PATIENCE_S, SHORT_S, MakeStore, array, content
-from vllm_ssdkv.errors import ConfigError
-from vllm_ssdkv.sizes import parse_size
+from tests.store.conftest import PAGED, PATIENCE_S, SHAPES, SHORT_S, MakeStore, array, content
 from vllm_ssdkv.store.cache import FrameState
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
-from vllm_ssdkv.store.summaries import ChannelTier, with_summaries
-from vllm_ssdkv.store.tiers import MIN_FRAMES, ArenaPlan, ChoiceMemory
-
-# ---- sizes ----
-
-shapes = st.builds(
-    SlotGeometry,
-    st.just("paged"),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.integers(1, 40_000),
-    st.booleans(),
-)
-
-
-@given(geometry=shapes, staging=st.integers(0, 1 << 24), frames=st.integers(0, 40))
-def test_the_plan_uses_what_it_was_given(geometry: SlotGeometry, staging: int, frames: int) -> None:
-    least = ArenaPlan(geometry, 1 << 50, staging).frame_offset + MIN_FRAMES * geometry.slot_bytes
-    given_bytes = least + (frames - MIN_FRAMES) * geometry.slot_bytes
-    if frames < MIN_FRAMES:
-        with pytest.raises(ConfigError, match=r"at least .* per worker") as caught:
-            ArenaPlan(geometry, given_bytes, staging)
-        advice = str(caught.value).split("at least ")[1].split(" per worker")[0]
-        assert parse_size(advice) == least
-        return
-    plan = ArenaPlan(geometry, given_bytes, staging)
-    assert plan.frames == frames
-    assert plan.nbytes == given_bytes
-    assert plan.nbytes % 4096 == plan.frame_offset % 4096 == 0
-    assert plan.staging_bytes <= max(staging, 4 * geometry.layer_bytes)
-    assert plan.staging_bytes == plan.staging_pieces * geometry.layer_bytes
-
-
-@pytest.mark.parametrize("tier", get_args(ChannelTier))
-def test_summaries_and_channels_take_what_they_were_given(
-    tier: ChannelTier,
-) -> None:
-    """Channels in memory of the device count, too; of a layer they are one and a half pages."""
-    geometry = with_summaries(
-        SlotGeometry("paged", 2, 2, 3, 8192), 16, channels=True, scaled_from=2
-    )
-    given_bytes = 1 << 20
-    choice = ChoiceMemory(16, 1000, summaries=given_bytes, channels=tier)
-    plan = ArenaPlan(geometry, 1 << 30, 1 << 20, choice=choice)
-    places = plan.summary_rows * geometry.layers * geometry.channel_pages
-    in_dram = plan.frame_offset - plan.summary_offset
-    taken = in_dram + (places * geometry.payload_bytes if tier == "hbm" else 0)
-    row = taken / plan.summary_rows
-    assert given_bytes - row < taken <= given_bytes + PAGE_ALIGN
-
-
-def test_opaque_slots_need_no_staging() -> None:
-    plan = ArenaPlan(OPAQUE, 10 * OPAQUE.slot_bytes, 1 << 30)
-    assert (plan.frame_offset, plan.frames) == (0, 10)
-
+from vllm_ssdkv.store.layout import SlotGeometry
 
 # ---- hold ----
 
@@ -174,7 +116,7 @@ def test_checksums_are_kept_as_long_as_a_context_needs_them(make_store: MakeStor
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     geometry=st.one_of(
-        shapes,
+        SHAPES,
         st.builds(
             SlotGeometry,
             st.just("opaque"),

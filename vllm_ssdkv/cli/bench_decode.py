@@ -47,6 +47,9 @@ _MIN_CONTEXT: Final = 512
 _FRAMES: Final = 2 * MIB
 """DRAM beside that for contexts: the write buffer."""
 
+_LEAST: Final = 2 * MIB
+"""DRAM for contexts, however short they are."""
+
 
 def decode(
     directory: DirectoryOption = None,
@@ -174,27 +177,24 @@ def _python(rows: list[Row]) -> Iterator[str]:
 def _plan(
     places: tuple[str, ...], selector: str, asked: Batch, machine: Row, content: int
 ) -> RecallRun:
-    """An engine whose DRAM is a share of what is asked for, whatever the selector does with it.
+    """An engine whose DRAM is a share of what is asked for, whatever the selector does with it: the
+    store divides it as it does without being told.
 
-    What comes on top are the channels by which ``sparf`` scores, half of the KV, and, for requests
-    that are so short that they do not choose, what a sparse engine needs at least for choosing.
+    What comes on top are the channels by which ``sparf`` scores, half of the KV with what belongs
+    to them, and, for requests that are so short that they do not choose, what a sparse engine needs
+    at least for choosing.
     """
-    held = int(machine["dram"] * asked.context * asked.count * bytes_per_token())
-    blocks = asked.count * (asked.context + (asked.tokens or 0)) // BLOCK_TOKENS + asked.count
-    # Bounds take a 16th of their pages, in rows of a block each.
-    summaries = max(MIB, blocks * BLOCK_TOKENS * bytes_per_token() // 16)
-    cache = max(MIB, held - summaries)
+    kv = asked.context * asked.count * bytes_per_token()
+    dram = STAGING + _FRAMES + max(_LEAST, int(machine["dram"] * kv))
     if selector in ("sparf", "adaptive"):
-        summaries += blocks * BLOCK_TOKENS * bytes_per_token() * 5 // 8
+        blocks = asked.count * (asked.context + (asked.tokens or 0)) // BLOCK_TOKENS + asked.count
+        dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
     sparse: dict[str, object] = {
         "budget": machine["budget"],
         "floor": min(machine["budget"], 1 / 32),
         "reuse_steps": machine["reuse_steps"],
         "reuse_similarity": machine["reuse_similarity"],
-        "page_cache": cache,
-        "summaries": summaries,
     }
-    dram = STAGING + _FRAMES + summaries + cache
     if machine["short_exact"]:
         sparse["exact_below"] = None
     throttle = [machine["model"]]

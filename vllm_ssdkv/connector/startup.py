@@ -22,6 +22,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.wear import WearLedger
 
@@ -84,14 +85,29 @@ def open_worker(
     _check_backend(config, vllm_config, kv_cache_config)
     rank = int(get_tensor_model_parallel_rank())
     counters = found.place.counters
-    opened = open_rank(found.place, rank, counters)
+    contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
+    opened = open_rank(found.place, rank, counters, contexts)
     counters.start_at_zero(opened.files.health.paths)
     counters.set(
         "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
     )
     if rank == 0:
-        logger.info("%s", _summary(config, found, opened.describe()))
+        logger.info("%s", _summary(config, found, opened, contexts))
     return SSDKVWorker(config, found.layout, opened)
+
+
+def _context_blocks(
+    config: SSDKVConfig,
+    layout: KVLayout,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+) -> int:
+    """Blocks that the contexts of running requests have at most (page mode): a request with a
+    context keeps a window in HBM, and is no longer than the model allows."""
+    in_hbm = kv_cache_config.num_blocks * layout.block_tokens // config.hbm_window_tokens
+    requests = min(vllm_config.scheduler_config.max_num_seqs, in_hbm + 1)
+    longest = vllm_config.model_config.max_model_len // layout.block_tokens + 1
+    return int(requests * longest)
 
 
 def open_scheduler(
@@ -187,13 +203,18 @@ def _check_backend(
     )
 
 
-def _summary(config: SSDKVConfig, found: _Identity, store: list[str]) -> str:
+def _summary(config: SSDKVConfig, found: _Identity, opened: OpenStore, contexts: int) -> str:
     layout = found.layout
     window = f", window {config.hbm_window_tokens} tokens in HBM" if config.mode == "page" else ""
     lines = [
         f"mode {config.mode}, selector {config.selector}{window}, blocks of "
         f"{layout.block_tokens} tokens in {format_size(layout.geometry.slot_bytes)} per rank, "
         f"{layout.tp_size} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
-        *store,
+        *opened.describe(),
     ]
+    if opened.plan.summary_rows:
+        lines.append(
+            f"choosing from contexts of {opened.plan.summary_rows * layout.block_tokens} tokens at "
+            f"a time; requests that can run have up to {contexts * layout.block_tokens}"
+        )
     return "SSDKV\n" + "\n".join(f"  {line}" for line in lines)

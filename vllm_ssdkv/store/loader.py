@@ -369,7 +369,7 @@ class SlotLoader:
         slots = hit.job.slots[which]
         self._files.replicas.stored_in(slots, hit.job.epochs[which])
         # An intake checks and copies what has arrived while its neighbours are being read.
-        merged = self._stretches is None
+        merged = self._stretches is None or self._files.geometry.encrypted
         return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=merged)
 
     def _finish(self, hit: _Hit) -> None:

@@ -21,6 +21,7 @@ from vllm_ssdkv.errors import ConfigError, DamagedError, DeviceError, FormatErro
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.data_file import claim
 from vllm_ssdkv.store.device import OpenDevice, open_device
@@ -45,7 +46,6 @@ from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.segments import arrange
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
-from vllm_ssdkv.store.tiers import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.trim import trim_new
 from vllm_ssdkv.store.verify import PageSampler
 
@@ -392,8 +392,16 @@ def _make_directory(path: Path, *, parents: bool) -> None:
         raise StoreError(f"cannot make the directory {path}: {error.strerror}") from error
 
 
-def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
+def open_rank(
+    place: StorePlace, rank: int, counters: Counters, contexts: int | None = None
+) -> OpenStore:
     """Open, lock and claim this rank's data files, then start the engine. Blocks on I/O.
+
+    Args:
+        place: The store.
+        rank: Whose files.
+        counters: What devices do is counted here.
+        contexts: Slots that the contexts of running requests have at most; None: all.
 
     Raises:
         StoreLockedError: another engine uses the directory.
@@ -415,7 +423,9 @@ def open_rank(place: StorePlace, rank: int, counters: Counters) -> OpenStore:
             sparse.page_cache,
             sparse.summaries,
             sparse.page_policy,
-            channels=sparse.channel_pages,
+            sparse.channel_pages,
+            contexts,
+            sparse.budget,
         )
     plan = ArenaPlan(
         geometry,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.arena_plan import ArenaPlan
 from vllm_ssdkv.store.cipher import libcrypto_version
 from vllm_ssdkv.store.device import OpenDevice
 from vllm_ssdkv.store.files import SlotFiles
-from vllm_ssdkv.store.tiers import ArenaPlan
 
 
 @dataclass(frozen=True, slots=True)

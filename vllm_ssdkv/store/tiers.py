@@ -8,134 +8,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.errors import ConfigError
-from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.arena_plan import ArenaPlan
 from vllm_ssdkv.store.cache import FrameCache, FrameState
 from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.fetch import PageFetcher
-from vllm_ssdkv.store.files import GROUP, SlotFiles
+from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.hot_pages import HotPages
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
-from vllm_ssdkv.store.loader import HEADERS, CopyIn, LoadJob, LoadOutcome, SlotLoader
+from vllm_ssdkv.store.loader import CopyIn, LoadJob, LoadOutcome, SlotLoader
 from vllm_ssdkv.store.page_cache import PageCache, PagePolicy
-from vllm_ssdkv.store.scrub import PIECES, Scrubber
+from vllm_ssdkv.store.scrub import Scrubber
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
-from vllm_ssdkv.store.stream import CHUNKS, ContextStream
-from vllm_ssdkv.store.summaries import ChannelTier, SummaryTable, row_bytes
+from vllm_ssdkv.store.stream import ContextStream
+from vllm_ssdkv.store.summaries import SummaryTable
 from vllm_ssdkv.store.trim import SlotTrimmer
 from vllm_ssdkv.store.unsealer import Unsealer
-from vllm_ssdkv.store.writer import IN_FLIGHT, Pending, SlotWriter
+from vllm_ssdkv.store.writer import Pending, SlotWriter
 
 logger = logging.getLogger(__name__)
-
-MIN_FRAMES = 8
-
-MIN_PLACES = 16
-"""Least single pages that DRAM holds: what does not fit into half of them at once is fetched in
-turns."""
-
-MIN_IMAGES = 4
-"""Least slots that can be encrypted at a time."""
 
 QUIET_S = 0.5
 """How long nobody must have asked for anything before the scrub reads: longer than the gap between
 two steps of a request that is being decoded."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceMemory:
-    """DRAM that choosing pages needs, as the options give it.
-
-    Attributes:
-        page_tokens: Tokens of a page.
-        slots: Slot numbers of the store are below this.
-        page_cache, summaries: Bytes of each; None: a quarter of what the staging buffer leaves,
-            of summaries at most those of the whole store.
-        page_policy: Which single page makes room for another.
-        channels: Where channel pages are kept, where slots have any: with the summaries, in memory
-            of the device that attends, of which :meth:`TieredStore.keep_channels` is told, or
-            nowhere but on SSD. In ``summaries`` they count wherever they are kept.
-    """
-
-    page_tokens: int
-    slots: int
-    page_cache: int | None = None
-    summaries: int | None = None
-    page_policy: PagePolicy = "lru"
-    channels: ChannelTier = "dram"
-
-
-class ArenaPlan:
-    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, single
-    pages, summaries, frames.
-
-    Images are encrypted slots on their way to the devices.
-
-    Raises ConfigError when the DRAM given is too small for the slot size.
-    """
-
-    def __init__(
-        self,
-        geometry: SlotGeometry,
-        dram_bytes: int,
-        staging_bytes: int,
-        *,
-        scrub: bool = False,
-        choice: ChoiceMemory | None = None,
-    ):
-        """``choice``: for slots with summaries, and for no others."""
-        # Opaque slots are never streamed: reuse mode spends nothing on it.
-        paged = geometry.kind == "paged"
-        self.staging_pieces = max(CHUNKS, staging_bytes // geometry.layer_bytes) if paged else 0
-        self.header_pieces = HEADERS if paged else 0
-        self.staging_bytes = self.staging_pieces * geometry.layer_bytes
-        self.scrub_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
-        self.scrub_pieces = PIECES if scrub else 0
-        self.image_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
-        self.images = 0
-        if geometry.encrypted:
-            # Half of what passes between devices and memory is written.
-            wanted = min(IN_FLIGHT * GROUP, staging_bytes // 2 // geometry.slot_bytes)
-            self.images = max(MIN_IMAGES, wanted)
-        self.page_offset = self.image_offset + self.images * geometry.slot_bytes
-        self.page_places = self.summary_rows = 0
-        self.choice = choice
-        summaries = 0
-        if choice is not None:
-            quarter = max(0, dram_bytes - self.page_offset) // 4
-            pages = quarter if choice.page_cache is None else choice.page_cache
-            # What a summary is made of is read at once, and so are the channels of a layer.
-            once = geometry.first_page(0)
-            if choice.channels == "ssd":
-                once = max(geometry.summary_pages, geometry.channel_pages)
-            self.page_places = max(MIN_PLACES, once, pages // geometry.page_bytes)
-            row = row_bytes(geometry, choice.page_tokens, channels=choice.channels == "dram")
-            beside = 0
-            if choice.channels == "hbm":  # in whole pages
-                beside = geometry.layers * geometry.channel_pages * geometry.payload_bytes
-            most = quarter if choice.summaries is None else choice.summaries
-            self.summary_rows = max(1, min(choice.slots, most // (row + beside)))
-            summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
-        self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
-        self.frame_offset = self.summary_offset + summaries
-        self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
-        if self.frames < MIN_FRAMES:
-            needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
-            raise ConfigError(
-                f"dram_gib gives each worker {format_size(dram_bytes)}, which holds "
-                f"{max(0, self.frames)} blocks of {format_size(geometry.slot_bytes)}; give at "
-                f"least {format_size(needed)} per worker (dram_gib), or lower io.staging"
-            )
-        self.nbytes = self.frame_offset + self.frames * geometry.slot_bytes
 
 
 class TieredStore:

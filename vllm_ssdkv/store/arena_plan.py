@@ -1,0 +1,157 @@
+"""How the DRAM of one rank is divided. Pure arithmetic; all sizes and offsets are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.store.files import GROUP
+from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
+from vllm_ssdkv.store.loader import HEADERS
+from vllm_ssdkv.store.page_cache import PagePolicy
+from vllm_ssdkv.store.scrub import PIECES
+from vllm_ssdkv.store.stream import CHUNKS
+from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
+from vllm_ssdkv.store.writer import IN_FLIGHT
+
+MIN_FRAMES: Final = 8
+
+MIN_PLACES: Final = 16
+"""Least single pages that DRAM holds: what does not fit into half of them at once is fetched in
+turns."""
+
+MIN_IMAGES: Final = 4
+"""Least slots that can be encrypted at a time."""
+
+SUMMARY_SHARE: Final = 1 / 3
+"""Of the DRAM that there is to divide, summaries may take so much, or more where that is their part
+of what a context needs: a request without summaries reads its whole context for every token."""
+
+CACHE_SHARE: Final = 4 / 5
+"""Of what is left then, so much is for single pages, the rest for more frames. What a step chooses
+the next one mostly chooses again. With room for less than that, each page is gone when its turn
+comes again; and of a slot in a frame only the budget's share is of use (docs/performance.md)."""
+
+CHOSEN: Final = 5 / 4
+"""Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are
+read ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceMemory:
+    """DRAM that choosing pages needs, as the options give it.
+
+    Attributes:
+        page_tokens: Tokens of a page.
+        slots: Slot numbers of the store are below this.
+        page_cache, summaries: Bytes of each; None: as much as ``contexts`` can use, within what
+            :data:`CACHE_SHARE` and :data:`SUMMARY_SHARE` say.
+        page_policy: Which single page makes room for another.
+        channels: Where channel pages are kept, where slots have any: with the summaries, in memory
+            of the device that attends, of which ``TieredStore.keep_channels`` is told, or nowhere
+            but on SSD. In ``summaries`` they count wherever they are kept.
+        contexts: Slots that the contexts of running requests have at most; None: all.
+        budget: Share of a context that is chosen.
+    """
+
+    page_tokens: int
+    slots: int
+    page_cache: int | None = None
+    summaries: int | None = None
+    page_policy: PagePolicy = "lru"
+    channels: ChannelTier = "dram"
+    contexts: int | None = None
+    budget: float = 0.125
+
+    def rows(self, geometry: SlotGeometry, nbytes: int) -> int:
+        """Slots whose summaries are kept, given the bytes for these, single pages and frames."""
+        row = self.row_bytes(geometry)
+        if self.channels == "hbm":  # in whole pages
+            row += geometry.layers * geometry.channel_pages * geometry.payload_bytes
+        if self.summaries is not None:
+            return max(1, min(self.slots, self.summaries // row))
+        chosen = CHOSEN * self.budget * geometry.kv_pages * geometry.page_bytes
+        share = max(SUMMARY_SHARE, row / (row + chosen))
+        return max(1, min(self._most_slots, int(share * nbytes) // row))
+
+    def places(self, geometry: SlotGeometry, nbytes: int) -> int:
+        """Single pages that are kept, given the bytes for these and frames."""
+        if self.page_cache is not None:
+            return self.page_cache // geometry.page_bytes
+        most = self._most_slots * geometry.pages
+        return min(most, int(CACHE_SHARE * nbytes) // geometry.page_bytes)
+
+    def least_places(self, geometry: SlotGeometry) -> int:
+        """Single pages that are kept in any case: what a summary is made of is read at once, and so
+        are the channels of a layer."""
+        once = geometry.first_page(0)
+        if self.channels == "ssd":
+            once = max(geometry.summary_pages, geometry.channel_pages)
+        return max(MIN_PLACES, once)
+
+    def row_bytes(self, geometry: SlotGeometry) -> int:
+        """What the summaries of one slot take in DRAM."""
+        return row_bytes(geometry, self.page_tokens, channels=self.channels == "dram")
+
+    @property
+    def _most_slots(self) -> int:
+        return self.slots if self.contexts is None else min(self.slots, self.contexts)
+
+
+class ArenaPlan:
+    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, single
+    pages, summaries, frames.
+
+    Images are encrypted slots on their way to the devices.
+
+    Raises ConfigError when the DRAM given is too small for the slot size.
+    """
+
+    def __init__(
+        self,
+        geometry: SlotGeometry,
+        dram_bytes: int,
+        staging_bytes: int,
+        *,
+        scrub: bool = False,
+        choice: ChoiceMemory | None = None,
+    ):
+        """``choice``: for slots with summaries, and for no others."""
+        # Opaque slots are never streamed: reuse mode spends nothing on it.
+        paged = geometry.kind == "paged"
+        self.staging_pieces = max(CHUNKS, staging_bytes // geometry.layer_bytes) if paged else 0
+        self.header_pieces = HEADERS if paged else 0
+        self.staging_bytes = self.staging_pieces * geometry.layer_bytes
+        self.scrub_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
+        self.scrub_pieces = PIECES if scrub else 0
+        self.image_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
+        self.images = 0
+        if geometry.encrypted:
+            # Half of what passes between devices and memory is written.
+            wanted = min(IN_FLIGHT * GROUP, staging_bytes // 2 // geometry.slot_bytes)
+            self.images = max(MIN_IMAGES, wanted)
+        self.page_offset = self.image_offset + self.images * geometry.slot_bytes
+        self.choice = choice
+        self.page_places = self.summary_rows = summaries = 0
+        if choice is not None:
+            row, page = choice.row_bytes(geometry), geometry.page_bytes
+            least = choice.least_places(geometry)
+            left = dram_bytes - self.page_offset - MIN_FRAMES * geometry.slot_bytes - least * page
+            given = 0 if choice.page_cache is None else max(0, choice.page_cache - least * page)
+            self.summary_rows = choice.rows(geometry, max(0, left - given))
+            summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
+            more = choice.places(geometry, max(0, left - summaries))
+            self.page_places = max(least, more)
+        self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
+        self.frame_offset = self.summary_offset + summaries
+        self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
+        if self.frames < MIN_FRAMES:
+            needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
+            raise ConfigError(
+                f"dram_gib gives each worker {format_size(dram_bytes)}, which holds "
+                f"{max(0, self.frames)} blocks of {format_size(geometry.slot_bytes)}; give at "
+                f"least {format_size(needed)} per worker (dram_gib), or lower io.staging"
+            )
+        self.nbytes = self.frame_offset + self.frames * geometry.slot_bytes
