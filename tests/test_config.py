@@ -105,8 +105,10 @@ def test_sizes_read_well() -> None:
 
 def test_short_requests_are_exact_where_the_window_takes_the_budget() -> None:
     def below(**sparse: object) -> int:
-        return build({"mode": "page", "selector": "bounds", "sparse": sparse}).exact_below
+        options = {"mode": "page", "selector": "bounds", "hbm_window_tokens": 1024}
+        return build({**options, "sparse": sparse}).exact_below
 
+    assert build({"mode": "page", "selector": "bounds"}).exact_below == 2 * 256 * 8
     assert below() == 2 * 1024 * 8 > LEAST_CHOOSING
     assert below(budget=0.3) == 6827
     assert below(budget=1) == 2048
@@ -114,6 +116,21 @@ def test_short_requests_are_exact_where_the_window_takes_the_budget() -> None:
     assert below(budget_tokens=1100) == LEAST_CHOOSING
     assert below(exact_below=0) == 0
     assert below(budget_tokens=4096, exact_below=77) == 77
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 1024),
+        ({"selector": "bounds"}, 256),
+        ({"selector": "bounds", "page_tokens": 512}, 512),
+        ({"selector": "bounds", "hbm_window_tokens": 2048}, 2048),
+    ],
+)
+def test_the_window_is_smaller_where_it_counts_in_a_budget(
+    options: dict[str, object], tokens: int
+) -> None:
+    assert build({"mode": "page", **options}).window_tokens == tokens
 
 
 def test_nothing_given_is_a_valid_config() -> None:
@@ -270,8 +287,8 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"sparse": {"budget": 0}}, "sparse.budget: got 0; allowed: a number, above 0"),
         ({"sparse": {"budget_tokens": 0}}, "sparse.budget_tokens: got 0; allowed: an integer"),
         (
-            {"mode": "page", "selector": "window", "sparse": {"budget_tokens": 1024}},
-            "sparse.budget_tokens: 1024 is not more than hbm_window_tokens (1024), which counts",
+            {"mode": "page", "selector": "window", "sparse": {"budget_tokens": 256}},
+            "sparse.budget_tokens: 256 is not more than hbm_window_tokens (256), which counts",
         ),
         ({"sparse": {"sink_tokens": -1}}, "sparse.sink_tokens: got -1; allowed: an integer"),
         ({"sparse": {"page_cache": "4KiB"}}, 'sparse.page_cache: got "4KiB"; allowed: a number'),

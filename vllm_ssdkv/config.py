@@ -53,6 +53,9 @@ from vllm_ssdkv.sizes import (
 SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
+WINDOW: Final = 1024
+SPARSE_WINDOW: Final = 256
+"""Default windows, in tokens; with a selector that chooses the second."""
 
 
 # In the annotations below Field(...) comes before a validator: pydantic then applies its bounds to
@@ -221,17 +224,19 @@ class SSDKVConfig(OptionModel):
         ),
     ] = None
     hbm_window_tokens: Annotated[
-        int,
+        int | None,
         Field(
             ge=16,
             description="Newest tokens of a request that stay in HBM (page mode). A "
             "multiple of page_tokens.",
         ),
         Reason(
-            "Recent tokens are read at every step; 1024 is past what a chunk of prefill and "
-            "most local attention reaches, and small next to any context worth paging."
+            "null: 1024, which is past what a chunk of prefill and most local attention reaches, "
+            "and small next to any context worth paging; 256 with a `selector` that chooses. There "
+            "the window counts in the budget, and with an eighth and a window of 1024 no request "
+            "of less than 16384 tokens would choose; what matters behind the window is chosen."
         ),
-    ] = 1024
+    ] = None
     page_tokens: Annotated[
         int,
         Allowed("16 or 16 times a power of two"),
@@ -363,7 +368,7 @@ class SSDKVConfig(OptionModel):
                 "state_dir: missing; every device is a raw block device, so give a directory "
                 "for store.json and the journal"
             )
-        if self.hbm_window_tokens % self.page_tokens:
+        if self.window_tokens % self.page_tokens:
             lines.append(
                 f"hbm_window_tokens: {self.hbm_window_tokens} is not a multiple of "
                 f"page_tokens ({self.page_tokens})"
@@ -374,10 +379,10 @@ class SSDKVConfig(OptionModel):
                 "prefixes, and never changes a result"
             )
         tokens = self.sparse.budget_tokens
-        if self.selector != "exact" and tokens is not None and tokens <= self.hbm_window_tokens:
+        if self.selector != "exact" and tokens is not None and tokens <= self.window_tokens:
             lines.append(
                 f"sparse.budget_tokens: {tokens} is not more than hbm_window_tokens "
-                f"({self.hbm_window_tokens}), which counts in it: raise it, or lower the window"
+                f"({self.window_tokens}), which counts in it: raise it, or lower the window"
             )
         if self.sparse.floor > self.sparse.budget and self.sparse.budget_tokens is None:
             lines.append(
@@ -417,13 +422,28 @@ class SSDKVConfig(OptionModel):
         return self.scores_channels and self.sparse.channel_dtype == "int8"
 
     @property
+    def window_tokens(self) -> int:
+        """Newest tokens of a request in HBM, see ``hbm_window_tokens``."""
+        if self.hbm_window_tokens is not None:
+            return self.hbm_window_tokens
+        least = WINDOW if self.selector == "exact" else SPARSE_WINDOW
+        return -(-least // self.page_tokens) * self.page_tokens
+
+    @property
     def exact_below(self) -> int:
         """Tokens of the shortest request that chooses, see ``sparse.exact_below``."""
         if self.sparse.exact_below is not None:
             return self.sparse.exact_below
         if self.sparse.budget_tokens is not None:
             return max(LEAST_CHOOSING, self.sparse.budget_tokens)
-        return max(LEAST_CHOOSING, math.ceil(2 * self.hbm_window_tokens / self.sparse.budget))
+        return max(LEAST_CHOOSING, math.ceil(2 * self.window_tokens / self.sparse.budget))
+
+    def may_choose(self, tokens: int) -> bool:
+        """Whether a request of so many tokens may choose, with some budget of its own at least."""
+        if self.selector == "exact":
+            return False
+        given = self.sparse.exact_below
+        return tokens >= (LEAST_CHOOSING if given is None else given)
 
     def dram_bytes(self, workers: int) -> int:
         """Bytes of the DRAM tier of each of the engine's ``workers``, staging included.

@@ -62,10 +62,10 @@ class RequestOptions(OptionModel):
             return 'selector "exact" attends to everything: give no budget, or another selector'
         if all(budgets):
             return "budget, budget_tokens: give one of them"
-        if self.budget_tokens is not None and self.budget_tokens <= config.hbm_window_tokens:
+        if self.budget_tokens is not None and self.budget_tokens <= config.window_tokens:
             return (
                 f"budget_tokens: {self.budget_tokens} is not more than hbm_window_tokens "
-                f"({config.hbm_window_tokens}), which counts in it"
+                f"({config.window_tokens}), which counts in it"
             )
         possible = servable(config)
         if selector not in possible:

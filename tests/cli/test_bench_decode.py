@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_ssdkv.cli import bench_decode, recall_bench
+from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.recall_run import Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
@@ -109,15 +110,15 @@ def test_of_repeats_the_medians_count() -> None:
 
 def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> None:
     options = ["--contexts", "512,4096", "--batch", "1", "--short-exact", "--dir", str(tmp_path)]
+    options += ["--selectors", "adaptive"]
     result = CliRunner().invoke(app, ["bench", "decode", *options])
     assert result.exit_code == 0, result.output
     configs = [SSDKVConfig.from_extra_config(run.options()) for run in runs]
     assert {config.exact_below for config in configs} == {2048}
-    exact, short, _, long = runs
-    # What choosing needs at least is not taken from the frames of requests that do not choose.
-    assert configs[1].sparse.page_cache == configs[1].sparse.summaries == 1 << 20
-    assert short.dram_bytes == exact.dram_bytes + (2 << 20)
-    assert long.dram_bytes == runs[2].dram_bytes
+    # Channels are on top where they are looked at, and nowhere else.
+    assert runs[1].dram_bytes == runs[0].dram_bytes
+    channels = 4096 * bytes_per_token() * 9 / 16
+    assert runs[3].dram_bytes - runs[2].dram_bytes == pytest.approx(channels, rel=0.02)
 
 
 def test_it_says_whose_time_a_step_takes() -> None:

@@ -69,6 +69,15 @@ def test_what_contexts_can_use_goes_to_choosing_and_the_rest_to_frames() -> None
     assert plan.frames * BOUNDS.slot_bytes > (1 << 30) - (20 << 20)
 
 
+def test_where_nobody_can_choose_nothing_is_spent_on_it() -> None:
+    given_bytes, staging = 1 << 26, 1 << 20
+    choice = ChoiceMemory(16, 100_000, contexts=0)
+    plan = ArenaPlan(BOUNDS, given_bytes, staging, choice=choice)
+    assert (plan.summary_rows, plan.page_places) == (1, choice.least_places(BOUNDS))
+    spent = plan.frame_offset - plan.page_offset
+    assert spent <= choice.least_places(BOUNDS) * BOUNDS.page_bytes + (1 << 17)
+
+
 @pytest.mark.parametrize(("channels", "times"), [(False, 5.25), (True, 1.37)])
 def test_memory_that_is_scarce_is_divided_by_need(channels: bool, times: float) -> None:
     """Contexts so many times larger than DRAM are chosen from: bounds take a 16th of their KV, and
@@ -91,7 +100,7 @@ def test_memory_that_is_scarce_is_divided_by_need(channels: bool, times: float) 
     page_cache=st.none() | st.integers(1 << 20, 1 << 24),
     summaries=st.none() | st.integers(1 << 20, 1 << 24),
     tier=st.sampled_from(get_args(ChannelTier)),
-    contexts=st.none() | st.integers(1, 10_000),
+    contexts=st.none() | st.integers(0, 10_000),
     budget=st.floats(0.001, 1),
 )
 def test_dram_that_is_said_to_be_enough_is_enough(
@@ -115,7 +124,7 @@ def test_dram_that_is_said_to_be_enough_is_enough(
     assert plan.frames >= MIN_FRAMES
     assert given_bytes - geometry.slot_bytes < plan.nbytes <= given_bytes
     most = 5000 if contexts is None or summaries is not None else min(5000, contexts)
-    assert 1 <= plan.summary_rows <= most
+    assert 1 <= plan.summary_rows <= max(1, most)
     assert plan.page_places >= choice.least_places(geometry)
     if page_cache is not None:
         assert plan.page_places * geometry.page_bytes > page_cache - geometry.page_bytes

@@ -232,7 +232,7 @@ def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
         raise UnsupportedError(
             f'page mode cannot serve a layer with {type(spec).__name__}; use mode "reuse"'
         )
-    return TieredAttentionSpec.from_full(spec, config.hbm_window_tokens)
+    return TieredAttentionSpec.from_full(spec, config.window_tokens)
 
 
 class SSDKVBackend(AttentionBackend):

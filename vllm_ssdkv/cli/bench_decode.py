@@ -39,7 +39,6 @@ from vllm_ssdkv.cli.recall_bench import (
 )
 from vllm_ssdkv.cli.recall_run import BLOCK_TOKENS, STAGING, Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.config_sparse import MIN_PART
 from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.sizes import MIB, parse_size
 
@@ -178,17 +177,11 @@ def _plan(
     places: tuple[str, ...], selector: str, asked: Batch, machine: Row, content: int
 ) -> RecallRun:
     """An engine whose DRAM is a share of what is asked for, whatever the selector does with it: the
-    store divides it as it does without being told.
-
-    What comes on top are the channels by which ``sparf`` scores, half of the KV with what belongs
-    to them, and, for requests that are so short that they do not choose, what a sparse engine needs
-    at least for choosing.
+    store divides it as it does without being told. What comes on top are the channels by which
+    ``sparf`` scores, half of the KV with what belongs to them, where requests choose.
     """
-    kv = asked.context * asked.count * bytes_per_token()
-    dram = STAGING + _FRAMES + max(_LEAST, int(machine["dram"] * kv))
-    if selector in ("sparf", "adaptive"):
-        blocks = asked.count * (asked.context + (asked.tokens or 0)) // BLOCK_TOKENS + asked.count
-        dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
+    held = int(machine["dram"] * asked.context * asked.count * bytes_per_token())
+    dram = STAGING + _FRAMES + max(_LEAST, held)
     sparse: dict[str, object] = {
         "budget": machine["budget"],
         "floor": min(machine["budget"], 1 / 32),
@@ -199,11 +192,11 @@ def _plan(
         sparse["exact_below"] = None
     throttle = [machine["model"]]
     plan = recall_plan(places, selector, [asked], dram, sparse, throttle, content=content)
-    below = SSDKVConfig.from_extra_config(plan.options()).exact_below
-    if selector == "exact" or asked.context + (asked.tokens or 0) >= below:
-        return plan
-    least = {**sparse, "page_cache": MIN_PART, "summaries": MIN_PART}
-    return replace(plan, sparse=least, dram_bytes=dram + 2 * MIN_PART)
+    config = SSDKVConfig.from_extra_config(plan.options())
+    if config.scores_channels and asked.context + (asked.tokens or 0) >= config.exact_below:
+        blocks = asked.count * (asked.context + (asked.tokens or 0)) // BLOCK_TOKENS + asked.count
+        dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
+    return replace(plan, dram_bytes=dram)
 
 
 def _figures(found: Row, machine: Row) -> Row:

@@ -68,9 +68,9 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
         problems.append(
             f'selector "{config.selector}" runs on the CPU only so far: use selector "exact"'
         )
-    if config.hbm_window_tokens < cache.block_size:
+    if config.window_tokens < cache.block_size:
         problems.append(
-            f"hbm_window_tokens ({config.hbm_window_tokens}) is smaller than a block "
+            f"hbm_window_tokens ({config.window_tokens}) is smaller than a block "
             f"({cache.block_size} tokens): raise it, or lower --block-size"
         )
     return problems

@@ -286,7 +286,7 @@ class SSDKVScheduler:
             self._save_known(state, after // self._block)
 
     def _row(self, state: RequestState, computed: int, count: int) -> Row:
-        start = max(0, computed - self._config.hbm_window_tokens + 1) // self._block
+        start = max(0, computed - self._config.window_tokens + 1) // self._block
         start = max(start, state.first_live_block())
         fence = state.block_ids[(computed - 1) // self._block] if computed else 0
         block = state.block_ids[computed // self._block]
@@ -380,7 +380,7 @@ class SSDKVScheduler:
             self._policy.see(new)
         if hold_back:
             # What has left the window must be written: it is read from there.
-            left = (state.computed - self._config.hbm_window_tokens + 1) // self._block
+            left = (state.computed - self._config.window_tokens + 1) // self._block
             wanted = self._policy.worth_it([keys[b - first] for b in ready], len(self._writing))
             ready = [b for b, worth in zip(ready, wanted, strict=True) if worth or b < left]
         for block in ready:

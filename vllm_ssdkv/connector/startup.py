@@ -102,12 +102,14 @@ def _context_blocks(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
 ) -> int:
-    """Blocks that the contexts of running requests have at most (page mode): a request with a
+    """Blocks of the contexts that requests may choose from at a time, at most: a request with a
     context keeps a window in HBM, and is no longer than the model allows."""
-    in_hbm = kv_cache_config.num_blocks * layout.block_tokens // config.hbm_window_tokens
+    longest = vllm_config.model_config.max_model_len
+    if not config.may_choose(longest):
+        return 0
+    in_hbm = kv_cache_config.num_blocks * layout.block_tokens // config.window_tokens
     requests = min(vllm_config.scheduler_config.max_num_seqs, in_hbm + 1)
-    longest = vllm_config.model_config.max_model_len // layout.block_tokens + 1
-    return int(requests * longest)
+    return int(requests * (longest // layout.block_tokens + 1))
 
 
 def open_scheduler(
@@ -205,7 +207,7 @@ def _check_backend(
 
 def _summary(config: SSDKVConfig, found: _Identity, opened: OpenStore, contexts: int) -> str:
     layout = found.layout
-    window = f", window {config.hbm_window_tokens} tokens in HBM" if config.mode == "page" else ""
+    window = f", window {config.window_tokens} tokens in HBM" if config.mode == "page" else ""
     lines = [
         f"mode {config.mode}, selector {config.selector}{window}, blocks of "
         f"{layout.block_tokens} tokens in {format_size(layout.geometry.slot_bytes)} per rank, "

@@ -52,7 +52,7 @@ class ChoiceMemory:
         channels: Where channel pages are kept, where slots have any: with the summaries, in memory
             of the device that attends, of which ``TieredStore.keep_channels`` is told, or nowhere
             but on SSD. In ``summaries`` they count wherever they are kept.
-        contexts: Slots that the contexts of running requests have at most; None: all.
+        contexts: Slots from which running requests choose at most; None: all.
         budget: Share of a context that is chosen.
     """
 
@@ -72,8 +72,10 @@ class ChoiceMemory:
             row += geometry.layers * geometry.channel_pages * geometry.payload_bytes
         if self.summaries is not None:
             return max(1, min(self.slots, self.summaries // row))
-        chosen = CHOSEN * self.budget * geometry.kv_pages * geometry.page_bytes
-        share = max(SUMMARY_SHARE, row / (row + chosen))
+        share = SUMMARY_SHARE
+        if self.channels != "hbm":  # which is scarcer than DRAM
+            chosen = CHOSEN * self.budget * geometry.kv_pages * geometry.page_bytes
+            share = max(share, row / (row + chosen))
         return max(1, min(self._most_slots, int(share * nbytes) // row))
 
     def places(self, geometry: SlotGeometry, nbytes: int) -> int:

@@ -401,7 +401,7 @@ def open_rank(
         place: The store.
         rank: Whose files.
         counters: What devices do is counted here.
-        contexts: Slots that the contexts of running requests have at most; None: all.
+        contexts: Slots from which running requests choose at most; None: all.
 
     Raises:
         StoreLockedError: another engine uses the directory.
