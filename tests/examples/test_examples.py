@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -88,16 +89,19 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_the_commands_on_the_pages_name_valid_options(page: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
     found = commands(page)
     assert found
+    known = {field.name for field in fields(EngineArgs)}
     for command in found:
         given = dict(zip(command[3::2], command[4::2], strict=True))
         assert given.pop(f"{CONNECTOR}kv_connector") == "SSDKVConnector"
         assert given.pop(f"{CONNECTOR}kv_role") == "kv_both"
-        ours = {
-            name.removeprefix(f"{CONNECTOR}kv_connector_extra_config."): value
-            for name, value in given.items()
-        }
+        prefix = f"{CONNECTOR}kv_connector_extra_config."
+        theirs = [name for name in given if not name.startswith(prefix)]
+        assert {name.removeprefix("--").replace("-", "_") for name in theirs} <= known
+        ours = {name.removeprefix(prefix): given[name] for name in given if name not in theirs}
         SSDKVConfig.from_extra_config(
             {name: json.loads(v) if v[0] in "[{" else v for name, v in ours.items()}
         )
