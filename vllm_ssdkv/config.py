@@ -54,8 +54,9 @@ SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 WINDOW: Final = 1024
+"""Tokens, by default."""
 SPARSE_WINDOW: Final = 256
-"""Default windows, in tokens; with a selector that chooses the second."""
+"""The same with a selector that chooses."""
 
 
 # In the annotations below Field(...) comes before a validator: pydantic then applies its bounds to
@@ -228,7 +229,7 @@ class SSDKVConfig(OptionModel):
         Field(
             ge=16,
             description="Newest tokens of a request that stay in HBM (page mode). A "
-            "multiple of page_tokens.",
+            "multiple of page_tokens, and no less than vLLM's --block-size.",
         ),
         Reason(
             "null: 1024, which is past what a chunk of prefill and most local attention reaches, "

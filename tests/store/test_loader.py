@@ -174,7 +174,7 @@ def test_units_are_requests_of_their_own_where_native_code_looks_at_them(
     asked: list[int] = []
     submit = rig.files.engine.submit
 
-    def count(op: Any, devices: NDArray[np.uint16], *rest: Any) -> Any:  # noqa: ANN401
+    def count(op: Any, devices: NDArray[np.uint16], *rest: Any) -> Any:  # noqa: ANN401 - passed on
         asked.append(len(devices))
         return submit(op, devices, *rest)
 

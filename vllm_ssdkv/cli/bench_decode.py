@@ -180,6 +180,7 @@ def _plan(
     store divides it as it does without being told. What comes on top are the channels by which
     ``sparf`` scores, half of the KV with what belongs to them, where requests choose.
     """
+    longest = asked.context + (asked.tokens or 0)
     held = int(machine["dram"] * asked.context * asked.count * bytes_per_token())
     dram = STAGING + _FRAMES + max(_LEAST, held)
     sparse: dict[str, object] = {
@@ -193,8 +194,8 @@ def _plan(
     throttle = [machine["model"]]
     plan = recall_plan(places, selector, [asked], dram, sparse, throttle, content=content)
     config = SSDKVConfig.from_extra_config(plan.options())
-    if config.scores_channels and asked.context + (asked.tokens or 0) >= config.exact_below:
-        blocks = asked.count * (asked.context + (asked.tokens or 0)) // BLOCK_TOKENS + asked.count
+    if config.scores_channels and longest >= config.exact_below:
+        blocks = asked.count * longest // BLOCK_TOKENS + asked.count
         dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
     return replace(plan, dram_bytes=dram)
 

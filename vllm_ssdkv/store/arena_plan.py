@@ -53,7 +53,7 @@ class ChoiceMemory:
             of the device that attends, of which ``TieredStore.keep_channels`` is told, or nowhere
             but on SSD. In ``summaries`` they count wherever they are kept.
         contexts: Slots from which running requests choose at most; None: all.
-        budget: Share of a context that is chosen.
+        budget: Share of a context that is chosen; about, where the options give tokens instead.
     """
 
     page_tokens: int
