@@ -16,10 +16,11 @@ constexpr size_t kShared = 64;    // slots that everybody loads and reads
 constexpr size_t kPerWriter = 8;  // slots that one thread alone fills
 constexpr unsigned kWriters = 2, kLoaders = 2, kReaders = 2;
 constexpr unsigned kRounds = 3000;
+constexpr size_t kShut = 10;  // the last frames, which come and go
 constexpr size_t kSlots = kShared + kWriters * kPerWriter;
 
 struct Rig {
-  FrameCache cache{kFrames, kSlots};
+  FrameCache cache{kFrames, kSlots, kShut};
   std::vector<int64_t> stamp = std::vector<int64_t>(kFrames);
   std::atomic<uint64_t> hits{0};
 
@@ -101,16 +102,39 @@ void read_slots(Rig& rig, unsigned thread) {
   }
 }
 
+// Lends memory to frames, and takes it back for a while.
+void move_border(Rig& rig) {
+  Random random(400);
+  std::vector<int32_t> shut(kShut), open;
+  std::iota(shut.begin(), shut.end(), static_cast<int32_t>(kFrames - kShut));
+  for (unsigned round = 0; round < kRounds; ++round) {
+    const auto count = static_cast<std::ptrdiff_t>(random(shut.size() + 1));
+    rig.cache.open(std::span(shut).first(static_cast<size_t>(count)));
+    open.insert(open.end(), shut.begin(), shut.begin() + count);
+    shut.erase(shut.begin(), shut.begin() + count);
+    const auto done = rig.cache.shut(open);
+    for (size_t i = open.size(); i > 0; --i) {
+      if (done[i - 1] == 0) continue;
+      rig.at(open[i - 1]) = -1;
+      shut.push_back(open[i - 1]);
+      open.erase(open.begin() + static_cast<std::ptrdiff_t>(i - 1));
+    }
+  }
+  rig.cache.open(shut);
+}
+
 void many_threads() {
   Rig rig;
   std::mutex one_loader;
-  in_threads(kWriters + kLoaders + kReaders + 1, [&](unsigned thread) {
+  in_threads(kWriters + kLoaders + kReaders + 2, [&](unsigned thread) {
     if (thread < kWriters) {
       write_slots(rig, thread);
     } else if (thread < kWriters + kLoaders) {
       load_slots(rig, thread, one_loader);
     } else if (thread < kWriters + kLoaders + kReaders) {
       read_slots(rig, thread);
+    } else if (thread == kWriters + kLoaders + kReaders) {
+      move_border(rig);
     } else {
       for (unsigned round = 0; round < kRounds / 10; ++round) rig.cache.audit();
     }
@@ -148,6 +172,34 @@ void waiting_ends() {
   cache.audit();
 }
 
+void memory_is_lent() {
+  FrameCache cache(3, 8, 2);
+  const FrameState free[] = {FrameState::kFree}, shut[] = {FrameState::kShut};
+  check(cache.count(free) == 1 && cache.count(shut) == 2 && cache.spare() == 1, "shut at first");
+  const std::vector<int64_t> slots{4, 5, 6};
+  check(cache.take(slots, FrameState::kHeld, false).size() == 1, "what is shut is not given out");
+  cache.open(std::vector<int32_t>{2});
+  const auto taken = cache.take(std::span(slots).subspan(1), FrameState::kLoading, false);
+  check(taken == std::vector<int32_t>{2}, "what is open is");
+  const std::vector<int32_t> all{0, 1, 2};
+  check(cache.shut(all) == std::vector<uint8_t>({0, 1, 0}), "nothing in use is taken away");
+  check(cache.slots_of(all) == std::vector<int64_t>({4, -1, 5}), "and stays where it is");
+  cache.settle(taken, FrameState::kClean);
+  check(cache.spare() == 1, "what nobody refers to can be had");
+  cache.retain(std::span(slots).subspan(1, 1));
+  check(cache.spare() == 0, "what a context refers to is not spare");
+  check(cache.shut(taken) == std::vector<uint8_t>{1} && cache.evictions() == 1, "but may be shut");
+  check(cache.frame_of(5) == kNoFrame, "then its slot has no frame");
+  const std::vector<int32_t> twice{2, 2, 1};
+  cache.open(twice);
+  check(cache.count(free) == 2, "a frame that is named twice is free once");
+  cache.audit();
+  check_throws<std::invalid_argument>([&] { cache.open(std::span(twice).first(1)); },
+                                      "open looks at states");
+  check_throws<std::invalid_argument>([] { FrameCache(2, 3, 3); },
+                                      "no more are shut than there are");
+}
+
 void bad_batches() {
   FrameCache cache(2, 3);
   for (const int64_t bad : {int64_t{-1}, int64_t{3}, INT64_MAX, INT64_MIN}) {
@@ -165,6 +217,9 @@ void bad_batches() {
     check_throws<std::out_of_range>([&] { cache.settle(frames, FrameState::kFree); },
                                     "settle looks");
     check_throws<std::out_of_range>([&] { cache.abandon(frames); }, "abandon looks");
+    check_throws<std::out_of_range>([&] { cache.open(frames); }, "open looks");
+    check_throws<std::out_of_range>([&] { (void)cache.shut(frames); }, "shut looks");
+    check_throws<std::out_of_range>([&] { (void)cache.slots_of(frames); }, "slots_of looks");
   }
   const std::vector<int64_t> twice{1, 2, 1};
   check_throws<std::invalid_argument>([&] { (void)cache.take(twice, FrameState::kHeld, false); },
@@ -179,6 +234,7 @@ void bad_batches() {
 Tests cache_tests() {
   return {{"cache: bad batches change nothing", bad_batches},
           {"cache: waiting ends", waiting_ends},
+          {"cache: memory is lent", memory_is_lent},
           {"cache: many threads", many_threads}};
 }
 

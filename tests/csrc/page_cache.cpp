@@ -2,6 +2,7 @@
 // compared with a model in tests/store/test_page_cache.py.
 #include "cache/page_cache.hpp"
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 
@@ -42,6 +43,17 @@ void use_cache(PagePolicy policy) {
       AskedPages asked = cache.ask(slots, pages, frames);
       running.push_back({std::move(pages), std::move(frames), std::move(asked)});
     }
+    if (random(10) == 0) {
+      // Runs of four places; what is taken is passed over.
+      const std::vector<int32_t> runs{24, 28, 32, 36};
+      cache.open(std::span(runs).first(random(3)), 4);
+      const auto closed = cache.close(std::span(runs).last(random(3)), 4);
+      const auto held = cache.held_in(std::span(runs).last(closed.size()), 4);
+      for (size_t i = 0; i < closed.size(); ++i) {
+        check(held[i] == (closed[i] != 0 ? 0 : -1), "what is closed holds nothing");
+      }
+      check(cache.held() <= kPlaces - cache.closed(), "nor does it count");
+    }
     if (random(20) == 0) cache.forget(std::vector{static_cast<int64_t>(random(kSlots))});
     while (running.size() > 3 || (round + 1 == kRounds && !running.empty())) {
       const size_t which = random(running.size());
@@ -72,6 +84,18 @@ void use_cache(PagePolicy policy) {
   std::iota(everything.begin(), everything.end(), 0);
   cache.forget(everything);
   check(cache.held() == 0, "nothing is held");
+  check(cache.evictions() > 0, "pages made room for others");
+  cache.open(std::vector<int32_t>{24, 28, 32, 36}, 4);
+  check(cache.closed() == 0, "all is open again");
+  std::vector<int64_t> slots(kPlaces), pages(kPlaces);
+  for (size_t i = 0; i < kPlaces; ++i) {
+    slots[i] = static_cast<int64_t>(i / kPages);
+    pages[i] = static_cast<int64_t>(i % kPages);
+  }
+  const AskedPages all = cache.ask(slots, pages, std::vector<uint64_t>(kPlaces));
+  check(std::ranges::count(all.places, kNoPlace) == 0, "and every place can be had");
+  cache.arrive(all.keys, all.places, std::vector<uint8_t>(kPlaces), std::vector<uint16_t>(kPlaces));
+  cache.release(all.places);
 }
 
 void refuse_nonsense() {
@@ -82,7 +106,14 @@ void refuse_nonsense() {
   check_throws<std::out_of_range>([&] { cache.forget(beyond); }, "a slot too far");
   check_throws<std::invalid_argument>([&] { cache.ask(slot, slot, {}); }, "too few frames");
   check_throws<std::out_of_range>([&] { cache.release(std::vector<int32_t>{kPlaces}); }, "a place");
-  check(cache.taken() == 0, "nothing has changed");
+  for (const int32_t bad : {-1, static_cast<int32_t>(kPlaces) - 3, INT32_MAX}) {
+    const std::vector<int32_t> runs{0, bad};
+    check_throws<std::out_of_range>([&] { (void)cache.close(runs, 4); }, "a run too far");
+    check_throws<std::out_of_range>([&] { cache.open(runs, 4); }, "a run too far");
+    check_throws<std::out_of_range>([&] { (void)cache.held_in(runs, 4); }, "a run too far");
+  }
+  check_throws<std::invalid_argument>([&] { cache.open(std::vector<int32_t>{8}, -4); }, "a length");
+  check(cache.taken() == 0 && cache.closed() == 0, "nothing has changed");
 }
 
 void locate_pages() {

@@ -293,17 +293,29 @@ class StoreRig:
             self.hbm[block] = self.page_view(frame).copy()
 
     def load(
-        self, names: dict[int, int], blocks: Sequence[int], epoch: int = 1, request: str = "r"
+        self,
+        names: dict[int, int],
+        blocks: Sequence[int],
+        epoch: int = 1,
+        request: str = "r",
+        *,
+        whole: bool = False,
     ) -> LoadOutcome:
-        self.start_load(names, blocks, epoch, request)
+        self.start_load(names, blocks, epoch, request, whole=whole)
         return self.finish_load(request)
 
     def start_load(
-        self, names: dict[int, int], blocks: Sequence[int], epoch: int = 1, request: str = "r"
+        self,
+        names: dict[int, int],
+        blocks: Sequence[int],
+        epoch: int = 1,
+        request: str = "r",
+        *,
+        whole: bool = False,
     ) -> None:
         keys = tuple(key_of(name) for name in names.values())
         slots, epochs = array(list(names)), array([epoch] * len(names))
-        self.store.load(LoadJob(request, slots, epochs, keys, array(blocks)))
+        self.store.load(LoadJob(request, slots, epochs, keys, array(blocks)), whole=whole)
 
     def finish_load(self, request: str = "r") -> LoadOutcome:
         outcomes: list[LoadOutcome] = []
@@ -330,7 +342,8 @@ class StoreRig:
                         block = walk.blocks[row].setdefault(index, np.zeros(shape, np.uint8))
                         data = self.store.arena.view(base - start, self.geometry.layer_bytes)
                         pages = data.reshape(per_layer, -1)[:, : self.geometry.payload_bytes]
-                        block[layer * per_layer : (layer + 1) * per_layer] = pages
+                        first = self.geometry.first_page(layer)
+                        block[first : first + per_layer] = pages
         stream.close()
         return walk
 
@@ -341,8 +354,10 @@ class StoreRig:
             if expected is None:
                 continue
             assert sorted(walk.blocks[row]) == list(range(len(expected)))
+            first = self.geometry.first_page(0)  # summaries are not streamed
             for index, name in enumerate(expected):
-                np.testing.assert_array_equal(walk.blocks[row][index], content(self.geometry, name))
+                wanted = content(self.geometry, name)[first:]
+                np.testing.assert_array_equal(walk.blocks[row][index][first:], wanted)
 
     # ---- ends ----
 
@@ -354,7 +369,8 @@ class StoreRig:
         frames = self.store.frames
         bound = [s for s in range(frames.slots) if frames.frame_of(s) >= 0]
         self.store.discard(array(bound if self.store._pages is None else range(frames.slots)))
-        until(lambda: frames.count(FrameState.FREE) == frames.frames, "the return of all frames")
+        there = self.store.open_frames
+        until(lambda: frames.count(FrameState.FREE) == there, "the return of all frames")
         frames.audit()
         pools = [self.store._staging, self.store._loader._headers]
         if self.store._writer._images is not None:
@@ -364,7 +380,7 @@ class StoreRig:
             assert len(set(pool._free)) == pool.pieces
         if self.store._pages is not None:
             cache = self.store._pages
-            until(lambda: cache.usable() == cache.places, "the return of single pages")
+            until(lambda: cache.usable() == cache.open_places, "the return of single pages")
             fetcher = self.store._fetcher
             until(lambda: fetcher.on_the_way() == 0, "the end of what is read ahead")
             assert cache.taken() == 0
@@ -397,6 +413,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         replicas: int = 1,
         gaps: Sequence[tuple[int, int]] = (),
         places: int = 32,
+        lend: bool = False,
         summary_rows: int = 32,
         channels: ChannelTier = "dram",
         block_tokens: int = BLOCK_TOKENS,
@@ -420,9 +437,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             page_tokens = block_tokens // geometry.groups
             kept = channels != "ssd"
             nbytes = summary_rows * row_bytes(geometry, page_tokens, channels=kept)
-            choice = ChoiceMemory(
-                page_tokens, slots, places * geometry.page_bytes, nbytes, channels=channels
-            )
+            cache = None if lend else places * geometry.page_bytes
+            choice = ChoiceMemory(page_tokens, slots, cache, nbytes, channels=channels)
         plan = _plan(geometry, frames, staging, scrub_rate is not None, choice)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
@@ -500,6 +516,8 @@ def _plan(
     staging_bytes = staging * geometry.layer_bytes
     empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub, choice=choice)
     nbytes = empty.frame_offset + frames * geometry.slot_bytes
+    if choice is not None and choice.page_cache is None:
+        nbytes = empty.page_offset + (32 + frames) * geometry.slot_bytes
     return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub, choice=choice)
 
 

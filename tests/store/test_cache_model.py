@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -39,8 +40,9 @@ class Frame:
 class Model:
     """What :class:`FrameCache` is meant to do, in the slowest way."""
 
-    def __init__(self, frames: int) -> None:
+    def __init__(self, frames: int, shut: int) -> None:
         self.frames = [Frame() for _ in range(frames)]
+        self.frames += [Frame(state=FrameState.SHUT) for _ in range(shut)]
         self.free = list(range(frames))
         """The next to be taken stands first."""
         self.references = dict.fromkeys(range(SLOTS), 0)
@@ -152,6 +154,29 @@ class Model:
                 self.unbind(frame)
                 self.reclaim(frame)
 
+    def open(self, frames: list[int]) -> None:
+        for frame in frames:
+            self.frames[frame].state = FrameState.FREE
+            self.free.insert(0, frame)
+
+    def shut(self, frames: list[int]) -> list[bool]:
+        for frame in frames:
+            it = self.frames[frame]
+            if it.slot is not None and self.evictable(frame):
+                self.unbind(frame)
+                self.reclaim(frame)
+                self.evictions += 1
+            if it.state is FrameState.FREE:
+                it.state = FrameState.SHUT
+                self.free.remove(frame)
+        return [self.frames[frame].state is FrameState.SHUT for frame in frames]
+
+    def spare(self) -> int:
+        loose = [f for i, f in enumerate(self.frames) if f.slot is not None and self.evictable(i)]
+        return len(self.free) + sum(
+            not self.references[f.slot] for f in loose if f.slot is not None
+        )
+
 
 slot_lists = st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=8)
 distinct_slots = st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=8, unique=True)
@@ -164,11 +189,12 @@ def frame_array(frames: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]
 class LikeTheModel(RuleBasedStateMachine):
     """Random batches, made to both. I/O, readers and contexts end in any order and grouping."""
 
-    @initialize(frames=st.integers(1, 7))
-    def start(self, frames: int) -> None:
-        self.arena = Arena(frames * FRAME_BYTES)
-        self.cache = FrameCache(self.arena, 0, FRAME_BYTES, frames, SLOTS)
-        self.model = Model(frames)
+    @initialize(frames=st.integers(1, 7), lent=st.integers(0, 3))
+    def start(self, frames: int, lent: int) -> None:
+        self.arena = Arena((frames + lent) * FRAME_BYTES)
+        more = np.arange(frames, frames + lent, dtype=np.uint64) * np.uint64(FRAME_BYTES)
+        self.cache = FrameCache(self.arena, 0, FRAME_BYTES, frames, SLOTS, more)
+        self.model = Model(frames, lent)
         self.in_flight: list[int] = []
         self.borrowed: list[int] = []
         self.contexts: list[list[int]] = []
@@ -271,6 +297,27 @@ class LikeTheModel(RuleBasedStateMachine):
         self.cache.forget(array(slots))
         self.model.forget(slots)
 
+    @rule(data=st.data())
+    def open(self, data: st.DataObject) -> None:
+        states = [frame.state for frame in self.model.frames]
+        shut = [i for i, state in enumerate(states) if state is FrameState.SHUT]
+        others = [i for i, state in enumerate(states) if state is not FrameState.SHUT]
+        frames = self.some(data, shut) if shut else []
+        if others:
+            with pytest.raises(ValueError, match="is not shut"):
+                self.cache.open(frame_array([*frames, others[0]]))
+        self.cache.open(frame_array(frames))
+        self.model.open(frames)
+
+    @rule(data=st.data())
+    def shut(self, data: st.DataObject) -> None:
+        every = list(range(len(self.model.frames)))
+        frames = self.some(data, every)
+        slots = [self.model.frames[frame].slot for frame in frames]
+        expected = [-1 if slot is None else slot for slot in slots]
+        assert self.cache.slots_of(frame_array(frames)).tolist() == expected
+        assert self.cache.shut(frame_array(frames)).tolist() == self.model.shut(frames)
+
     @rule(slots=slot_lists)
     def bad_batches_change_nothing(self, slots: list[int]) -> None:
         """The invariants compare both afterwards."""
@@ -291,13 +338,14 @@ class LikeTheModel(RuleBasedStateMachine):
     @invariant()
     def both_agree(self) -> None:
         self.cache.audit()
-        frames = range(self.cache.frames)
+        frames = range(len(self.model.frames))
         assert [self.cache.state(i) for i in frames] == [f.state for f in self.model.frames]
         slots = range(SLOTS)
         assert [self.cache.frame_of(s) for s in slots] == [self.model.frame_of(s) for s in slots]
         referenced = self.cache.referenced(array(slots)).tolist()
         assert referenced == [self.model.references[s] > 0 for s in slots]
         assert self.cache.evictions == self.model.evictions
+        assert self.cache.spare() == self.model.spare()
         for states in ([FrameState.FREE], [FrameState.HELD, FrameState.LOST], READABLE):
             expected = sum(frame.state in states for frame in self.model.frames)
             assert self.cache.count(*states) == expected

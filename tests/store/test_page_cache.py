@@ -84,7 +84,30 @@ class Model:
         self.chosen.discard(key)
 
 
-@settings(max_examples=60, deadline=None)
+RUN = 2
+
+
+def move_runs(cache: PageCache, model: Model, closed: set[int], data: st.DataObject) -> None:
+    """Close some runs of places and open others, while none is taken."""
+    firsts = st.sets(st.integers(0, max(0, cache.places - RUN)), max_size=2)
+    if cache.places < RUN:
+        return
+    runs = np.array(sorted(data.draw(firsts)), dtype=np.int32)
+    inside = [{first + i for i in range(RUN)} for first in runs.tolist()]
+    held = [sum(place in run for place in model.held.values()) for run in inside]
+    assert cache.held_in(runs, RUN).tolist() == held
+    if data.draw(st.booleans()):
+        assert cache.close(runs, RUN).all()
+        closed |= set().union(*inside)
+        for key in [key for key, place in model.held.items() if place in closed]:
+            model.drop(key)
+    else:
+        cache.open(runs, RUN)
+        closed -= set().union(*inside)
+    assert cache.open_places == cache.usable() == cache.places - len(closed)
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     policy=st.sampled_from(["lru", "frequency"]),
     places=st.integers(1, 9),
@@ -95,7 +118,10 @@ def test_the_model_agrees(policy: PagePolicy, places: int, data: st.DataObject) 
     model = Model(policy)
     every = st.integers(0, SLOTS * GEOMETRY.pages - 1)
     cache.step(RATES)
+    closed: set[int] = set()
+    evicted = 0
     for _ in range(data.draw(st.integers(1, 14))):
+        move_runs(cache, model, closed, data)
         if data.draw(st.booleans()):
             cache.step(RATES)
             model.step()
@@ -119,8 +145,12 @@ def test_the_model_agrees(policy: PagePolicy, places: int, data: st.DataObject) 
         victims = {key for key, place in model.held.items() if place in taken}
         assert not victims & found
         spared = model.idle() - victims
-        assert len(taken) == min(len(read), places - len(found))
-        assert len(victims) == max(0, len(taken) - (places - len(model.held)))
+        there = places - len(closed)
+        assert not taken & closed
+        assert len(taken) == min(len(read), there - len(found))
+        assert len(victims) == max(0, len(taken) - (there - len(model.held)))
+        evicted += len(victims)
+        assert cache.evictions == evicted
         if victims and spared:
             worst = max(model.score(key) for key in victims)
             assert worst <= min(model.score(key) for key in spared)
@@ -164,6 +194,33 @@ def test_neighbours_get_neighbouring_places() -> None:
     assert place[29] == place[28] + 1
     assert place[25] == place[24] + 1
     assert place[22] == place[21] + 1
+
+
+def test_places_that_somebody_uses_stay_open() -> None:
+    cache, arena = make(6)
+    cache.release(bring(cache, [0, 1]).places)
+    used = bring(cache, [2])
+    coming = cache.ask(pages([3]))
+    runs = np.array([0, 2, 4], dtype=np.int32)
+    taken = {used.places[0] // 2, coming.places[0] // 2}
+    assert [number == -1 for number in cache.held_in(runs, 2).tolist()] == [
+        run in taken for run in range(3)
+    ]
+    closed = cache.close(runs, 2)
+    assert closed.tolist() == [run not in taken for run in range(3)]
+    assert cache.find(used, pages([2]))[1].all()
+    arrive(cache, coming.keys, coming.places)
+    cache.release(used.places)
+    cache.release(coming.places)
+    assert cache.close(runs, 2).all()
+    assert (cache.held(), cache.open_places) == (0, 0)
+    assert cache.ask(pages([2])).places.tolist() == [NO_PLACE]
+    cache.open(runs, 2)
+    assert (cache.ask(pages([2, 3])).places != NO_PLACE).all()
+    for bad in (-1, 5):
+        with pytest.raises(IndexError):
+            cache.close(np.array([bad], dtype=np.int32), 2)
+    arena.close()
 
 
 def test_a_page_on_its_way_is_not_read_twice() -> None:

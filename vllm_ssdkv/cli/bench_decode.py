@@ -69,6 +69,14 @@ def decode(
     repeats: Annotated[
         int, typer.Option(min=1, max=20, help="Of every case, in turn; the median counts.")
     ] = 1,
+    longest: Annotated[
+        int,
+        typer.Option(
+            max=MAX_CONTEXT,
+            help="Every engine serves contexts of this length, too, and has the DRAM for it; 0: of "
+            "those that are asked for.",
+        ),
+    ] = 0,
     short_exact: Annotated[
         bool,
         typer.Option(
@@ -115,7 +123,7 @@ def decode(
     }
     machine: Row = {"devices": devices, "model": rule, "dram": dram, "budget": budget}
     machine |= {"reuse_steps": reuse_steps, "reuse_similarity": reuse_similarity}
-    machine["short_exact"] = short_exact
+    machine |= {"short_exact": short_exact, "longest": longest}
     most = max(lengths) * max(sizes) * bytes_per_token()
     console, stores, rows = Console(stderr=True), RecallStores(directory, devices), []
     try:
@@ -180,8 +188,9 @@ def _plan(
     store divides it as it does without being told. What comes on top are the channels by which
     ``sparf`` scores, half of the KV with what belongs to them, where requests choose.
     """
-    longest = asked.context + (asked.tokens or 0)
-    held = int(machine["dram"] * asked.context * asked.count * bytes_per_token())
+    longest = max(machine["longest"], asked.context + (asked.tokens or 0))
+    context = max(machine["longest"], asked.context)
+    held = int(machine["dram"] * context * asked.count * bytes_per_token())
     dram = STAGING + _FRAMES + max(_LEAST, held)
     sparse: dict[str, object] = {
         "budget": machine["budget"],
@@ -197,7 +206,7 @@ def _plan(
     if config.scores_channels and longest >= config.exact_below:
         blocks = asked.count * longest // BLOCK_TOKENS + asked.count
         dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
-    return replace(plan, dram_bytes=dram)
+    return replace(plan, dram_bytes=dram, longest=machine["longest"])
 
 
 def _figures(found: Row, machine: Row) -> Row:

@@ -70,6 +70,7 @@ class RecallRun:
         throttle: Option io.throttle.
         profile: Whether Python's own time while decoding is told: its share in the first half of
             the steps, and function by function in the others, at the price of a slower Python.
+        longest: Contexts that the engine must be able to serve, beside those of ``batches``.
         compare_every: Attention is compared with exact attention in every so manieth step in which
             tokens are decoded; 0: never.
     """
@@ -83,6 +84,7 @@ class RecallRun:
     sparse: dict[str, object] = field(default_factory=dict)
     throttle: tuple[dict[str, object], ...] = ()
     profile: bool = False
+    longest: int = 0
     compare_every: int = 0
 
     @classmethod
@@ -100,7 +102,7 @@ class RecallRun:
     def engine_settings(self) -> dict[str, object]:
         """Keyword arguments of ``vllm.LLM``."""
         rows = max(len(batch.tasks) * batch.count for batch in self.batches)
-        longest = max(batch.context for batch in self.batches) + 8 * BLOCK_TOKENS
+        longest = max(self.longest, *(batch.context for batch in self.batches)) + 8 * BLOCK_TOKENS
         held = self.window + CHUNK + 2 * BLOCK_TOKENS
         return {
             "model": str(recall.MODEL_DIR),

@@ -60,6 +60,12 @@ class AskedOptions:
         """What a request asks for; None: nothing."""
         return self._asked.get(request_id)
 
+    def chooses(self, request_id: str, tokens: int) -> bool:
+        """Whether a request of so many tokens chooses what it reads while it is decoded."""
+        asked = self._asked.get(request_id)
+        config = self._config if asked is None else asked.applied(self._config)
+        return config.selector != "exact" and tokens >= config.exact_below
+
     def ended(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request; ``kv_transfer_params`` of its answer, if it asked for something."""
         asked = self._asked.pop(request_id, None)

@@ -74,7 +74,8 @@ class Load:
 
     ``slots`` are verified against ``keys`` and ``epochs``; the last ``len(block_ids)`` of them are
     copied into those HBM blocks (reuse mode: all; page mode: the window). A block id of 0, vLLM's
-    null block, means that vLLM keeps no block there.
+    null block, means that vLLM keeps no block there. ``whole``: the request will attend to all of
+    it in every step.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class Load:
     epochs: NDArray[np.int64]
     keys: tuple[bytes, ...]
     block_ids: NDArray[np.int64]
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class RankReport:
     written: list[tuple[int, int]] = field(default_factory=list)
     """(device, bytes written to it) since the last report."""
     frames: int = 0
-    """Frames of DRAM; said once, 0 afterwards."""
+    """Frames of DRAM; 0: as before."""
     gained: dict[str, float] = field(default_factory=dict)
     """Counters, as in :meth:`vllm_ssdkv.metrics.Counters.take_gained`."""
     gauges: dict[str, float] = field(default_factory=dict)

@@ -26,6 +26,7 @@ class ResidentSlots:
     def set_frames(self, frames: int) -> None:
         """Every worker has at least so many frames."""
         self._limit = int(frames * self._SHARE)
+        self.touch(())
 
     def touch(self, slots: Iterable[int]) -> None:
         """These were saved or loaded now."""

@@ -227,7 +227,9 @@ class SSDKVScheduler:
     ) -> None:
         self._loading[name] = slots
         self._choice.planned(name, slots)
-        self._loads.append(Load(name, slots, self._index.epochs(slots), tuple(keys), targets))
+        state, epochs = self._requests.get(name), self._index.epochs(slots)
+        whole = state is not None and not self.asked.chooses(name, state.request.num_prompt_tokens)
+        self._loads.append(Load(name, slots, epochs, tuple(keys), targets, whole))
 
     # ---- the plan of a step ----
 

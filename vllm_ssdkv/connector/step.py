@@ -81,6 +81,7 @@ class PagedStep:
                 choices.kept,
             )
         dense_layers = 0 if choices is None else choices.dense_layers
+        self._store, self._choosing = store, choosing
         self._stream = store.stream(contexts, choosing, dense_layers)
 
     def row_of(self, write_block: int) -> int:
@@ -187,3 +188,6 @@ class PagedStep:
         self._stream.close()
         if self._decode is not None:
             self._decode.contexts.close()
+        # With their blocks in HBM: nobody reads those, until they leave it.
+        known = [self._store.context_from(row.request_id, 0) for row in self._rows]
+        self._store.settle(known, self._choosing)

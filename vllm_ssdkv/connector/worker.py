@@ -75,6 +75,7 @@ class SSDKVWorker:
         paths = opened.files.health.paths
         self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
         self._gauges_due = 0.0
+        self._told_frames = 0
         self._settled = False
         self._told_left_out = False
         self._told_written = [0] * len(opened.devices)
@@ -124,7 +125,6 @@ class SSDKVWorker:
                 else None
             ),
         )
-        self._report.frames = self._store.frames.frames
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
@@ -272,7 +272,8 @@ class SSDKVWorker:
     def _load(self, load: Load) -> None:
         self._loading.add(load.request_id)
         self.store.load(
-            LoadJob(load.request_id, load.slots, load.epochs, load.keys, load.block_ids)
+            LoadJob(load.request_id, load.slots, load.epochs, load.keys, load.block_ids),
+            whole=load.whole,
         )
 
     # ---- results ----
@@ -352,9 +353,11 @@ class SSDKVWorker:
         self._gauges_due = time.monotonic() + TELL_INTERVAL_S
         self._engine_metrics.update()
         frames = self.store.frames
-        total = frames.frames - frames.count(FrameState.FREE)
-        self.counters.set("dram_frames", frames.frames)
-        self.counters.set("dram_frames_used", total)
+        there = self.store.open_frames
+        if there != self._told_frames:
+            self._report.frames = self._told_frames = there
+        self.counters.set("dram_frames", there)
+        self.counters.set("dram_frames_used", there - frames.count(FrameState.FREE))
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
         for name, value in self.store.choice_gauges().items():
             self.counters.set(name, value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.files import GROUP
@@ -33,6 +35,10 @@ CACHE_SHARE: Final = 4 / 5
 """Of what is left then, so much is for single pages, the rest for more frames. What a step chooses
 the next one mostly chooses again. With room for less than that, each page is gone when its turn
 comes again; and of a slot in a frame only the budget's share is of use (docs/performance.md)."""
+
+LENT_SHARE: Final = 3 / 4
+"""Of the places for single pages, so many at most serve as frames while those who choose need less:
+the rest is there at once when somebody chooses."""
 
 CHOSEN: Final = 5 / 4
 """Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are
@@ -106,7 +112,8 @@ class ArenaPlan:
     """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, single
     pages, summaries, frames.
 
-    Images are encrypted slots on their way to the devices.
+    Images are encrypted slots on their way to the devices. ``run_places`` single pages from each of
+    ``runs`` on, int32 [n], may serve as a frame (:mod:`vllm_ssdkv.store.border`).
 
     Raises ConfigError when the DRAM given is too small for the slot size.
     """
@@ -136,7 +143,7 @@ class ArenaPlan:
             self.images = max(MIN_IMAGES, wanted)
         self.page_offset = self.image_offset + self.images * geometry.slot_bytes
         self.choice = choice
-        self.page_places = self.summary_rows = summaries = 0
+        self.page_places = self.summary_rows = summaries = least = 0
         if choice is not None:
             row, page = choice.row_bytes(geometry), geometry.page_bytes
             least = choice.least_places(geometry)
@@ -146,6 +153,14 @@ class ArenaPlan:
             summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
             more = choice.places(geometry, max(0, left - summaries))
             self.page_places = max(least, more)
+        # Of a page cache whose size is given nothing is lent.
+        self.run_places = -(-geometry.slot_bytes // geometry.page_bytes)
+        lendable = 0
+        if choice is not None and choice.page_cache is None:
+            lendable = min(int(LENT_SHARE * self.page_places), self.page_places - least)
+        runs = lendable // self.run_places
+        first = self.page_places - runs * self.run_places
+        self.runs = (first + np.arange(runs) * self.run_places).astype(np.int32)
         self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
         self.frame_offset = self.summary_offset + summaries
         self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes

@@ -39,6 +39,8 @@ class FrameState(IntEnum):
     """A read into it is in flight; belongs to the loader."""
     LOST = 5
     """Bound to no slot; out of use until the I/O and the readers that still touch it have ended."""
+    SHUT = 6
+    """Its memory belongs to single pages for now (:mod:`vllm_ssdkv.store.border`)."""
 
 
 class FrameCache:
@@ -56,25 +58,37 @@ class FrameCache:
     another dtype or strided ones.
     """
 
-    def __init__(self, arena: Arena, offset: int, frame_bytes: int, frames: int, slots: int):
+    def __init__(
+        self,
+        arena: Arena,
+        offset: int,
+        frame_bytes: int,
+        frames: int,
+        slots: int,
+        lent: NDArray[np.uint64] | None = None,
+    ):
         """Args:
         arena: Memory the frames live in, starting at ``offset`` (bytes, 4 KiB multiple).
         frame_bytes: Size of a frame, equal to the slot size.
-        frames: Number of frames.
+        frames: Number of frames there.
         slots: Number of slots of the store (size of the slot to frame table).
+        lent: Offsets in the arena of more frames, which begin ``SHUT``: they come after the others.
         """
         self.arena = arena
-        self.offset = offset
         self.frame_bytes = frame_bytes
         self.frames = frames
         self.slots = slots
-        self._tables = _io.FrameCache(frames, slots)
+        own = offset + np.arange(frames, dtype=np.uint64) * np.uint64(frame_bytes)
+        more = own[:0] if lent is None else lent
+        self._offsets = np.concatenate([own, more])
+        self._tables = _io.FrameCache(len(self._offsets), slots, len(more))
 
     # ---- where ----
 
     def buffer_offset(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Byte offsets of frames in the arena, as the I/O engine wants them."""
-        return self.offset + frames.astype(np.uint64) * np.uint64(self.frame_bytes)
+        offsets: NDArray[np.uint64] = self._offsets[frames]
+        return offsets
 
     def address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Absolute addresses of frames."""
@@ -82,7 +96,7 @@ class FrameCache:
 
     def view(self, frame: int) -> NDArray[np.uint8]:
         """The bytes of one frame, shape [frame_bytes]."""
-        return self.arena.view(self.offset + frame * self.frame_bytes, self.frame_bytes)
+        return self.arena.view(int(self._offsets[frame]), self.frame_bytes)
 
     def state(self, frame: int) -> FrameState:
         """State of a frame."""
@@ -95,6 +109,14 @@ class FrameCache:
     def count(self, *states: FrameState) -> int:
         """Number of frames in any of the states."""
         return self._tables.count([int(state) for state in states])
+
+    def slots_of(self, frames: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Slot of each frame, [n], -1 where it has none."""
+        return self._tables.slots_of(frames)
+
+    def spare(self) -> int:
+        """Frames that :meth:`take` can give out without one of a running context."""
+        return self._tables.spare()
 
     @property
     def evictions(self) -> int:
@@ -155,6 +177,21 @@ class FrameCache:
     ) -> NDArray[np.int32]:
         """:meth:`take`, waiting until ``deadline`` (``time.monotonic``) for at least one frame."""
         return self._tables.take_within(slots, state, deadline - time.monotonic())
+
+    # ---- lending their memory ----
+
+    def open(self, frames: NDArray[np.int32]) -> None:
+        """``SHUT`` frames may be taken from now on.
+
+        Raises:
+            ValueError: one of them is not ``SHUT``.
+        """
+        self._tables.open(frames)
+
+    def shut(self, frames: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Take those of these frames out of use that nobody uses, evicting clean ones; which are
+        ``SHUT`` now, [n]."""
+        return self._tables.shut(frames).view(np.bool_)
 
     # ---- writing and loading ----
 

@@ -107,6 +107,8 @@ class PageCache:
         policy: Which page goes when its place is needed.
         """
         self.places = places
+        self.asked = 0
+        """Distinct pages in each call of :meth:`ask`, since the start."""
         self._offset = offset
         self._page_bytes = geometry.page_bytes
         self._pages = geometry.pages
@@ -124,7 +126,9 @@ class PageCache:
     def ask(self, pages: Pages) -> Asked:
         """Take the places of pages that queries need; the others get one, to be read into."""
         self._collect()
-        return Asked(*self._tables.ask(pages.slots, pages.numbers, pages.frames))
+        asked = Asked(*self._tables.ask(pages.slots, pages.numbers, pages.frames))
+        self.asked += len(asked.keys)
+        return asked
 
     def guess(
         self,
@@ -190,9 +194,36 @@ class PageCache:
             self._lent.append((places, batch))
 
     def usable(self) -> int:
-        """Places that no overdue read holds."""
+        """Places that are open, and that no overdue read holds."""
         self._collect()
-        return self.places - sum(len(places) for places, _ in self._lent)
+        return self.open_places - sum(len(places) for places, _ in self._lent)
+
+    # ---- lending their memory ----
+
+    @property
+    def open_places(self) -> int:
+        """Places that are not closed."""
+        return self.places - self._tables.closed()
+
+    @property
+    def evictions(self) -> int:
+        """Pages that made room for others since the start."""
+        return self._tables.evictions()
+
+    def held_in(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+        """Pages in the ``length`` places from each of these on, [n]; -1 where one is taken."""
+        return self._tables.held_in(firsts, length)
+
+    def close(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take the ``length`` places from each of these on out of use, whatever they hold, where
+        none of them is taken; where that was so, [n]."""
+        return self._tables.close(firsts, length).view(np.bool_)
+
+    def open(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Closed places may be used again."""
+        self._tables.open(firsts, length)
+
+    # ---- counts ----
 
     def forget(self, slots: NDArray[np.int64]) -> None:
         """The content of these slots changes."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.arena_plan import ArenaPlan
+from vllm_ssdkv.store.border import Border
 from vllm_ssdkv.store.cache import FrameCache, FrameState
 from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.device_memory import DeviceMemory
@@ -65,8 +66,9 @@ class TieredStore:
         geometry = files.geometry
         self.files = files
         self.arena = arena
+        lent = plan.page_offset + plan.runs.astype(np.uint64) * np.uint64(geometry.page_bytes)
         self.frames = FrameCache(
-            arena, plan.frame_offset, geometry.slot_bytes, plan.frames, num_slots
+            arena, plan.frame_offset, geometry.slot_bytes, plan.frames, num_slots, lent
         )
         sealer = files.sealer
         self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
@@ -83,6 +85,7 @@ class TieredStore:
             files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
         )
         self._pages: PageCache | None = None
+        self._border: Border | None = None
         self._hot: HotPages | None = None
         self._policy: PagePolicy = "lru"
         self._num_slots = num_slots
@@ -107,6 +110,7 @@ class TieredStore:
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
             self._policy = plan.choice.page_policy
+            self._border = Border(plan, self.frames, self._pages)
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._used = time.monotonic()
@@ -150,6 +154,11 @@ class TieredStore:
             raise ValueError("slots without summaries: nothing can be chosen")
         self._summaries.keep_channels(memory)
 
+    @property
+    def open_frames(self) -> int:
+        """Frames that DRAM has now; the least it ever has is ``frames.frames``."""
+        return self.frames.frames + (0 if self._border is None else self._border.lent)
+
     # ---- write path ----
 
     def hold(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
@@ -166,6 +175,8 @@ class TieredStore:
         self._used = time.monotonic()
         self._forget_content(slots)
         self.frames.forget(slots)
+        if self._border is not None:
+            self._border.make_room(slots)
         held = self.frames.take(slots, FrameState.HELD)
         if len(held) or len(slots) == 0 or not wait:
             return held
@@ -216,9 +227,12 @@ class TieredStore:
 
     # ---- load path ----
 
-    def load(self, job: LoadJob) -> None:
-        """Bring a hit in, in the background."""
+    def load(self, job: LoadJob, *, whole: bool = False) -> None:
+        """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
+        step: all of it should be in DRAM."""
         self._used = time.monotonic()
+        if whole and self._border is not None:
+            self._border.make_room(job.slots)
         self._loader.load(job)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
@@ -295,6 +309,12 @@ class TieredStore:
         )
         return self._stream
 
+    def settle(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
+        """A step has ended, with these slots of its rows, some of which chose: DRAM may be divided
+        anew."""
+        if self._border is not None:
+            self._border.settle(contexts, choosing)
+
     def choose(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> ChosenContexts:
         """The contexts of rows whose queries choose pages. Blocks while summaries are read.
 
@@ -323,7 +343,7 @@ class TieredStore:
         return {
             "hot_pages_places": 0 if self._hot is None else self._hot.places,
             "hot_pages_held": 0 if self._hot is None else self._hot.held(),
-            "page_cache_places": 0 if pages is None else pages.places,
+            "page_cache_places": 0 if pages is None else pages.open_places,
             "page_cache_pages": 0 if pages is None else pages.held(),
             "summaries_places": 0 if summaries is None else summaries.rows,
             "summaries_held": 0 if summaries is None else summaries.held(),

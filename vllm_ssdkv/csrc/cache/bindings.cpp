@@ -44,7 +44,7 @@ ArrayOut<int32_t> take_within(FrameCache& cache, const SlotArray& slots, int sta
 // asks for the GIL while it holds the cache's mutex.
 void bind_cache(nb::module_& m) {
   nb::class_<FrameCache>(m, "FrameCache")
-      .def(nb::init<size_t, size_t>(), "frames"_a, "slots"_a)
+      .def(nb::init<size_t, size_t, size_t>(), "frames"_a, "slots"_a, "shut"_a)
       .def("state", [](const FrameCache& cache,
                        int64_t frame) { return static_cast<int>(cache.state(frame)); })
       .def("frame_of", &FrameCache::frame_of, "slot"_a)
@@ -56,6 +56,13 @@ void bind_cache(nb::module_& m) {
             return cache.count(wanted);
           },
           "states"_a)
+      .def(
+          "slots_of",
+          [](const FrameCache& cache, const FrameArray& frames) {
+            return to_numpy(cache.slots_of(span(frames)));
+          },
+          "frames"_a.noconvert())
+      .def("spare", &FrameCache::spare)
       .def("evictions", &FrameCache::evictions)
       .def(
           "retain", [](FrameCache& cache, const SlotArray& slots) { cache.retain(span(slots)); },
@@ -89,6 +96,15 @@ void bind_cache(nb::module_& m) {
           },
           "slots"_a.noconvert(), "state"_a, "spare_contexts"_a)
       .def("take_within", &take_within, "slots"_a.noconvert(), "state"_a, "timeout_s"_a)
+      .def(
+          "open", [](FrameCache& cache, const FrameArray& frames) { cache.open(span(frames)); },
+          "frames"_a.noconvert())
+      .def(
+          "shut",
+          [](FrameCache& cache, const FrameArray& frames) {
+            return to_numpy(cache.shut(span(frames)));
+          },
+          "frames"_a.noconvert())
       .def(
           "start_writing",
           [](FrameCache& cache, const SlotArray& slots) {

@@ -22,12 +22,16 @@ bool readable(FrameState state) {
 
 }  // namespace
 
-FrameCache::FrameCache(size_t frames, size_t slots)
+FrameCache::FrameCache(size_t frames, size_t slots, size_t shut)
     : frames_(frames), places_(slots), idle_(frames) {
   if (frames >= INT32_MAX) throw std::invalid_argument("more frames than fit 31 bits");
+  if (shut > frames) throw std::invalid_argument("more frames are shut than there are");
   free_.reserve(frames);  // never grows: reclaim() cannot fail
-  for (size_t frame = frames; frame > 0; --frame) free_.push_back(static_cast<int32_t>(frame - 1));
-  counts_[index(FrameState::kFree)] = frames;
+  const size_t open = frames - shut;
+  for (size_t frame = open; frame > 0; --frame) free_.push_back(static_cast<int32_t>(frame - 1));
+  for (size_t frame = open; frame < frames; ++frame) frames_[frame].state = FrameState::kShut;
+  counts_[index(FrameState::kFree)] = open;
+  counts_[index(FrameState::kShut)] = shut;
 }
 
 // ---- looking ----
@@ -51,6 +55,19 @@ size_t FrameCache::count(std::span<const FrameState> states) const {
   size_t total = 0;
   for (const FrameState state : states) total += counts_[index(state)];
   return total;
+}
+
+std::vector<int64_t> FrameCache::slots_of(Frames frames) const {
+  std::vector<int64_t> slots(frames.size());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_frames(frames);
+  for (size_t i = 0; i < frames.size(); ++i) slots[i] = at(frames[i]).slot;
+  return slots;
+}
+
+size_t FrameCache::spare() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return free_.size() + idle_.count(false);
 }
 
 uint64_t FrameCache::evictions() const {
@@ -174,6 +191,43 @@ std::vector<int32_t> FrameCache::take_now(Slots slots, FrameState state, bool sp
     taken.push_back(frame);
   }
   return taken;
+}
+
+// ---- lending their memory ----
+
+void FrameCache::open(Frames frames) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_frames(frames);
+  for (const int32_t frame : frames) {
+    if (at(frame).state != FrameState::kShut) {
+      throw std::invalid_argument("frame " + std::to_string(frame) + " is not shut");
+    }
+  }
+  for (const int32_t frame : frames) {
+    if (at(frame).state == FrameState::kFree) continue;  // it stands there twice
+    set_state(at(frame), FrameState::kFree);
+    free_.push_back(frame);
+    available_ = true;
+  }
+  wake();
+}
+
+std::vector<uint8_t> FrameCache::shut(Frames frames) {
+  std::vector<uint8_t> done(frames.size());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_frames(frames);
+  for (size_t i = 0; i < frames.size(); ++i) {
+    const int32_t frame = frames[i];
+    if (idle_.contains(frame)) {
+      unbind(frame);
+      reclaim(frame);
+      ++evictions_;
+    }
+    if (at(frame).state == FrameState::kFree) set_state(at(frame), FrameState::kShut);
+    done[i] = at(frame).state == FrameState::kShut;
+  }
+  std::erase_if(free_, [this](int32_t frame) { return at(frame).state == FrameState::kShut; });
+  return done;
 }
 
 // ---- writing and loading ----
@@ -302,11 +356,13 @@ void FrameCache::audit() const {
     const auto number = static_cast<int32_t>(i);
     const Frame& frame = frames_[i];
     ++counts[index(frame.state)];
-    const bool unbound = frame.state == FrameState::kFree || frame.state == FrameState::kLost;
+    const bool shut = frame.state == FrameState::kShut;
+    const bool unbound =
+        shut || frame.state == FrameState::kFree || frame.state == FrameState::kLost;
     require(unbound == (frame.slot == kNoSlot), "state and slot disagree", number);
     require(unbound || place(frame.slot).frame == number, "not its slot's frame", number);
     require(free[i] == (frame.state == FrameState::kFree), "state and free list disagree", number);
-    require(frame.readers >= 0 && !(free[i] && (frame.readers != 0 || frame.in_flight)),
+    require(frame.readers >= 0 && !((free[i] || shut) && (frame.readers != 0 || frame.in_flight)),
             "free but in use", number);
     require(idle_.contains(number) == (frame.state == FrameState::kClean && frame.readers == 0),
             "state and order of eviction disagree", number);

@@ -16,8 +16,8 @@
 namespace ssdkv {
 
 // Equal to vllm_ssdkv.store.cache.FrameState, which says what the states mean.
-enum class FrameState : uint8_t { kFree, kHeld, kWriting, kClean, kLoading, kLost };
-inline constexpr size_t kFrameStates = 6;
+enum class FrameState : uint8_t { kFree, kHeld, kWriting, kClean, kLoading, kLost, kShut };
+inline constexpr size_t kFrameStates = 7;
 
 using Slots = std::span<const int64_t>;
 using Frames = std::span<const int32_t>;
@@ -28,7 +28,8 @@ using Frames = std::span<const int32_t>;
 // Functions that take slots or frames throw std::out_of_range for a number that does not exist.
 class FrameCache {
  public:
-  FrameCache(size_t frames, size_t slots);
+  // The last `shut` frames begin in that state.
+  FrameCache(size_t frames, size_t slots, size_t shut = 0);
   FrameCache(const FrameCache&) = delete;
   FrameCache& operator=(const FrameCache&) = delete;
 
@@ -38,6 +39,8 @@ class FrameCache {
   FrameState state(int64_t frame) const;
   int32_t frame_of(int64_t slot) const;
   size_t count(std::span<const FrameState> states) const;
+  std::vector<int64_t> slots_of(Frames frames) const;  // kNoSlot where a frame has none
+  size_t spare() const;  // frames that can be had without one of a running context
   uint64_t evictions() const;
 
   // Contexts that refer to slots. A slot that enters or leaves use by contexts counts as used now.
@@ -55,6 +58,12 @@ class FrameCache {
   // As take(), waiting until the deadline for at least one frame.
   std::vector<int32_t> take_until(Slots slots, FrameState state, Clock::time_point deadline);
 
+  // Frames whose memory is somebody else's for a while. shut() evicts what is clean, passes over
+  // what is in use and says which are shut; open() throws std::invalid_argument for one that is
+  // not.
+  void open(Frames frames);
+  std::vector<uint8_t> shut(Frames frames);
+
   std::vector<int32_t> start_writing(Slots slots);
   // Throws std::invalid_argument for other states than kFree, kHeld and kClean.
   void settle(Frames frames, FrameState state);
@@ -65,9 +74,9 @@ class FrameCache {
   // everything.
   void audit() const;
 
- private:
   static constexpr int64_t kNoSlot = -1;
 
+ private:
   struct Frame {
     int64_t slot = kNoSlot;
     int32_t readers = 0;

@@ -15,12 +15,14 @@ void LruOrder::add(int32_t frame, bool referenced) {
   link(frame) = {last, ring, referenced};
   link(last).next = frame;
   link(ring).previous = frame;
+  ++counts_[referenced ? 1 : 0];
 }
 
 void LruOrder::remove(int32_t frame) {
   const Link old = link(frame);
   link(old.previous).next = old.next;
   link(old.next).previous = old.previous;
+  --counts_[old.referenced ? 1 : 0];
   link(frame) = {};
 }
 

@@ -1,6 +1,7 @@
 // The eviction policy: in which order idle frames go.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -10,7 +11,7 @@ namespace ssdkv {
 inline constexpr int32_t kNoFrame = -1;
 
 // Least recently used first, in two classes: frames of running contexts go after all others. This
-// class is all that the cache knows of a policy: another one needs these five functions. Every one
+// class is all that the cache knows of a policy: another one needs these six functions. Every one
 // takes constant time. Not thread-safe.
 class LruOrder {
  public:
@@ -22,6 +23,8 @@ class LruOrder {
   // A frame that is not contained becomes the last of its class.
   void add(int32_t frame, bool referenced);
   void remove(int32_t frame);
+
+  size_t count(bool referenced) const { return counts_[referenced ? 1 : 0]; }
 
   // The frame to evict next, or kNoFrame; none of a context when those are spared.
   int32_t first(bool spare_contexts) const;
@@ -39,6 +42,7 @@ class LruOrder {
 
   const int32_t frames_;
   std::vector<Link> links_;  // by frame, then the ends of the two rings
+  std::array<size_t, 2> counts_{};
 };
 
 }  // namespace ssdkv

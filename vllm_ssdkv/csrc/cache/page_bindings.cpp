@@ -114,8 +114,28 @@ void bind_page_cache(nb::module_& m) {
       .def(
           "step", [](PageCache& cache, const ArrayIn<double>& costs) { cache.step(span(costs)); },
           "costs"_a.noconvert())
+      .def(
+          "held_in",
+          [](const PageCache& cache, const ArrayIn<int32_t>& firsts, int32_t length) {
+            return to_numpy(cache.held_in(span(firsts), length));
+          },
+          "firsts"_a.noconvert(), "length"_a)
+      .def(
+          "close",
+          [](PageCache& cache, const ArrayIn<int32_t>& firsts, int32_t length) {
+            return to_numpy(cache.close(span(firsts), length));
+          },
+          "firsts"_a.noconvert(), "length"_a)
+      .def(
+          "open",
+          [](PageCache& cache, const ArrayIn<int32_t>& firsts, int32_t length) {
+            cache.open(span(firsts), length);
+          },
+          "firsts"_a.noconvert(), "length"_a)
       .def("held", &PageCache::held)
-      .def("taken", &PageCache::taken);
+      .def("taken", &PageCache::taken)
+      .def("closed", &PageCache::closed)
+      .def("evictions", &PageCache::evictions);
 
   m.def(
       "locate",

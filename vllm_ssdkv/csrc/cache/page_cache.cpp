@@ -183,6 +183,7 @@ std::vector<int32_t> PageCache::take(size_t count) {
       order_->remove(place);
       place_of(at(place).key) = 0;
       --held_;
+      ++evictions_;
     }
     at(place) = {};
     at(place).users = 1;
@@ -276,6 +277,49 @@ void PageCache::forget(std::span<const int64_t> slots) {
   }
 }
 
+std::vector<int32_t> PageCache::held_in(std::span<const int32_t> firsts, int32_t length) const {
+  check_runs(firsts, length);
+  std::vector<int32_t> found(firsts.size());
+  for (size_t i = 0; i < firsts.size(); ++i) {
+    for (int32_t place = firsts[i]; place < firsts[i] + length; ++place) {
+      if (at(place).users != 0) {
+        found[i] = -1;
+        break;
+      }
+      found[i] += at(place).key != -1;
+    }
+  }
+  return found;
+}
+
+std::vector<uint8_t> PageCache::close(std::span<const int32_t> firsts, int32_t length) {
+  const std::vector<int32_t> held = held_in(firsts, length);
+  std::vector<uint8_t> done(firsts.size());
+  for (size_t i = 0; i < firsts.size(); ++i) {
+    if (held[i] == -1) continue;
+    done[i] = 1;
+    for (int32_t place = firsts[i]; place < firsts[i] + length; ++place) {
+      if (at(place).key != -1) drop(place);
+      closed_ += !at(place).closed;
+      at(place).closed = true;
+    }
+  }
+  std::erase_if(free_, [this](int32_t place) { return at(place).closed; });
+  return done;
+}
+
+void PageCache::open(std::span<const int32_t> firsts, int32_t length) {
+  check_runs(firsts, length);
+  for (const int32_t first : firsts) {
+    for (int32_t place = first; place < first + length; ++place) {
+      if (!at(place).closed) continue;
+      at(place).closed = false;
+      --closed_;
+      free_.push_back(place);
+    }
+  }
+}
+
 void PageCache::drop(int32_t place) {
   Place& here = at(place);
   place_of(here.key) = 0;
@@ -315,6 +359,16 @@ void PageCache::check(std::span<const int64_t> slots, std::span<const int64_t> p
     if (slots[i] < 0 || slots[i] >= slots_ || pages[i] < 0 || pages[i] >= pages_) {
       throw std::out_of_range("page " + std::to_string(pages[i]) + " of slot " +
                               std::to_string(slots[i]));
+    }
+  }
+}
+
+void PageCache::check_runs(std::span<const int32_t> firsts, int32_t length) const {
+  if (length < 0) throw std::invalid_argument("a run has a length");
+  const auto places = static_cast<int64_t>(table_.size());
+  for (const int32_t first : firsts) {
+    if (first < 0 || int64_t{first} + length > places) {
+      throw std::out_of_range("place " + std::to_string(first));
     }
   }
 }

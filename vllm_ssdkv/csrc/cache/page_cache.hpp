@@ -40,8 +40,8 @@ struct PageLayout {
 };
 
 // A place is free, holds a page, or one is *coming*: it is being read. It is *taken* by all who use
-// it, and by its read; the places of others may be given away. Not thread-safe. Time of a call
-// grows with the pages it is about.
+// it, and by its read; the places of others may be given away. A *closed* one is out of use. Not
+// thread-safe. Time of a call grows with the pages it is about.
 //
 // Throws std::out_of_range for slots, pages and places that do not exist, and changes nothing then.
 class PageCache {
@@ -82,8 +82,17 @@ class PageCache {
   void forget(std::span<const int64_t> slots);
   void step(std::span<const double> costs) { order_->step(costs); }
 
+  // Runs of `length` places, one from each of `firsts`. close() takes those out of use that nobody
+  // has taken, whatever they hold, and says which these are; open() gives closed ones back.
+  // held_in() counts the pages of each, -1 where a place is taken.
+  std::vector<uint8_t> close(std::span<const int32_t> firsts, int32_t length);
+  void open(std::span<const int32_t> firsts, int32_t length);
+  std::vector<int32_t> held_in(std::span<const int32_t> firsts, int32_t length) const;
+
   size_t held() const { return held_; }
   size_t taken() const { return taken_; }
+  size_t closed() const { return closed_; }
+  uint64_t evictions() const { return evictions_; }  // pages that made room for others
 
  private:
   struct Place {
@@ -93,6 +102,7 @@ class PageCache {
     uint64_t stamp = 0;
     bool coming = false;
     bool guessed = false;
+    bool closed = false;
   };
   struct Missing {
     int64_t key;
@@ -110,6 +120,7 @@ class PageCache {
   void check(std::span<const int64_t> slots, std::span<const int64_t> pages,
              std::span<const uint64_t> frames) const;
   void check_places(std::span<const int32_t> places) const;
+  void check_runs(std::span<const int32_t> firsts, int32_t length) const;
   void use(int32_t place);
   void drop(int32_t place);  // it holds nothing any more
   std::vector<int32_t> take(size_t count);
@@ -127,6 +138,8 @@ class PageCache {
   uint64_t stamp_ = 0;
   size_t held_ = 0;
   size_t taken_ = 0;
+  size_t closed_ = 0;
+  uint64_t evictions_ = 0;
 };
 
 }  // namespace ssdkv

@@ -1,0 +1,370 @@
+"""The border between frames and single pages: nobody's bytes are ever written by another, and it
+moves to where reads are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from numpy.typing import NDArray
+
+from tests.store.chosen_pages import bring, context
+from tests.store.conftest import SUMMED, MakeStore, array
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.border import Border
+from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.page_cache import NO_PLACE, PageCache, Pages
+
+GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
+SLOTS = 40
+NONE: list[NDArray[np.int64]] = []
+
+
+class Rig:
+    """Frames, single pages and their border, over an arena."""
+
+    def __init__(self, dram: int = 30) -> None:
+        """``dram``: slots that frames and single pages could hold."""
+        self.choice = ChoiceMemory(16, SLOTS, summaries=1 << 16)
+        begin = ArenaPlan(GEOMETRY, 1 << 30, 0, choice=self.choice).page_offset
+        nbytes = begin + dram * GEOMETRY.slot_bytes
+        self.plan = plan = ArenaPlan(GEOMETRY, nbytes, 0, choice=self.choice)
+        self.arena = Arena(plan.nbytes)
+        self.arena.view(0, plan.nbytes)[:] = 0xEE
+        lent = plan.page_offset + plan.runs.astype(np.uint64) * np.uint64(GEOMETRY.page_bytes)
+        self.frames = FrameCache(
+            self.arena, plan.frame_offset, GEOMETRY.slot_bytes, plan.frames, SLOTS, lent
+        )
+        self.pages = PageCache(
+            self.arena, plan.page_offset, GEOMETRY, plan.page_places, SLOTS, "lru"
+        )
+        self.border = Border(plan, self.frames, self.pages)
+
+    def fill(self, slots: Sequence[int]) -> list[int]:
+        """These slots are in frames, as far as there is room."""
+        self.border.make_room(array(slots))
+        frames = self.frames.take(array(slots), FrameState.LOADING)
+        for frame, slot in zip(frames.tolist(), slots, strict=False):
+            self.frames.view(frame)[:] = slot
+        self.frames.settle(frames, FrameState.CLEAN)
+        return slots[: len(frames)]
+
+    def choose(self, pages: Sequence[tuple[int, int]]) -> None:
+        """A layer's queries choose these pages, which are read and used."""
+        asked = self.pages.ask(wanted(pages))
+        read, places = asked.keys[asked.held :], asked.places[asked.held :]
+        self.pages.arrive(
+            read, places, np.ones(len(read), np.bool_), np.zeros(len(read), np.uint16)
+        )
+        self.pages.release(asked.places)
+
+    def in_frames(self, slots: Sequence[int]) -> int:
+        return sum(self.frames.frame_of(slot) != NO_FRAME for slot in slots)
+
+
+def wanted(pages: Sequence[tuple[int, int]]) -> Pages:
+    numbers = np.array(pages, dtype=np.int64).reshape(-1, 2)
+    nowhere = np.zeros(len(numbers), dtype=np.uint64)
+    return Pages(numbers[:, 0].copy(), numbers[:, 1].copy(), nowhere)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.frames.audit()
+    rig.arena.close()
+
+
+def many(rig: Rig, slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Pages of these slots, as many as there are places; more than are open."""
+    every = [(slot, page) for slot in slots for page in range(GEOMETRY.pages)]
+    assert len(every) >= rig.pages.open_places
+    return every[: rig.pages.places]
+
+
+def test_where_nobody_chooses_frames_have_what_pages_do_not_need(rig: Rig) -> None:
+    plan = rig.plan
+    everything = list(range(SLOTS))
+    assert plan.frames + len(plan.runs) < SLOTS
+    found = rig.fill(everything)
+    assert len(found) == plan.frames + len(plan.runs) == plan.frames + rig.border.lent
+    left = plan.page_places - len(plan.runs) * plan.run_places
+    assert rig.pages.open_places == left >= rig.choice.least_places(GEOMETRY)
+    assert left >= plan.page_places // 4
+    for slot in found:
+        frame = rig.frames.frame_of(slot)
+        assert (rig.frames.view(frame) == slot).all()
+
+
+def test_no_more_is_lent_than_is_asked_for(rig: Rig) -> None:
+    rig.fill(range(rig.plan.frames))
+    assert rig.border.lent == 0
+    rig.fill(range(rig.plan.frames, rig.plan.frames + 3))
+    assert rig.border.lent == 3
+    rig.border.make_room(array([]))
+    assert rig.border.lent == 3
+
+
+def test_a_frame_is_lent_empty(rig: Rig) -> None:
+    """What lies behind a page's payload goes to the devices with it: nobody else's KV."""
+    rig.border.make_room(array(range(SLOTS)))
+    for frame in range(rig.plan.frames, rig.plan.frames + rig.border.lent):
+        assert not rig.frames.view(frame).any()
+
+
+def test_pages_that_are_chosen_are_not_given_away(rig: Rig) -> None:
+    chosen = many(rig, range(20))[: rig.pages.places // 2]
+    rig.choose(chosen)
+    rig.border.settle([array(range(20))], {0})
+    rig.fill(range(20, SLOTS))
+    assert rig.border.lent > 0
+    assert rig.pages.open_places >= len(chosen) * 5 // 4
+    # Of runs the ones with the fewest pages go.
+    assert rig.pages.holds(wanted(chosen)).mean() > 0.9
+
+
+def test_who_chooses_gets_back_what_nobody_attends_to_as_a_whole(rig: Rig) -> None:
+    """Frames of requests that ended go first, those of exact ones never."""
+    exact, ended, choosing = range(8), range(8, 16), range(16, 20)
+    for slots in (exact, ended, choosing):
+        rig.fill(slots)
+    rig.frames.retain(array(exact))
+    rig.frames.retain(array(choosing))
+    contexts = [array(exact), array([*choosing, *range(20, 40)])]
+    lent = rig.border.lent
+    assert lent == 20 - rig.plan.frames
+    for turn in range(200):
+        rig.choose(many(rig, range(20 + turn % 3, 40)))
+        rig.border.settle(contexts, {1})
+    # Frames that are always frames are not given up for pages, whoever uses them.
+    assert rig.in_frames(exact) == 8
+    assert rig.in_frames(ended) + rig.in_frames(choosing) <= rig.plan.frames
+    kept = [rig.frames.frame_of(slot) for slot in exact]
+    assert rig.border.lent == sum(frame >= rig.plan.frames for frame in kept)
+    # They share a slot with somebody who chooses: it is still attended to as a whole.
+    rig.choose(many(rig, range(15, 35)))
+    rig.border.settle([contexts[0], array(range(40))], {1})
+    assert rig.in_frames(exact) == 8
+
+
+def test_frames_of_ended_requests_go_before_those_of_choosing_ones(rig: Rig) -> None:
+    """One by one, as pages make room for others."""
+    choosing, ended = list(range(rig.plan.frames + 6)), [30, 31, 32, 33]
+    rig.fill(choosing)
+    rig.frames.retain(array(choosing))
+    rig.fill(ended)
+    assert rig.border.lent == 10
+    contexts = [array([*choosing, *range(20, 30)])]
+    pages = iter([(slot, page) for slot in range(20, 40) for page in range(GEOMETRY.pages)])
+    rig.choose([next(pages) for _ in range(rig.pages.open_places)])
+    rig.border.settle(contexts, {0})
+    assert rig.border.lent == 10
+    for lent in reversed(range(10)):
+        assert rig.pages.held() == rig.pages.open_places
+        rig.choose([next(pages)])
+        rig.border.settle(contexts, {0})
+        assert rig.border.lent == lent
+        assert rig.in_frames(ended) == max(0, lent - 6)
+        assert rig.in_frames(choosing) == rig.plan.frames + min(lent, 6)
+        rig.choose([next(pages) for _ in range(rig.plan.run_places)])
+        rig.border.settle(contexts, {0})
+        assert rig.border.lent == lent
+
+
+def test_blocks_of_requests_that_choose_are_lent_nothing(rig: Rig) -> None:
+    """Those they add while they are decoded: what was lent for one would go back at once."""
+    first = list(range(rig.plan.frames))
+    rig.fill(first)
+    rig.frames.retain(array(first))
+    rig.choose([(0, 0)])
+    rig.border.settle([array([*first, 20, 21])], {0})
+    rig.fill([20, 21])
+    assert rig.border.lent == 0
+    assert rig.in_frames([20, 21]) == 2
+    rig.frames.retain(array([20, 21]))
+    rig.fill([22, 23])
+    assert rig.border.lent == 2
+
+
+def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
+    """A frame that is read or written is not taken back, nor a place that is."""
+    rig.fill(range(rig.plan.frames))
+    coming = rig.pages.ask(wanted([(30, 0)]))
+    rig.border.make_room(array(range(SLOTS)))
+    lent = rig.border.lent
+    # Runs are as many as they can be, without the one that is being read into.
+    inside = rig.plan.runs <= coming.places[0]
+    inside &= coming.places[0] < rig.plan.runs + rig.plan.run_places
+    assert lent == len(rig.plan.runs) - inside.any()
+    frames = rig.frames.take(array(range(20, 20 + lent)), FrameState.LOADING)
+    assert len(frames) == lent
+    rig.pages.release(coming.places)
+    rig.choose(many(rig, range(20)))
+    rig.choose(many(rig, range(20, 40)))
+    rig.border.settle(NONE, ())
+    assert rig.border.lent == lent
+    rig.frames.settle(frames, FrameState.CLEAN)
+    rig.choose(many(rig, range(20)))
+    rig.border.settle(NONE, ())
+    assert rig.border.lent < lent
+
+
+def test_a_cache_whose_size_is_given_is_lent_to_nobody() -> None:
+    choice = ChoiceMemory(16, SLOTS, page_cache=100 * GEOMETRY.page_bytes, summaries=1 << 16)
+    plan = ArenaPlan(GEOMETRY, 60 * GEOMETRY.slot_bytes, 0, choice=choice)
+    assert len(plan.runs) == 0
+
+
+def test_short_requests_find_frames_until_others_choose(make_store: MakeStore) -> None:
+    """A whole store: a hit that is attended to as a whole is read once, all of it."""
+    rig = make_store(SUMMED, slots=64, frames=10, lend=True)
+    store = rig.store
+    fewest = store.frames.frames
+    assert store.open_frames == fewest
+    names = {slot: 700 + slot for slot in range(40)}
+    choosing = array(list(context(rig, range(44, 64), "choosing")))
+    rig.write(names)
+    store.frames.forget(array(list(names)))
+    store.extend_context("whole", 0, array(list(names)))
+    assert rig.load(names, [], whole=True).complete
+    most = store.open_frames
+    assert fewest + 15 < most < len(names)
+    contexts = [array(list(names)), choosing]
+    rig.assert_rows(rig.walk(list(names)), list(names.values()))
+    assert store._stream is not None
+    assert store._stream.pages_on_ssd == (len(names) - most) * SUMMED.kv_pages
+
+    def choose(contexts: list[NDArray[np.int64]], row: int) -> None:
+        """More than what is left of the single pages."""
+        every = {row: [(block, page) for block in range(20) for page in range(4)]}
+        chosen = store.choose(contexts, [row])
+        for layer in range(SUMMED.layers):
+            assert len(bring(rig, chosen, layer, every)) == 80
+        chosen.close()
+        store.settle(contexts, [row])
+
+    for _ in range(10):
+        choose(contexts, 1)
+    assert store.open_frames == most
+    rig.assert_rows(rig.walk(list(names)), list(names.values()))
+    assert store._stream.pages_on_ssd == (len(names) - most) * SUMMED.kv_pages
+    store.drop_context("whole")
+    for _ in range(10):
+        choose([choosing], 0)
+    assert store.open_frames == fewest
+    store.drop_context("choosing")
+    rig.assert_no_leak()
+
+
+class Bytes(RuleBasedStateMachine):
+    """Random use of both: what a frame or a place was given, it holds as long as it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(25)
+        self.loading: list[tuple[int, int]] = []
+        self.borrowed: list[tuple[int, int]] = []
+        self.fetches: list[tuple[Pages, object]] = []
+
+    def teardown(self) -> None:
+        self.rig.arena.close()
+
+    def place(self, place: int) -> NDArray[np.uint8]:
+        offset = self.rig.plan.page_offset + place * GEOMETRY.page_bytes
+        return self.rig.arena.view(offset, GEOMETRY.page_bytes)
+
+    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=30))
+    def load(self, slots: set[int]) -> None:
+        new = [slot for slot in sorted(slots) if self.rig.frames.frame_of(slot) == NO_FRAME]
+        self.rig.border.make_room(array(new))
+        frames = self.rig.frames.take(array(new), FrameState.LOADING).tolist()
+        for frame, slot in zip(frames, new, strict=False):
+            self.rig.frames.view(frame)[:] = 100 + slot
+            self.loading.append((frame, slot))
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def loaded(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, len(self.loading)))
+        ended, self.loading = self.loading[:count], self.loading[count:]
+        for frame, slot in ended:
+            assert (self.rig.frames.view(frame) == 100 + slot).all()
+        self.rig.frames.settle(np.array([f for f, _ in ended], dtype=np.int32), FrameState.CLEAN)
+
+    @rule(slots=st.lists(st.integers(0, SLOTS - 1), max_size=6))
+    def borrow(self, slots: list[int]) -> None:
+        frames = self.rig.frames.borrow(array(slots)).tolist()
+        self.borrowed += [(f, s) for f, s in zip(frames, slots, strict=True) if f != NO_FRAME]
+
+    @precondition(lambda self: self.borrowed)
+    @rule()
+    def give_back(self) -> None:
+        frames = np.array([frame for frame, _ in self.borrowed], dtype=np.int32)
+        self.borrowed = []
+        self.rig.frames.give_back(frames)
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.integers(0, SLOTS - 1), max_size=6))
+        pages = wanted([(slot, page) for slot in slots for page in range(GEOMETRY.pages)])
+        asked = self.rig.pages.ask(pages)
+        for key, place in zip(asked.keys.tolist(), asked.places.tolist(), strict=True):
+            if place == NO_PLACE:
+                continue
+            if key not in asked.keys[: asked.held]:
+                self.place(place)[:] = key % 251
+        self.fetches.append((pages, asked))
+
+    @precondition(lambda self: self.fetches)
+    @rule(good=st.booleans())
+    def arrive(self, good: bool) -> None:
+        pages, asked = self.fetches.pop(0)
+        new = slice(asked.held, None)  # type: ignore[attr-defined]
+        keys, places = asked.keys[new], asked.places[new]  # type: ignore[attr-defined]
+        right = np.full(len(keys), good)
+        self.rig.pages.arrive(keys, places, right, np.zeros(len(keys), np.uint16))
+        address, here = self.rig.pages.find(asked, pages)  # type: ignore[arg-type]
+        every = pages.slots * GEOMETRY.pages + pages.numbers
+        for key, at, there in zip(every.tolist(), address.tolist(), here.tolist(), strict=True):
+            if there:
+                data = self.rig.arena.view(at - self.rig.arena.address, GEOMETRY.page_bytes)
+                assert (data == key % 251).all()
+        self.rig.pages.release(asked.places)  # type: ignore[attr-defined]
+
+    @rule(slots=st.lists(st.integers(0, SLOTS - 1)), begin=st.booleans())
+    def refer(self, slots: list[int], begin: bool) -> None:
+        if begin:
+            self.rig.frames.retain(array(slots))
+        else:
+            self.rig.frames.retain(array(slots))
+            self.rig.frames.release_references(array(slots))
+
+    @rule(contexts=st.lists(st.sets(st.integers(0, SLOTS - 1)), max_size=3), data=st.data())
+    def settle(self, contexts: list[set[int]], data: st.DataObject) -> None:
+        rows = data.draw(st.sets(st.sampled_from(range(len(contexts))))) if contexts else set()
+        self.rig.border.settle([array(sorted(context)) for context in contexts], rows)
+
+    @rule(slots=st.sets(st.integers(0, SLOTS - 1)))
+    def forget(self, slots: set[int]) -> None:
+        self.rig.pages.forget(array(sorted(slots)))
+
+    @invariant()
+    def everything_is_as_it_was_left(self) -> None:
+        self.rig.frames.audit()
+        for frame, slot in [*self.loading, *self.borrowed]:
+            assert (self.rig.frames.view(frame)[:: GEOMETRY.page_bytes] == 100 + slot).all()
+        shut = self.rig.frames.count(FrameState.SHUT)
+        assert shut == len(self.rig.plan.runs) - self.rig.border.lent
+        closed = self.rig.pages.places - self.rig.pages.open_places
+        assert closed == self.rig.border.lent * self.rig.plan.run_places
+
+
+TestBytes = Bytes.TestCase
+TestBytes.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -1,0 +1,119 @@
+"""Where frames end and single pages begin in DRAM: it moves with what runs.
+
+Single pages serve requests that choose, frames those that attend to everything: short ones, and
+prompts while they are computed. How many of each there are shows only while they run. So part of
+the places for single pages is cut into *runs*, each as long as a frame, and each of these serves as
+places or as a frame.
+
+A frame whose slot is attended to as a whole saves as many reads in each step as it has pages. As
+many places save at most that, and mostly far less. So who needs frames gets the runs that those who
+choose do not need; and runs go back, as soon as pages have to make room for others, whose frames
+nobody attends to as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.arena_plan import CHOSEN, ArenaPlan
+from vllm_ssdkv.store.cache import FrameCache, FrameState
+from vllm_ssdkv.store.page_cache import PageCache
+
+_FORGETTING: Final = 16
+"""With each step without a larger one, what a step needs is taken for so much of itself less."""
+
+_NO_SLOT: Final = -1
+
+
+class Border:
+    """Lends runs of places to frames. Used by the thread that runs the forward pass; never blocks.
+
+    Time of a call grows with the number of runs, and only where there is something to lend or to
+    give back.
+    """
+
+    def __init__(self, plan: ArenaPlan, frames: FrameCache, pages: PageCache):
+        """``frames`` ends with the frames that ``plan.runs`` may become, all of them shut."""
+        self._frames = frames
+        self._pages = pages
+        self._firsts = plan.runs
+        self._length = plan.run_places
+        self._lent = np.zeros(len(plan.runs), dtype=np.bool_)
+        self._asked = self._evictions = 0
+        self._needed = 0
+        """Places that those who choose need."""
+        self._chosen: list[NDArray[np.int64]] = []
+        """Slots of each of them, in the last step."""
+
+    @property
+    def lent(self) -> int:
+        """Runs that serve as frames."""
+        return int(np.count_nonzero(self._lent))
+
+    def make_room(self, slots: NDArray[np.int64]) -> None:
+        """These slots, [n], want frames: lend what is not needed, as far as they have to be lent.
+
+        Frames of contexts that do not run any more are taken first, unless nobody chooses. Blocks
+        that rows add which choose can do without.
+        """
+        there = self._frames.spare() if self._needed else self._frames.count(FrameState.FREE)
+        spare = (self._pages.open_places - self._needed) // self._length
+        most = min(spare, len(self._lent) - self.lent)
+        if most <= 0 or len(slots) <= there:
+            return
+        chosen = np.isin(slots, np.concatenate([slots[:0], *self._chosen]))
+        count = min(most, len(slots) - int(np.count_nonzero(chosen)) - there)
+        if count <= 0:
+            return
+        runs = np.flatnonzero(~self._lent)
+        held = self._pages.held_in(self._firsts[runs], self._length)
+        runs = runs[np.argsort(np.where(held < 0, self._pages.places, held), kind="stable")[:count]]
+        runs = runs[self._pages.close(self._firsts[runs], self._length)]
+        frames = self._frame_of(runs)
+        for frame in frames.tolist():  # what is behind a page's payload is written as it lies there
+            self._frames.view(frame)[:] = 0
+        self._lent[runs] = True
+        self._frames.open(frames)
+
+    def settle(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
+        """A step has ended, with these slots of its rows, some of which chose: give back what they
+        need more than others."""
+        asked = self._pages.asked - self._asked
+        evicted = self._pages.evictions - self._evictions
+        self._asked, self._evictions = self._pages.asked, self._pages.evictions
+        forgotten = self._needed - -(-self._needed // _FORGETTING)
+        self._needed = max(int(asked * CHOSEN), forgotten)
+        self._chosen = [contexts[row] for row in choosing]
+        if not evicted or not self._lent.any():
+            return
+        runs = np.flatnonzero(self._lent)
+        slots = self._frames.slots_of(self._frame_of(runs))
+        order = self._dispensable(slots, contexts, choosing)
+        runs = runs[order[: -(-evicted // self._length)]]
+        runs = runs[self._frames.shut(self._frame_of(runs))]
+        self._lent[runs] = False
+        self._pages.open(self._firsts[runs], self._length)
+
+    def _dispensable(
+        self,
+        slots: NDArray[np.int64],
+        contexts: Sequence[NDArray[np.int64]],
+        choosing: Collection[int],
+    ) -> NDArray[np.int64]:
+        """Which of these frames' slots nobody attends to as a whole: first those that are of no
+        running context."""
+        chosen, whole = np.zeros(len(slots), dtype=np.bool_), np.zeros(len(slots), dtype=np.bool_)
+        for row, context in enumerate(contexts):
+            mine = chosen if row in choosing else whole
+            mine |= np.isin(slots, context)
+        chosen &= ~whole
+        idle = slots == _NO_SLOT
+        idle[~idle] = ~self._frames.referenced(slots[~idle])
+        return np.concatenate([np.flatnonzero(idle), np.flatnonzero(chosen & ~idle)])
+
+    def _frame_of(self, runs: NDArray[np.int64]) -> NDArray[np.int32]:
+        return (self._frames.frames + runs).astype(np.int32)
