@@ -117,6 +117,33 @@ def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
     assert len(asked) == 0
 
 
+def test_who_chooses() -> None:
+    """Long enough, and not exact by its own wish or by that of the options."""
+    options = config(exact_below=1000)
+    asked = AskedOptions(options, Counters())
+    for name, params in (
+        ("nothing", None),
+        ("exact", {"ssdkv": {"selector": "exact"}}),
+        ("wrong", {"ssdkv": {"budget": 2}}),
+        ("window", {"ssdkv": {"selector": "window"}}),
+    ):
+        asked.arrived(request(name, params))
+    names = ("nothing", "exact", "wrong", "window")
+    assert [asked.chooses(name, 1000) for name in names] == [True, False, False, True]
+    assert not any(asked.chooses(name, 999) for name in names)
+    never = AskedOptions(config("exact"), Counters())
+    assert not never.chooses("nothing", 1 << 20)
+
+
+def test_who_chooses_depends_on_the_budget_where_the_options_say_no_length() -> None:
+    asked = AskedOptions(CONFIG, Counters())
+    asked.arrived(request("half", {"ssdkv": {"budget": 0.5}}))
+    for name, budget in (("own", CONFIG.sparse.budget), ("half", 0.5)):
+        least = config(budget=budget).exact_below
+        assert asked.chooses(name, least)
+        assert not asked.chooses(name, least - 1)
+
+
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (

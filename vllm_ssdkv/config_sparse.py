@@ -134,7 +134,9 @@ class SparseConfig(OptionModel):
         Reason(
             "null: four fifths of what `io.staging` and `summaries` leave of dram_gib, and no more "
             "than the contexts that can run at a time; the rest is for whole blocks, which are "
-            "written from there, found again, and read by requests that attend to everything. A "
+            "written from there, found again, and read by requests that attend to everything. "
+            "While requests that choose need less, up to three quarters of it are for whole "
+            "blocks, too; what is given is for single pages only. A "
             "step mostly needs the pages of the step before, which then are not read again, if "
             "there is room for all of them: with half of that, it took three times as long."
         ),

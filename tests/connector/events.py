@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tests.connector.simulation import Simulation
 
 Make = Callable[..., Simulation]
+EXACT_BELOW = 80
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

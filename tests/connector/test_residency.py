@@ -33,3 +33,15 @@ def test_memory_is_bounded_by_the_frames() -> None:
     resident.set_frames(64)
     resident.touch(range(10_000))
     assert len(resident._slots) == 60
+
+
+def test_frames_come_and_go() -> None:
+    """Memory is lent to them (``store/border.py``)."""
+    resident = ResidentSlots()
+    resident.set_frames(64)
+    resident.touch(range(60))
+    resident.set_frames(32)
+    assert guess(resident, 29, 30, 59) == [False, True, True]
+    resident.set_frames(64)
+    resident.touch([0])
+    assert guess(resident, 0, 29, 30) == [True, False, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.events import Make, hits, prompt, stored
+from tests.connector.events import EXACT_BELOW, Make, end, hits, prompt, stored
 from tests.connector.simulation import (
     BLOCK,
     Pace,
@@ -69,6 +69,7 @@ def test_a_drive_that_is_fast_again_is_used_again(reuse: Make, depth: int) -> No
     probes = [load for plan in run.plans for load in plan.loads if load.request_id == PROBE]
     assert len(probes) == run.ours.counters.total("load_probes") == computed
     assert not any(load.block_ids.any() for load in probes), "a probe touches no block of HBM"
+    assert not any(load.whole for load in probes), "and needs no frames for longer"
 
 
 def test_a_probe_that_finds_bad_bytes_drops_them(reuse: Make) -> None:
@@ -82,3 +83,16 @@ def test_a_probe_that_finds_bad_bytes_drops_them(reuse: Make) -> None:
 
 
 # ---- loads that fail ----
+
+
+def test_a_hit_that_is_attended_to_as_a_whole_is_said_to_be(page: Make, sparse: Make) -> None:
+    """Those are worth frames for all of it: the others only read what they choose."""
+    short, long = prompt(EXACT_BELOW - 1), prompt(EXACT_BELOW, seed=1)
+    for make, wanted in ((page, [True, True]), (sparse, [True, False])):
+        run = make()
+        stored(run, short, long)
+        for name, tokens in (("short", short), ("long", long)):
+            run.add(name, tokens, 4)
+            end(run, name)
+        loads = [load for plan in run.plans for load in plan.loads]
+        assert [load.whole for load in loads] == wanted

@@ -184,6 +184,7 @@ void memory_is_lent() {
   const std::vector<int32_t> all{0, 1, 2};
   check(cache.shut(all) == std::vector<uint8_t>({0, 1, 0}), "nothing in use is taken away");
   check(cache.slots_of(all) == std::vector<int64_t>({4, -1, 5}), "and stays where it is");
+  check(cache.frames_of(slots) == std::vector<int32_t>({0, 2, kNoFrame}), "either way");
   cache.settle(taken, FrameState::kClean);
   check(cache.spare() == 1, "what nobody refers to can be had");
   cache.retain(std::span(slots).subspan(1, 1));
@@ -207,6 +208,7 @@ void bad_batches() {
     check_throws<std::out_of_range>([&] { cache.retain(slots); }, "retain looks");
     check_throws<std::out_of_range>([&] { (void)cache.release(slots); }, "release looks");
     check_throws<std::out_of_range>([&] { (void)cache.borrow(slots); }, "borrow looks");
+    check_throws<std::out_of_range>([&] { (void)cache.frames_of(slots); }, "frames_of looks");
     check_throws<std::out_of_range>([&] { (void)cache.take(slots, FrameState::kHeld, false); },
                                     "take looks");
     check_throws<std::out_of_range>([&] { cache.forget(slots); }, "forget looks");

@@ -134,7 +134,7 @@ class Mixed(Bench):
         # What was read ahead for a step that never came.
         until(lambda: worker.store._fetcher.on_the_way() == 0, "the end of what is read ahead")
         pages = worker.store._pages
-        until(lambda: pages.usable() == pages.places, "the end of reads that hung")
+        until(lambda: pages.usable() == pages.open_places, "the end of reads that hung")
         assert pages.taken() == 0
         assert worker.store._summaries.pinned() == 0
         worker.store.frames.audit()

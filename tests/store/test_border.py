@@ -112,6 +112,27 @@ def test_no_more_is_lent_than_is_asked_for(rig: Rig) -> None:
     assert rig.border.lent == 3
 
 
+def test_hits_that_are_queued_together_get_frames_for_all_of_them(rig: Rig) -> None:
+    """They are loaded beside this, one after another: none has taken a frame yet."""
+    first, second = list(range(rig.plan.frames)), list(range(20, 24))
+    rig.border.expect("first", array(first))
+    assert rig.border.lent == 0
+    rig.border.expect("second", array(second))
+    assert rig.border.lent == 4
+    rig.border.expect("shared", array([*second, 30]))
+    assert rig.border.lent == 5
+    rig.frames.settle(rig.frames.take(array(first), FrameState.LOADING), FrameState.CLEAN)
+    rig.frames.retain(array(first))
+    rig.frames.settle(rig.frames.take(array(second), FrameState.LOADING), FrameState.CLEAN)
+    rig.frames.retain(array(second))
+    rig.border.make_room(array([]))
+    assert rig.border.lent == 5
+    for request in ("first", "second", "shared", "unknown"):
+        rig.border.arrived(request)
+    rig.border.make_room(array(range(31, 37)))
+    assert rig.border.lent == 10
+
+
 def test_a_frame_is_lent_empty(rig: Rig) -> None:
     """What lies behind a page's payload goes to the devices with it: nobody else's KV."""
     rig.border.make_room(array(range(SLOTS)))
@@ -176,6 +197,27 @@ def test_frames_of_ended_requests_go_before_those_of_choosing_ones(rig: Rig) -> 
         rig.choose([next(pages) for _ in range(rig.plan.run_places)])
         rig.border.settle(contexts, {0})
         assert rig.border.lent == lent
+
+
+def test_who_begins_to_choose_finds_its_places(rig: Rig) -> None:
+    """Before it reads the first page: an eighth of its context's, and a quarter more."""
+    ended = list(range(rig.plan.frames + 10))
+    rig.fill(ended)
+    assert rig.border.lent == 10
+    contexts = [array(range(24, 24 + blocks)) for blocks in (1, 60, 30, 16)]
+    kv = GEOMETRY.kv_pages
+    for rows in ([0], [0, 1], [0, 1, 2]):
+        rig.border.choose(contexts, rows)
+        wanted = 1.25 * kv / 8 * sum(len(contexts[row]) for row in rows)
+        assert rig.pages.open_places >= wanted or rig.border.lent == 0
+        assert rig.pages.open_places - max(50, wanted) < rig.plan.run_places
+        assert rig.pages.evictions == 0
+    assert 0 < rig.border.lent < 10
+    whole = [frame - rig.plan.frames for frame in map(rig.frames.frame_of, ended)]
+    left = [slot for slot, run in zip(ended, whole, strict=True) if run >= 0]
+    rig.frames.retain(array(left))
+    rig.border.choose([*contexts, array(left)], [0, 1, 2, 3])
+    assert rig.in_frames(left) == len(left)
 
 
 def test_blocks_of_requests_that_choose_are_lent_nothing(rig: Rig) -> None:

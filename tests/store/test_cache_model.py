@@ -319,6 +319,11 @@ class LikeTheModel(RuleBasedStateMachine):
         assert self.cache.shut(frame_array(frames)).tolist() == self.model.shut(frames)
 
     @rule(slots=slot_lists)
+    def look(self, slots: list[int]) -> None:
+        expected = [self.cache.frame_of(slot) for slot in slots]
+        assert self.cache.frames_of(array(slots)).tolist() == expected
+
+    @rule(slots=slot_lists)
     def bad_batches_change_nothing(self, slots: list[int]) -> None:
         """The invariants compare both afterwards."""
         outside = array([*slots, SLOTS])
@@ -326,6 +331,7 @@ class LikeTheModel(RuleBasedStateMachine):
             self.cache.retain,
             self.cache.release_references,
             self.cache.borrow,
+            self.cache.frames_of,
             self.cache.start_writing,
             self.cache.forget,
         ):

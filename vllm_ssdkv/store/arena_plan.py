@@ -80,7 +80,7 @@ class ChoiceMemory:
             return max(1, min(self.slots, self.summaries // row))
         share = SUMMARY_SHARE
         if self.channels != "hbm":  # which is scarcer than DRAM
-            chosen = CHOSEN * self.budget * geometry.kv_pages * geometry.page_bytes
+            chosen = self.chosen_places(geometry) * geometry.page_bytes
             share = max(share, row / (row + chosen))
         return max(1, min(self._most_slots, int(share * nbytes) // row))
 
@@ -90,6 +90,10 @@ class ChoiceMemory:
             return self.page_cache // geometry.page_bytes
         most = self._most_slots * geometry.pages
         return min(most, int(CACHE_SHARE * nbytes) // geometry.page_bytes)
+
+    def chosen_places(self, geometry: SlotGeometry) -> float:
+        """Single pages that choosing from one slot takes."""
+        return CHOSEN * self.budget * geometry.kv_pages
 
     def least_places(self, geometry: SlotGeometry) -> int:
         """Single pages that are kept in any case: what a summary is made of is read at once, and so
@@ -113,7 +117,8 @@ class ArenaPlan:
     pages, summaries, frames.
 
     Images are encrypted slots on their way to the devices. ``run_places`` single pages from each of
-    ``runs`` on, int32 [n], may serve as a frame (:mod:`vllm_ssdkv.store.border`).
+    ``runs`` on, int32 [n], may serve as a frame (:mod:`vllm_ssdkv.store.border`); a choice takes
+    ``chosen_places`` of them per slot of its context.
 
     Raises ConfigError when the DRAM given is too small for the slot size.
     """
@@ -144,7 +149,9 @@ class ArenaPlan:
         self.page_offset = self.image_offset + self.images * geometry.slot_bytes
         self.choice = choice
         self.page_places = self.summary_rows = summaries = least = 0
+        self.chosen_places = 0.0
         if choice is not None:
+            self.chosen_places = choice.chosen_places(geometry)
             row, page = choice.row_bytes(geometry), geometry.page_bytes
             least = choice.least_places(geometry)
             left = dram_bytes - self.page_offset - MIN_FRAMES * geometry.slot_bytes - least * page

@@ -7,8 +7,8 @@ places or as a frame.
 
 A frame whose slot is attended to as a whole saves as many reads in each step as it has pages. As
 many places save at most that, and mostly far less. So who needs frames gets the runs that those who
-choose do not need; and runs go back, as soon as pages have to make room for others, whose frames
-nobody attends to as a whole.
+choose do not need; and runs go back whose frames nobody attends to as a whole, when somebody begins
+to choose and as soon as pages have to make room for others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.arena_plan import CHOSEN, ArenaPlan
-from vllm_ssdkv.store.cache import FrameCache, FrameState
+from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.page_cache import PageCache
 
 _FORGETTING: Final = 16
@@ -42,17 +42,29 @@ class Border:
         self._pages = pages
         self._firsts = plan.runs
         self._length = plan.run_places
+        self._chosen_places = plan.chosen_places
         self._lent = np.zeros(len(plan.runs), dtype=np.bool_)
         self._asked = self._evictions = 0
         self._needed = 0
         """Places that those who choose need."""
         self._chosen: list[NDArray[np.int64]] = []
         """Slots of each of them, in the last step."""
+        self._coming: dict[str, NDArray[np.int64]] = {}
 
     @property
     def lent(self) -> int:
         """Runs that serve as frames."""
         return int(np.count_nonzero(self._lent))
+
+    def expect(self, request_id: str, slots: NDArray[np.int64]) -> None:
+        """These slots, [n], will be brought into frames from now on, to be attended to as a whole
+        in every step: :meth:`make_room` for them."""
+        self._coming[request_id] = slots
+        self.make_room(slots[:0])
+
+    def arrived(self, request_id: str) -> None:
+        """What was expected for this request, if anything, has come, or will not."""
+        self._coming.pop(request_id, None)
 
     def make_room(self, slots: NDArray[np.int64]) -> None:
         """These slots, [n], want frames: lend what is not needed, as far as they have to be lent.
@@ -60,13 +72,19 @@ class Border:
         Frames of contexts that do not run any more are taken first, unless nobody chooses. Blocks
         that rows add which choose can do without.
         """
-        there = self._frames.spare() if self._needed else self._frames.count(FrameState.FREE)
         spare = (self._pages.open_places - self._needed) // self._length
         most = min(spare, len(self._lent) - self.lent)
-        if most <= 0 or len(slots) <= there:
+        if most <= 0:
+            return
+        # Loads go on beside this: counted in this order, too few frames are never lent for them.
+        coming = np.unique(np.concatenate([slots[:0], *self._coming.values()]))
+        coming = coming[self._frames.frames_of(coming) == NO_FRAME]
+        there = self._frames.spare() if self._needed else self._frames.count(FrameState.FREE)
+        if len(slots) + len(coming) <= there:
             return
         chosen = np.isin(slots, np.concatenate([slots[:0], *self._chosen]))
-        count = min(most, len(slots) - int(np.count_nonzero(chosen)) - there)
+        missing = len(slots) - int(np.count_nonzero(chosen)) + len(coming) - there
+        count = min(most, missing)
         if count <= 0:
             return
         runs = np.flatnonzero(~self._lent)
@@ -79,6 +97,13 @@ class Border:
         self._lent[runs] = True
         self._frames.open(frames)
 
+    def choose(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
+        """Some of a step's rows, with these slots, are about to choose: give back what that may
+        take, before pages have to make room for each other."""
+        if self._lent.any():
+            wanted = self._chosen_places * sum(len(contexts[row]) for row in choosing)
+            self._give_back(int(wanted) - self._pages.open_places, contexts, choosing)
+
     def settle(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
         """A step has ended, with these slots of its rows, some of which chose: give back what they
         need more than others."""
@@ -88,12 +113,19 @@ class Border:
         forgotten = self._needed - -(-self._needed // _FORGETTING)
         self._needed = max(int(asked * CHOSEN), forgotten)
         self._chosen = [contexts[row] for row in choosing]
-        if not evicted or not self._lent.any():
+        if evicted and self._lent.any():
+            self._give_back(evicted, contexts, choosing)
+
+    def _give_back(
+        self, places: int, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]
+    ) -> None:
+        """So many places, as far as nobody attends to what they hold as a whole."""
+        if places <= 0:
             return
         runs = np.flatnonzero(self._lent)
         slots = self._frames.slots_of(self._frame_of(runs))
         order = self._dispensable(slots, contexts, choosing)
-        runs = runs[order[: -(-evicted // self._length)]]
+        runs = runs[order[: -(-places // self._length)]]
         runs = runs[self._frames.shut(self._frame_of(runs))]
         self._lent[runs] = False
         self._pages.open(self._firsts[runs], self._length)

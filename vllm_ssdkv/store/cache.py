@@ -110,6 +110,10 @@ class FrameCache:
         """Number of frames in any of the states."""
         return self._tables.count([int(state) for state in states])
 
+    def frames_of(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Frame of each slot, [n], ``NO_FRAME`` where it has none; nobody keeps it from others."""
+        return self._tables.frames_of(slots)
+
     def slots_of(self, frames: NDArray[np.int32]) -> NDArray[np.int64]:
         """Slot of each frame, [n], -1 where it has none."""
         return self._tables.slots_of(frames)

@@ -232,13 +232,17 @@ class TieredStore:
         step: all of it should be in DRAM."""
         self._used = time.monotonic()
         if whole and self._border is not None:
-            self._border.make_room(job.slots)
+            self._border.expect(job.request_id, job.slots)
         self._loader.load(job)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Loads that ended since the last call; waits so long for the first one, if any is under
         way."""
-        return self._loader.take_outcomes(patience_s)
+        outcomes = self._loader.take_outcomes(patience_s)
+        if self._border is not None:
+            for outcome in outcomes:
+                self._border.arrived(outcome.request_id)
+        return outcomes
 
     def busy(self) -> bool:
         """Whether writes or loads are under way."""
@@ -323,6 +327,8 @@ class TieredStore:
         """
         if self._pages is None or self._summaries is None:
             raise ValueError("slots without summaries: nothing can be chosen")
+        if self._border is not None:
+            self._border.choose(contexts, rows)
         self._used = time.monotonic()
         self._pages.step(self.files.speed.rates())
         if self._hot is not None:

@@ -57,6 +57,12 @@ void bind_cache(nb::module_& m) {
           },
           "states"_a)
       .def(
+          "frames_of",
+          [](const FrameCache& cache, const SlotArray& slots) {
+            return to_numpy(cache.frames_of(span(slots)));
+          },
+          "slots"_a.noconvert())
+      .def(
           "slots_of",
           [](const FrameCache& cache, const FrameArray& frames) {
             return to_numpy(cache.slots_of(span(frames)));

@@ -57,6 +57,14 @@ size_t FrameCache::count(std::span<const FrameState> states) const {
   return total;
 }
 
+std::vector<int32_t> FrameCache::frames_of(Slots slots) const {
+  std::vector<int32_t> frames(slots.size());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_slots(slots);
+  for (size_t i = 0; i < slots.size(); ++i) frames[i] = place(slots[i]).frame;
+  return frames;
+}
+
 std::vector<int64_t> FrameCache::slots_of(Frames frames) const {
   std::vector<int64_t> slots(frames.size());
   const std::lock_guard<std::mutex> lock(mutex_);

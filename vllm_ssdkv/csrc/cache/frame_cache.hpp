@@ -39,6 +39,7 @@ class FrameCache {
   FrameState state(int64_t frame) const;
   int32_t frame_of(int64_t slot) const;
   size_t count(std::span<const FrameState> states) const;
+  std::vector<int32_t> frames_of(Slots slots) const;   // kNoFrame where a slot has none
   std::vector<int64_t> slots_of(Frames frames) const;  // kNoSlot where a frame has none
   size_t spare() const;  // frames that can be had without one of a running context
   uint64_t evictions() const;
