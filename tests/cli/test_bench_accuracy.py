@@ -70,11 +70,13 @@ def test_every_selector_and_budget_is_an_engine(runs: Runs, tmp_path: Path) -> N
     file, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--contexts", "2048,4096", "--selectors", "bounds,window", "--budgets", "0.25,0.125"]
     files = ["--json", str(file), "--plot", str(picture)]
+    options += ["--window", "128"]
     text = ask("accuracy", *options, "--questions", "3,2", "--dir", str(tmp_path), *files)
     cases = [(run.selector, run.sparse["budget"]) for run in runs]
     pairs = [(name, share) for name in ("bounds", "window") for share in (0.25, 0.125)]
     assert cases == [("exact", 1.0), *pairs]
     assert all(run.batches == (Batch(2048, 3), Batch(4096, 2)) for run in runs)
+    assert {run.window for run in runs} == {128}
     assert [run.compare_every > 0 for run in runs] == [False, True, True, True, True]
     # Sparse engines share a store, exact has its own; all are gone.
     assert len({run.stores for run in runs[1:]}) == 1

@@ -121,6 +121,20 @@ def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> No
     assert runs[3].dram_bytes - runs[2].dram_bytes == pytest.approx(channels, rel=0.02)
 
 
+def test_engines_may_be_for_longer_contexts(runs: Runs, tmp_path: Path) -> None:
+    options = ["--contexts", "512,4096", "--batch", "2", "--dir", str(tmp_path)]
+    options += ["--longest", "8192", "--window", "256", "--short-exact"]
+    result = CliRunner().invoke(app, ["bench", "decode", *options])
+    assert result.exit_code == 0, result.output
+    assert {run.dram_bytes for run in runs} == {runs[0].dram_bytes}
+    assert runs[0].dram_bytes > 0.2 * 2 * 8192 * bytes_per_token()
+    assert all(run.engine_settings()["max_model_len"] >= 8192 for run in runs)
+    configs = [SSDKVConfig.from_extra_config(run.options()) for run in runs]
+    # As engines are that nobody tells anything.
+    assert {config.window_tokens for config in configs} == {256}
+    assert {config.exact_below for config in configs} == {4096}
+
+
 def test_it_says_whose_time_a_step_takes() -> None:
     split = {"vllm": 0.001, "python": 0.0005, "native": 0.0005}
     row = {"selector": "bounds", "requests": 1, "context": 512, "whose_s": split}

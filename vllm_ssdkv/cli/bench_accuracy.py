@@ -26,6 +26,7 @@ from vllm_ssdkv.cli.recall_bench import (
     Row,
     SelectorsOption,
     SimilarityOption,
+    WindowOption,
     names,
     numbers,
     recall_plan,
@@ -59,6 +60,7 @@ def accuracy(
             help=f"Of each task: one number, or one for each length; default: {_QUESTIONS}."
         ),
     ] = None,
+    window: WindowOption = WINDOW,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
     quick: Annotated[
@@ -103,7 +105,7 @@ def accuracy(
                 "reuse_similarity": reuse_similarity,
                 "summaries": summaries,
             }
-            plan = recall_plan(stores.places(name), name, batches, dram, sparse)
+            plan = recall_plan(stores.places(name), name, batches, dram, sparse, window=window)
             if name != "exact":
                 plan = replace(plan, compare_every=_COMPARE_EVERY)
             what = f"{name} at {share:g} ({number} of {len(cases)})"
@@ -111,7 +113,7 @@ def accuracy(
             require_choices(found, what)
             rows += [{"selector": name, "budget": share, **batch} for batch in found]
         document = {
-            "window_tokens": WINDOW,
+            "window_tokens": window,
             "reuse_steps": reuse_steps,
             "reuse_similarity": reuse_similarity,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),

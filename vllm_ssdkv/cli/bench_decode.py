@@ -31,6 +31,7 @@ from vllm_ssdkv.cli.recall_bench import (
     Row,
     SelectorsOption,
     SimilarityOption,
+    WindowOption,
     names,
     numbers,
     recall_plan,
@@ -56,6 +57,7 @@ def decode(
     batch: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8",
     selectors: SelectorsOption = "bounds",
     budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
+    window: WindowOption = WINDOW,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
     tokens: Annotated[int, typer.Option(min=4, max=1024, help="Per answer.")] = 34,
@@ -121,7 +123,13 @@ def decode(
         "iops": iops,
         "latency": latency,
     }
-    machine: Row = {"devices": devices, "model": rule, "dram": dram, "budget": budget}
+    machine: Row = {
+        "window_tokens": window,
+        "devices": devices,
+        "model": rule,
+        "dram": dram,
+        "budget": budget,
+    }
     machine |= {"reuse_steps": reuse_steps, "reuse_similarity": reuse_similarity}
     machine |= {"short_exact": short_exact, "longest": longest}
     most = max(lengths) * max(sizes) * bytes_per_token()
@@ -142,7 +150,7 @@ def decode(
                         require_choices([found], what)
                         turns[-1].append({"selector": name, **_figures(found, machine)})
                 rows += _medians(turns)
-        document = {"window_tokens": WINDOW, **machine, "rows": rows}
+        document = {**machine, "rows": rows}
         write_json(json_file, document)
         if plot_file is not None:
             plot(document, plot_file)
@@ -201,7 +209,10 @@ def _plan(
     if machine["short_exact"]:
         sparse["exact_below"] = None
     throttle = [machine["model"]]
-    plan = recall_plan(places, selector, [asked], dram, sparse, throttle, content=content)
+    window = machine["window_tokens"]
+    plan = recall_plan(
+        places, selector, [asked], dram, sparse, throttle, window=window, content=content
+    )
     config = SSDKVConfig.from_extra_config(plan.options())
     if config.scores_channels and longest >= config.exact_below:
         blocks = asked.count * longest // BLOCK_TOKENS + asked.count

@@ -29,6 +29,7 @@ SPARSE: Final = tuple(
 )
 """The selectors there are, but ``exact``."""
 WINDOW: Final = 64
+"""Tokens: so short that short contexts choose, too."""
 _TIMEOUT_S: Final = 3600.0
 
 Row = dict[str, Any]
@@ -38,6 +39,10 @@ DirectoryOption = Annotated[
     typer.Option("--dir", help="Where to make the stores, on one disk; the system's, if missing."),
 ]
 SelectorsOption = Annotated[str, typer.Option(help=f"Of {', '.join(SPARSE)}.")]
+WindowOption = Annotated[
+    int,
+    typer.Option("--window", min=1, max=8192, help="Newest tokens that every query attends to."),
+]
 ReuseOption = Annotated[
     int, typer.Option("--reuse-steps", min=1, help="Tokens for which a choice is kept.")
 ]
@@ -131,6 +136,7 @@ def recall_plan(
     sparse: dict[str, object],
     throttle: Sequence[dict[str, object]] = (),
     *,
+    window: int,
     content: int | None = None,
 ) -> RecallRun:
     """The life of an engine on these places.
@@ -143,7 +149,7 @@ def recall_plan(
         stores=tuple(places),
         selector=selector,
         batches=tuple(batches),
-        window=WINDOW,
+        window=window,
         dram_bytes=dram_bytes,
         # Header, summary page and journal beside the KV, and what a run before left.
         capacity=3 * content // len(places) + 64 * MIB,
