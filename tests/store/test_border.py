@@ -44,7 +44,7 @@ class Rig:
         self.pages = PageCache(
             self.arena, plan.page_offset, GEOMETRY, plan.page_places, SLOTS, "lru"
         )
-        self.border = Border(plan, self.frames, self.pages)
+        self.border = Border(GEOMETRY, plan, self.frames, self.pages)
 
     def fill(self, slots: Sequence[int]) -> list[int]:
         """These slots are in frames, as far as there is room."""
@@ -137,7 +137,9 @@ def test_a_frame_is_lent_empty(rig: Rig) -> None:
     """What lies behind a page's payload goes to the devices with it: nobody else's KV."""
     rig.border.make_room(array(range(SLOTS)))
     for frame in range(rig.plan.frames, rig.plan.frames + rig.border.lent):
-        assert not rig.frames.view(frame).any()
+        header, *pages = np.split(rig.frames.view(frame), GEOMETRY.pages + 1)
+        assert not header.any()
+        assert not any(page[GEOMETRY.payload_bytes :].any() for page in pages)
 
 
 def test_pages_that_are_chosen_are_not_given_away(rig: Rig) -> None:
@@ -204,7 +206,7 @@ def test_who_begins_to_choose_finds_its_places(rig: Rig) -> None:
     ended = list(range(rig.plan.frames + 10))
     rig.fill(ended)
     assert rig.border.lent == 10
-    contexts = [array(range(24, 24 + blocks)) for blocks in (1, 60, 30, 16)]
+    contexts = [np.resize(array(range(24, 40)), blocks) for blocks in (1, 60, 30, 16)]
     kv = GEOMETRY.kv_pages
     for rows in ([0], [0, 1], [0, 1, 2]):
         rig.border.choose(contexts, rows)
@@ -227,7 +229,7 @@ def test_blocks_of_requests_that_choose_are_lent_nothing(rig: Rig) -> None:
     rig.frames.retain(array(first))
     rig.choose([(0, 0)])
     rig.border.settle([array([*first, 20, 21])], {0})
-    rig.fill([20, 21])
+    rig.fill([20, 21])  # the newest of its context
     assert rig.border.lent == 0
     assert rig.in_frames([20, 21]) == 2
     rig.frames.retain(array([20, 21]))
@@ -256,6 +258,42 @@ def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
     rig.choose(many(rig, range(20)))
     rig.border.settle(NONE, ())
     assert rig.border.lent < lent
+
+
+def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
+    """Where all that is lent is attended to as a whole, while others choose all the time."""
+    whole = list(range(rig.plan.frames + 5))
+    rig.fill(whole)
+    rig.frames.retain(array(whole))
+    contexts = [array(whole), array(range(20, 40))]
+    looks = 0
+    referenced = rig.frames.referenced
+
+    def look(slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        nonlocal looks
+        looks += 1
+        return referenced(slots)
+
+    rig.frames.referenced = look  # type: ignore[method-assign]
+
+    def step(rows: list[NDArray[np.int64]], turn: int) -> None:
+        """In each the pages of other slots."""
+        row = len(rows) - 1
+        rig.border.choose(rows, [row])
+        first = 20 + turn % 2 * 10
+        rig.choose([(slot, page) for slot in range(first, first + 10) for page in range(9)])
+        rig.border.settle(rows, [row])
+
+    for turn in range(64):
+        step(contexts, turn)
+        assert rig.border.lent == 5
+    assert rig.pages.evictions > 1000
+    assert 3 <= looks <= 5
+    # They end: what they had goes back soon.
+    rig.frames.release_references(array(whole))
+    for turn in range(17):
+        step(contexts[1:], turn)
+    assert rig.border.lent == 0
 
 
 def test_a_cache_whose_size_is_given_is_lent_to_nobody() -> None:

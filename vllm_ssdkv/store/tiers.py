@@ -110,7 +110,7 @@ class TieredStore:
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
             self._policy = plan.choice.page_policy
-            self._border = Border(plan, self.frames, self._pages)
+            self._border = Border(geometry, plan, self.frames, self._pages)
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._used = time.monotonic()

@@ -54,7 +54,7 @@ PageCache::PageCache(const PageLayout& layout, size_t places, size_t slots, size
   if (places >= INT32_MAX) throw std::invalid_argument("more places than fit 31 bits");
   if (!place_of_) throw std::bad_alloc();
   free_.reserve(places);  // never grows: drop() cannot fail
-  for (size_t place = places; place > 0; --place) free_.push_back(static_cast<int32_t>(place - 1));
+  for (size_t place = places; place > 0; --place) list(static_cast<int32_t>(place - 1));
 }
 
 AskedPages PageCache::ask(std::span<const int64_t> slots, std::span<const int64_t> pages,
@@ -177,6 +177,8 @@ std::vector<int32_t> PageCache::take(size_t count) {
     if (!free_.empty()) {
       place = free_.back();
       free_.pop_back();
+      at(place).listed = false;
+      if (at(place).closed) continue;
     } else {
       place = order_->first();
       if (place == kNoPlace) break;
@@ -258,7 +260,7 @@ void PageCache::release(std::span<const int32_t> places) {
     if (place == kNoPlace || --at(place).users != 0) continue;
     --taken_;
     if (at(place).key == -1) {
-      free_.push_back(place);
+      list(place);
     } else {
       order_->add(place);
     }
@@ -304,7 +306,6 @@ std::vector<uint8_t> PageCache::close(std::span<const int32_t> firsts, int32_t l
       at(place).closed = true;
     }
   }
-  std::erase_if(free_, [this](int32_t place) { return at(place).closed; });
   return done;
 }
 
@@ -315,9 +316,14 @@ void PageCache::open(std::span<const int32_t> firsts, int32_t length) {
       if (!at(place).closed) continue;
       at(place).closed = false;
       --closed_;
-      free_.push_back(place);
+      if (!at(place).listed) list(place);
     }
   }
+}
+
+void PageCache::list(int32_t place) {
+  at(place).listed = true;
+  free_.push_back(place);
 }
 
 void PageCache::drop(int32_t place) {
@@ -328,7 +334,7 @@ void PageCache::drop(int32_t place) {
   here.coming = here.guessed = false;
   if (here.users != 0) return;
   order_->remove(place);
-  free_.push_back(place);
+  list(place);
 }
 
 void PageCache::use(int32_t place) {

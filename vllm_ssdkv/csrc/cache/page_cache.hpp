@@ -103,6 +103,7 @@ class PageCache {
     bool coming = false;
     bool guessed = false;
     bool closed = false;
+    bool listed = false;  // in free_, where closed ones stay until their turn comes
   };
   struct Missing {
     int64_t key;
@@ -122,6 +123,7 @@ class PageCache {
   void check_places(std::span<const int32_t> places) const;
   void check_runs(std::span<const int32_t> firsts, int32_t length) const;
   void use(int32_t place);
+  void list(int32_t place);  // it is free
   void drop(int32_t place);  // it holds nothing any more
   std::vector<int32_t> take(size_t count);
   void bring(AskedPages& asked, bool guessed);  // places for the entries from `held` on
