@@ -3,7 +3,10 @@ moves to where reads are saved."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,31 +23,79 @@ from vllm_ssdkv.store.border import Border
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.page_cache import NO_PLACE, PageCache, Pages
+from vllm_ssdkv.store.summaries import NO_ROW, SummaryTable, row_bytes, with_summaries
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
+DEEP = with_summaries(replace(GEOMETRY, summary_pages=0), 16, channels=True)
+"""Of its summaries a few are as long as a slot."""
 SLOTS = 40
 NONE: list[NDArray[np.int64]] = []
+DEADLINE_S = 0.2
 
 
 class Rig:
-    """Frames, single pages and their border, over an arena."""
+    """Frames, single pages, summaries and their border, over an arena."""
 
-    def __init__(self, dram: int = 30) -> None:
-        """``dram``: slots that frames and single pages could hold."""
-        self.choice = ChoiceMemory(16, SLOTS, summaries=1 << 16)
-        begin = ArenaPlan(GEOMETRY, 1 << 30, 0, choice=self.choice).page_offset
-        nbytes = begin + dram * GEOMETRY.slot_bytes
-        self.plan = plan = ArenaPlan(GEOMETRY, nbytes, 0, choice=self.choice)
+    def __init__(self, dram: int = 30, *, rows: bool = False) -> None:
+        """``dram``: slots that all of it could hold. Without ``rows`` summaries are lent to nobody,
+        and so few that they do not count."""
+        self.geometry = DEEP if rows else GEOMETRY
+        self.choice = ChoiceMemory(16, SLOTS, summaries=None if rows else 1 << 16)
+        begin = ArenaPlan(self.geometry, 1 << 30, 0, choice=self.choice).page_offset
+        nbytes = begin + dram * self.geometry.slot_bytes
+        self.plan = plan = ArenaPlan(self.geometry, nbytes, 0, choice=self.choice)
         self.arena = Arena(plan.nbytes)
         self.arena.view(0, plan.nbytes)[:] = 0xEE
-        lent = plan.page_offset + plan.runs.astype(np.uint64) * np.uint64(GEOMETRY.page_bytes)
+        slot_bytes = self.geometry.slot_bytes
         self.frames = FrameCache(
-            self.arena, plan.frame_offset, GEOMETRY.slot_bytes, plan.frames, SLOTS, lent
+            self.arena, plan.frame_offset, slot_bytes, plan.frames, SLOTS, plan.lent_offsets
         )
         self.pages = PageCache(
-            self.arena, plan.page_offset, GEOMETRY, plan.page_places, SLOTS, "lru"
+            self.arena, plan.page_offset, self.geometry, plan.page_places, SLOTS, "lru"
         )
-        self.border = Border(GEOMETRY, plan, self.frames, self.pages)
+        self.summaries = SummaryTable(
+            self.arena,
+            plan.summary_offset,
+            self.geometry,
+            self.choice.page_tokens,
+            plan.summary_rows,
+            SLOTS,
+            channels=rows,
+        )
+        self.busy = False
+        self.border = Border(
+            self.geometry,
+            plan,
+            self.frames,
+            self.pages,
+            self.summaries,
+            lambda: self.busy,
+            DEADLINE_S,
+        )
+
+    def summarize(self, slots: Sequence[int]) -> None:
+        """The summaries of these slots are taken in, made of their numbers."""
+        count = len(self.summaries.pages)
+        sources = np.repeat(array(slots).astype(np.uint8), count * self.geometry.payload_bytes)
+        addresses = np.arange(len(slots) * count, dtype=np.uint64).reshape(len(slots), count)
+        addresses *= np.uint64(self.geometry.payload_bytes)
+        self.summaries.put(array(slots), addresses + np.uint64(sources.ctypes.data))
+
+    def row_bytes(self, row: int) -> NDArray[np.uint8]:
+        """What a selector sees of a row: the last layer's sums of V, and its channels."""
+        rows = array([row]).astype(np.int32)
+        layer = self.geometry.layers - 1
+        sums = self.summaries.values(rows, layer, 8).view(np.uint8).ravel()
+        at = int(self.summaries.channels(rows, layer)[0]) - self.arena.address
+        return np.concatenate([sums, self.arena.view(at, 2 * self.geometry.payload_bytes)])
+
+    def known(self, slots: Sequence[int]) -> list[int]:
+        """Those of these slots whose summaries are there, as they were put."""
+        rows = self.summaries.pin(array(slots))
+        for row, slot in zip(rows.tolist(), slots, strict=True):
+            assert row == NO_ROW or (self.row_bytes(row) == slot).all()
+        self.summaries.unpin(rows)
+        return [slot for row, slot in zip(rows.tolist(), slots, strict=True) if row != NO_ROW]
 
     def fill(self, slots: Sequence[int]) -> list[int]:
         """These slots are in frames, as far as there is room."""
@@ -92,10 +143,10 @@ def many(rig: Rig, slots: Sequence[int]) -> list[tuple[int, int]]:
 def test_where_nobody_chooses_frames_have_what_pages_do_not_need(rig: Rig) -> None:
     plan = rig.plan
     everything = list(range(SLOTS))
-    assert plan.frames + len(plan.runs) < SLOTS
+    assert plan.frames + len(plan.page_runs.firsts) < SLOTS
     found = rig.fill(everything)
-    assert len(found) == plan.frames + len(plan.runs) == plan.frames + rig.border.lent
-    left = plan.page_places - len(plan.runs) * plan.run_places
+    assert len(found) == plan.frames + len(plan.page_runs.firsts) == plan.frames + rig.border.lent
+    left = plan.page_places - len(plan.page_runs.firsts) * plan.page_runs.length
     assert rig.pages.open_places == left >= rig.choice.least_places(GEOMETRY)
     assert left >= plan.page_places // 4
     for slot in found:
@@ -196,7 +247,7 @@ def test_frames_of_ended_requests_go_before_those_of_choosing_ones(rig: Rig) -> 
         assert rig.border.lent == lent
         assert rig.in_frames(ended) == max(0, lent - 6)
         assert rig.in_frames(choosing) == rig.plan.frames + min(lent, 6)
-        rig.choose([next(pages) for _ in range(rig.plan.run_places)])
+        rig.choose([next(pages) for _ in range(rig.plan.page_runs.length)])
         rig.border.settle(contexts, {0})
         assert rig.border.lent == lent
 
@@ -212,7 +263,7 @@ def test_who_begins_to_choose_finds_its_places(rig: Rig) -> None:
         rig.border.choose(contexts, rows)
         wanted = 1.25 * kv / 8 * sum(len(contexts[row]) for row in rows)
         assert rig.pages.open_places >= wanted or rig.border.lent == 0
-        assert rig.pages.open_places - max(50, wanted) < rig.plan.run_places
+        assert rig.pages.open_places - max(50, wanted) < rig.plan.page_runs.length
         assert rig.pages.evictions == 0
     assert 0 < rig.border.lent < 10
     whole = [frame - rig.plan.frames for frame in map(rig.frames.frame_of, ended)]
@@ -244,9 +295,9 @@ def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
     rig.border.make_room(array(range(SLOTS)))
     lent = rig.border.lent
     # Runs are as many as they can be, without the one that is being read into.
-    inside = rig.plan.runs <= coming.places[0]
-    inside &= coming.places[0] < rig.plan.runs + rig.plan.run_places
-    assert lent == len(rig.plan.runs) - inside.any()
+    inside = rig.plan.page_runs.firsts <= coming.places[0]
+    inside &= coming.places[0] < rig.plan.page_runs.firsts + rig.plan.page_runs.length
+    assert lent == len(rig.plan.page_runs.firsts) - inside.any()
     frames = rig.frames.take(array(range(20, 20 + lent)), FrameState.LOADING)
     assert len(frames) == lent
     rig.pages.release(coming.places)
@@ -299,7 +350,126 @@ def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
 def test_a_cache_whose_size_is_given_is_lent_to_nobody() -> None:
     choice = ChoiceMemory(16, SLOTS, page_cache=100 * GEOMETRY.page_bytes, summaries=1 << 16)
     plan = ArenaPlan(GEOMETRY, 60 * GEOMETRY.slot_bytes, 0, choice=choice)
-    assert len(plan.runs) == 0
+    assert len(plan.page_runs.firsts) == 0
+
+
+@pytest.fixture
+def deep() -> Iterator[Rig]:
+    rig = Rig(rows=True)
+    assert len(rig.plan.page_runs.firsts) >= 2
+    assert len(rig.plan.summary_runs.firsts) >= 5
+    yield rig
+    rig.frames.audit()
+    rig.arena.close()
+
+
+def test_rows_for_summaries_serve_as_frames_too(deep: Rig) -> None:
+    plan = deep.plan
+    found = deep.fill(range(SLOTS))
+    assert len(found) == plan.frames + len(plan.lent_offsets)
+    assert deep.pages.open_places < plan.page_places
+    assert plan.summary_rows // 4 <= deep.summaries.open_rows < plan.summary_rows // 4 + 4
+    for slot in found:
+        assert (deep.frames.view(deep.frames.frame_of(slot)) == slot).all()
+    nbytes = plan.summary_rows * row_bytes(DEEP, 16, channels=True)
+    for offset in plan.summary_runs.offsets.tolist():
+        assert offset % 4096 == 0
+        assert plan.summary_offset <= offset
+        assert offset + DEEP.slot_bytes <= plan.summary_offset + nbytes
+
+
+def test_summaries_that_were_used_last_stay(deep: Rig) -> None:
+    """Wherever they lie: what is older makes room for them."""
+    deep.summarize(range(SLOTS))
+    assert deep.known(range(SLOTS)) == list(range(SLOTS))
+    for slot in range(0, SLOTS, 4):
+        assert deep.known([slot]) == [slot]
+    deep.fill(range(SLOTS))
+    assert deep.summaries.open_rows == SLOTS // 4 + SLOTS * 3 // 4 % 4
+    kept = set(deep.known(range(SLOTS)))
+    assert kept >= set(range(0, SLOTS, 4))
+    assert deep.summaries.held() == len(kept) == deep.summaries.open_rows
+    # Rows that come back hold nothing, and can be used.
+    deep.border.choose([array(range(SLOTS))], [0])
+    assert deep.summaries.open_rows == SLOTS
+    assert set(deep.known(range(SLOTS))) == kept
+    deep.summarize(range(SLOTS))
+    assert deep.known(range(SLOTS)) == list(range(SLOTS))
+
+
+def test_rows_that_are_pinned_are_not_lent(deep: Rig) -> None:
+    deep.summarize(range(SLOTS))
+    rows = deep.summaries.pin(array(range(SLOTS)))
+    inside = rows == deep.plan.summary_runs.firsts[-1]
+    deep.summaries.unpin(rows[~inside])
+    deep.fill(range(SLOTS))
+    assert deep.border.lent == len(deep.plan.lent_offsets) - 1
+    pinned = np.flatnonzero(inside).tolist()
+    assert deep.known(pinned) == pinned
+    assert len(pinned) == 1
+
+
+def test_who_chooses_has_rows_whoever_uses_the_frames(deep: Rig) -> None:
+    """Frames that nobody attends to as a whole go first."""
+    exact = deep.fill(range(SLOTS))
+    deep.frames.retain(array(exact))
+    kept = list(exact)
+    contexts = [array(exact)]
+    for blocks in range(5, SLOTS + 1, 5):
+        chosen = array(range(SLOTS - blocks, SLOTS))
+        deep.border.choose([*contexts, chosen], [1])
+        assert deep.summaries.open_rows >= blocks
+        assert deep.summaries.open_rows < max(blocks, 14) + deep.plan.summary_runs.length
+        kept = [slot for slot in kept if deep.frames.frame_of(slot) != NO_FRAME]
+    assert len(kept) == len(exact) - len(deep.plan.summary_runs.firsts)
+
+
+def test_rows_are_there_before_they_are_needed(deep: Rig) -> None:
+    """A hit that will be chosen from has them when it comes, a prompt while it is computed, and
+    they stay for a while."""
+    deep.fill(range(SLOTS))
+    few = deep.summaries.open_rows
+    deep.border.reserve(few + 1)
+    assert few < deep.summaries.open_rows <= few + deep.plan.summary_runs.length
+    for _ in range(40):
+        deep.border.settle(NONE, ())
+    deep.frames.forget(array(range(SLOTS)))
+    deep.fill(range(SLOTS))
+    assert deep.summaries.open_rows == few
+    prompt = array(range(20))
+    deep.border.settle([prompt], (), later={0})
+    assert deep.summaries.open_rows >= 25  # and room to grow
+    deep.frames.forget(array(range(SLOTS)))
+    deep.fill(range(SLOTS))
+    assert deep.summaries.open_rows >= 25
+    # Rows that share their blocks need them once.
+    deep.border.settle([prompt] * 4, (), later={0, 1, 2, 3})
+    deep.border.choose([prompt] * 4, [0, 1, 2, 3])
+    assert deep.summaries.open_rows < 30
+
+
+def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(deep: Rig) -> None:
+    deep.border.make_room(array(range(SLOTS)))
+    frames = deep.frames.take(array(range(SLOTS)), FrameState.LOADING)
+    few = deep.summaries.open_rows
+    contexts = [array(range(SLOTS))]
+    begun = time.monotonic()
+    deep.border.choose(contexts, [0])  # nothing is under way that would end their use
+    assert deep.summaries.open_rows == few
+    deep.busy = True
+    deep.border.choose(contexts, [0])
+    assert time.monotonic() - begun >= DEADLINE_S
+    assert deep.summaries.open_rows == few
+
+    def end() -> None:
+        deep.frames.settle(frames, FrameState.CLEAN)
+        deep.busy = False
+
+    loader = threading.Timer(0.02, end)
+    loader.start()
+    deep.border.choose(contexts, [0])
+    loader.join()
+    assert deep.summaries.open_rows == SLOTS
 
 
 def test_short_requests_find_frames_until_others_choose(make_store: MakeStore) -> None:
@@ -348,7 +518,8 @@ class Bytes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(25)
+        self.rig = Rig(25, rows=True)
+        self.pinned: list[NDArray[np.int32]] = []
         self.loading: list[tuple[int, int]] = []
         self.borrowed: list[tuple[int, int]] = []
         self.fetches: list[tuple[Pages, object]] = []
@@ -357,8 +528,8 @@ class Bytes(RuleBasedStateMachine):
         self.rig.arena.close()
 
     def place(self, place: int) -> NDArray[np.uint8]:
-        offset = self.rig.plan.page_offset + place * GEOMETRY.page_bytes
-        return self.rig.arena.view(offset, GEOMETRY.page_bytes)
+        offset = self.rig.plan.page_offset + place * self.rig.geometry.page_bytes
+        return self.rig.arena.view(offset, self.rig.geometry.page_bytes)
 
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=30))
     def load(self, slots: set[int]) -> None:
@@ -393,7 +564,7 @@ class Bytes(RuleBasedStateMachine):
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.integers(0, SLOTS - 1), max_size=6))
-        pages = wanted([(slot, page) for slot in slots for page in range(GEOMETRY.pages)])
+        pages = wanted([(slot, page) for slot in slots for page in range(self.rig.geometry.pages)])
         asked = self.rig.pages.ask(pages)
         for key, place in zip(asked.keys.tolist(), asked.places.tolist(), strict=True):
             if place == NO_PLACE:
@@ -411,10 +582,12 @@ class Bytes(RuleBasedStateMachine):
         right = np.full(len(keys), good)
         self.rig.pages.arrive(keys, places, right, np.zeros(len(keys), np.uint16))
         address, here = self.rig.pages.find(asked, pages)  # type: ignore[arg-type]
-        every = pages.slots * GEOMETRY.pages + pages.numbers
+        every = pages.slots * self.rig.geometry.pages + pages.numbers
         for key, at, there in zip(every.tolist(), address.tolist(), here.tolist(), strict=True):
             if there:
-                data = self.rig.arena.view(at - self.rig.arena.address, GEOMETRY.page_bytes)
+                data = self.rig.arena.view(
+                    at - self.rig.arena.address, self.rig.geometry.page_bytes
+                )
                 assert (data == key % 251).all()
         self.rig.pages.release(asked.places)  # type: ignore[attr-defined]
 
@@ -431,6 +604,27 @@ class Bytes(RuleBasedStateMachine):
         rows = data.draw(st.sets(st.sampled_from(range(len(contexts))))) if contexts else set()
         self.rig.border.settle([array(sorted(context)) for context in contexts], rows)
 
+    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
+    def summarize(self, slots: set[int]) -> None:
+        self.rig.summarize(sorted(slots))
+
+    @rule(slots=st.lists(st.integers(0, SLOTS - 1), max_size=6))
+    def pin(self, slots: list[int]) -> None:
+        self.pinned.append(self.rig.summaries.pin(array(slots)))
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        self.rig.summaries.unpin(self.pinned.pop(0))
+
+    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
+    def choose(self, slots: set[int]) -> None:
+        """Nothing is busy for the border: it does not wait for what is in use."""
+        self.rig.border.choose([array(sorted(slots))], [0])
+        used = len(self.loading) + len(self.borrowed)
+        short = min(len(slots), self.rig.summaries.rows) - self.rig.summaries.open_rows
+        assert short <= used * self.rig.plan.summary_runs.length
+
     @rule(slots=st.sets(st.integers(0, SLOTS - 1)))
     def forget(self, slots: set[int]) -> None:
         self.rig.pages.forget(array(sorted(slots)))
@@ -439,11 +633,19 @@ class Bytes(RuleBasedStateMachine):
     def everything_is_as_it_was_left(self) -> None:
         self.rig.frames.audit()
         for frame, slot in [*self.loading, *self.borrowed]:
-            assert (self.rig.frames.view(frame)[:: GEOMETRY.page_bytes] == 100 + slot).all()
-        shut = self.rig.frames.count(FrameState.SHUT)
-        assert shut == len(self.rig.plan.runs) - self.rig.border.lent
-        closed = self.rig.pages.places - self.rig.pages.open_places
-        assert closed == self.rig.border.lent * self.rig.plan.run_places
+            assert (
+                self.rig.frames.view(frame)[:: self.rig.geometry.page_bytes] == 100 + slot
+            ).all()
+        plan = self.rig.plan
+        lent, all_lent = self.rig.border.lent, len(plan.lent_offsets)
+        assert self.rig.frames.count(FrameState.SHUT) == all_lent - lent
+        places = self.rig.pages.places - self.rig.pages.open_places
+        rows = self.rig.summaries.rows - self.rig.summaries.open_rows
+        assert places / plan.page_runs.length + rows / plan.summary_runs.length == lent
+        for pinned in self.pinned:
+            for row in pinned[pinned != NO_ROW].tolist():
+                assert len(set(self.rig.row_bytes(row).tolist())) == 1
+        self.rig.known(range(SLOTS))
 
 
 TestBytes = Bytes.TestCase

@@ -135,3 +135,12 @@ class Choices:
             if choice is not None and row.first_position + 1 >= choice.exact_below:
                 found[i] = choice.selector
         return found
+
+    def later(self, rows: Sequence[Row]) -> list[int]:
+        """Numbers of those of a step's rows whose prompts are long enough to choose from."""
+        found: list[int] = []
+        for i, row in enumerate(rows):
+            choice = self._of(row.asked) if row.of_prompt else None
+            if choice is not None and row.first_position + row.tokens >= choice.exact_below:
+                found.append(i)
+        return found

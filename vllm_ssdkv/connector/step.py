@@ -65,6 +65,7 @@ class PagedStep:
         """Rows that would choose, if DRAM had room for their summaries."""
         selectors = {} if choices is None else choices.of_rows(self._rows, contexts)
         choosing = list(selectors)
+        self._later = [] if choices is None else choices.later(self._rows)
         if choices is not None and choosing:
             chosen = store.choose(contexts, choosing)
             self.left_out = len(chosen.left_out)
@@ -190,4 +191,4 @@ class PagedStep:
             self._decode.contexts.close()
         # With their blocks in HBM: nobody reads those, until they leave it.
         known = [self._store.context_from(row.request_id, 0) for row in self._rows]
-        self._store.settle(known, self._choosing)
+        self._store.settle(known, self._choosing, self._later)

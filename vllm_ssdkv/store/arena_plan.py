@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import format_size
@@ -15,7 +16,7 @@ from vllm_ssdkv.store.loader import HEADERS
 from vllm_ssdkv.store.page_cache import PagePolicy
 from vllm_ssdkv.store.scrub import PIECES
 from vllm_ssdkv.store.stream import CHUNKS
-from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
+from vllm_ssdkv.store.summaries import ROW_ALIGN, ChannelTier, row_bytes
 from vllm_ssdkv.store.writer import IN_FLIGHT
 
 MIN_FRAMES: Final = 8
@@ -37,8 +38,8 @@ the next one mostly chooses again. With room for less than that, each page is go
 comes again; and of a slot in a frame only the budget's share is of use (docs/performance.md)."""
 
 LENT_SHARE: Final = 3 / 4
-"""Of the places for single pages, so many at most serve as frames while those who choose need less:
-the rest is there at once when somebody chooses."""
+"""Of the places for single pages, and of the rows for summaries, so many at most serve as frames
+while those who choose need less: the rest is there at once when somebody chooses."""
 
 CHOSEN: Final = 5 / 4
 """Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are
@@ -112,13 +113,37 @@ class ChoiceMemory:
         return self.slots if self.contexts is None else min(self.slots, self.contexts)
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Pieces of memory that may serve as frames (:mod:`vllm_ssdkv.store.border`): ``length`` of
+    them from each of ``firsts`` on, int32 [n]. The frames begin at ``offsets`` of the arena, uint64
+    [n]."""
+
+    firsts: NDArray[np.int32]
+    length: int
+    offsets: NDArray[np.uint64]
+
+    @classmethod
+    def at_end(
+        cls, offset: int, pieces: int, piece_bytes: int, frame_bytes: int, lendable: int
+    ) -> Runs:
+        """Of ``pieces`` from ``offset`` on so many as ``lendable`` of them give, the last ones."""
+        # A frame begins at a multiple of PAGE_ALIGN, and pieces at one of ROW_ALIGN or of that.
+        before = 0 if piece_bytes % PAGE_ALIGN == 0 else PAGE_ALIGN - ROW_ALIGN
+        length = -(-(frame_bytes + before) // piece_bytes)
+        count = lendable // length
+        firsts = pieces - count * length + np.arange(count, dtype=np.int64) * length
+        offsets = -(-(offset + firsts * piece_bytes) // PAGE_ALIGN) * PAGE_ALIGN
+        return cls(firsts.astype(np.int32), length, offsets.astype(np.uint64))
+
+
 class ArenaPlan:
     """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, single
     pages, summaries, frames.
 
-    Images are encrypted slots on their way to the devices. ``run_places`` single pages from each of
-    ``runs`` on, int32 [n], may serve as a frame (:mod:`vllm_ssdkv.store.border`); a choice takes
-    ``chosen_places`` of them per slot of its context.
+    Images are encrypted slots on their way to the devices. ``page_runs`` and ``summary_runs`` are
+    those of the single pages and of the summaries that may serve as frames; a choice takes
+    ``chosen_places`` single pages per slot of its context.
 
     Raises ConfigError when the DRAM given is too small for the slot size.
     """
@@ -160,15 +185,17 @@ class ArenaPlan:
             summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
             more = choice.places(geometry, max(0, left - summaries))
             self.page_places = max(least, more)
-        # Of a page cache whose size is given nothing is lent.
-        self.run_places = -(-geometry.slot_bytes // geometry.page_bytes)
-        lendable = 0
+        # Nothing is lent of what has a size that is given, or goes with memory of a device.
+        places = rows = 0
         if choice is not None and choice.page_cache is None:
-            lendable = min(int(LENT_SHARE * self.page_places), self.page_places - least)
-        runs = lendable // self.run_places
-        first = self.page_places - runs * self.run_places
-        self.runs = (first + np.arange(runs) * self.run_places).astype(np.int32)
-        self.summary_offset = self.page_offset + self.page_places * geometry.page_bytes
+            places = min(int(LENT_SHARE * self.page_places), self.page_places - least)
+        if choice is not None and choice.summaries is None and choice.channels != "hbm":
+            rows = int(LENT_SHARE * self.summary_rows)
+        page, row = geometry.page_bytes, 1 if choice is None else choice.row_bytes(geometry)
+        self.summary_offset = self.page_offset + self.page_places * page
+        frame = geometry.slot_bytes
+        self.page_runs = Runs.at_end(self.page_offset, self.page_places, page, frame, places)
+        self.summary_runs = Runs.at_end(self.summary_offset, self.summary_rows, row, frame, rows)
         self.frame_offset = self.summary_offset + summaries
         self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
         if self.frames < MIN_FRAMES:
@@ -179,3 +206,8 @@ class ArenaPlan:
                 f"least {format_size(needed)} per worker (dram_gib), or lower io.staging"
             )
         self.nbytes = self.frame_offset + self.frames * geometry.slot_bytes
+
+    @property
+    def lent_offsets(self) -> NDArray[np.uint64]:
+        """Where frames in the runs begin in the arena, those of single pages first, [n]."""
+        return np.concatenate([self.page_runs.offsets, self.summary_runs.offsets])

@@ -1,19 +1,23 @@
-"""Where frames end and single pages begin in DRAM: it moves with what runs.
+"""Where frames end, and single pages and summaries begin in DRAM: it moves with what runs.
 
-Single pages serve requests that choose, frames those that attend to everything: short ones, and
-prompts while they are computed. How many of each there are shows only while they run. So part of
-the places for single pages is cut into *runs*, each as long as a frame, and each of these serves as
-places or as a frame.
+Single pages and summaries serve requests that choose, frames those that attend to everything: short
+ones, and prompts while they are computed. How many of each there are shows only while they run. So
+part of the places for single pages and of the rows for summaries is cut into *runs*, each as long
+as a frame, and each of these serves as what it is or as a frame.
 
 A frame whose slot is attended to as a whole saves as many reads in each step as it has pages. As
 many places save at most that, and mostly far less. So who needs frames gets the runs that those who
-choose do not need; and runs go back whose frames nobody attends to as a whole, when somebody begins
-to choose and as soon as pages have to make room for others.
+choose do not need; and runs of places go back whose frames nobody attends to as a whole, when
+somebody begins to choose and as soon as pages have to make room for others.
+
+Summaries are no cache: a request without them cannot choose. So their rows go back before they are
+needed, whoever attends to what is in the frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,13 +26,15 @@ from numpy.typing import NDArray
 from vllm_ssdkv.store.arena_plan import CHOSEN, ArenaPlan
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.lender import Lender
 from vllm_ssdkv.store.page_cache import PageCache
+from vllm_ssdkv.store.summaries import SummaryTable
 
 _FORGETTING: Final = 16
 """With each step without a larger one, what a step needs is taken for so much of itself less."""
 
-_CANDIDATES: Final = 4
-"""Of so many times the runs to be lent the emptiest are."""
+_GROWING: Final = 5 / 4
+"""Rows that are kept for each that is needed: contexts grow."""
 
 _PATIENCE: Final = 16
 """Steps without another look, after one that found nothing to give back."""
@@ -40,39 +46,58 @@ _NO_SLOT: Final = -1
 _CHOSEN: Final = 1
 _WHOLE: Final = 2
 
+_LOOK_S: Final = 0.001
+"""How often it is looked whether a frame that is in use has come free."""
+
+Contexts = Sequence[NDArray[np.int64]]
+
 
 class Border:
-    """Lends runs of places to frames. Used by the thread that runs the forward pass; never blocks.
+    """Lends runs of places and rows to frames. Used by the thread that runs the forward pass; only
+    :meth:`choose` blocks.
 
     Time of a call grows with what is lent or given back, and with contexts where anything is lent
     and pages make room for each other: then in some of the steps.
     """
 
     def __init__(
-        self, geometry: SlotGeometry, plan: ArenaPlan, frames: FrameCache, pages: PageCache
+        self,
+        geometry: SlotGeometry,
+        plan: ArenaPlan,
+        frames: FrameCache,
+        pages: PageCache,
+        summaries: SummaryTable,
+        busy: Callable[[], bool],
+        deadline_s: float,
     ):
-        """``frames`` ends with the frames that ``plan.runs`` may become, all of them shut."""
-        self._geometry = geometry
+        """``frames`` ends with the frames that the plan's runs may become, all of them shut.
+        ``busy``: whether anything is being written or loaded."""
         self._frames = frames
         self._pages = pages
-        self._firsts = plan.runs
-        self._length = plan.run_places
+        self._summaries = summaries
+        self._busy = busy
+        self._deadline_s = deadline_s
+        first = frames.frames
+        self._places = Lender(geometry, plan.page_runs, pages, frames, first)
+        first += len(plan.page_runs.firsts)
+        self._rows = Lender(geometry, plan.summary_runs, summaries, frames, first)
         self._chosen_places = plan.chosen_places
-        self._lent = np.zeros(len(plan.runs), dtype=np.bool_)
         self._asked = self._evictions = 0
-        self._needed = 0
-        """Places that those who choose need."""
+        self._places_needed = self._rows_needed = 0
+        """By those who choose, or will soon."""
         self._newest: list[NDArray[np.int64]] = []
         """Last slots of each of them, in the last step."""
         self._coming: dict[str, NDArray[np.int64]] = {}
         self._kinds = np.zeros(frames.slots, dtype=np.uint8)
         """Who attends to a slot, while it is asked; nobody between times."""
-        self._next = self._wait = 0
+        self._wait = 0
 
     @property
     def lent(self) -> int:
         """Runs that serve as frames."""
-        return int(np.count_nonzero(self._lent))
+        return self._places.lent + self._rows.lent
+
+    # ---- who needs frames ----
 
     def expect(self, request_id: str, slots: NDArray[np.int64]) -> None:
         """These slots, [n], will be brought into frames from now on, to be attended to as a whole
@@ -90,88 +115,97 @@ class Border:
         Frames of contexts that do not run any more are taken first, unless nobody chooses. Blocks
         that rows add which choose can do without.
         """
-        spare = (self._pages.open_places - self._needed) // self._length
-        most = min(spare, len(self._lent) - self.lent)
-        if most <= 0:
+        places = self._places.most(self._pages.open_places - self._places_needed)
+        rows = self._rows.most(self._summaries.open_rows - self._rows_needed)
+        if places + rows == 0:
             return
         # Loads go on beside this: counted in this order, too few frames are never lent for them.
         coming = np.unique(np.concatenate([slots[:0], *self._coming.values()]))
         coming = coming[self._frames.frames_of(coming) == NO_FRAME]
-        there = self._frames.spare() if self._needed else self._frames.count(FrameState.FREE)
+        chosen = self._places_needed or self._rows_needed
+        there = self._frames.spare() if chosen else self._frames.count(FrameState.FREE)
         if len(slots) + len(coming) <= there:
             return
-        chosen = np.isin(slots, np.concatenate([slots[:0], *self._newest]))
-        missing = len(slots) - int(np.count_nonzero(chosen)) + len(coming) - there
-        count = min(most, missing)
-        if count <= 0:
-            return
-        runs = self._emptiest(count)
-        runs = runs[self._pages.close(self._firsts[runs], self._length)]
-        frames = self._frame_of(runs)
-        for frame in frames.tolist():
-            self._clean(self._frames.view(frame))
-        self._lent[runs] = True
-        self._frames.open(frames)
+        added = int(np.count_nonzero(np.isin(slots, np.concatenate([slots[:0], *self._newest]))))
+        missing = len(slots) - added + len(coming) - there
+        missing -= self._places.lend(min(missing, places))
+        self._rows.lend(min(missing, rows))
 
-    def _emptiest(self, count: int) -> NDArray[np.int64]:
-        """So many runs with few pages, or fewer, from where the last search ended on."""
-        runs = np.flatnonzero(~self._lent)
-        begin = int(np.searchsorted(runs, self._next))
-        runs = np.concatenate([runs[begin:], runs[:begin]])[: _CANDIDATES * count]
-        self._next = int(runs[-1]) + 1
-        held = self._pages.held_in(self._firsts[runs], self._length)
-        free = np.flatnonzero(held >= 0)
-        return runs[free[np.argsort(held[free], kind="stable")[:count]]]
+    # ---- who chooses ----
 
-    def _clean(self, frame: NDArray[np.uint8]) -> None:
-        """What is not payload is written to devices as it lies there: nobody else's bytes."""
-        geometry = self._geometry
-        frame[: geometry.header_bytes] = 0
-        pages = frame[geometry.header_bytes :].reshape(geometry.pages, geometry.page_bytes)
-        pages[:, geometry.payload_bytes :] = 0
+    def reserve(self, blocks: int) -> None:
+        """A context of so many blocks comes that will be chosen from."""
+        self._rows_needed = min(self._summaries.rows, self._rows_needed + blocks)
+        self._give_rows(self._rows_needed, (), ())
 
-    def choose(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
+    def choose(self, contexts: Contexts, choosing: Collection[int]) -> None:
         """Some of a step's rows, with these slots, are about to choose: give back what that may
-        take, before pages have to make room for each other."""
-        wanted = self._chosen_places * sum(len(contexts[row]) for row in choosing)
-        self._give_back(int(wanted) - self._pages.open_places, contexts, choosing)
+        take, before pages have to make room for each other.
 
-    def settle(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
-        """A step has ended, with these slots of its rows, some of which chose: give back what they
-        need more than others."""
+        Rows are there afterwards, unless frames in them are in use beyond the deadline of I/O.
+        """
+        blocks = sum(len(contexts[row]) for row in choosing)
+        if blocks > self._summaries.open_rows:
+            blocks = _distinct(contexts, choosing)
+            deadline = time.monotonic() + self._deadline_s
+            patient = True
+            while patient:
+                patient = self._busy() and time.monotonic() < deadline
+                if not self._give_rows(blocks, contexts, choosing):
+                    break
+                if patient:
+                    time.sleep(_LOOK_S)
+        wanted = self._chosen_places * sum(len(contexts[row]) for row in choosing)
+        self._give_places(int(wanted) - self._pages.open_places, contexts, choosing)
+
+    def settle(
+        self, contexts: Contexts, choosing: Collection[int], later: Collection[int] = ()
+    ) -> None:
+        """A step has ended, with these slots of its rows, some of which chose, and others will
+        ``later``: give back what they need more than others."""
         asked = self._pages.asked - self._asked
         evicted = self._pages.evictions - self._evictions
         self._asked, self._evictions = self._pages.asked, self._pages.evictions
-        forgotten = self._needed - -(-self._needed // _FORGETTING)
-        self._needed = max(int(asked * CHOSEN), forgotten)
+        self._places_needed = max(int(asked * CHOSEN), _less(self._places_needed))
+        will = {*choosing, *later}
+        blocks = sum(len(contexts[row]) for row in will)
+        if self._rows.lent and blocks * _GROWING > self._summaries.open_rows:
+            blocks = _distinct(contexts, will)
+        self._rows_needed = max(int(blocks * _GROWING), _less(self._rows_needed))
         self._newest = [contexts[row][-_NEWEST:] for row in choosing]
-        self._give_back(evicted, contexts, choosing)
+        self._give_rows(self._rows_needed, contexts, choosing)
+        self._give_places(evicted, contexts, choosing)
         self._wait = max(0, self._wait - 1)
 
-    def _give_back(
-        self, places: int, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]
-    ) -> None:
+    def _give_rows(self, rows: int, contexts: Contexts, choosing: Collection[int]) -> bool:
+        """As many rows as are missing to so many open ones; whether they still are."""
+        missing = min(rows, self._summaries.rows) - self._summaries.open_rows
+        if missing <= 0:
+            return False
+        frames = self._rows.frames
+        first, last = self._by_use(self._frames.slots_of(frames), contexts, choosing)
+        frames = frames[np.concatenate([first, last])]
+        while missing > 0 and len(frames):
+            runs = -(-missing // self._rows.length)
+            missing -= self._rows.take_back(frames[:runs]) * self._rows.length
+            frames = frames[runs:]
+        return missing > 0
+
+    def _give_places(self, places: int, contexts: Contexts, choosing: Collection[int]) -> None:
         """So many places, as far as nobody attends to what they hold as a whole."""
-        if places <= 0 or self._wait or not self._lent.any():
+        if places <= 0 or self._wait or not self._places.lent:
             return
-        runs = np.flatnonzero(self._lent)
-        slots = self._frames.slots_of(self._frame_of(runs))
-        order = self._dispensable(slots, contexts, choosing)
+        frames = self._places.frames
+        order, _ = self._by_use(self._frames.slots_of(frames), contexts, choosing)
         if len(order) == 0:
             self._wait = _PATIENCE
-        runs = runs[order[: -(-places // self._length)]]
-        runs = runs[self._frames.shut(self._frame_of(runs))]
-        self._lent[runs] = False
-        self._pages.open(self._firsts[runs], self._length)
+        self._places.take_back(frames[order[: -(-places // self._places.length)]])
 
-    def _dispensable(
-        self,
-        slots: NDArray[np.int64],
-        contexts: Sequence[NDArray[np.int64]],
-        choosing: Collection[int],
-    ) -> NDArray[np.int64]:
-        """Which of these frames' slots nobody attends to as a whole: first those that are of no
-        running context."""
+    def _by_use(
+        self, slots: NDArray[np.int64], contexts: Contexts, choosing: Collection[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of these frames' slots nobody attends to as a whole, first those that are of no
+        running context; and the others."""
         for row, context in enumerate(contexts):
             self._kinds[context] |= _CHOSEN if row in choosing else _WHOLE
         kinds = self._kinds[slots]
@@ -179,7 +213,15 @@ class Border:
             self._kinds[context] = 0
         idle = slots == _NO_SLOT
         idle[~idle] = ~self._frames.referenced(slots[~idle])
-        return np.concatenate([np.flatnonzero(idle), np.flatnonzero((kinds == _CHOSEN) & ~idle)])
+        chosen = (kinds == _CHOSEN) & ~idle
+        order = np.concatenate([np.flatnonzero(idle), np.flatnonzero(chosen)])
+        return order, np.flatnonzero(~idle & ~chosen)
 
-    def _frame_of(self, runs: NDArray[np.int64]) -> NDArray[np.int32]:
-        return (self._frames.frames + runs).astype(np.int32)
+
+def _distinct(contexts: Contexts, rows: Collection[int]) -> int:
+    """Blocks of these rows, each once: rows share them."""
+    return len(np.unique(np.concatenate([contexts[row] for row in rows])))
+
+
+def _less(needed: int) -> int:
+    return needed - -(-needed // _FORGETTING)

@@ -106,14 +106,14 @@ class ChosenContexts:
 
     def _choose_rows(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> None:
         """As many rows as there is room for summaries, in order."""
-        if sum(len(contexts[row]) for row in rows) <= self._summaries.rows:
+        if sum(len(contexts[row]) for row in rows) <= self._summaries.open_rows:
             self.rows = np.array(rows, dtype=np.int64)
             return
         kept: list[int] = []
         taken = np.zeros(0, dtype=np.int64)
         for row in rows:
             more = np.union1d(taken, contexts[row])  # rows share slots
-            if len(more) > self._summaries.rows:
+            if len(more) > self._summaries.open_rows:
                 self.left_out.add(row)
                 continue
             taken = more

@@ -26,7 +26,9 @@ ChannelTier = Literal["dram", "ssd", "hbm"]
 """Where selectors find the slots' channel pages."""
 
 NO_ROW = -1
-_ALIGN = 64
+
+ROW_ALIGN = 64
+"""Bytes, of which a row is a multiple."""
 
 
 def with_summaries(
@@ -72,8 +74,8 @@ def channel_bytes(geometry: SlotGeometry) -> int:
 
 def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
     """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
-    size = round_up(summary_bytes(geometry, page_tokens), _ALIGN)
-    return size + channels * round_up(geometry.layers * channel_bytes(geometry), _ALIGN)
+    size = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+    return size + channels * round_up(geometry.layers * channel_bytes(geometry), ROW_ALIGN)
 
 
 class SummaryTable:
@@ -105,7 +107,7 @@ class SummaryTable:
         self._record = geometry.payload_bytes // page_tokens
         self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
         self._layer_bytes = summary_bytes(geometry, page_tokens) // geometry.layers
-        self._channels = round_up(summary_bytes(geometry, page_tokens), _ALIGN)
+        self._channels = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
         """Where channel-major K begins in a row."""
         self._channel_bytes = channel_bytes(geometry)
         self._base = arena.address + offset
@@ -138,6 +140,7 @@ class SummaryTable:
         self._row_of = np.full(slots, NO_ROW, dtype=np.int32)
         self._slot_of = np.full(rows, -1, dtype=np.int64)
         self._pins = np.zeros(rows, dtype=np.int32)
+        self._closed = np.zeros(rows, dtype=np.bool_)
         self._used = np.zeros(rows, dtype=np.int64)
         """When each row was used last, in calls; 0: it holds nothing."""
         self._clock = 0
@@ -180,11 +183,8 @@ class SummaryTable:
         rows = self._row_of[slots]
         new = np.flatnonzero(rows == NO_ROW)
         self._used[rows[rows != NO_ROW]] = self._clock = self._clock + 1
-        free = np.flatnonzero(self._pins == 0)
-        count = min(len(new), len(free))
-        if count < len(free):
-            free = free[np.argpartition(self._used[free], count)[:count]]
-        new = new[:count]
+        free = self._oldest(len(new))
+        new = new[: len(free)]
         before = self._slot_of[free]
         self._row_of[before[before >= 0]] = NO_ROW
         self._slot_of[free] = slots[new]
@@ -194,6 +194,13 @@ class SummaryTable:
         # A slot that was known may have lost its row to one of these.
         rows[self._row_of[slots] != rows] = NO_ROW
         return rows
+
+    def _oldest(self, count: int) -> NDArray[np.intp]:
+        """So many rows that may be taken, or fewer, those that were used longest ago. Lock held."""
+        free = np.flatnonzero((self._pins == 0) & ~self._closed)
+        if count < len(free):
+            free = free[np.argpartition(self._used[free], count)[:count]]
+        return free
 
     def _copy(self, rows: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
         own = len(self._place)
@@ -259,6 +266,59 @@ class SummaryTable:
             self._slot_of[rows] = -1
             self._used[rows] = 0
             self._row_of[slots] = NO_ROW
+
+    # ---- lending their memory ----
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that are not closed."""
+        return self.rows - int(np.count_nonzero(self._closed))
+
+    def held_in(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+        """Rows that hold something, of the ``length`` from each of these on, [n]; -1 where one is
+        pinned."""
+        rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
+        with self._lock:
+            held: NDArray[np.int32] = (self._slot_of[rows] >= 0).sum(axis=1, dtype=np.int32)
+            held[(self._pins[rows] > 0).any(axis=1)] = -1
+        return held
+
+    def close(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take the ``length`` rows from each of these on out of use, where none of them is pinned;
+        where that was so, [n]. What was used last of all there is stays, in other rows."""
+        rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
+        with self._lock:
+            free: NDArray[np.bool_] = ~(self._pins[rows] > 0).any(axis=1)
+            closed = rows[free].ravel()
+            self._closed[closed] = True
+            self._move(closed)
+            return free
+
+    def _move(self, rows: NDArray[np.int32]) -> None:
+        """What these closed rows hold goes where what is older was, or is forgotten. Lock held."""
+        held = rows[self._slot_of[rows] >= 0]
+        held = held[np.argsort(-self._used[held], kind="stable")]
+        place = self._oldest(len(held))
+        place = place[np.argsort(self._used[place], kind="stable")]
+        # Each is newer than the next, and each place older than the next one.
+        count = int(np.count_nonzero(self._used[held[: len(place)]] > self._used[place]))
+        place, kept = place[:count], held[:count]
+        before = self._slot_of[place]
+        self._row_of[before[before >= 0]] = NO_ROW
+        self._row_of[self._slot_of[held[count:]]] = NO_ROW
+        self._memory[place] = self._memory[kept]
+        self._slot_of[place] = self._slot_of[kept]
+        self._row_of[self._slot_of[kept]] = place
+        self._used[place] = self._used[kept]
+        self._slot_of[rows] = -1
+        self._used[rows] = 0
+
+    def open(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Closed rows may be used again; they hold nothing."""
+        with self._lock:
+            self._closed[firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]] = False
+
+    # ---- counts ----
 
     def held(self) -> int:
         """Rows that hold something."""

@@ -44,8 +44,8 @@ class TieredStore:
     """The store of one rank.
 
     ``load``, ``take_load_outcomes``, ``hold``, ``stream`` and the context methods belong to the
-    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``drain``, ``close``
-    and, if asked to, ``take_load_outcomes`` block, with a deadline.
+    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``choose``,
+    ``drain``, ``close`` and, if asked to, ``take_load_outcomes`` block, with a deadline.
     """
 
     def __init__(
@@ -66,9 +66,13 @@ class TieredStore:
         geometry = files.geometry
         self.files = files
         self.arena = arena
-        lent = plan.page_offset + plan.runs.astype(np.uint64) * np.uint64(geometry.page_bytes)
         self.frames = FrameCache(
-            arena, plan.frame_offset, geometry.slot_bytes, plan.frames, num_slots, lent
+            arena,
+            plan.frame_offset,
+            geometry.slot_bytes,
+            plan.frames,
+            num_slots,
+            plan.lent_offsets,
         )
         sealer = files.sealer
         self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
@@ -110,7 +114,15 @@ class TieredStore:
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
             self._policy = plan.choice.page_policy
-            self._border = Border(geometry, plan, self.frames, self._pages)
+            self._border = Border(
+                geometry,
+                plan,
+                self.frames,
+                self._pages,
+                self._summaries,
+                self.busy,
+                files.deadline_s,
+            )
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._used = time.monotonic()
@@ -229,10 +241,12 @@ class TieredStore:
 
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
-        step: all of it should be in DRAM."""
+        step: all of it should be in DRAM; else it will be chosen from."""
         self._used = time.monotonic()
-        if whole and self._border is not None:
+        if self._border is not None and whole:
             self._border.expect(job.request_id, job.slots)
+        elif self._border is not None:
+            self._border.reserve(len(job.slots))
         self._loader.load(job)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
@@ -313,14 +327,20 @@ class TieredStore:
         )
         return self._stream
 
-    def settle(self, contexts: Sequence[NDArray[np.int64]], choosing: Collection[int]) -> None:
-        """A step has ended, with these slots of its rows, some of which chose: DRAM may be divided
-        anew."""
+    def settle(
+        self,
+        contexts: Sequence[NDArray[np.int64]],
+        choosing: Collection[int],
+        later: Collection[int] = (),
+    ) -> None:
+        """A step has ended, with these slots of its rows, some of which chose, and others will
+        ``later``: DRAM may be divided anew."""
         if self._border is not None:
-            self._border.settle(contexts, choosing)
+            self._border.settle(contexts, choosing, later)
 
     def choose(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> ChosenContexts:
-        """The contexts of rows whose queries choose pages. Blocks while summaries are read.
+        """The contexts of rows whose queries choose pages. Blocks while summaries are read, and
+        while frames are in use whose memory these need.
 
         Raises:
             ValueError: the slots of this store have no summaries.
@@ -351,7 +371,7 @@ class TieredStore:
             "hot_pages_held": 0 if self._hot is None else self._hot.held(),
             "page_cache_places": 0 if pages is None else pages.open_places,
             "page_cache_pages": 0 if pages is None else pages.held(),
-            "summaries_places": 0 if summaries is None else summaries.rows,
+            "summaries_places": 0 if summaries is None else summaries.open_rows,
             "summaries_held": 0 if summaries is None else summaries.held(),
         }
 

@@ -1,0 +1,107 @@
+"""Runs of places or rows that serve as frames while nobody needs them as what they are."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.arena_plan import Runs
+from vllm_ssdkv.store.cache import FrameCache
+from vllm_ssdkv.store.layout import SlotGeometry
+
+_CANDIDATES: Final = 4
+"""Of so many times the runs to be lent the emptiest are."""
+
+
+class Divisible(Protocol):
+    """Memory in pieces, of which runs may be taken out of use."""
+
+    def held_in(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+        """Pieces that hold something, of the ``length`` from each of these on, [n]; -1 where one is
+        in use."""
+
+    def close(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take these out of use, where none of a run is in use; where that was so, [n]."""
+
+    def open(self, firsts: NDArray[np.int32], length: int) -> None:
+        """They may be used again, and hold nothing."""
+
+
+class Lender:
+    """One kind of memory, and the frames in it. Of one thread; never blocks."""
+
+    def __init__(
+        self,
+        geometry: SlotGeometry,
+        runs: Runs,
+        memory: Divisible,
+        frames: FrameCache,
+        first_frame: int,
+    ):
+        """The frames from ``first_frame`` on lie in ``runs``, one in each, all of them shut."""
+        self._geometry = geometry
+        self._runs = runs
+        self._memory = memory
+        self._frames = frames
+        self._first_frame = first_frame
+        self._lent = np.zeros(len(runs.firsts), dtype=np.bool_)
+        self._next = 0
+
+    @property
+    def length(self) -> int:
+        """Pieces of a run."""
+        return self._runs.length
+
+    @property
+    def lent(self) -> int:
+        """Runs that serve as frames."""
+        return int(np.count_nonzero(self._lent))
+
+    @property
+    def frames(self) -> NDArray[np.int32]:
+        """Their frames, [lent]."""
+        return (self._first_frame + np.flatnonzero(self._lent)).astype(np.int32)
+
+    def most(self, spare: int) -> int:
+        """Runs that can be lent, with so many pieces to spare."""
+        return max(0, min(spare // self.length, len(self._lent) - self.lent))
+
+    def lend(self, count: int) -> int:
+        """So many runs, or fewer, where they hold least, serve as frames now; how many."""
+        if count <= 0:
+            return 0
+        runs = self._emptiest(count)
+        runs = runs[self._memory.close(self._runs.firsts[runs], self.length)]
+        frames = (self._first_frame + runs).astype(np.int32)
+        for frame in frames.tolist():
+            self._clean(self._frames.view(frame))
+        self._lent[runs] = True
+        self._frames.open(frames)
+        return len(runs)
+
+    def _emptiest(self, count: int) -> NDArray[np.int64]:
+        """So many runs that hold little, or fewer, from where the last search ended on."""
+        runs = np.flatnonzero(~self._lent)
+        begin = int(np.searchsorted(runs, self._next))
+        runs = np.concatenate([runs[begin:], runs[:begin]])[: _CANDIDATES * count]
+        self._next = int(runs[-1]) + 1
+        held = self._memory.held_in(self._runs.firsts[runs], self.length)
+        free = np.flatnonzero(held >= 0)
+        return runs[free[np.argsort(held[free], kind="stable")[:count]]]
+
+    def _clean(self, frame: NDArray[np.uint8]) -> None:
+        """What is not payload is written to devices as it lies there: nobody else's bytes."""
+        geometry = self._geometry
+        frame[: geometry.header_bytes] = 0
+        pages = frame[geometry.header_bytes :].reshape(geometry.pages, geometry.page_bytes)
+        pages[:, geometry.payload_bytes :] = 0
+
+    def take_back(self, frames: NDArray[np.int32]) -> int:
+        """Those of these frames that nobody uses are what they were before; how many."""
+        frames = frames[self._frames.shut(frames)]
+        runs = frames - self._first_frame
+        self._lent[runs] = False
+        self._memory.open(self._runs.firsts[runs], self.length)
+        return len(runs)
