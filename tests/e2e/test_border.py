@@ -31,11 +31,11 @@ class Lending(Mixed):
 
     def start(self) -> None:
         io = {"staging": "4MiB", "fault_file": str(self.control)}
-        sparse = {"budget": 1, "exact_below": 1024, "summaries": "4MiB"}
+        sparse = {"budget": 1, "exact_below": 1024}
         self.engine = Engine(
             self.model,
             ssdkv=page_mode(
-                self.places, window=WINDOW, dram="22MiB", io=io, selector="bounds", sparse=sparse
+                self.places, window=WINDOW, dram="18MiB", io=io, selector="bounds", sparse=sparse
             ),
             kv_tokens=2 * kv_tokens(WINDOW, CHUNK),
             max_num_batched_tokens=CHUNK,
@@ -90,6 +90,8 @@ def test_short_requests_have_what_nobody_chooses_from(lending: Lending) -> None:
     assert lending.frames > blocks - len(SHORT) * WINDOW // BLOCK
     assert read(lending) == 0
     assert lending.count("sparse_selections") == 0
+    summaries = lending.worker.store._summaries
+    assert summaries.open_rows < summaries.rows
     every = np.arange(lending.scheduler._index.num_slots)
     lending.worker.store.frames.forget(every)
     loaded = lending.count("hit_tokens", tier="ssd")
@@ -112,11 +114,17 @@ def test_it_goes_back_to_who_chooses_but_not_from_under_others(lending: Lending)
     assert lending.count("sparse_selections") > 0
     # Beside the others it got what they do not attend to, and alone it gets everything.
     assert lending.fewest < seen[0] <= lending.fewest + lent
+    assert lending.count("sparse_rows_exact") == 0
     lending.run([LONG])
-    assert lending.frames == lending.fewest
-    pages = lending.worker.store._pages
+    assert lending.count("sparse_rows_exact") == 0
+    pages, summaries = lending.worker.store._pages, lending.worker.store._summaries
     assert pages.open_places == pages.places
+    # There are rows for more requests than that.
+    needed = LENGTHS[LONG] // BLOCK
+    assert needed <= summaries.open_rows < summaries.rows
+    assert lending.frames < lending.fewest + lent
     assert lending.count("page_cache_places") == pages.places
+    assert lending.count("summaries_places") == summaries.open_rows
     lending.assert_clean()
 
 

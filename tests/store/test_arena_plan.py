@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import OPAQUE, SHAPES
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import parse_size
-from vllm_ssdkv.store.arena_plan import MIN_FRAMES, ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.arena_plan import LENT_SHARE, MIN_FRAMES, ArenaPlan, ChoiceMemory, Runs
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.summaries import ChannelTier, with_summaries
 
@@ -129,3 +130,36 @@ def test_dram_that_is_said_to_be_enough_is_enough(
     if page_cache is not None:
         assert plan.page_places * geometry.page_bytes > page_cache - geometry.page_bytes
     assert plan.summary_offset % PAGE_ALIGN == plan.frame_offset % PAGE_ALIGN == 0
+    row, page = choice.row_bytes(geometry), geometry.page_bytes
+    assert_lent(plan, plan.page_runs, plan.page_offset, plan.page_places, page)
+    assert_lent(plan, plan.summary_runs, plan.summary_offset, plan.summary_rows, row)
+    assert len(plan.page_runs.firsts) == 0 or page_cache is None
+    assert len(plan.summary_runs.firsts) == 0 or (summaries is None and tier != "hbm")
+
+
+def assert_lent(plan: ArenaPlan, runs: Runs, offset: int, pieces: int, piece_bytes: int) -> None:
+    """At most three quarters, as many as fit, and each frame in pieces that are its own."""
+    slot_bytes = (plan.nbytes - plan.frame_offset) // plan.frames
+    lent = len(runs.firsts) * runs.length
+    assert lent <= LENT_SHARE * pieces
+    begin = offset + runs.firsts.astype(np.int64) * piece_bytes
+    end = begin + runs.length * piece_bytes
+    assert (begin[1:] == end[:-1]).all()
+    assert not len(end) or end[-1] == offset + pieces * piece_bytes
+    frames = runs.offsets.astype(np.int64)
+    assert (frames % PAGE_ALIGN == 0).all()
+    assert ((begin <= frames) & (frames + slot_bytes <= end)).all()
+    assert runs.length * piece_bytes < slot_bytes + PAGE_ALIGN + piece_bytes
+
+
+def test_most_of_what_is_divided_without_being_told_may_be_lent() -> None:
+    """A run of rows is longer than a frame by less than a page and a row."""
+    for geometry in (BOUNDS, with_summaries(KV, 16, channels=True)):
+        plan = ArenaPlan(geometry, 1 << 28, 0, choice=ChoiceMemory(16, 1_000_000))
+        for runs, pieces in (
+            (plan.page_runs, plan.page_places),
+            (plan.summary_runs, plan.summary_rows),
+        ):
+            lent = len(runs.firsts) * runs.length
+            assert LENT_SHARE * pieces - runs.length < lent <= LENT_SHARE * pieces
+        assert (np.diff(np.sort(plan.lent_offsets)) >= geometry.slot_bytes).all()

@@ -37,9 +37,11 @@ CACHE_SHARE: Final = 4 / 5
 the next one mostly chooses again. With room for less than that, each page is gone when its turn
 comes again; and of a slot in a frame only the budget's share is of use (docs/performance.md)."""
 
-LENT_SHARE: Final = 3 / 4
+LENT_SHARE: Final = 7 / 8
 """Of the places for single pages, and of the rows for summaries, so many at most serve as frames
-while those who choose need less: the rest is there at once when somebody chooses."""
+while those who choose need less: the rest is there at once when somebody chooses. At 3/4, of eight
+requests of 2,048 tokens that attend to everything, in DRAM for as many of 16,384 that choose, a
+25th had no room, and the rest did not help: a fifth of exact's speed (docs/performance.md)."""
 
 CHOSEN: Final = 5 / 4
 """Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are
