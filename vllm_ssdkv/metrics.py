@@ -101,6 +101,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
     counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
     counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
+    counter(
+        "context_blocks_promoted",
+        "blocks",
+        "Blocks that a running request read from the devices in every step, brought into DRAM when "
+        "there was room (page).",
+    ),
     *SPARSE_METRICS,
     counter(
         "attention_seconds",

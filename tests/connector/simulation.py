@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -36,7 +37,7 @@ from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.messages import (
-    PROBE,
+    BACKGROUND,
     Load,
     LoadTime,
     RankReport,
@@ -150,6 +151,8 @@ class Rank:
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
     """Slot whose bytes are at a place, a device and an offset."""
+    streams: bool = False
+    """What requests read is said to come from devices, and to have room in DRAM, in every step."""
     no_frames: int = 0
     """DRAM is full: in so many steps, what is to be saved is skipped. A real worker waits for a
     frame as long as for a device before it skips anything, so this does not go on for long."""
@@ -213,6 +216,8 @@ class Rank:
                 held.key = key
                 self.writes.append((slot, epoch))
         self.loads.extend(plan.loads)
+        for row in plan.rows if self.streams else ():
+            self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
 
     def overwrite(self, slot: int) -> None:
         """Forget what was at the slot's place."""
@@ -257,7 +262,7 @@ class Rank:
         self.report.loads.append(LoadTime(names, 0, tokens, 0.0, 0.0, seconds))
         if self.number == 0:
             self.pace.now += seconds
-        if names == PROBE:
+        if names in BACKGROUND:
             return
         self.received.add(names)
         if not good:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.connector.choice import PROBE_BLOCKS, PROBE_INTERVAL_S, LoadChoice
 from vllm_ssdkv.connector.cost import pairs
-from vllm_ssdkv.connector.messages import PROBE, LoadTime, RankReport
+from vllm_ssdkv.connector.messages import PROBE, PROMOTION, LoadTime, RankReport
 from vllm_ssdkv.metrics import Counters
 
 BLOCK = 16
@@ -81,7 +81,7 @@ class Machine:
             time = LoadTime(
                 name, dram * BLOCK, (count - dram) * BLOCK, queued, copied, read / (rank + 1)
             )
-            over += self.choice.reported(rank, RankReport(loads=[time]))
+            over += len(self.choice.reported(rank, RankReport(loads=[time])))
         self.choice.ended(name)
         return over
 
@@ -291,8 +291,21 @@ def test_one_probe_at_a_time_and_on_all_ranks() -> None:
     assert machine.choice.admitted("r") is None
     time = LoadTime(PROBE, 0, 64, 0.0, 0.0, 0.1)
     assert not machine.choice.reported(1, RankReport(loads=[time]))
-    assert machine.choice.reported(0, RankReport(loads=[time]))
+    assert machine.choice.reported(0, RankReport(loads=[time])) == [PROBE]
     machine.choice.ended(PROBE)
+
+
+def test_promotions_say_nothing_of_hits_but_hits_wait_for_them() -> None:
+    machine = Machine(FAST)
+    machine.learn()
+    known = machine.choice.load.tokens_per_second
+    machine.choice.planned(PROMOTION, slots(4))
+    assert machine.choice._queue() > 0
+    time = LoadTime(PROMOTION, 0, 64, 0.0, 0.0, 100.0)
+    assert machine.choice.reported(0, RankReport(loads=[time])) == [PROMOTION]
+    machine.choice.ended(PROMOTION)
+    assert machine.choice._queue() == 0
+    assert machine.choice.load.tokens_per_second == known
 
 
 def test_blocks_in_dram_are_no_probe() -> None:

@@ -46,6 +46,8 @@ class Turmoil:
             hbm_blocks=self.random.choice(hbm),
             pace=self.times.choice([Pace(), Pace(0.001, 0.001), Pace(0.001, 0.1)]),
         )
+        for rank in self.run.ranks:
+            rank.streams = self.times.random() < 0.5
         self.faults = 6 if faulty else 0
         self.lost = False
         self.full = 3

@@ -449,6 +449,18 @@ def test_rows_are_there_before_they_are_needed(deep: Rig) -> None:
     assert deep.summaries.open_rows < 30
 
 
+def test_prompts_that_will_be_chosen_from_are_lent_places_and_no_rows(deep: Rig) -> None:
+    deep.summarize(range(SLOTS))
+    prompt, exact = array(range(30)), array(range(30, SLOTS))
+    deep.border.settle([prompt], (), later={0})
+    deep.border._rows_needed = 0  # as if there were rows for many more
+    deep.fill(prompt.tolist())
+    assert deep.border.lent == len(deep.plan.page_runs.firsts)
+    assert deep.known(range(SLOTS)) == list(range(SLOTS))
+    deep.fill(exact.tolist())
+    assert deep.border.lent > len(deep.plan.page_runs.firsts)
+
+
 def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(deep: Rig) -> None:
     deep.border.make_room(array(range(SLOTS)))
     frames = deep.frames.take(array(range(SLOTS)), FrameState.LOADING)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.connector.cost import LoadCost, PrefillCost, StepShape
-from vllm_ssdkv.connector.messages import PROBE, LoadTime, RankReport
+from vllm_ssdkv.connector.messages import BACKGROUND, PROBE, PROMOTION, LoadTime, RankReport
 from vllm_ssdkv.connector.residency import ResidentSlots
 from vllm_ssdkv.metrics import Counters
 
@@ -224,8 +224,8 @@ class LoadChoice:
             del self._steps[next(iter(self._steps))]
         return True
 
-    def reported(self, rank: int, report: RankReport) -> bool:
-        """Take in what a worker measured; whether the probe has ended on every rank."""
+    def reported(self, rank: int, report: RankReport) -> list[str]:
+        """Take in what a worker measured; loads in the background that have ended on every rank."""
         if report.frames:
             self._frames[rank] = report.frames
             self._resident.set_frames(self.frames)
@@ -238,8 +238,8 @@ class LoadChoice:
             load = self._under_way.get(time_of.request_id)
             if load is not None:
                 load.times.append(time_of)
-        probe = self._under_way.get(PROBE)
-        return probe is not None and len(probe.times) == self._ranks
+        beside = self._under_way.keys() & BACKGROUND
+        return [name for name in beside if len(self._under_way[name].times) == self._ranks]
 
     def ended(self, request_id: str) -> None:
         """A load has ended on every rank."""
@@ -248,7 +248,7 @@ class LoadChoice:
             return
         now = self._clock()
         self._last_end = now
-        if not load.times:
+        if not load.times or request_id == PROMOTION:  # which shares the devices with every step
             return
         slowest = max(load.times, key=lambda time_of: time_of.loading_s)
         waited = now - load.planned_at

@@ -21,7 +21,13 @@ from vllm_ssdkv.store.placement import Segment
 SlotArray = NDArray[np.int64]
 
 PROBE = "ssdkv probe"
-"""Name of loads that no request waits for. vLLM's own names have no space."""
+"""Name of loads that measure what reads take. vLLM's own names have no space."""
+
+PROMOTION = "ssdkv promotion"
+"""Name of loads of what running requests read from the devices in every step."""
+
+BACKGROUND = frozenset({PROBE, PROMOTION})
+"""Loads that no request waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +198,9 @@ class RankReport:
     """(device, bytes written to it) since the last report."""
     frames: int = 0
     """Frames of DRAM; 0: as before."""
+    streamed: list[tuple[str, SlotArray]] = field(default_factory=list)
+    """Blocks of requests that are read from the devices in every step, and for which there is room
+    in DRAM now."""
     gained: dict[str, float] = field(default_factory=dict)
     """Counters, as in :meth:`vllm_ssdkv.metrics.Counters.take_gained`."""
     gauges: dict[str, float] = field(default_factory=dict)
@@ -211,6 +220,7 @@ class RankReport:
             or self.steps
             or self.written
             or self.frames
+            or self.streamed
             or self.gained
             or self.gauges
         )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.asked import AskedOptions
+from vllm_ssdkv.connector.background import BackgroundLoads
 from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.device_shares import DeviceShares
@@ -22,7 +23,8 @@ from vllm_ssdkv.connector.failed_loads import FailedLoads
 from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
-    PROBE,
+    BACKGROUND,
+    PROMOTION,
     Commit,
     ContextDelta,
     Load,
@@ -81,7 +83,9 @@ class SSDKVScheduler:
         self._policy = policy
         self._index_metrics = IndexMetrics(index, counters)
         self._collector = StatsCollector(counters)
-        self.keys_of = BlockKeys(name_key).of
+        block_keys = BlockKeys(name_key)
+        self.keys_of = block_keys.of
+        self._background = BackgroundLoads(index, block_keys, self._start_load)
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
         self._step = 0
@@ -192,7 +196,7 @@ class SSDKVScheduler:
             self._plan_load(state, blocks, external)
         unread = self._choice.admitted(request_id)
         if unread is not None:
-            self._plan_probe(self.keys_of(request, unread.stop, unread.start))
+            self._background.probe(request, unread)
 
     def _plan_load(self, state: RequestState, blocks: KVCacheBlocks, external: int) -> None:
         (block_ids,) = blocks.get_block_ids()
@@ -216,19 +220,15 @@ class SSDKVScheduler:
             targets = targets[live[0] :] if len(live) else targets[:0]
         self._start_load(state.request_id, slots, keys[end - count : end], targets)
 
-    def _plan_probe(self, keys: Sequence[bytes]) -> None:
-        """Read these blocks into DRAM to learn how long it takes; nobody waits for them."""
-        slots = self._index.lookup(keys)
-        self._index.pin(slots)
-        self._start_load(PROBE, slots, keys, np.zeros(len(slots), dtype=np.int64))
-
     def _start_load(
         self, name: str, slots: NDArray[np.int64], keys: Sequence[bytes], targets: NDArray[np.int64]
     ) -> None:
         self._loading[name] = slots
         self._choice.planned(name, slots)
         state, epochs = self._requests.get(name), self._index.epochs(slots)
-        whole = state is not None and not self.asked.chooses(name, state.request.num_prompt_tokens)
+        whole = name == PROMOTION
+        if state is not None:
+            whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
         self._loads.append(Load(name, slots, epochs, tuple(keys), targets, whole))
 
     # ---- the plan of a step ----
@@ -419,8 +419,9 @@ class SSDKVScheduler:
         for rank, report in reports:
             self._collector.take_in(rank, report)
             self._policy.wrote(report.written)
-            if self._choice.reported(rank, report):
-                received = [*received, PROBE]
+            received = [*received, *self._choice.reported(rank, report)]
+            if report.streamed and PROMOTION not in self._loading:
+                self._background.promote(self._requests, report.streamed)
             for device in report.lost_devices:
                 self._lose_device(device)
             self._shares.value(rank, report.speeds)
@@ -569,8 +570,8 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        under_way = self._writing or self._discard or self._forget or PROBE in self._loading
-        return bool(under_way or not self._settled)
+        beside = self._loading.keys() & BACKGROUND
+        return bool(self._writing or self._discard or self._forget or beside or not self._settled)
 
     def take_stats(self) -> SSDKVStats | None:
         """What was counted in all processes of the engine, when it is time to tell."""

@@ -19,7 +19,7 @@ from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.connector.choosing import Choices
-from vllm_ssdkv.connector.messages import Row
+from vllm_ssdkv.connector.messages import Row, SlotArray
 from vllm_ssdkv.connector.model import KVLayout, block_layout
 from vllm_ssdkv.connector.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.metrics import Counters
@@ -82,7 +82,7 @@ class PagedStep:
                 choices.kept,
             )
         dense_layers = 0 if choices is None else choices.dense_layers
-        self._store, self._choosing = store, choosing
+        self._store, self._choosing, self._contexts = store, choosing, contexts
         self._stream = store.stream(contexts, choosing, dense_layers)
 
     def row_of(self, write_block: int) -> int:
@@ -183,6 +183,15 @@ class PagedStep:
             counts.tokens * self._token_bytes,
             channels + counts.scale_bytes,
         )
+
+    def streamed(self) -> tuple[list[Row], list[SlotArray]]:
+        """Rows that attend to everything, now and later, and the slots of their contexts; none
+        where no block was read from devices."""
+        if not self._stream.pages_on_ssd:  # as in most steps
+            return [], []
+        others = {*self._hopeless, *self._stream.poisoned, *self._choosing, *self._later}
+        which = [i for i in range(len(self._rows)) if i not in others]
+        return [self._rows[i] for i in which], [self._contexts[i] for i in which]
 
     def close(self) -> None:
         """End of the step."""

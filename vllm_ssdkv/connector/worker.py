@@ -23,7 +23,8 @@ from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.engine_metrics import EngineMetrics
 from vllm_ssdkv.connector.messages import (
-    PROBE,
+    BACKGROUND,
+    PROMOTION,
     Commit,
     Load,
     LoadTime,
@@ -44,6 +45,13 @@ from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
+
+PROMOTED = 1 / 8
+"""Of the blocks that a step reads from devices so many are brought into DRAM at a time: hits that
+come meanwhile wait no longer than such a part of a step."""
+
+PROMOTION_PAUSE_S = 10.0
+"""After one that failed."""
 
 IDLE_S = 0.001
 """How long a step that computes nothing waits for a load. No longer: a request may arrive."""
@@ -72,6 +80,7 @@ class SSDKVWorker:
         self._invalid_blocks: set[int] = set()
         self._poisoned: set[str] = set()
         self._loading: set[str] = set()
+        self._promoting_from = 0.0
         paths = opened.files.health.paths
         self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
         self._gauges_due = 0.0
@@ -208,6 +217,7 @@ class SSDKVWorker:
         spoiled: list[int] = []
         if self.step is not None:
             spoiled = self._close_step(self.step)
+            self._tell_streamed(self.step)
             self.step = None
         if len(plan.commit.slots):
             # Older blocks first: their writes free the frames that this step's blocks need.
@@ -240,6 +250,16 @@ class SSDKVWorker:
             first = row.first_position // self.layout.block_tokens
             spoiled.extend(self.store.context_from(row.request_id, first).tolist())
         return spoiled
+
+    def _tell_streamed(self, step: PagedStep) -> None:
+        """What this step read from the devices would be in DRAM if there had been room. There may
+        be now: other requests have ended."""
+        if PROMOTION in self._loading or time.monotonic() < self._promoting_from:
+            return
+        rows, contexts = step.streamed()
+        for row, blocks in zip(rows, self.store.streamed(contexts, PROMOTED), strict=True):
+            if len(blocks):
+                self._report.streamed.append((row.request_id, blocks))
 
     def _forget_choices(self, request_id: str) -> None:
         if self._choices is not None:
@@ -294,7 +314,8 @@ class SSDKVWorker:
             self._loading.discard(outcome.request_id)
             self._report.loads.append(_load_time(outcome))
             self._report.bad.extend(outcome.bad)
-            if outcome.request_id == PROBE:
+            if outcome.request_id in BACKGROUND:
+                self._background_ended(outcome)
                 continue
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.tokens_from_dram, tier="dram")
@@ -310,6 +331,13 @@ class SSDKVWorker:
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._report.speeds.extend(self._opened.files.speed.take_news())
         self._watch_devices()
+
+    def _background_ended(self, outcome: LoadOutcome) -> None:
+        if outcome.request_id == PROMOTION:
+            blocks = outcome.tokens_from_ssd // self.layout.block_tokens
+            self._count_request("context_blocks_promoted", blocks)
+            if not outcome.complete:
+                self._promoting_from = time.monotonic() + PROMOTION_PAUSE_S
 
     def _report_writes(self) -> None:
         for device, path in enumerate(self._opened.files.health.paths):

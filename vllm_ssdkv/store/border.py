@@ -86,7 +86,9 @@ class Border:
         self._places_needed = self._rows_needed = 0
         """By those who choose, or will soon."""
         self._newest: list[NDArray[np.int64]] = []
-        """Last slots of each of them, in the last step."""
+        """Last slots of each of those that chose in the last step."""
+        self._prompts: list[NDArray[np.int64]] = []
+        """Slots of each of those that will."""
         self._coming: dict[str, NDArray[np.int64]] = {}
         self._kinds = np.zeros(frames.slots, dtype=np.uint8)
         """Who attends to a slot, while it is asked; nobody between times."""
@@ -96,6 +98,12 @@ class Border:
     def lent(self) -> int:
         """Runs that serve as frames."""
         return self._places.lent + self._rows.lent
+
+    @property
+    def spare(self) -> int:
+        """Runs that nobody needs as what they are, and that are not lent yet."""
+        places = self._places.most(self._pages.open_places - self._places_needed)
+        return places + self._rows.most(self._summaries.open_rows - self._rows_needed)
 
     # ---- who needs frames ----
 
@@ -113,7 +121,8 @@ class Border:
         """These slots, [n], want frames: lend what is not needed, as far as they have to be lent.
 
         Frames of contexts that do not run any more are taken first, unless nobody chooses. Blocks
-        that rows add which choose can do without.
+        that rows add which choose can do without; and those of prompts that will be chosen from,
+        without the rows for summaries, theirs and what a hit would have to read again.
         """
         places = self._places.most(self._pages.open_places - self._places_needed)
         rows = self._rows.most(self._summaries.open_rows - self._rows_needed)
@@ -126,10 +135,9 @@ class Border:
         there = self._frames.spare() if chosen else self._frames.count(FrameState.FREE)
         if len(slots) + len(coming) <= there:
             return
-        added = int(np.count_nonzero(np.isin(slots, np.concatenate([slots[:0], *self._newest]))))
-        missing = len(slots) - added + len(coming) - there
+        missing = len(slots) - _common(slots, self._newest) + len(coming) - there
         missing -= self._places.lend(min(missing, places))
-        self._rows.lend(min(missing, rows))
+        self._rows.lend(min(missing - _common(slots, self._prompts), rows))
 
     # ---- who chooses ----
 
@@ -173,6 +181,7 @@ class Border:
             blocks = _distinct(contexts, will)
         self._rows_needed = max(int(blocks * _GROWING), _less(self._rows_needed))
         self._newest = [contexts[row][-_NEWEST:] for row in choosing]
+        self._prompts = [contexts[row] for row in later]
         self._give_rows(self._rows_needed, contexts, choosing)
         self._give_places(evicted, contexts, choosing)
         self._wait = max(0, self._wait - 1)
@@ -216,6 +225,11 @@ class Border:
         chosen = (kinds == _CHOSEN) & ~idle
         order = np.concatenate([np.flatnonzero(idle), np.flatnonzero(chosen)])
         return order, np.flatnonzero(~idle & ~chosen)
+
+
+def _common(slots: NDArray[np.int64], others: Contexts) -> int:
+    """Slots that are among the others."""
+    return int(np.count_nonzero(np.isin(slots, np.concatenate([slots[:0], *others]))))
 
 
 def _distinct(contexts: Contexts, rows: Collection[int]) -> int:

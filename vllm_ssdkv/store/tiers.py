@@ -16,7 +16,7 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.arena_plan import ArenaPlan
 from vllm_ssdkv.store.border import Border
-from vllm_ssdkv.store.cache import FrameCache, FrameState
+from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.fetch import PageFetcher
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 QUIET_S = 0.5
 """How long nobody must have asked for anything before the scrub reads: longer than the gap between
 two steps of a request that is being decoded."""
+
+_LEAST_ROOM = 8
+"""Frames that must be free for running contexts' blocks to be brought in, unless fewer do."""
 
 
 class TieredStore:
@@ -170,6 +173,26 @@ class TieredStore:
     def open_frames(self) -> int:
         """Frames that DRAM has now; the least it ever has is ``frames.frames``."""
         return self.frames.frames + (0 if self._border is None else self._border.lent)
+
+    def streamed(
+        self, contexts: Sequence[NDArray[np.int64]], most: float
+    ) -> list[NDArray[np.int64]]:
+        """Which blocks of these contexts DRAM does not have and has room for, without taking any
+        from running contexts: for each its positions, ascending, in all ``most`` of the blocks that
+        are missing. Nothing, where room is for next to none."""
+        found = [np.flatnonzero(self.frames.frames_of(slots) == NO_FRAME) for slots in contexts]
+        missing = sum(map(len, found))
+        room = self.frames.spare() + (0 if self._border is None else self._border.spare)
+        if room < min(missing, _LEAST_ROOM):
+            return [positions[:0] for positions in found]
+        left = min(room, max(_LEAST_ROOM, int(most * missing)))
+        seen = np.zeros(0, dtype=np.int64)
+        for i, positions in enumerate(found):
+            new = positions[~np.isin(contexts[i][positions], seen)][:left]
+            seen = np.concatenate([seen, contexts[i][new]])
+            left -= len(new)
+            found[i] = new
+        return found
 
     # ---- write path ----
 

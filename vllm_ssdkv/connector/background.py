@@ -1,0 +1,60 @@
+"""Loads that no request waits for: probes, and promotions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.connector.keys import BlockKeys
+from vllm_ssdkv.connector.messages import PROBE, PROMOTION, SlotArray
+from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.store.index import SlotIndex
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+StartLoad = Callable[[str, SlotArray, Sequence[bytes], NDArray[np.int64]], None]
+"""Plans the load of slots under a name, with keys and HBM blocks; pinned until it has ended."""
+
+
+class BackgroundLoads:
+    """Plans them, in the scheduler, one of a kind at a time.
+
+    A *promotion* brings blocks into DRAM that running requests read from the devices in every step.
+    DRAM had no room when they were loaded or computed, and streaming never takes any; when other
+    requests end there is room, and nobody else would use it for them. Workers know what is missing
+    and how much room there is, and say so after such a step.
+    """
+
+    def __init__(self, index: SlotIndex, keys_of: BlockKeys, start: StartLoad):
+        self._index = index
+        self._keys_of = keys_of.of
+        self._start = start
+
+    def probe(self, request: Request, blocks: range) -> None:
+        """Read these blocks of a request to learn how long it takes."""
+        keys = self._keys_of(request, blocks.stop, blocks.start)
+        slots = self._index.lookup(keys)
+        self._index.pin(slots)
+        self._start(PROBE, slots, keys, np.zeros(len(slots), dtype=np.int64))
+
+    def promote(
+        self, requests: Mapping[str, RequestState], streamed: Sequence[tuple[str, SlotArray]]
+    ) -> None:
+        """Bring these blocks of requests in, as far as they still run and are written."""
+        keys: dict[int, bytes] = {}
+        for request_id, blocks in streamed:
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            known = min(len(state.slots), len(state.request.block_hashes))
+            for block in blocks.tolist():
+                if block < known and block not in state.private:
+                    (keys[state.slots[block]],) = self._keys_of(state.request, block + 1, block)
+        slots = np.array(list(keys), dtype=np.int64)
+        if len(slots):
+            self._index.pin(slots)
+            self._start(PROMOTION, slots, tuple(keys.values()), slots[:0])
