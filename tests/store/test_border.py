@@ -327,20 +327,29 @@ def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
 
     rig.frames.referenced = look  # type: ignore[method-assign]
 
-    def step(rows: list[NDArray[np.int64]], turn: int) -> None:
+    def step(rows: list[NDArray[np.int64]], turn: int, choosing: Sequence[int] = (-1,)) -> None:
         """In each the pages of other slots."""
-        row = len(rows) - 1
-        rig.border.choose(rows, [row])
+        choosing = [row % len(rows) for row in choosing]
+        rig.border.choose(rows, choosing)
         first = 20 + turn % 2 * 10
         rig.choose([(slot, page) for slot in range(first, first + 10) for page in range(9)])
-        rig.border.settle(rows, [row])
+        rig.border.settle(rows, choosing)
 
     for turn in range(64):
         step(contexts, turn)
         assert rig.border.lent == 5
     assert rig.pages.evictions > 1000
     assert 3 <= looks <= 5
-    # They end: what they had goes back soon.
+    # The other row begins to choose, too, just after a look in vain: it is looked at once.
+    before, turn = looks, 64
+    while looks == before:
+        step(contexts, turn)
+        turn += 1
+    before = looks
+    step(contexts, turn, [0, 1])
+    assert looks == before + 1
+    assert rig.border.lent < 5
+    # The others end: what they had goes back soon.
     rig.frames.release_references(array(whole))
     for turn in range(17):
         step(contexts[1:], turn)

@@ -96,6 +96,34 @@ def test_contexts_grow_and_start_anew(make_store: MakeStore) -> None:
     assert not store.frames.referenced(array([9])).any()
 
 
+def test_what_is_streamed_and_has_room_is_told(make_store: MakeStore) -> None:
+    """An eighth of it at a time, each slot once, and nothing that running contexts would lose."""
+    rig = make_store(slots=256, frames=80, devices=1)
+    store = rig.store
+    names = {slot: 700 + slot for slot in range(130)}
+    rig.write(dict(list(names.items())[:80]))
+    rig.write(dict(list(names.items())[80:]))
+    every = array(list(names))
+    store.frames.forget(every)
+    first, second = every[:80], every[72:]  # they share eight slots
+    contexts = [first, second]
+    assert [len(blocks) for blocks in store.streamed(contexts, 1 / 8)] == [17, 0]
+    told = store.streamed(contexts, 1)
+    assert [len(blocks) for blocks in told] == [80, 0]  # as many as there are frames
+    store.extend_context("first", 0, first)
+    for slot in range(0, 78):
+        assert rig.load({slot: names[slot]}, []).complete
+    # Two frames are left, where 8 are wanted.
+    assert [len(blocks) for blocks in store.streamed(contexts, 1 / 8)] == [0, 0]
+    left = [first[78:], second[:0]]
+    assert [blocks.tolist() for blocks in store.streamed(left, 1 / 8)] == [[0, 1], []]
+    store.drop_context("first")
+    blocks = store.streamed(contexts, 1 / 8)
+    assert blocks[0].tolist() == [78, 79]
+    assert blocks[1].tolist() == [8, 9, 10, 11, 12, 13]
+    rig.assert_no_leak()
+
+
 def test_checksums_are_kept_as_long_as_a_context_needs_them(make_store: MakeStore) -> None:
     rig = make_store()
     rig.store.extend_context("a", 0, array([0, 1]))

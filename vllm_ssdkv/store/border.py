@@ -37,7 +37,7 @@ _GROWING: Final = 5 / 4
 """Rows that are kept for each that is needed: contexts grow."""
 
 _PATIENCE: Final = 16
-"""Steps without another look, after one that found nothing to give back."""
+"""Steps of the same rows without another look, after one that found nothing to give back."""
 
 _NEWEST: Final = 16
 """Blocks of a context among which are those that are saved: some steps' worth."""
@@ -93,6 +93,8 @@ class Border:
         self._kinds = np.zeros(frames.slots, dtype=np.uint8)
         """Who attends to a slot, while it is asked; nobody between times."""
         self._wait = 0
+        self._last: tuple[int, tuple[int, ...]] = (0, ())
+        """How many rows the last step had, and which of them chose."""
 
     @property
     def lent(self) -> int:
@@ -163,6 +165,8 @@ class Border:
                     break
                 if patient:
                     time.sleep(_LOOK_S)
+        if (rows := (len(contexts), tuple(choosing))) != self._last:
+            self._last, self._wait = rows, 0  # what was attended to as a whole may not be any more
         wanted = self._chosen_places * sum(len(contexts[row]) for row in choosing)
         self._give_places(int(wanted) - self._pages.open_places, contexts, choosing)
 
