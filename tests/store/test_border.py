@@ -1,128 +1,23 @@
-"""The border between frames and single pages: nobody's bytes are ever written by another, and it
-moves to where reads are saved."""
+"""The border between frames and single pages moves to where reads are saved."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
+from tests.store.border_rig import DEADLINE_S, DEEP, GEOMETRY, SLOTS, Rig, wanted
 from tests.store.chosen_pages import bring, context
 from tests.store.conftest import SUMMED, MakeStore, array
-from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.arena_plan import LENT_SHARE, ArenaPlan, ChoiceMemory
-from vllm_ssdkv.store.border import Border
-from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.page_cache import NO_PLACE, PageCache, Pages
-from vllm_ssdkv.store.summaries import NO_ROW, SummaryTable, row_bytes, with_summaries
+from vllm_ssdkv.store.cache import NO_FRAME, FrameState
+from vllm_ssdkv.store.summaries import row_bytes
 
-GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
-DEEP = with_summaries(replace(GEOMETRY, summary_pages=0), 16, channels=True)
-"""Of its summaries a few are as long as a slot."""
-SLOTS = 40
 NONE: list[NDArray[np.int64]] = []
-DEADLINE_S = 0.2
-
-
-class Rig:
-    """Frames, single pages, summaries and their border, over an arena."""
-
-    def __init__(self, dram: int = 30, *, rows: bool = False) -> None:
-        """``dram``: slots that all of it could hold. Without ``rows`` summaries are lent to nobody,
-        and so few that they do not count."""
-        self.geometry = DEEP if rows else GEOMETRY
-        self.choice = ChoiceMemory(16, SLOTS, summaries=None if rows else 1 << 16)
-        begin = ArenaPlan(self.geometry, 1 << 30, 0, choice=self.choice).page_offset
-        nbytes = begin + dram * self.geometry.slot_bytes
-        self.plan = plan = ArenaPlan(self.geometry, nbytes, 0, choice=self.choice)
-        self.arena = Arena(plan.nbytes)
-        self.arena.view(0, plan.nbytes)[:] = 0xEE
-        slot_bytes = self.geometry.slot_bytes
-        self.frames = FrameCache(
-            self.arena, plan.frame_offset, slot_bytes, plan.frames, SLOTS, plan.lent_offsets
-        )
-        self.pages = PageCache(
-            self.arena, plan.page_offset, self.geometry, plan.page_places, SLOTS, "lru"
-        )
-        self.summaries = SummaryTable(
-            self.arena,
-            plan.summary_offset,
-            self.geometry,
-            self.choice.page_tokens,
-            plan.summary_rows,
-            SLOTS,
-            channels=rows,
-        )
-        self.busy = False
-        self.border = Border(
-            self.geometry,
-            plan,
-            self.frames,
-            self.pages,
-            self.summaries,
-            lambda: self.busy,
-            DEADLINE_S,
-        )
-
-    def summarize(self, slots: Sequence[int]) -> None:
-        """The summaries of these slots are taken in, made of their numbers."""
-        count = len(self.summaries.pages)
-        sources = np.repeat(array(slots).astype(np.uint8), count * self.geometry.payload_bytes)
-        addresses = np.arange(len(slots) * count, dtype=np.uint64).reshape(len(slots), count)
-        addresses *= np.uint64(self.geometry.payload_bytes)
-        self.summaries.put(array(slots), addresses + np.uint64(sources.ctypes.data))
-
-    def row_bytes(self, row: int) -> NDArray[np.uint8]:
-        """What a selector sees of a row: the last layer's sums of V, and its channels."""
-        rows = array([row]).astype(np.int32)
-        layer = self.geometry.layers - 1
-        sums = self.summaries.values(rows, layer, 8).view(np.uint8).ravel()
-        at = int(self.summaries.channels(rows, layer)[0]) - self.arena.address
-        return np.concatenate([sums, self.arena.view(at, 2 * self.geometry.payload_bytes)])
-
-    def known(self, slots: Sequence[int]) -> list[int]:
-        """Those of these slots whose summaries are there, as they were put."""
-        rows = self.summaries.pin(array(slots))
-        for row, slot in zip(rows.tolist(), slots, strict=True):
-            assert row == NO_ROW or (self.row_bytes(row) == slot).all()
-        self.summaries.unpin(rows)
-        return [slot for row, slot in zip(rows.tolist(), slots, strict=True) if row != NO_ROW]
-
-    def fill(self, slots: Sequence[int]) -> list[int]:
-        """These slots are in frames, as far as there is room."""
-        self.border.make_room(array(slots))
-        frames = self.frames.take(array(slots), FrameState.LOADING)
-        for frame, slot in zip(frames.tolist(), slots, strict=False):
-            self.frames.view(frame)[:] = slot
-        self.frames.settle(frames, FrameState.CLEAN)
-        return slots[: len(frames)]
-
-    def choose(self, pages: Sequence[tuple[int, int]]) -> None:
-        """A layer's queries choose these pages, which are read and used."""
-        asked = self.pages.ask(wanted(pages))
-        read, places = asked.keys[asked.held :], asked.places[asked.held :]
-        self.pages.arrive(
-            read, places, np.ones(len(read), np.bool_), np.zeros(len(read), np.uint16)
-        )
-        self.pages.release(asked.places)
-
-    def in_frames(self, slots: Sequence[int]) -> int:
-        return sum(self.frames.frame_of(slot) != NO_FRAME for slot in slots)
-
-
-def wanted(pages: Sequence[tuple[int, int]]) -> Pages:
-    numbers = np.array(pages, dtype=np.int64).reshape(-1, 2)
-    nowhere = np.zeros(len(numbers), dtype=np.uint64)
-    return Pages(numbers[:, 0].copy(), numbers[:, 1].copy(), nowhere)
 
 
 @pytest.fixture
@@ -537,142 +432,3 @@ def test_short_requests_find_frames_until_others_choose(make_store: MakeStore) -
     assert store._pages.evictions == evictions
     store.drop_context("choosing")
     rig.assert_no_leak()
-
-
-class Bytes(RuleBasedStateMachine):
-    """Random use of both: what a frame or a place was given, it holds as long as it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rig = Rig(25, rows=True)
-        self.pinned: list[NDArray[np.int32]] = []
-        self.loading: list[tuple[int, int]] = []
-        self.borrowed: list[tuple[int, int]] = []
-        self.fetches: list[tuple[Pages, object]] = []
-
-    def teardown(self) -> None:
-        self.rig.arena.close()
-
-    def place(self, place: int) -> NDArray[np.uint8]:
-        offset = self.rig.plan.page_offset + place * self.rig.geometry.page_bytes
-        return self.rig.arena.view(offset, self.rig.geometry.page_bytes)
-
-    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=30))
-    def load(self, slots: set[int]) -> None:
-        new = [slot for slot in sorted(slots) if self.rig.frames.frame_of(slot) == NO_FRAME]
-        self.rig.border.make_room(array(new))
-        frames = self.rig.frames.take(array(new), FrameState.LOADING).tolist()
-        for frame, slot in zip(frames, new, strict=False):
-            self.rig.frames.view(frame)[:] = 100 + slot
-            self.loading.append((frame, slot))
-
-    @precondition(lambda self: self.loading)
-    @rule(data=st.data())
-    def loaded(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(1, len(self.loading)))
-        ended, self.loading = self.loading[:count], self.loading[count:]
-        for frame, slot in ended:
-            assert (self.rig.frames.view(frame) == 100 + slot).all()
-        self.rig.frames.settle(np.array([f for f, _ in ended], dtype=np.int32), FrameState.CLEAN)
-
-    @rule(slots=st.lists(st.integers(0, SLOTS - 1), max_size=6))
-    def borrow(self, slots: list[int]) -> None:
-        frames = self.rig.frames.borrow(array(slots)).tolist()
-        self.borrowed += [(f, s) for f, s in zip(frames, slots, strict=True) if f != NO_FRAME]
-
-    @precondition(lambda self: self.borrowed)
-    @rule()
-    def give_back(self) -> None:
-        frames = np.array([frame for frame, _ in self.borrowed], dtype=np.int32)
-        self.borrowed = []
-        self.rig.frames.give_back(frames)
-
-    @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
-        slots = data.draw(st.lists(st.integers(0, SLOTS - 1), max_size=6))
-        pages = wanted([(slot, page) for slot in slots for page in range(self.rig.geometry.pages)])
-        asked = self.rig.pages.ask(pages)
-        for key, place in zip(asked.keys.tolist(), asked.places.tolist(), strict=True):
-            if place == NO_PLACE:
-                continue
-            if key not in asked.keys[: asked.held]:
-                self.place(place)[:] = key % 251
-        self.fetches.append((pages, asked))
-
-    @precondition(lambda self: self.fetches)
-    @rule(good=st.booleans())
-    def arrive(self, good: bool) -> None:
-        pages, asked = self.fetches.pop(0)
-        new = slice(asked.held, None)  # type: ignore[attr-defined]
-        keys, places = asked.keys[new], asked.places[new]  # type: ignore[attr-defined]
-        right = np.full(len(keys), good)
-        self.rig.pages.arrive(keys, places, right, np.zeros(len(keys), np.uint16))
-        address, here = self.rig.pages.find(asked, pages)  # type: ignore[arg-type]
-        every = pages.slots * self.rig.geometry.pages + pages.numbers
-        for key, at, there in zip(every.tolist(), address.tolist(), here.tolist(), strict=True):
-            if there:
-                data = self.rig.arena.view(
-                    at - self.rig.arena.address, self.rig.geometry.page_bytes
-                )
-                assert (data == key % 251).all()
-        self.rig.pages.release(asked.places)  # type: ignore[attr-defined]
-
-    @rule(slots=st.lists(st.integers(0, SLOTS - 1)), begin=st.booleans())
-    def refer(self, slots: list[int], begin: bool) -> None:
-        if begin:
-            self.rig.frames.retain(array(slots))
-        else:
-            self.rig.frames.retain(array(slots))
-            self.rig.frames.release_references(array(slots))
-
-    @rule(contexts=st.lists(st.sets(st.integers(0, SLOTS - 1)), max_size=3), data=st.data())
-    def settle(self, contexts: list[set[int]], data: st.DataObject) -> None:
-        rows = data.draw(st.sets(st.sampled_from(range(len(contexts))))) if contexts else set()
-        self.rig.border.settle([array(sorted(context)) for context in contexts], rows)
-
-    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
-    def summarize(self, slots: set[int]) -> None:
-        self.rig.summarize(sorted(slots))
-
-    @rule(slots=st.lists(st.integers(0, SLOTS - 1), max_size=6))
-    def pin(self, slots: list[int]) -> None:
-        self.pinned.append(self.rig.summaries.pin(array(slots)))
-
-    @precondition(lambda self: self.pinned)
-    @rule()
-    def unpin(self) -> None:
-        self.rig.summaries.unpin(self.pinned.pop(0))
-
-    @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
-    def choose(self, slots: set[int]) -> None:
-        """Nothing is busy for the border: it does not wait for what is in use."""
-        self.rig.border.choose([array(sorted(slots))], [0])
-        used = len(self.loading) + len(self.borrowed)
-        short = min(len(slots), self.rig.summaries.rows) - self.rig.summaries.open_rows
-        assert short <= used * self.rig.plan.summary_runs.length
-
-    @rule(slots=st.sets(st.integers(0, SLOTS - 1)))
-    def forget(self, slots: set[int]) -> None:
-        self.rig.pages.forget(array(sorted(slots)))
-
-    @invariant()
-    def everything_is_as_it_was_left(self) -> None:
-        self.rig.frames.audit()
-        for frame, slot in [*self.loading, *self.borrowed]:
-            assert (
-                self.rig.frames.view(frame)[:: self.rig.geometry.page_bytes] == 100 + slot
-            ).all()
-        plan = self.rig.plan
-        lent, all_lent = self.rig.border.lent, len(plan.lent_offsets)
-        assert self.rig.frames.count(FrameState.SHUT) == all_lent - lent
-        places = self.rig.pages.places - self.rig.pages.open_places
-        rows = self.rig.summaries.rows - self.rig.summaries.open_rows
-        assert places / plan.page_runs.length + rows / plan.summary_runs.length == lent
-        for pinned in self.pinned:
-            for row in pinned[pinned != NO_ROW].tolist():
-                assert len(set(self.rig.row_bytes(row).tolist())) == 1
-        self.rig.known(range(SLOTS))
-
-
-TestBytes = Bytes.TestCase
-TestBytes.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
