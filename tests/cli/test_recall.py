@@ -29,6 +29,7 @@ def test_the_vocabulary_is_the_model_s() -> None:
     words = recall.vocabulary()
     config = json.loads((recall.MODEL_DIR / "config.json").read_text())
     assert len(words) == len(set(words)) == config["vocab_size"]
+    assert config["head_dim"] == recall.HEAD_SIZE
     assert {word: words.index(word) for word in recall.SYMBOLS} == recall.SYMBOLS
     assert words[recall.FILLER.start : recall.FILLER.start + 4] == ("the", "of", "and", "to")
     content = words[recall.CONTENT.start : recall.CONTENT.stop]

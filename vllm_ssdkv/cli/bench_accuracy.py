@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
@@ -63,6 +63,15 @@ def accuracy(
     window: WindowOption = WINDOW,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
+    channel_dtype: Annotated[
+        Literal["as_k", "int8"],
+        typer.Option(
+            help="How the copy of K is kept by which sparf and adaptive score: as_k or int8."
+        ),
+    ] = "as_k",
+    channel_group: Annotated[
+        int, typer.Option(min=1, help="Neighbours among its channels that are chosen together.")
+    ] = 1,
     quick: Annotated[
         bool, typer.Option("--quick", help="4 questions at 2048 and 4096 tokens, budget 1/8.")
     ] = False,
@@ -85,6 +94,11 @@ def accuracy(
     batches = _batches(lengths, questions or ("4" if quick or contexts else _QUESTIONS))
     shares = numbers("--budgets", budgets or ("0.125" if quick else _BUDGETS), 0.001, 1)
     chosen = names(selectors)
+    if recall.HEAD_SIZE % channel_group:
+        raise typer.BadParameter(
+            f"{channel_group} does not divide the model's head size, {recall.HEAD_SIZE}",
+            param_hint="--channel-group",
+        )
     require_writable("--json", json_file)
     require_writable("--plot", plot_file)
     # Channels and sums take nine 16ths of the KV that they stand for, and nobody may go without.
@@ -103,6 +117,8 @@ def accuracy(
                 "floor": min(share, 1 / 32),
                 "reuse_steps": reuse_steps,
                 "reuse_similarity": reuse_similarity,
+                "channel_dtype": channel_dtype,
+                "channel_group": channel_group,
                 "summaries": summaries,
             }
             plan = recall_plan(stores.places(name), name, batches, dram, sparse, window=window)
@@ -116,6 +132,8 @@ def accuracy(
             "window_tokens": window,
             "reuse_steps": reuse_steps,
             "reuse_similarity": reuse_similarity,
+            "channel_dtype": channel_dtype,
+            "channel_group": channel_group,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
             "seconds": time.time() - begun,
             "load_before": load,

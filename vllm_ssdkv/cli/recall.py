@@ -27,6 +27,7 @@ TASKS: Final[tuple[Task, ...]] = get_args(Task)
 MIN_CONTEXT: Final = 1024
 MAX_CONTEXT: Final = 32768
 """Longest context at which the model was found to answer all of :data:`TASKS` right."""
+HEAD_SIZE: Final = 64
 
 SYMBOLS: Final = {
     "<bos>": 1,
