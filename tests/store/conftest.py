@@ -89,10 +89,14 @@ def key_of(name: int) -> bytes:
     return name.to_bytes(8, "little") * 4
 
 
+NOTHING = 0xFF
+"""What HBM holds where nothing was copied to; no content has this byte."""
+
+
 def content(geometry: SlotGeometry, name: int) -> Bytes:
     """Payloads that belong to a key, [pages, payload_bytes]."""
     random = np.random.default_rng(name)
-    return random.integers(0, 256, (geometry.pages, geometry.payload_bytes), dtype=np.uint8)
+    return random.integers(0, NOTHING, (geometry.pages, geometry.payload_bytes), dtype=np.uint8)
 
 
 def striped(
@@ -130,13 +134,12 @@ class Hbm(MutableMapping[int, Bytes]):
     BLOCKS = 512
     """Fewer where they are large, at least 8."""
     MOST_BYTES = 1 << 28
-    _NOTHING = 0xD1
 
     def __init__(self, geometry: SlotGeometry):
         blocks = min(self.BLOCKS, self.MOST_BYTES // (geometry.pages * geometry.payload_bytes))
         shape = max(8, blocks), geometry.pages, geometry.payload_bytes
         self._geometry = geometry
-        self._data = np.full(shape, self._NOTHING, dtype=np.uint8)
+        self._data = np.full(shape, NOTHING, dtype=np.uint8)
 
     def stretches(self) -> _io.Stretches:
         """For native copies."""
@@ -149,12 +152,12 @@ class Hbm(MutableMapping[int, Bytes]):
         )
 
     def _whole(self) -> NDArray[np.bool_]:
-        whole: NDArray[np.bool_] = (self._data != self._NOTHING).any(axis=2).all(axis=1)
+        whole: NDArray[np.bool_] = (self._data != NOTHING).any(axis=2).all(axis=1)
         return whole
 
     def copied(self, block: int) -> NDArray[np.bool_]:
         """Pages of a block that something was copied to, [pages]."""
-        there: NDArray[np.bool_] = (self._data[block] != self._NOTHING).any(axis=1)
+        there: NDArray[np.bool_] = (self._data[block] != NOTHING).any(axis=1)
         return there
 
     def __getitem__(self, block: int) -> Bytes:
@@ -166,7 +169,7 @@ class Hbm(MutableMapping[int, Bytes]):
         self._data[block] = data
 
     def __delitem__(self, block: int) -> None:
-        self._data[block] = self._NOTHING
+        self._data[block] = NOTHING
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.flatnonzero(self._whole()).tolist())
