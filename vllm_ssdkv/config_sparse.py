@@ -242,7 +242,10 @@ class SparseConfig(OptionModel):
             "over them; divides the head size. With `channel_pages` `ssd` and as many as a page "
             "has, all that is read of a page is used.",
         ),
-        Reason("1: as in SparQ. Groups choose less well from as many channels."),
+        Reason(
+            "1: as in SparQ. Groups choose less well from as many channels, and lose answers at "
+            "small budgets (docs/accuracy.md)."
+        ),
     ] = 1
     granularity: Annotated[
         Literal["page", "token"],
