@@ -29,6 +29,13 @@ def stored(run: Simulation, *prompts: list[int]) -> None:
     assert run.scheduler.reset_prefix_cache()
 
 
+def begin(run: Simulation, *names: str) -> None:
+    """Step until all of these requests have their first token."""
+    while not all(run.delivered[name] for name in names):
+        run.step()
+        run.end_io()
+
+
 def gauges(run: Simulation) -> dict[str, float]:
     """The scheduler's own, brought up to date."""
     run.ours.update_gauges()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.connector.events import Make, end, prompt
+from tests.connector.events import Make, begin, end, prompt
 from tests.connector.simulation import Simulation
 from vllm_ssdkv.connector.messages import PROMOTION
 
@@ -22,9 +22,7 @@ def test_what_is_streamed_is_brought_in_when_there_is_room(page: Make, ranks: in
     """One at a time, by every rank, whichever says so; nobody waits for it."""
     run = page(slots=60, ranks=ranks)
     run.add("a", prompt(100), 60)
-    while not run.delivered["a"]:
-        run.step()
-        run.end_io()
+    begin(run, "a")
     run.ranks[-1].streams = True
     for _ in range(4):
         run.step()
@@ -47,9 +45,7 @@ def test_requests_end_while_their_blocks_are_brought_in(page: Make) -> None:
     run = page(slots=60)
     for name in "ab":
         run.add(name, prompt(100, seed=ord(name)), 60)
-    while not (run.delivered["a"] and run.delivered["b"]):
-        run.step()
-        run.end_io()
+    begin(run, *"ab")
     run.ranks[0].streams = True
     run.step()
     run.step()
@@ -76,9 +72,7 @@ def test_bad_bytes_found_by_a_promotion_are_dropped(page: Make) -> None:
     """As by any read: the request is computed again."""
     run = page(slots=60)
     run.add("a", prompt(100), 30)
-    while not run.delivered["a"]:
-        run.step()
-        run.end_io()
+    begin(run, "a")
     slot = run.ranks[0].contexts["a"][1]
     run.ranks[0].report.streamed.append(("a", np.arange(3)))
     run.step()

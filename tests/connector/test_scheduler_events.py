@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from tests.connector.events import Make, end, gauges, hits, prompt, stored
+from tests.connector.events import Make, begin, end, gauges, hits, prompt, stored
 from tests.connector.simulation import (
     BLOCK,
     CHUNK,
@@ -242,9 +242,7 @@ def test_only_the_request_with_the_bad_slot_is_sent_back(page: Make) -> None:
     run = page(slots=60, hbm_blocks=40)
     run.add("a", prompt(150, 1), 30)
     run.add("b", prompt(150, 2), 30)
-    while not run.delivered["b"]:
-        run.step()
-        run.end_io()
+    begin(run, "b")
     run.ranks[0].broken.add(run.ranks[0].contexts["b"][1])
     end(run, *"ab")
     assert run.requests["a"].num_preemptions == 0
@@ -355,9 +353,7 @@ def test_a_request_that_is_given_up_while_it_loads(page: Make, reuse: Make) -> N
 def test_a_lost_device_takes_its_slots_along(page: Make) -> None:
     run = page(slots=60)
     run.add("a", prompt(150), 30)
-    while not run.delivered["a"]:
-        run.step()
-        run.end_io()
+    begin(run, "a")
     run.lose_device(0)
     run.step()
     steps = len(run.plans)

@@ -28,6 +28,7 @@ MIN_CONTEXT: Final = 1024
 MAX_CONTEXT: Final = 32768
 """Longest context at which the model was found to answer all of :data:`TASKS` right."""
 HEAD_SIZE: Final = 64
+"""Channels of K of each of the model's heads."""
 
 SYMBOLS: Final = {
     "<bos>": 1,

@@ -104,8 +104,12 @@ class Border:
     @property
     def spare(self) -> int:
         """Runs that nobody needs as what they are, and that are not lent yet."""
+        return sum(self._idle())
+
+    def _idle(self) -> tuple[int, int]:
+        """The same, of places and of rows."""
         places = self._places.most(self._pages.open_places - self._places_needed)
-        return places + self._rows.most(self._summaries.open_rows - self._rows_needed)
+        return places, self._rows.most(self._summaries.open_rows - self._rows_needed)
 
     # ---- who needs frames ----
 
@@ -126,8 +130,7 @@ class Border:
         that rows add which choose can do without; and those of prompts that will be chosen from,
         without the rows for summaries, theirs and what a hit would have to read again.
         """
-        places = self._places.most(self._pages.open_places - self._places_needed)
-        rows = self._rows.most(self._summaries.open_rows - self._rows_needed)
+        places, rows = self._idle()
         if places + rows == 0:
             return
         # Loads go on beside this: counted in this order, too few frames are never lent for them.

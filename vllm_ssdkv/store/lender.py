@@ -48,16 +48,13 @@ class Lender:
         self._first_frame = first_frame
         self._lent = np.zeros(len(runs.firsts), dtype=np.bool_)
         self._next = 0
+        self.lent = 0
+        """Runs that serve as frames."""
 
     @property
     def length(self) -> int:
         """Pieces of a run."""
         return self._runs.length
-
-    @property
-    def lent(self) -> int:
-        """Runs that serve as frames."""
-        return int(np.count_nonzero(self._lent))
 
     @property
     def frames(self) -> NDArray[np.int32]:
@@ -78,6 +75,7 @@ class Lender:
         for frame in frames.tolist():
             self._clean(self._frames.view(frame))
         self._lent[runs] = True
+        self.lent += len(runs)
         self._frames.open(frames)
         return len(runs)
 
@@ -103,5 +101,6 @@ class Lender:
         frames = frames[self._frames.shut(frames)]
         runs = frames - self._first_frame
         self._lent[runs] = False
+        self.lent -= len(runs)
         self._memory.open(self._runs.firsts[runs], self.length)
         return len(runs)
