@@ -32,8 +32,8 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.hit import LoadJob
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import LoadJob
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.tiers import TieredStore
 

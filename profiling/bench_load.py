@@ -47,8 +47,8 @@ from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.header_batch import key_rows
+from vllm_ssdkv.store.hit import LoadJob
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import LoadJob
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.tiers import TieredStore
 

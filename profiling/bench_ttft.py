@@ -45,7 +45,7 @@ from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.open import EngineKind
 from vllm_ssdkv.store.engine.protocol import Op
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
-from vllm_ssdkv.store.loader import LoadOutcome
+from vllm_ssdkv.store.hit import LoadOutcome
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 32

@@ -302,6 +302,56 @@ class Stripes:
         Raises ValueError for slots in no range and bytes that leave the slot.
         """
 
+class SlotPieces:
+    """Requests for bytes of slots, found by :class:`Stripes` in one step, with where they go.
+
+    Args:
+        stripes: Where slots lie; the first copies are meant.
+        slots: Their numbers, [n].
+        offsets: Bytes within each slot, [n], or [1] for all.
+        length: Bytes of each.
+        places: Arena offset at which those of each slot begin, [n].
+        merged: As in :meth:`Stripes.extents`.
+        most: Pieces that are neighbours, on the device and in the arena, in one request.
+
+    Raises ValueError as :meth:`Stripes.extents`, and for another number of places.
+    """
+
+    def __init__(
+        self,
+        stripes: Stripes,
+        slots: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        length: int,
+        places: NDArray[np.uint64],
+        merged: bool,
+        most: int,
+    ) -> None: ...
+    def requests(
+        self,
+    ) -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
+        """What an engine is to be given: device, offset, length, buffer."""
+
+    def parts(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
+        """Of each piece, its request, the bytes before it in there, and its own."""
+
+    def extents(
+        self,
+    ) -> tuple[
+        NDArray[np.uint16],
+        NDArray[np.uint64],
+        NDArray[np.uint32],
+        NDArray[np.int64],
+        NDArray[np.uint64],
+    ]:
+        """The pieces, as :meth:`Stripes.extents`."""
+
+    def nbytes(self) -> NDArray[np.float64]:
+        """Bytes asked of each device of the stripes."""
+
+    def whole(self, results: NDArray[np.int32]) -> bool:
+        """Whether requests with these results have moved all of their bytes."""
+
 class SlotShape:
     """Sizes of a slot in bytes; ValueError when the parts of a header do not fit into it."""
 
@@ -405,7 +455,7 @@ def join_requests(
 
 def part_results(
     results: NDArray[np.int32],
-    run: NDArray[np.int64],
+    request: NDArray[np.int64],
     begin: NDArray[np.int64],
     length: NDArray[np.uint32],
 ) -> NDArray[np.int32]:

@@ -18,8 +18,8 @@ from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.hit import LoadJob
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import LoadJob
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.tiers import TieredStore
 

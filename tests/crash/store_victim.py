@@ -28,10 +28,10 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.hit import LoadJob
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import LoadJob
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore

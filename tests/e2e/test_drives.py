@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.bench import HANG_S, Bench
 from tests.store.model_time import ModelTime
-from vllm_ssdkv.store import files, speed
+from vllm_ssdkv.store import files, slot_batch, speed
 from vllm_ssdkv.store.engine import throttled
 
 StartBench = Callable[..., Bench]
@@ -101,7 +101,7 @@ def test_a_drive_dies_and_is_read_elsewhere(bench: StartBench) -> None:
 def test_the_share_of_a_slow_drive_falls(
     bench: StartBench, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ModelTime().govern(monkeypatch, files, throttled)
+    ModelTime().govern(monkeypatch, files, slot_batch, throttled)
     monkeypatch.setattr(speed, "WINDOW_S", 0.05)
     monkeypatch.setattr(speed, "MIN_PART_BYTES", 64 * 1024)
     monkeypatch.setattr(speed, "MIN_WINDOW_BYTES", 128 * 1024)

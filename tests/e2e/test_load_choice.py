@@ -13,7 +13,7 @@ from tests.e2e.stock import Stock
 from tests.e2e.workload import reuse_mode
 from tests.store.model_time import ModelTime
 from vllm_ssdkv.connector import choice
-from vllm_ssdkv.store import files, loader
+from vllm_ssdkv.store import files, loader, slot_batch
 from vllm_ssdkv.store.engine import throttled
 
 BLOCK = 32
@@ -28,7 +28,7 @@ Devices = Callable[..., list[dict[str, str]]]
 @pytest.fixture(autouse=True)
 def _model_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads take the time that the drive's model says, and nobody waits for it."""
-    ModelTime().govern(monkeypatch, files, loader, throttled)
+    ModelTime().govern(monkeypatch, files, slot_batch, loader, throttled)
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.lanes import lanes_for
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
-from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
@@ -420,6 +420,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         summary_rows: int = 32,
         channels: ChannelTier = "dram",
         block_tokens: int = BLOCK_TOKENS,
+        faulty: bool = True,
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
@@ -449,7 +450,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         options = EngineOptions(
             engine="threads",
             queue_depth=queue_depth,
-            fault_file=str(control),
+            fault_file=str(control) if faulty else None,
             throttle=tuple(throttle),
         )
         engine = open_engine(options, [d.fd for d in opened], directories, arena)

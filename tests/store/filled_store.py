@@ -26,9 +26,9 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.hit import LoadJob
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
-from vllm_ssdkv.store.loader import LoadJob
 from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.placement import Placement

@@ -29,8 +29,8 @@ from tests.store.conftest import (
     until,
 )
 from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.store.hit import LoadOutcome
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.loader import LoadOutcome
 
 
 def assert_hbm(rig: StoreRig, expected: dict[int, int]) -> None:

@@ -19,7 +19,7 @@ from tests.store.conftest import (
 from tests.store.test_loader import assert_hbm, ok
 from tests.store.unhurried import PATIENCE_S
 from vllm_ssdkv import _io
-from vllm_ssdkv.store import files
+from vllm_ssdkv.store import slot_batch
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.loader import READ_AHEAD
 
@@ -53,7 +53,7 @@ def test_the_next_pieces_are_being_read_while_one_is_copied(
 def test_what_has_arrived_is_copied_while_the_rest_of_its_piece_is_read(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PART_BYTES", 1)
+    monkeypatch.setattr(slot_batch, "PART_BYTES", 1)
     rig = make_store(OPAQUE, frames=64)
     names = {slot: 100 + slot for slot in range(16)}
     rig.write(names)
@@ -78,15 +78,15 @@ def test_the_next_pieces_are_being_read_while_native_code_copies_one(
     rig.write(names)
     before = submitted(rig)
     seen: list[int] = []
-    feed = files.SlotBatch.feed
+    feed = slot_batch.SlotBatch.feed
 
     def fed(
-        batch: files.SlotBatch, intake: _io.Intake, beside: Sequence[files.SlotBatch] = ()
+        batch: slot_batch.SlotBatch, intake: _io.Intake, beside: Sequence[slot_batch.SlotBatch] = ()
     ) -> None:
         seen.append(submitted(rig) - before)
         feed(batch, intake, beside)
 
-    monkeypatch.setattr(files.SlotBatch, "feed", fed)
+    monkeypatch.setattr(slot_batch.SlotBatch, "feed", fed)
     ok(rig.load(names, range(1, 31)), dram=0, ssd=30)
     assert_hbm(rig, {slot + 1: name for slot, name in names.items()})
     whole = submitted(rig) - before

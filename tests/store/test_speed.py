@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.conftest import PATIENCE_S, MakeStore, array, key_of
 from tests.store.model_time import ModelTime
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store import files
+from vllm_ssdkv.store import files, slot_batch
 from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.engine import throttled
-from vllm_ssdkv.store.engine.protocol import PENDING
+from vllm_ssdkv.store.engine.protocol import PENDING, U16, U32
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.lanes import lanes_for
@@ -132,14 +133,14 @@ def test_whenever_somebody_looks_what_is_said_is_true(
             start = np.maximum(free, now)
             ends = start[devices] + (np.tile(np.arange(pieces), 3) + 1) * lengths / rates[devices]
             free = start + part / rates
-            batches.append((BatchWatch(speed, devices, lengths, begin), ends))
+            batches.append((BatchWatch(speed, asked(devices, lengths, 3), begin), ends))
         while batches:
             now += next(looks)
             for watch, ends in batches:
                 results = Results(len(ends))
                 results.values[ends <= now] = lengths[0]
                 if not watch.done:
-                    watch.look(results, now)
+                    watch.look(results, devices, lengths, now)
             batches = [(watch, ends) for watch, ends in batches if ends.max() > now]
         verdicts += speed.take_news()
     # It never recovers, and gets no less than it is worth but for blur, what is spared and steps.
@@ -257,6 +258,11 @@ class Results:
         return self.values
 
 
+def asked(devices: U16, lengths: U32, count: int) -> NDArray[np.float64]:
+    """Bytes of requests, [n], per device."""
+    return np.bincount(devices, lengths, count).astype(np.float64)
+
+
 def test_parts_count_only_if_somebody_looked_in_time() -> None:
     devices = np.array([0, 1, 0, 1], dtype=np.uint16)
     lengths = np.array([MB] * 4, dtype=np.uint32)
@@ -269,16 +275,16 @@ def test_parts_count_only_if_somebody_looked_in_time() -> None:
 
     speed = Spy(PATHS[:2], [1.0, 1.0])
     begin = Moment(9.9, 10.0)
-    late, watch = Results(4), BatchWatch(speed, devices, lengths, begin)
+    late, watch = Results(4), BatchWatch(speed, asked(devices, lengths, 2), begin)
     late.values[:] = MB
-    watch.look(late, 11.0)
+    watch.look(late, devices, lengths, 11.0)
     assert watch.done
     assert seen == []
 
-    good, watch = Results(4), BatchWatch(speed, devices, lengths, begin)
+    good, watch = Results(4), BatchWatch(speed, asked(devices, lengths, 2), begin)
     for now, ended in ((10.1, []), (10.2, [0, 2]), (10.3, [1]), (10.9, []), (11.0, [3])):
         good.values[ended] = MB
-        watch.look(good, now)
+        watch.look(good, devices, lengths, now)
     # Of the first one, no piece was seen to end before the last.
     assert seen == [
         (0, Part(2 * MB, begin, Moment(10.1, 10.2), 2 * MB, Moment(10.1, 10.2))),
@@ -286,7 +292,7 @@ def test_parts_count_only_if_somebody_looked_in_time() -> None:
     ]
     # A part that is too small, and then one device alone, tell nothing.
     small = np.array([MB, 4096, MB, 4096], dtype=np.uint32)
-    assert BatchWatch(speed, devices, small, begin).done
+    assert BatchWatch(speed, asked(devices, small, 2), begin).done
 
 
 class SavedAtOnce:
@@ -307,7 +313,7 @@ def test_new_slots_soon_use_the_devices_as_they_are(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, devices: int
 ) -> None:
     """One device at a fifth of its speed, a full store: bytes per device approach the optimum."""
-    ModelTime().govern(monkeypatch, files, throttled)
+    ModelTime().govern(monkeypatch, files, slot_batch, throttled)
     geometry = SlotGeometry("opaque", 1, 1, 1, 130_000)
     speeds = [1.0] * devices
     speeds[1] = 0.2
@@ -377,7 +383,7 @@ def test_reads_with_two_copies_soon_use_the_devices_as_they_are(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies there stays where it is: of each piece, the copy is read that is there sooner."""
-    ModelTime().govern(monkeypatch, files, throttled)
+    ModelTime().govern(monkeypatch, files, slot_batch, throttled)
     speeds = np.array([1.0, 0.2, 1.0, 1.0])
     rig = make_store(
         SlotGeometry("opaque", 1, 1, 1, 130_000),

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.store.conftest import PATIENCE_S, SHORT_S, MakeStore, StoreRig, array
 from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.files import SlotBatch
+from vllm_ssdkv.store.slot_batch import SlotBatch
 from vllm_ssdkv.store.staging import Staging
 
 PIECE = 8192

@@ -36,8 +36,8 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.engine.open import open_engine
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.layout import PAGE_ALIGN, Extents, SlotGeometry
-from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import RECORD_BYTES
 from vllm_ssdkv.store.tiers import TieredStore

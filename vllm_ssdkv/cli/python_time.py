@@ -85,7 +85,7 @@ def _borders() -> Iterator[tuple[Any, str, Whose]]:
     from vllm_ssdkv import _index, _io, _kernels
     from vllm_ssdkv.attention.backend import PagedAttentionImpl
     from vllm_ssdkv.connector.connector import SSDKVConnector
-    from vllm_ssdkv.store.files import SlotBatch
+    from vllm_ssdkv.store.slot_batch import SlotBatch
 
     for owner in (SSDKVConnector, PagedAttentionImpl):
         for name, value in vars(owner).items():

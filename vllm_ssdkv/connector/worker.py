@@ -39,7 +39,7 @@ from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
-from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.trim import SlotTrimmer

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.idle_time import IdleTime
 from vllm_ssdkv.store.layout import Extents
 from vllm_ssdkv.store.page_cache import NO_PLACE, Asked, PageCache, Pages
 from vllm_ssdkv.store.seal_table import SealTable
+from vllm_ssdkv.store.slot_batch import SlotBatch
 
 logger = logging.getLogger(__name__)
 

@@ -75,15 +75,19 @@ class DeviceHealth:
         """
         good: NDArray[np.bool_] = results == wanted.astype(np.int64)
         if good.all():
-            with self._lock:
-                if any(self._in_a_row):
-                    for device in np.flatnonzero(np.bincount(devices)).tolist():
-                        self._in_a_row[device] = 0
+            self.answered(np.bincount(devices) > 0)
             return good
         for device in np.unique(devices).tolist():
             mine = devices == device
             self._judge_device(device, results[mine], good[mine], operation)
         return good
+
+    def answered(self, devices: NDArray[np.bool_]) -> None:
+        """All requests of a batch succeeded; whether each device, by number, had one."""
+        with self._lock:
+            if any(self._in_a_row):
+                for device in np.flatnonzero(devices).tolist():
+                    self._in_a_row[device] = 0
 
     def _judge_device(
         self,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.engine.protocol import U64
-from vllm_ssdkv.store.files import SlotBatch
+from vllm_ssdkv.store.slot_batch import SlotBatch
 
 RIGHT: Final = 1
 WRONG_HEADER: Final = 2

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +15,13 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.metrics import counter_key
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.engine.protocol import U64, Op
-from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotBatch, SlotFiles, Source
+from vllm_ssdkv.store.files import GROUP, GROUP_BYTES, SlotFiles, Source
 from vllm_ssdkv.store.header_batch import key_rows
+from vllm_ssdkv.store.hit import Hit, LoadJob, LoadOutcome, LoadRead
 from vllm_ssdkv.store.intake import RIGHT, WRONG_HEADER, make_intake
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.sealer import Seals
+from vllm_ssdkv.store.slot_batch import SlotBatch
 from vllm_ssdkv.store.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -35,79 +35,13 @@ READ_AHEAD = 4
 
 _BYTES_USED = (counter_key("bytes_used"),)
 
+_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+
 _LOOK_S = 0.1
 """How often the thread looks whether an overdue read has ended."""
 
 CopyIn = Callable[[NDArray[np.int32], NDArray[np.int64]], None]
 """Copies frames [n] into HBM blocks [n]; returns when the blocks may be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """One request's hit. The last ``len(block_ids)`` slots go to HBM; 0 is no block."""
-
-    request_id: str
-    slots: NDArray[np.int64]
-    epochs: NDArray[np.int64]
-    keys: tuple[bytes, ...]
-    block_ids: NDArray[np.int64]
-
-    @property
-    def first_in_hbm(self) -> int:
-        """Index of the first slot that goes to HBM."""
-        return len(self.slots) - len(self.block_ids)
-
-
-@dataclass(slots=True)
-class LoadOutcome:
-    """What became of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
-
-    Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
-    for what was found in frames; copies to HBM included. Frames are copied while the first reads
-    are under way, which counts for both. ``ended`` is when that was, of the monotonic clock.
-    """
-
-    request_id: str
-    complete: bool = True
-    bad: list[tuple[int, int]] = field(default_factory=list)
-    tokens_from_dram: int = 0
-    tokens_from_ssd: int = 0
-    queued_s: float = 0.0
-    dram_s: float = 0.0
-    ssd_s: float = 0.0
-    ended: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
-    """Slots ``which`` of a job on their way to arena offsets ``places``: whole, into ``frames``
-    that are ``LOADING``, or their headers."""
-
-    which: NDArray[np.int64]
-    places: U64
-    frames: NDArray[np.int32] | None
-    batch: SlotBatch
-
-
-@dataclass(slots=True)
-class _Hit:
-    """A job that is being loaded. ``keys`` are those of its slots, [n, 32]; ``todo`` are indices
-    of slots whose reads are not started yet, ascending."""
-
-    job: LoadJob
-    outcome: LoadOutcome
-    keys: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 32), dtype=np.uint8))
-    todo: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    reads: collections.deque[_Read] = field(default_factory=collections.deque)
-    """In the order in which they were started."""
-    last_retry: float | None = None
-
-    def may_read_again(self, deadline_s: float) -> bool:
-        """Whether slots that failed are still read again: all of them have one deadline."""
-        now = time.monotonic()
-        if self.last_retry is None:
-            self.last_retry = now + deadline_s
-        return now < self.last_retry
 
 
 class SlotLoader:
@@ -148,7 +82,7 @@ class SlotLoader:
         most = min(files.group, frames.frames // READ_AHEAD)
         in_bytes = GROUP_BYTES // READ_AHEAD // files.geometry.slot_bytes
         self._piece = max(1, min(in_bytes, most))
-        self._jobs: queue.SimpleQueue[tuple[LoadJob, float] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Hit | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
         self._overdue: list[tuple[SlotBatch, NDArray[np.int32]]] = []
         self._active = 0
@@ -158,8 +92,12 @@ class SlotLoader:
 
     def load(self, job: LoadJob) -> None:
         """Queue a job. Never blocks. One thread calls this and :meth:`take_outcomes`."""
+        hit = Hit(job, LoadOutcome(job.request_id), time.monotonic())
+        if self._active == 0 and not self._overdue:
+            # The loader's thread has nothing to do: the devices begin before it wakes up.
+            self._try(hit, self._begin)
         self._active += 1
-        self._jobs.put((job, time.monotonic()))
+        self._jobs.put(hit)
 
     def take_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Jobs that ended since the last call; waits so long for one, if any are under way."""
@@ -196,56 +134,64 @@ class SlotLoader:
             if entry is None:
                 self._collect_overdue()
                 return
-            job, since = entry
-            self._outcomes.put(self._load(job, time.monotonic() - since))
+            self._outcomes.put(self._load(entry))
 
-    def _load(self, job: LoadJob, queued_s: float) -> LoadOutcome:
-        outcome = LoadOutcome(job.request_id, queued_s=queued_s)
-        hit = _Hit(job, outcome)
-        try:
-            self._load_all(hit)
-        except Exception:  # whatever it is, the request must not wait for ever
-            logger.exception("ssdkv: load of request %s failed", job.request_id)
-            outcome.complete = False
+    def _load(self, hit: Hit) -> LoadOutcome:
+        outcome = hit.outcome
+        if hit.begun is None:
+            self._try(hit, self._begin)
+        self._try(hit, self._load_all)
         while hit.reads:  # it failed: take their memory back
-            try:
-                self._finish(hit)
-            except Exception:  # one more, which concerns only this read
-                logger.exception("ssdkv: load of request %s failed", job.request_id)
+            self._try(hit, self._finish)
         if not outcome.complete:
             self._files.counters.add("load_failures", 1)
             outcome.tokens_from_dram = outcome.tokens_from_ssd = 0
         outcome.ended = time.monotonic()
         return outcome
 
-    def _load_all(self, hit: _Hit) -> None:
-        job, outcome = hit.job, hit.outcome
-        begun = time.monotonic()
-        # All at once: what the hit reads must not take the frames that it finds.
-        frames = self._frames.borrow(job.slots)
+    def _try(self, hit: Hit, work: Callable[[Hit], None]) -> None:
         try:
-            here = frames != NO_FRAME
-            found, hit.todo = np.flatnonzero(here), np.flatnonzero(~here)
+            work(hit)
+        except Exception:  # whatever it is, the request must not wait for ever
+            logger.exception("ssdkv: load of request %s failed", hit.job.request_id)
+            hit.outcome.complete = False
+
+    def _begin(self, hit: Hit) -> None:
+        """Start the first reads. Where the loader's thread is idle, who asks for the load does."""
+        outcome = hit.outcome
+        hit.begun = time.monotonic()
+        outcome.queued_s = hit.begun - hit.since
+        # All at once: what the hit reads must not take the frames that it finds.
+        hit.frames = self._frames.borrow(hit.job.slots)
+        hit.todo = np.flatnonzero(hit.frames == NO_FRAME)
+        outcome.tokens_from_ssd = len(hit.todo) * self._block_tokens
+        self._read_ahead(hit, wait=False)
+
+    def _load_all(self, hit: Hit) -> None:
+        outcome, frames = hit.outcome, hit.frames
+        try:
+            hit.keys = key_rows(hit.job.keys)
+            self._prepare(hit)
+            found = np.flatnonzero(frames != NO_FRAME)
             outcome.tokens_from_dram = len(found) * self._block_tokens
-            outcome.tokens_from_ssd = len(hit.todo) * self._block_tokens
-            self._read_ahead(hit, wait=False)
-            hit.keys = key_rows(job.keys)  # the devices are at work by now
             for end in range(len(found), 0, -GROUP):
                 which = found[max(0, end - GROUP) : end]
                 self._use_frames(hit, which, frames[which])
                 self._frames.give_back(frames[which])
                 frames[which] = NO_FRAME
                 self._read_ahead(hit, wait=False)
+                self._prepare(hit)
         finally:
             self._frames.give_back(frames)
         while outcome.complete and (hit.reads or len(hit.todo)):
             self._read_ahead(hit, wait=True)
+            self._prepare(hit)
             if hit.reads:
                 self._finish(hit)
-        if outcome.tokens_from_ssd:
-            outcome.ssd_s = time.monotonic() - begun
+        if outcome.tokens_from_ssd and hit.begun is not None:
+            outcome.ssd_s = time.monotonic() - hit.begun
 
-    def _use_frames(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+    def _use_frames(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Slots ``which`` are in DRAM, in these borrowed frames."""
         if not hit.outcome.complete:
             return
@@ -254,7 +200,7 @@ class SlotLoader:
         self._copy(hit, which, frames)
         hit.outcome.dram_s += time.monotonic() - begun
 
-    def _remember(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+    def _remember(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Keep the seals of slots in DRAM: their frames may go while they are streamed."""
         slots = hit.job.slots[which]
         wanted = self._frames.referenced(slots)
@@ -267,7 +213,7 @@ class SlotLoader:
         _, good = self._read_seals(hit, which, places, final=True)
         self._blame(hit, which[~good])
 
-    def _copy(self, hit: _Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+    def _copy(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Copy frames into the HBM blocks of slots ``which``, where they have one, as long as
         nothing has failed."""
         if not hit.outcome.complete:
@@ -281,7 +227,7 @@ class SlotLoader:
 
     # ---- reading ----
 
-    def _read_ahead(self, hit: _Hit, *, wait: bool) -> None:
+    def _read_ahead(self, hit: Hit, *, wait: bool) -> None:
         """Start reads until enough are in flight, or memory for them is in use.
 
         With ``wait``, and nothing in flight, wait for memory.
@@ -305,7 +251,7 @@ class SlotLoader:
             if not started:
                 return
 
-    def _start_to_hbm(self, hit: _Hit, first: int, *, wait: bool) -> bool:
+    def _start_to_hbm(self, hit: Hit, first: int, *, wait: bool) -> bool:
         slots = hit.job.slots[hit.todo[first:]]
         if not wait:
             frames = self._frames.take(slots, FrameState.LOADING)
@@ -319,7 +265,7 @@ class SlotLoader:
             hit.outcome.complete = False
         return len(frames) > 0
 
-    def _start_to_dram(self, hit: _Hit, first: int, *, wait: bool) -> bool:
+    def _start_to_dram(self, hit: Hit, first: int, *, wait: bool) -> bool:
         slots = hit.job.slots[hit.todo[first:]]
         frames = self._frames.take(slots, FrameState.LOADING, spare_contexts=True)
         if len(frames):
@@ -336,7 +282,7 @@ class SlotLoader:
             hit.outcome.complete = False
         return False
 
-    def _start_whole(self, hit: _Hit, first: int, frames: NDArray[np.int32]) -> None:
+    def _start_whole(self, hit: Hit, first: int, frames: NDArray[np.int32]) -> None:
         """Read the slots from ``first`` on, in the order of ``todo``, into frames that are
         ``LOADING``."""
         end = first + len(frames)
@@ -348,19 +294,19 @@ class SlotLoader:
             self._frames.settle(frames, FrameState.FREE)
             raise
         hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
-        hit.reads.append(_Read(which, places, frames, batch))
+        hit.reads.append(LoadRead(which, places, frames, batch))
 
-    def _start_headers(self, hit: _Hit, which: NDArray[np.int64], pieces: U64) -> _Read:
+    def _start_headers(self, hit: Hit, which: NDArray[np.int64], pieces: U64) -> LoadRead:
         try:
             batch = self._submit(hit, which, self._files.geometry.header_bytes, pieces)
         except ValueError:
             self._headers.give(pieces)
             raise
-        return _Read(which, pieces, None, batch)
+        return LoadRead(which, pieces, None, batch)
 
     def _submit(
         self,
-        hit: _Hit,
+        hit: Hit,
         which: NDArray[np.int64],
         nbytes: int,
         places: U64,
@@ -372,7 +318,7 @@ class SlotLoader:
         merged = self._stretches is None or self._files.geometry.encrypted
         return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=merged)
 
-    def _finish(self, hit: _Hit) -> None:
+    def _finish(self, hit: Hit) -> None:
         """Wait for the oldest read, check what it brought, and copy it into HBM."""
         read = hit.reads.popleft()
         beside = [later.batch for later in hit.reads]
@@ -382,16 +328,16 @@ class SlotLoader:
             self._finish_whole(hit, read, read.frames, beside)
 
     def _finish_whole(
-        self, hit: _Hit, read: _Read, frames: NDArray[np.int32], beside: Sequence[SlotBatch]
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], beside: Sequence[SlotBatch]
     ) -> None:
         which, batch = read.which, read.batch
         good = np.zeros(len(which), dtype=np.bool_)
         held = np.ones(len(which), dtype=np.bool_)
         try:
             try:
-                if (intake := self._intake(hit, read, frames)) is not None:
-                    batch.feed(intake, beside)
-                    good = self._taken_in(hit, read, frames, intake)
+                if read.intake is not None:
+                    batch.feed(read.intake, beside)
+                    good = self._taken_in(hit, read, frames, read.intake)
                 else:
                     for part in batch.arriving(beside):
                         good |= self._check(hit, which, frames, batch, part, final=False)
@@ -411,8 +357,8 @@ class SlotLoader:
 
     def _mend(
         self,
-        hit: _Hit,
-        read: _Read,
+        hit: Hit,
+        read: LoadRead,
         frames: NDArray[np.int32],
         good: NDArray[np.bool_],
         held: NDArray[np.bool_],
@@ -432,28 +378,35 @@ class SlotLoader:
         if hit.outcome.complete:
             hit.todo = np.union1d(hit.todo, which[hanging])
 
-    def _intake(self, hit: _Hit, read: _Read, frames: NDArray[np.int32]) -> _io.Intake | None:
-        """What checks and copies slots that are being read into these frames, without the
-        interpreter; None where it takes more than checksums and plain copies."""
+    def _prepare(self, hit: Hit) -> None:
+        """Give reads that are under way what checks and copies their slots without the interpreter,
+        where checksums and plain copies are all that it takes."""
+        for read in hit.reads:
+            if read.intake is None and read.frames is not None and self._stretches is not None:
+                read.intake = self._intake(hit, read, read.frames, self._stretches)
+
+    def _intake(
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], stretches: _io.Stretches
+    ) -> _io.Intake | None:
         job, which = hit.job, read.which
-        if self._stretches is None:
-            return None
         blocks = np.zeros(len(which), dtype=np.uint64)
         if hit.outcome.complete:
             inside = which >= job.first_in_hbm
             blocks[inside] = job.block_ids[which[inside] - job.first_in_hbm]
         addresses, keys = self._frames.address(frames), hit.keys[which]
-        return make_intake(read.batch, job.epochs[which], keys, addresses, blocks, self._stretches)
+        return make_intake(read.batch, job.epochs[which], keys, addresses, blocks, stretches)
 
     def _taken_in(
-        self, hit: _Hit, read: _Read, frames: NDArray[np.int32], intake: _io.Intake
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], intake: _io.Intake
     ) -> NDArray[np.bool_]:
         """As :meth:`_check`, of all that an intake has looked at."""
         which, batch, states = read.which, read.batch, intake.states()
         good: NDArray[np.bool_] = states == RIGHT
-        if not good.all():
+        if good.all():
+            self._tell_pages(batch, good, _NO_PAGE, _NO_PAGE, final=False)
+        else:
             batch.wrong_headers(np.flatnonzero(states == WRONG_HEADER))
-        self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
+            self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
         kept = good & self._frames.referenced(hit.job.slots[which])
         if kept.any():
             places = self._frames.buffer_offset(frames[kept])
@@ -461,7 +414,7 @@ class SlotLoader:
         return good
 
     def _read_again(
-        self, hit: _Hit, which: NDArray[np.int64], frame: NDArray[np.int32]
+        self, hit: Hit, which: NDArray[np.int64], frame: NDArray[np.int32]
     ) -> tuple[bool, bool]:
         """Read one slot alone: the block layer fails neighbours of a bad sector too.
 
@@ -480,7 +433,7 @@ class SlotLoader:
         self._blame(hit, which)
         return False, False
 
-    def _blame(self, hit: _Hit, which: NDArray[np.int64]) -> None:
+    def _blame(self, hit: Hit, which: NDArray[np.int64]) -> None:
         """These slots must not be found again."""
         if len(which):
             slots, epochs = hit.job.slots[which].tolist(), hit.job.epochs[which].tolist()
@@ -489,7 +442,7 @@ class SlotLoader:
 
     def _check(
         self,
-        hit: _Hit,
+        hit: Hit,
         which: NDArray[np.int64],
         frames: NDArray[np.int32],
         batch: SlotBatch,
@@ -534,13 +487,13 @@ class SlotLoader:
     ) -> None:
         """Slots of a batch that are ``good``, and pages of others that are wrong."""
         geometry = self._files.geometry
-        offsets = geometry.header_bytes + page * geometry.page_bytes
+        offsets = geometry.header_bytes + page * geometry.page_bytes if len(page) else page
         batch.verified(good, row, offsets, final=final)
         used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
         self._files.counters.add_keyed(_BYTES_USED, (used,))
 
     def _read_seals(
-        self, hit: _Hit, which: NDArray[np.int64], places: U64, *, final: bool
+        self, hit: Hit, which: NDArray[np.int64], places: U64, *, final: bool
     ) -> tuple[Seals, NDArray[np.bool_]]:
         """Seals in the headers at arena offsets [n], and which are those of slots ``which`` [n].
 
@@ -559,7 +512,7 @@ class SlotLoader:
             logger.error("ssdkv: slot %d is dropped: %s", slot, why)
         return seals, good
 
-    def _finish_headers(self, hit: _Hit, read: _Read, arrived: NDArray[np.bool_]) -> None:
+    def _finish_headers(self, hit: Hit, read: LoadRead, arrived: NDArray[np.bool_]) -> None:
         which = self._check_headers(hit, read, arrived, final=False)
         if len(which) == 0:
             return
@@ -576,7 +529,7 @@ class SlotLoader:
         self._blame(hit, which)
 
     def _check_headers(
-        self, hit: _Hit, read: _Read, good: NDArray[np.bool_], *, final: bool
+        self, hit: Hit, read: LoadRead, good: NDArray[np.bool_], *, final: bool
     ) -> NDArray[np.int64]:
         """Check headers that arrived, ``good``, and give their memory back; slots that failed.
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.files import SlotBatch
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.slot_batch import SlotBatch
 
 NO_PLACE = -1
 

@@ -81,10 +81,8 @@ class _Tables:
     stripes: _io.Stripes
     """The same for native code, with the bytes before each segment's first unit on each device."""
     numbers: int
-
-    @property
-    def copies(self) -> int:
-        return max((stripes.copies for stripes in self.maps), default=1)
+    copies: int
+    """The most that any slot has."""
 
 
 class Placement:
@@ -146,7 +144,8 @@ class Placement:
             [one.table for one in stripes], first, slots, map_of, begin.ravel(), self.devices
         )
         numbers = max((s.first + s.numbers for s in segments), default=0)
-        return _Tables(tuple(segments), stripes, first, slots, map_of, native, numbers)
+        copies = max((one.copies for one in stripes), default=1)
+        return _Tables(tuple(segments), stripes, first, slots, map_of, native, numbers, copies)
 
     def _check(
         self, segments: Sequence[Segment], live: Sequence[Segment], maps: Sequence[StripeMap]
@@ -203,6 +202,30 @@ class Placement:
         if tables.copies == 1:
             return first, None
         return first, self._extents(tables, slots, offset, length, 1, merged)
+
+    def pieces(
+        self,
+        slots: I64,
+        offset: int | I64,
+        length: int,
+        places: NDArray[np.uint64],
+        *,
+        merged: bool,
+        most: int,
+    ) -> _io.SlotPieces | None:
+        """As :meth:`extents`, with arena offsets, [n], to which the bytes of each slot belong, and
+        up to ``most`` neighbours as one request. None: a slot has a second copy.
+
+        Raises:
+            ValueError: as there.
+        """
+        tables = self._tables
+        if tables.copies > 1:
+            return None
+        offsets = np.atleast_1d(np.asarray(offset, dtype=np.int64))
+        slots = np.ascontiguousarray(slots, dtype=np.int64)
+        places = np.ascontiguousarray(places)
+        return _io.SlotPieces(tables.stripes, slots, offsets, length, places, merged, most)
 
     def _extents(
         self,

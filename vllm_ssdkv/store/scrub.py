@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.files import SlotBatch, SlotFiles, Source
+from vllm_ssdkv.store.files import SlotFiles, Source
 from vllm_ssdkv.store.header import decode, epoch_of
+from vllm_ssdkv.store.slot_batch import SlotBatch
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.verify import wrong_pages
 

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import DeadlineError
 from vllm_ssdkv.store.engine.protocol import U64, Op
-from vllm_ssdkv.store.files import SlotBatch, SlotFiles, Source
+from vllm_ssdkv.store.files import SlotFiles, Source
 from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.slot_batch import SlotBatch
 
 MEMORY_BYTES = 192 << 20
 _BATCH_BYTES = 32 << 20

@@ -257,20 +257,19 @@ def _upper_median(values: NDArray[np.float64]) -> float:
 class BatchWatch:
     """Notices when each device has done its part of a batch. Belongs to who waits for the batch."""
 
-    def __init__(self, speed: DeviceSpeed, devices: U16, lengths: U32, begin: Moment):
-        """``devices`` and ``lengths`` of the requests, [n]; ``begin`` is when they were
-        submitted."""
+    def __init__(self, speed: DeviceSpeed, nbytes: NDArray[np.float64], begin: Moment):
+        """``nbytes`` are asked of each device, [devices]; ``begin`` is when they were submitted."""
         self._speed = speed
-        self._devices = devices
-        self._begin = begin
-        self.nbytes = np.bincount(devices, lengths, speed.devices).astype(np.float64)
-        """Of each device's part, [devices]."""
+        self.begin = begin
+        """As given."""
+        self.nbytes = nbytes
+        """As given."""
         # One device alone has nothing to be compared with.
         self._left = _NOBODY
-        telling = speed.telling(self.nbytes)
-        if telling.size > 1 and np.count_nonzero(self.nbytes) > 1:
-            self._left = telling
-        self._lengths = lengths
+        if speed.devices > 1 and np.count_nonzero(nbytes) > 1:
+            telling = speed.telling(nbytes)
+            if telling.size > 1:
+                self._left = telling
         self._last_look = begin.earliest
         self._first: dict[int, tuple[Moment, int]] = {}
         """Of a device, when its first pieces had ended, and their bytes."""
@@ -282,10 +281,10 @@ class BatchWatch:
         """Whether there is nothing left to notice."""
         return self._left.size == 0
 
-    def look(self, batch: Batch, now: float) -> None:
-        """See which parts have ended by ``now``."""
+    def look(self, batch: Batch, devices: U16, lengths: U32, now: float) -> None:
+        """See which parts have ended by ``now``; devices and lengths of the requests, [n]."""
         over = batch.results() != PENDING
-        ended = np.bincount(self._devices[over], self._lengths[over], len(self.nbytes))
+        ended = np.bincount(devices[over], lengths[over], len(self.nbytes))
         seen, self._last_look = Moment(self._last_look, now), now
         for device in self._left[ended[self._left] > 0].tolist():
             self._first.setdefault(device, (seen, int(ended[device])))
@@ -293,7 +292,7 @@ class BatchWatch:
         self._ended += [(d, seen) for d in self._left[whole].tolist()]
         self._left = self._left[~whole]
         if self.done:
-            self._tell(BLUR * (now - self._begin.earliest))
+            self._tell(BLUR * (now - self.begin.earliest))
 
     def _tell(self, allowed: float) -> None:
         for device, end in self._ended:
@@ -302,5 +301,5 @@ class BatchWatch:
             blur = max(first.latest - first.earliest, end.latest - end.earliest)
             if blur > BLUR * (end.latest - first.latest):
                 first_bytes = nbytes
-            part = Part(nbytes, self._begin, first, first_bytes, end)
+            part = Part(nbytes, self.begin, first, first_bytes, end)
             self._speed.served(device, part, counts=end.latest - end.earliest <= allowed)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.engine.protocol import U64
-from vllm_ssdkv.store.files import SlotBatch
+from vllm_ssdkv.store.slot_batch import SlotBatch
 
 _LOOK_S = 0.1
 """How often a wait looks at all reads again."""

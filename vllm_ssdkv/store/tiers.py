@@ -21,8 +21,9 @@ from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.fetch import PageFetcher
 from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.hot_pages import HotPages
-from vllm_ssdkv.store.loader import CopyIn, LoadJob, LoadOutcome, SlotLoader
+from vllm_ssdkv.store.loader import CopyIn, SlotLoader
 from vllm_ssdkv.store.page_cache import PageCache, PagePolicy
 from vllm_ssdkv.store.scrub import Scrubber
 from vllm_ssdkv.store.seal_table import SealTable

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.engine.protocol import U64, Op
-from vllm_ssdkv.store.files import SlotBatch, SlotFiles
+from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.seal_table import SealTable
+from vllm_ssdkv.store.slot_batch import SlotBatch
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.trim import SlotTrimmer
 

@@ -15,6 +15,8 @@ namespace ssdkv {
 namespace {
 
 bool wait(Batch& batch, double timeout_s) {
+  // A wait that is over already would cost a system call, and the GIL.
+  if (batch.done() || !(timeout_s > 0)) return batch.done();
   const auto step = [&](Clock::time_point until) { return batch.wait_until(until); };
   return wait_for(timeout_s, step) || batch.done();
 }

@@ -3,14 +3,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <limits>
 #include <memory>
-#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "io/bindings.hpp"
+#include "io/slot_pieces.hpp"
 #include "io/stripes.hpp"
 
 namespace nb = nanobind;
@@ -33,39 +32,17 @@ Requests to_tuple(SlotRequests found) {
           to_numpy(std::move(found.buffer))};
 }
 
-// Ranges of slots with the tables that stripe them. Immutable.
-class Stripes {
- public:
-  Stripes(std::vector<std::shared_ptr<const StripeTable>> tables, const I64& first,
-          const I64& slots, const I64& table_of, const I64& begin, size_t devices)
-      : tables_(std::move(tables)), begin_(to_vector(begin)) {
-    const size_t n = first.shape(0);
-    bool fits = slots.shape(0) == n && table_of.shape(0) == n && begin_.size() == n * devices;
-    for (const auto& table : tables_) fits = fits && table->row_units.size() == devices;
-    for (size_t i = 0; fits && i < n; ++i) {
-      fits = table_of.data()[i] >= 0 && static_cast<size_t>(table_of.data()[i]) < tables_.size() &&
-             first.data()[i] >= end_ && slots.data()[i] >= 0 &&
-             slots.data()[i] <= std::numeric_limits<int64_t>::max() - first.data()[i];
-      if (!fits) break;
-      end_ = first.data()[i] + slots.data()[i];
-      ranges_.push_back({first.data()[i], slots.data()[i],
-                         tables_[static_cast<size_t>(table_of.data()[i])].get(),
-                         begin_.data() + i * devices});
-    }
-    if (!fits) throw std::invalid_argument("the tables of a placement do not fit its devices");
-  }
+std::tuple<ArrayOut<uint16_t>, ArrayOut<uint64_t>, ArrayOut<uint32_t>, ArrayOut<uint64_t>> to_tuple(
+    const JoinedRequests& requests) {
+  return {to_numpy(requests.device), to_numpy(requests.offset), to_numpy(requests.length),
+          to_numpy(requests.buffer)};
+}
 
-  Requests extents(const I64& slots, const I64& offsets, int64_t length, int64_t copy,
-                   bool merged) const {
-    return to_tuple(find_slots(ranges_, span(slots), span(offsets), length, copy, merged));
-  }
-
- private:
-  const std::vector<std::shared_ptr<const StripeTable>> tables_;
-  const std::vector<int64_t> begin_;
-  std::vector<StripedRange> ranges_;
-  int64_t end_ = 0;
-};
+std::tuple<ArrayOut<int64_t>, ArrayOut<int64_t>, ArrayOut<uint32_t>> parts_of(
+    const SlotPieces& found) {
+  const Parts& parts = found.requests().parts;
+  return {to_numpy(parts.request), to_numpy(parts.begin), to_numpy(found.pieces().length)};
+}
 
 }  // namespace
 
@@ -95,12 +72,44 @@ void bind_stripes(nb::module_& m) {
           "copies"_a, "unit_bytes"_a, "slot_bytes"_a, "first_byte"_a, "merge_units"_a);
 
   nb::class_<Stripes>(m, "Stripes")
-      .def(nb::init<std::vector<std::shared_ptr<const StripeTable>>, const I64&, const I64&,
-                    const I64&, const I64&, size_t>(),
-           "tables"_a, "first"_a.noconvert(), "slots"_a.noconvert(), "table_of"_a.noconvert(),
-           "begin"_a.noconvert(), "devices"_a)
-      .def("extents", &Stripes::extents, "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a,
-           "copy"_a, "merged"_a);
+      .def(
+          "__init__",
+          [](Stripes* self, std::vector<std::shared_ptr<const StripeTable>> tables,
+             const I64& first, const I64& slots, const I64& table_of, const I64& begin,
+             size_t devices) {
+            new (self) Stripes(std::move(tables), span(first), span(slots), span(table_of),
+                               to_vector(begin), devices);
+          },
+          "tables"_a, "first"_a.noconvert(), "slots"_a.noconvert(), "table_of"_a.noconvert(),
+          "begin"_a.noconvert(), "devices"_a)
+      .def(
+          "extents",
+          [](const Stripes& self, const I64& slots, const I64& offsets, int64_t length,
+             int64_t copy, bool merged) {
+            return to_tuple(self.find(span(slots), span(offsets), length, copy, merged));
+          },
+          "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a, "copy"_a, "merged"_a);
+
+  nb::class_<SlotPieces>(m, "SlotPieces")
+      .def(
+          "__init__",
+          [](SlotPieces* self, const Stripes& stripes, const I64& slots, const I64& offsets,
+             int64_t length, const ArrayIn<uint64_t>& places, bool merged, size_t most) {
+            new (self)
+                SlotPieces(stripes, span(slots), span(offsets), length, span(places), merged, most);
+          },
+          "stripes"_a, "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a,
+          "places"_a.noconvert(), "merged"_a, "most"_a)
+      .def("requests", [](const SlotPieces& self) { return to_tuple(self.requests()); })
+      .def("parts", [](const SlotPieces& self) { return parts_of(self); })
+      .def("extents", [](const SlotPieces& self) { return to_tuple(self.pieces()); })
+      .def("nbytes", [](const SlotPieces& self) { return to_numpy(self.bytes_per_device()); })
+      .def(
+          "whole",
+          [](const SlotPieces& self, const ArrayIn<int32_t>& results) {
+            return self.whole(span(results));
+          },
+          "results"_a.noconvert());
 }
 
 }  // namespace ssdkv

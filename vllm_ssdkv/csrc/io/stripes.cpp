@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace ssdkv {
 namespace {
@@ -81,6 +83,26 @@ SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const in
     }
   }
   return found;
+}
+
+Stripes::Stripes(std::vector<std::shared_ptr<const StripeTable>> tables,
+                 std::span<const int64_t> first, std::span<const int64_t> slots,
+                 std::span<const int64_t> table_of, std::vector<int64_t> begin, size_t devices)
+    : tables_(std::move(tables)), begin_(std::move(begin)), devices_(devices) {
+  const size_t n = first.size();
+  bool fits = slots.size() == n && table_of.size() == n && begin_.size() == n * devices;
+  for (const auto& table : tables_) fits = fits && table->row_units.size() == devices;
+  int64_t end = 0;
+  for (size_t i = 0; fits && i < n; ++i) {
+    fits = table_of[i] >= 0 && static_cast<size_t>(table_of[i]) < tables_.size() &&
+           first[i] >= end && slots[i] >= 0 &&
+           slots[i] <= std::numeric_limits<int64_t>::max() - first[i];
+    if (!fits) break;
+    end = first[i] + slots[i];
+    ranges_.push_back({first[i], slots[i], tables_[static_cast<size_t>(table_of[i])].get(),
+                       begin_.data() + i * devices});
+  }
+  if (!fits) throw std::invalid_argument("the tables of a placement do not fit its devices");
 }
 
 }  // namespace ssdkv

@@ -1,9 +1,13 @@
 // Where the bytes of slots lie: from slot numbers to requests for the devices, in one call.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
+
+#include "io/request.hpp"
 
 namespace ssdkv {
 
@@ -49,5 +53,29 @@ struct SlotRequests {
 SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const int64_t> slots,
                         std::span<const int64_t> offsets, int64_t length, int64_t copy,
                         bool merged);
+
+// Ranges of slots with the tables that stripe them. Immutable.
+class Stripes {
+ public:
+  // `begin` has one entry per range and device. Throws std::invalid_argument for what does not fit
+  // together.
+  Stripes(std::vector<std::shared_ptr<const StripeTable>> tables, std::span<const int64_t> first,
+          std::span<const int64_t> slots, std::span<const int64_t> table_of,
+          std::vector<int64_t> begin, size_t devices);
+
+  // As find_slots().
+  SlotRequests find(std::span<const int64_t> slots, std::span<const int64_t> offsets,
+                    int64_t length, int64_t copy, bool merged) const {
+    return find_slots(ranges_, slots, offsets, length, copy, merged);
+  }
+
+  size_t devices() const { return devices_; }
+
+ private:
+  const std::vector<std::shared_ptr<const StripeTable>> tables_;
+  const std::vector<int64_t> begin_;
+  const size_t devices_;
+  std::vector<StripedRange> ranges_;
+};
 
 }  // namespace ssdkv

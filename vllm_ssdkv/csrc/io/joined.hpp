@@ -1,0 +1,38 @@
+// Neighbours on the device and in memory as one request of the engine, and each one's own result:
+// see vllm_ssdkv/store/joined.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "io/request.hpp"
+
+namespace ssdkv {
+
+// Which request each part is in, and how many bytes of it come before the part; by part.
+struct Parts {
+  std::vector<int64_t> request;
+  std::vector<int64_t> begin;
+};
+
+struct JoinedRequests {
+  std::vector<uint16_t> device;
+  std::vector<uint64_t> offset;
+  std::vector<uint32_t> length;
+  std::vector<uint64_t> buffer;
+  Parts parts;
+
+  RequestArrays arrays() const {
+    return {device.data(), offset.data(), length.data(), buffer.data(), device.size()};
+  }
+};
+
+// A request that goes on where the one before it ends joins it, `most` at most. Throws
+// std::invalid_argument where that is 0.
+JoinedRequests join(const RequestArrays& parts, size_t most);
+
+// What a part has of a request's result; of one that was cut short, what there is of the part.
+int32_t part_result(int32_t result, int64_t begin, uint32_t length);
+
+}  // namespace ssdkv

@@ -1,0 +1,39 @@
+// Requests for bytes of slots, worked out in one step: where the pieces lie, where they go, and
+// which neighbours the engine gets as one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "io/joined.hpp"
+#include "io/stripes.hpp"
+
+namespace ssdkv {
+
+class SlotPieces {
+ public:
+  // Bytes [offset, offset + length) of the first copy of each slot; places are arena offsets, one
+  // for each. Pieces that are neighbours, there and on the device, are one request, `most` at most.
+  // Throws as Stripes::find() and join(), and std::invalid_argument for another number of places.
+  SlotPieces(const Stripes& stripes, std::span<const int64_t> slots,
+             std::span<const int64_t> offsets, int64_t length, std::span<const uint64_t> places,
+             bool merged, size_t most);
+
+  const SlotRequests& pieces() const { return pieces_; }
+  const JoinedRequests& requests() const { return requests_; }
+
+  // Bytes asked of each device of the stripes.
+  std::vector<double> bytes_per_device() const;
+
+  // Whether requests with these results have moved all of their bytes.
+  bool whole(std::span<const int32_t> results) const;
+
+ private:
+  const SlotRequests pieces_;
+  const size_t devices_;
+  const JoinedRequests requests_;
+};
+
+}  // namespace ssdkv
