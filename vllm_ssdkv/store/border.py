@@ -240,7 +240,9 @@ class Border:
 
 def _common(slots: NDArray[np.int64], others: Contexts) -> int:
     """Slots that are among the others."""
-    return int(np.count_nonzero(np.isin(slots, np.concatenate([slots[:0], *others]))))
+    if not others:  # as in engines where nobody chooses
+        return 0
+    return int(np.count_nonzero(np.isin(slots, np.concatenate(others))))
 
 
 def _distinct(contexts: Contexts, rows: Collection[int]) -> int:

@@ -75,7 +75,8 @@ void write_bounds(const PageLayout& layout, const std::byte* page, std::byte* to
 }
 
 // Where `Count` keys of one head of a block lie, from `token` on; behind the last one it stands in
-// for those that are missing.
+// for those that are missing. Any may be read kLanes channels at a time, even where a head has
+// fewer: behind the last key of a page lies V.
 template <int Count>
 struct Keys {
   const std::byte* at[Count];
@@ -123,8 +124,7 @@ void transpose_keys(const PageLayout& layout, const std::byte* pages, std::byte*
   }
 }
 
-// K as it is, bit by bit. Keys are read kLanes channels at a time even where a head ends before:
-// behind the last one of a page lies V.
+// K as it is, bit by bit.
 template <typename T>
 void write_channels(const PageLayout& layout, const std::byte* pages, std::byte* to) {
   constexpr int kItem = sizeof(T);
