@@ -187,6 +187,29 @@ def summarize(
 ) -> None:
     """Write summaries of blocks; see ``PageKernels.summarize``."""
 
+def pack_summarized(
+    source: NDArray[np.uint64],
+    slot: NDArray[np.uint64],
+    page_bytes: int,
+    summary_pages: int,
+    channel_pages: int,
+    scaled: bool,
+    block_tokens: int,
+    page_tokens: int,
+    page_stride: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Copy n blocks of L layers to slots, with what selectors must know of them.
+
+    ``source [L * n]``: addresses of each layer's part of each block. ``slot [n]``: addresses of the
+    slots' first pages, which are ``page_bytes`` apart: ``summary_pages``, then ``channel_pages`` of
+    each layer, then K and V. Without channel pages summaries are bounds; ``scaled`` channels are
+    int8. See ``PageKernels.pack_summarized``.
+    """
+
 def bound_logits(
     query: NDArray[np.float32],
     scale: float,

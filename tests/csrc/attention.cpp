@@ -257,10 +257,10 @@ void transfers() {
       middle.push_back(reinterpret_cast<uint64_t>(packed.data() + i * kPages * kStride));
       target.push_back(reinterpret_cast<uint64_t>(to.data() + i * kPages * kPayload));
     }
-    attention::copy_pages({source.data(), middle.data(), kPages, kPayload, kPayload, kStride, true},
-                          kItems, 3);
     attention::copy_pages(
-        {middle.data(), target.data(), kPages, kPayload, kStride, kPayload, false}, kItems, 3);
+        {source.data(), middle.data(), kPages, {kPayload, kPayload, kStride, true}}, kItems, 3);
+    attention::copy_pages(
+        {middle.data(), target.data(), kPages, {kPayload, kStride, kPayload, false}}, kItems, 3);
     check(from == to, "packed and unpacked");
     check(packed[kPayload] == std::byte{0} && packed.back() == std::byte{0}, "padding is zero");
 

@@ -74,5 +74,6 @@ Tests engine_tests();
 Tests team_tests();
 Tests attention_tests();
 Tests sparse_tests();
+Tests packing_tests();
 
 }  // namespace ssdkv::test

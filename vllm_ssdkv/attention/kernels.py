@@ -134,6 +134,27 @@ def head_stride(name: str, tensor: torch.Tensor, heads: int, layout_head: int) -
     return step * tensor.itemsize
 
 
+def block_addresses(
+    caches: Sequence[torch.Tensor], block_ids: IntArray, layout: BlockLayout
+) -> NDArray[np.uint64]:
+    """Absolute addresses ``[L, n]`` of each layer's part of n blocks of ``caches[l]``.
+
+    Raises ``ValueError`` if a cache does not hold blocks of this layout, or not these.
+    """
+    ids = on_host(block_ids, np.int64)
+    if ids.ndim != 1:
+        raise ValueError(f"block ids {ids.shape} must be [n]")
+    for cache in caches:
+        layout.check_cache(cache)
+    blocks = min((cache.shape[0] for cache in caches), default=0)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= blocks):
+        raise ValueError(f"a block id lies outside the cache's {blocks} blocks")
+    start = np.array([cache.data_ptr() for cache in caches], np.uint64)
+    step = np.array([block_stride(cache) * cache.itemsize for cache in caches], np.uint64)
+    addresses: NDArray[np.uint64] = start[:, None] + step[:, None] * ids.astype(np.uint64)[None, :]
+    return addresses
+
+
 def _layer_addresses(
     caches: Sequence[torch.Tensor],
     block_ids: IntArray,
@@ -149,17 +170,12 @@ def _layer_addresses(
         raise ValueError(
             f"slot_layer_bytes {slot_layer_bytes} is less than a layer, {slot_layout.block_bytes}"
         )
-    ids = on_host(block_ids, np.int64)
+    blocks = block_addresses(caches, block_ids, layout)
     slots = on_host(slot_address, np.uint64)
-    if ids.ndim != 1 or ids.shape != slots.shape:
-        raise ValueError(f"block ids {ids.shape} and slot addresses {slots.shape} must be [n]")
-    for cache in caches:
-        layout.check_cache(cache)
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= cache.shape[0]):
-            raise ValueError(f"a block id lies outside the cache's {cache.shape[0]} blocks")
-    start = np.array([cache.data_ptr() for cache in caches], np.uint64)
-    step = np.array([block_stride(cache) * cache.itemsize for cache in caches], np.uint64)
-    blocks = start[:, None] + step[:, None] * ids.astype(np.uint64)[None, :]
+    if blocks.shape[1:] != slots.shape:
+        raise ValueError(
+            f"block ids {blocks.shape[1:]} and slot addresses {slots.shape} must be [n]"
+        )
     layers = np.arange(len(caches), dtype=np.uint64) * np.uint64(slot_layer_bytes)
     return blocks.ravel(), (slots[None, :] + layers[:, None]).ravel()
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.attention.blocks import BlockLayout, IntArray, PartialState, on_device, on_host
-from vllm_ssdkv.attention.kernels import head_stride
+from vllm_ssdkv.attention.kernels import TritonKernels, block_addresses, head_stride
 from vllm_ssdkv.attention.native import NativeKernels
 from vllm_ssdkv.attention.pages import PageList
 from vllm_ssdkv.errors import UnsupportedError
+from vllm_ssdkv.store.layout import SlotGeometry
 
 
 class PageKernels(Protocol):
@@ -66,6 +70,22 @@ class PageKernels(Protocol):
         times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
         ``2 * head_size * itemsize`` bytes; what is left of them stays as it is. See
         ``reference_sparse.scaled_channels``.
+        """
+        ...
+
+    def pack_summarized(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slots: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Copy n blocks of the L layers ``caches[l] [num_blocks, ...]`` into n slots, complete but
+        for their headers: pages as ``AttentionKernels.pack`` does, and summary and channel pages.
+
+        ``slots`` ``[n]`` are absolute addresses, on the host. What of the payload of a summary or
+        channel page is not used is zeroed; the padding behind it stays as it is.
         """
         ...
 
@@ -139,6 +159,31 @@ class CpuPageKernels(NativeKernels):
             self.threads,
         )
 
+    def pack_summarized(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slots: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """See :meth:`PageKernels.pack_summarized`; one native call."""
+        self._native.pack_summarized(
+            block_addresses(caches, block_ids, layout).ravel(),
+            slots + np.uint64(geometry.page_offset(0)),
+            geometry.page_bytes,
+            geometry.summary_pages,
+            geometry.channel_pages,
+            geometry.scaled_from > 0,
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.page_stride_bytes,
+            layout.kv_heads,
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+        )
+
 
 class TritonPageKernels:
     """The Triton kernels of one CUDA device (or, for tests, of Triton's interpreter)."""
@@ -202,6 +247,73 @@ class TritonPageKernels:
                 if target is not None
             },
         )
+
+    def pack_summarized(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slots: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """See :meth:`PageKernels.pack_summarized`: a launch for pages, one per layer for the rest,
+        which is made in memory of the device and waited for."""
+        TritonKernels(self.device).pack(
+            caches,
+            block_ids,
+            slots + np.uint64(geometry.layer_offset(0)),
+            geometry.layer_bytes,
+            layout,
+            layout.with_page_stride(geometry.page_bytes),
+        )
+        record = geometry.payload_bytes // layout.page_tokens
+        sources = block_addresses(caches, block_ids, layout)
+        summaries = self._payloads(slots, geometry, geometry.summary_pages)
+        if not geometry.channel_pages:
+            for layer, source in enumerate(sources):
+                place = np.uint64(layer * geometry.pages_per_layer * record)
+                self.summarize(source, layout, bounds=_rows(summaries) + place)
+            _put(summaries, slots, geometry, 0)
+            return
+        channels = self._payloads(slots, geometry, geometry.channel_pages)
+        shape = len(slots), geometry.heads, layout.head_size
+        sums = torch.zeros(shape, device=self.device)
+        size = geometry.heads * record
+        for layer, source in enumerate(sources):
+            begin = layer * size * (2 if geometry.scaled_from else 1)
+            scales = _rows(summaries) + np.uint64(begin + size) if geometry.scaled_from else None
+            self.summarize(
+                source, layout, channels=_rows(channels), scales=scales, value_sum=_rows(sums)
+            )
+            _put(channels, slots, geometry, geometry.first_channel_page(layer))
+            held = summaries[:, begin : begin + size].view(len(slots), geometry.heads, record)
+            held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
+        _put(summaries, slots, geometry, 0)
+
+    def _payloads(
+        self, slots: NDArray[np.uint64], geometry: SlotGeometry, pages: int
+    ) -> torch.Tensor:
+        """Memory of the device for the payloads of so many pages of each slot, uint8, zeros."""
+        shape = len(slots), pages * geometry.payload_bytes
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+
+def _put(
+    payloads: torch.Tensor, slots: NDArray[np.uint64], geometry: SlotGeometry, first: int
+) -> None:
+    """Copy payloads, [n, pages * payload_bytes], to the slots' pages from ``first`` on."""
+    payloads = payloads.cpu()
+    pages = np.arange(payloads.shape[1] // geometry.payload_bytes, dtype=np.uint64)
+    source = _rows(payloads)[:, None] + pages * np.uint64(geometry.payload_bytes)
+    begin = slots + np.uint64(geometry.page_offset(first))
+    target = begin[:, None] + pages * np.uint64(geometry.page_bytes)
+    _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
+
+
+def _rows(memory: torch.Tensor) -> NDArray[np.uint64]:
+    """Absolute address of each row."""
+    step = np.uint64(memory.stride(0) * memory.itemsize)
+    return np.uint64(memory.data_ptr()) + np.arange(len(memory), dtype=np.uint64) * step
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.attention.blocks import BlockLayout, block_stride
+from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.errors import UnsupportedError
@@ -48,65 +48,21 @@ class PagedPort:
 
     def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """See :class:`BlockPort`."""
-        self._kernels.pack(
-            self._caches,
-            block_ids,
-            self._pages(frames),
-            self._geometry.layer_bytes,
-            layout=self._layout,
-            slot_layout=self._slot_layout,
-        )
-        if self._geometry.summary_pages:
-            self._summarize(block_ids, frames)
-        wait_for(self._kernels.device)
-
-    def _summarize(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
-        """Write what summary and channel pages of these frames, [n], hold of these blocks, [n]."""
-        geometry, layout, device = self._geometry, self._layout, self._kernels.device
-        record = geometry.payload_bytes // layout.page_tokens
-        summaries, channels = self._pieces(len(frames), geometry.summary_pages), None
-        records = geometry.pages_per_layer
-        if geometry.channel_pages:
-            records = geometry.heads * (2 if geometry.scaled_from else 1)
-            channels = self._pieces(len(frames), geometry.channel_pages)
-            sums = torch.zeros((len(frames), geometry.heads, layout.head_size), device=device)
-        kernels = select_page_kernels(device)
-        for layer, cache in enumerate(self._caches):
-            step = np.uint64(block_stride(cache) * cache.itemsize)
-            source = np.uint64(cache.data_ptr()) + block_ids.astype(np.uint64) * step
-            begin = layer * records * record
-            if channels is None:
-                kernels.summarize(source, layout, bounds=_addresses(summaries) + np.uint64(begin))
-                continue
-            size = geometry.heads * record
-            kernels.summarize(
-                source,
-                layout,
-                channels=_addresses(channels),
-                scales=_addresses(summaries) + np.uint64(begin + size)
-                if geometry.scaled_from
-                else None,
-                value_sum=_addresses(sums),
+        geometry = self._geometry
+        if geometry.summary_pages:
+            select_page_kernels(self._kernels.device).pack_summarized(
+                self._caches, block_ids, self._frames.address(frames), self._layout, geometry
             )
-            self._put(frames, channels, geometry.first_channel_page(layer))
-            held = summaries[:, begin : begin + size]
-            used = held.view(len(frames), geometry.heads, record)[..., : 4 * layout.head_size]
-            used[:] = sums.view(torch.uint8)
-        self._put(frames, summaries, 0)
-
-    def _pieces(self, frames: int, pages: int) -> torch.Tensor:
-        """Memory of the device for the payloads of so many pages of each frame, uint8, zeros."""
-        shape = frames, pages * self._geometry.payload_bytes
-        return torch.zeros(shape, dtype=torch.uint8, device=self._kernels.device)
-
-    def _put(self, frames: NDArray[np.int32], payloads: torch.Tensor, first: int) -> None:
-        """Copy payloads, [n, pages * payload_bytes], to the frames' pages from ``first`` on."""
-        geometry, payloads = self._geometry, payloads.cpu()
-        pages = np.arange(payloads.shape[1] // geometry.payload_bytes, dtype=np.uint64)
-        source = _addresses(payloads)[:, None] + pages * np.uint64(geometry.payload_bytes)
-        begin = self._frames.address(frames) + np.uint64(geometry.page_offset(first))
-        target = begin[:, None] + pages * np.uint64(geometry.page_bytes)
-        _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
+        else:
+            self._kernels.pack(
+                self._caches,
+                block_ids,
+                self._pages(frames),
+                geometry.layer_bytes,
+                layout=self._layout,
+                slot_layout=self._slot_layout,
+            )
+        wait_for(self._kernels.device)
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""
@@ -122,12 +78,6 @@ class PagedPort:
 
     def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
         return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
-
-
-def _addresses(rows: torch.Tensor) -> NDArray[np.uint64]:
-    """Absolute address of each row."""
-    step = np.uint64(rows.stride(0) * rows.itemsize)
-    return np.uint64(rows.data_ptr()) + np.arange(len(rows), dtype=np.uint64) * step
 
 
 def _blocks_of(

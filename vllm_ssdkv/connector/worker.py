@@ -257,6 +257,8 @@ class SSDKVWorker:
         if PROMOTION in self._loading or time.monotonic() < self._promoting_from:
             return
         rows, contexts = step.streamed()
+        if not rows:
+            return
         for row, blocks in zip(rows, self.store.streamed(contexts, PROMOTED), strict=True):
             if len(blocks):
                 self._report.streamed.append((row.request_id, blocks))

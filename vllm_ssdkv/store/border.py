@@ -178,9 +178,13 @@ class Border:
     ) -> None:
         """A step has ended, with these slots of its rows, some of which chose, and others will
         ``later``: give back what they need more than others."""
-        asked = self._pages.asked - self._asked
-        evicted = self._pages.evictions - self._evictions
-        self._asked, self._evictions = self._pages.asked, self._pages.evictions
+        asked, evicted = self._pages.asked - self._asked, self._pages.evictions - self._evictions
+        needed = asked or evicted or self._places_needed or self._rows_needed
+        if not (needed or choosing or later):  # as in most steps of requests that do not choose
+            self._wait = max(0, self._wait - 1)
+            return
+        self._asked += asked
+        self._evictions += evicted
         self._places_needed = max(int(asked * CHOSEN), _less(self._places_needed))
         will = {*choosing, *later}
         blocks = sum(len(contexts[row]) for row in will)
@@ -236,7 +240,9 @@ class Border:
 
 def _common(slots: NDArray[np.int64], others: Contexts) -> int:
     """Slots that are among the others."""
-    return int(np.count_nonzero(np.isin(slots, np.concatenate([slots[:0], *others]))))
+    if not others:  # as in engines where nobody chooses
+        return 0
+    return int(np.count_nonzero(np.isin(slots, np.concatenate(others))))
 
 
 def _distinct(contexts: Contexts, rows: Collection[int]) -> int:

@@ -7,6 +7,7 @@ here needs a new format version.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -55,7 +56,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SlotGeometry:
     """Shape of one slot on one rank: header, summary pages, channel pages ordered layer, then pages
     ordered layer, head, group.
@@ -75,6 +76,8 @@ class SlotGeometry:
             selector needs them.
         scaled_from: Bytes of a number of K where channel pages hold it as int8, with scales in the
             summary pages; 0 where they hold K as it is.
+
+    What each step asks for every layer is computed once.
 
     Raises:
         ValueError: a number is not positive, ``opaque`` has heads, groups or summaries, there are
@@ -120,7 +123,7 @@ class SlotGeometry:
         """Of superblock and manifest: 1; 2 with channel pages, 3 with int8 ones."""
         return 1 + (self.channel_pages > 0) + (self.scaled_from > 0)
 
-    @property
+    @functools.cached_property
     def page_bytes(self) -> int:
         """Bytes from one page to the next: the payload padded to 4096."""
         return round_up(self.payload_bytes, PAGE_ALIGN)
@@ -140,7 +143,7 @@ class SlotGeometry:
         """Pages of one slot, summaries and channel pages included."""
         return self.first_page(0) + self.kv_pages
 
-    @property
+    @functools.cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer's pages; they are contiguous in the slot."""
         return self.pages_per_layer * self.page_bytes
@@ -156,7 +159,7 @@ class SlotGeometry:
             return self.page_bytes
         return PAGE_ALIGN
 
-    @property
+    @functools.cached_property
     def header_bytes(self) -> int:
         """Bytes of the header: fixed part, marks, own checksum, padded."""
         return round_up(self.header_used + HEADER_TAIL_BYTES, self.quantum)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,10 @@ ChannelTier = Literal["dram", "ssd", "hbm"]
 """Where selectors find the slots' channel pages."""
 
 NO_ROW = -1
+
+_FEW: Final = 16
+"""Rows that are looked for one by one, as each block of a decoding request is: partitioning takes
+as long as some hundred minima where most rows are empty."""
 
 ROW_ALIGN = 64
 """Bytes, of which a row is a multiple."""
@@ -141,6 +145,8 @@ class SummaryTable:
         self._slot_of = np.full(rows, -1, dtype=np.int64)
         self._pins = np.zeros(rows, dtype=np.int32)
         self._closed = np.zeros(rows, dtype=np.bool_)
+        self.open_rows = rows
+        """Rows that are not closed."""
         self._used = np.zeros(rows, dtype=np.int64)
         """When each row was used last, in calls; 0: it holds nothing."""
         self._clock = 0
@@ -198,9 +204,16 @@ class SummaryTable:
     def _oldest(self, count: int) -> NDArray[np.intp]:
         """So many rows that may be taken, or fewer, those that were used longest ago. Lock held."""
         free = np.flatnonzero((self._pins == 0) & ~self._closed)
-        if count < len(free):
-            free = free[np.argpartition(self._used[free], count)[:count]]
-        return free
+        if count >= len(free):
+            return free
+        used = self._used[free]
+        if count > _FEW:
+            return free[np.argpartition(used, count)[:count]]
+        places = np.empty(count, dtype=np.intp)
+        for i in range(count):
+            places[i] = used.argmin()
+            used[places[i]] = self._clock + 1
+        return free[places]
 
     def _copy(self, rows: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
         own = len(self._place)
@@ -269,11 +282,6 @@ class SummaryTable:
 
     # ---- lending their memory ----
 
-    @property
-    def open_rows(self) -> int:
-        """Rows that are not closed."""
-        return self.rows - int(np.count_nonzero(self._closed))
-
     def held_in(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.int32]:
         """Rows that hold something, of the ``length`` from each of these on, [n]; -1 where one is
         pinned."""
@@ -291,6 +299,7 @@ class SummaryTable:
             free: NDArray[np.bool_] = ~(self._pins[rows] > 0).any(axis=1)
             closed = rows[free].ravel()
             self._closed[closed] = True
+            self.open_rows -= len(closed)
             self._move(closed)
             return free
 
@@ -315,8 +324,10 @@ class SummaryTable:
 
     def open(self, firsts: NDArray[np.int32], length: int) -> None:
         """Closed rows may be used again; they hold nothing."""
+        rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
         with self._lock:
-            self._closed[firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]] = False
+            self._closed[rows] = False
+            self.open_rows += rows.size
 
     # ---- counts ----
 

@@ -40,6 +40,8 @@ QUIET_S = 0.5
 """How long nobody must have asked for anything before the scrub reads: longer than the gap between
 two steps of a request that is being decoded."""
 
+_NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
 _LEAST_ROOM = 8
 """Frames that must be free for running contexts' blocks to be brought in, unless fewer do."""
 
@@ -305,7 +307,7 @@ class TieredStore:
         """
         if start == 0:
             self.drop_context(request_id)
-        known = self._contexts.get(request_id, np.zeros(0, dtype=np.int64))
+        known = self._contexts.get(request_id, _NO_SLOTS)
         if start != len(known):
             raise ValueError(
                 f"blocks of request {request_id} from {start} on cannot follow {len(known)}"
@@ -321,12 +323,12 @@ class TieredStore:
 
     def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
         """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
-        slots = self._contexts.get(request_id, np.zeros(0, dtype=np.int64))
+        slots = self._contexts.get(request_id, _NO_SLOTS)
         return slots[:blocks] if len(slots) >= blocks else None
 
     def context_from(self, request_id: str, block: int) -> NDArray[np.int64]:
         """Slots of a request's blocks from ``block`` on, as far as they are known."""
-        return self._contexts.get(request_id, np.zeros(0, dtype=np.int64))[block:]
+        return self._contexts.get(request_id, _NO_SLOTS)[block:]
 
     def stream(
         self,

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention.test_packing import Problem, problems
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.kernels import TritonKernels
+from vllm_ssdkv.attention.page_kernels import CpuPageKernels, TritonPageKernels
 from vllm_ssdkv.triton_kernels.pack import copy_pages
 
 CPU = torch.device("cpu")
@@ -68,6 +70,14 @@ def test_pack_and_unpack(
         for index in range(6):
             want = old[index] if index in ids else torch.zeros_like(old[index])
             assert torch.equal(new[index].view(torch.uint8), want.view(torch.uint8))
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(most_blocks=2))
+def test_slots_are_the_native_ones(problem: Problem) -> None:
+    """With summaries and channels: byte by byte, padding included."""
+    wanted = problem.packed(CpuPageKernels(1))
+    np.testing.assert_array_equal(problem.packed(TritonPageKernels(CPU)), wanted)
 
 
 def test_unpacking_leaves_a_cache_with_padded_pages_alone() -> None:

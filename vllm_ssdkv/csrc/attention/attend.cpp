@@ -135,48 +135,27 @@ Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
 
 void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
             std::int64_t threads) {
-  struct Context {
-    const Kernels& kernels;
-    const Problem& problem;
-    const Plan plan;
-  } context{kernels, problem, make_plan(problem, rows, threads)};
-  const Plan& plan = context.plan;
+  const Plan plan = make_plan(problem, rows, threads);
   // All or one: OpenMP ends and starts threads when a team's size changes.
   const std::int64_t team = plan.threads > 1 ? threads : 1;
-  run_tasks(
-      static_cast<std::int64_t>(plan.tasks.size()), team,
-      kernels.scratch_bytes(plan.most_rows, problem.layout.head_size),
-      [](void* opaque, std::int64_t i, std::byte* scratch) {
-        const auto& c = *static_cast<Context*>(opaque);
-        c.kernels.attend(c.problem, c.plan.tasks[static_cast<std::size_t>(i)], scratch);
-      },
-      &context);
-  run_tasks(
-      static_cast<std::int64_t>(plan.folds.size()), team, 0,
-      [](void* opaque, std::int64_t i, std::byte*) {
-        const auto& c = *static_cast<Context*>(opaque);
-        const Fold& fold = c.plan.folds[static_cast<std::size_t>(i)];
-        c.kernels.fold(c.problem, fold.task, fold.partials, fold.count);
-      },
-      &context);
+  for_tasks(static_cast<std::int64_t>(plan.tasks.size()), team,
+            kernels.scratch_bytes(plan.most_rows, problem.layout.head_size),
+            [&](std::int64_t i, std::byte* scratch) {
+              kernels.attend(problem, plan.tasks[static_cast<std::size_t>(i)], scratch);
+            });
+  for_tasks(static_cast<std::int64_t>(plan.folds.size()), team, 0, [&](std::int64_t i, std::byte*) {
+    const Fold& fold = plan.folds[static_cast<std::size_t>(i)];
+    kernels.fold(problem, fold.task, fold.partials, fold.count);
+  });
 }
 
 void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
             std::int64_t threads) {
-  struct Context {
-    const Kernels& kernels;
-    const Output& output;
-    std::int64_t tokens;
-    std::int64_t step;
-  } context{
-      kernels, output, tokens,
-      std::max<std::int64_t>(1, kMinThreadWork / 4 / (output.query_heads * output.head_size))};
-  run_tasks((tokens + context.step - 1) / context.step, threads, 0,
-            [](void* opaque, std::int64_t i, std::byte*) {
-              const auto& c = *static_cast<Context*>(opaque);
-              c.kernels.finish(c.output, i * c.step, std::min(c.tokens, (i + 1) * c.step));
-            },
-            &context);
+  const std::int64_t step =
+      std::max<std::int64_t>(1, kMinThreadWork / 4 / (output.query_heads * output.head_size));
+  for_tasks((tokens + step - 1) / step, threads, 0, [&](std::int64_t i, std::byte*) {
+    kernels.finish(output, i * step, std::min(tokens, (i + 1) * step));
+  });
 }
 
 }  // namespace ssdkv::attention

@@ -207,8 +207,10 @@ void py_copy(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& d
           "pages, payload_bytes or threads out of range");
   require(source_stride >= payload_bytes && destination_stride >= payload_bytes,
           "a page stride is smaller than payload_bytes");
-  const PageCopy copy{source.data(), destination.data(), pages,        payload_bytes,
-                      source_stride, destination_stride, clear_padding};
+  const PageCopy copy{source.data(),
+                      destination.data(),
+                      pages,
+                      {payload_bytes, source_stride, destination_stride, clear_padding}};
   const std::int64_t items = extent(source.shape(0));
   const nb::gil_scoped_release release;
   copy_pages(copy, items, threads);

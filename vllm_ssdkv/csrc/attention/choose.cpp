@@ -88,22 +88,14 @@ ChosenColumns choose_columns(const ColumnChoice& choice, std::int64_t rows, std:
   chosen.columns.resize(static_cast<std::size_t>(room.back()));
   chosen.begin.resize(lists + 1);
   chosen.mass.resize(lists);
-  struct Context {
-    const ColumnChoice& choice;
-    const std::vector<std::int64_t>& room;
-    ChosenColumns& chosen;
-  } context{choice, room, chosen};
   const std::int64_t columns = choice.first_column[rows] * choice.kv_heads;
-  run_tasks(
-      static_cast<std::int64_t>(lists), columns < kMinThreadColumns ? 1 : threads, 0,
-      [](void* opaque, std::int64_t i, std::byte*) {
-        const auto& c = *static_cast<Context*>(opaque);
-        const auto list = static_cast<std::size_t>(i);
-        c.chosen.begin[list + 1] = static_cast<std::int32_t>(
-            choose_list(c.choice, i / c.choice.kv_heads, i % c.choice.kv_heads,
-                        c.chosen.columns.data() + c.room[list], c.chosen.mass[list]));
-      },
-      &context);
+  for_tasks(static_cast<std::int64_t>(lists), columns < kMinThreadColumns ? 1 : threads, 0,
+            [&](std::int64_t i, std::byte*) {
+              const auto list = static_cast<std::size_t>(i);
+              chosen.begin[list + 1] = static_cast<std::int32_t>(
+                  choose_list(choice, i / choice.kv_heads, i % choice.kv_heads,
+                              chosen.columns.data() + room[list], chosen.mass[list]));
+            });
   for (std::size_t i = 0; i < lists; ++i) {
     const std::int32_t to = chosen.begin[i];
     const std::int32_t count = chosen.begin[i + 1];

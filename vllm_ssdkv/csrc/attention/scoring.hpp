@@ -106,7 +106,13 @@ struct Coverage {
 // The entry points of one instruction set. Ranges are of what a task works on; `scratch` is
 // 64-byte aligned and has the bytes stated.
 struct SparseKernels {
-  void (*summarize)(const Summaries&, std::int64_t block_begin, std::int64_t block_end);
+  // Minimum, then maximum, of each channel of a page's K: [2][head_size].
+  void (*bounds)(const PageLayout&, const std::byte* page, std::byte* to);
+  // K of one head of a block, from its first page on, channel-major: [head_size][block_tokens]. In
+  // int8 if there is a place for scales, float [head_size].
+  void (*channels)(const PageLayout&, const std::byte* pages, std::byte* to, std::byte* scales);
+  // V of one head of a block, from its first page on, summed over the tokens: float [head_size].
+  void (*value_sum)(const PageLayout&, const std::byte* pages, std::byte* to);
   // 4 * (group + 3) * (head_size + 15) bytes.
   void (*bound_logits)(const BoundScoring&, std::int64_t row, std::int64_t head,
                        std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);

@@ -15,16 +15,6 @@ constexpr std::int64_t kMinThreadBytes = 1 << 18;
 
 std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-template <typename Body>
-void run(std::int64_t tasks, std::int64_t threads, std::size_t scratch, const Body& body) {
-  run_tasks(
-      tasks, threads, scratch,
-      [](void* opaque, std::int64_t task, std::byte* bytes) {
-        (*static_cast<const Body*>(opaque))(task, bytes);
-      },
-      const_cast<Body*>(&body));
-}
-
 struct Piece {
   std::int64_t row;
   std::int64_t head;
@@ -60,8 +50,8 @@ std::int64_t team(std::int64_t bytes, std::int64_t threads) {
 template <typename Body>
 void for_heads(std::int64_t rows, std::int64_t heads, std::int64_t columns, std::int64_t threads,
                const Body& body) {
-  run(rows * heads, team(columns * 4, threads), 0,
-      [&](std::int64_t task, std::byte*) { body(task / heads, task % heads); });
+  for_tasks(rows * heads, team(columns * 4, threads), 0,
+            [&](std::int64_t task, std::byte*) { body(task / heads, task % heads); });
 }
 
 }  // namespace
@@ -69,13 +59,38 @@ void for_heads(std::int64_t rows, std::int64_t heads, std::int64_t columns, std:
 void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t threads) {
   const SparseKernels& kernels = *active_kernels().sparse;
   const PageLayout& layout = s.layout;
-  const std::int64_t bytes =
-      2 * layout.kv_heads * layout.block_tokens * layout.head_size * item_bytes(layout.dtype);
+  const std::int64_t groups = layout.block_tokens / layout.page_tokens;
+  const std::int64_t token = layout.head_size * item_bytes(layout.dtype);
+  const std::int64_t channel_item = s.scales == nullptr ? item_bytes(layout.dtype) : 1;
+  const std::int64_t bytes = 2 * layout.kv_heads * layout.block_tokens * token;
+  const auto one = [&](std::int64_t block, std::int64_t head) {
+    const auto place = [&](const std::uint64_t* list, std::int64_t size) {
+      return reinterpret_cast<std::byte*>(list[block]) + head * size;
+    };
+    const std::byte* pages = place(s.source, groups * layout.page_stride);
+    if (s.bounds != nullptr) {
+      std::byte* const to = place(s.bounds, groups * 2 * token);
+      for (std::int64_t g = 0; g < groups; ++g) {
+        kernels.bounds(layout, pages + g * layout.page_stride, to + g * 2 * token);
+      }
+    }
+    if (s.channels != nullptr) {
+      kernels.channels(layout, pages,
+                       place(s.channels, layout.head_size * layout.block_tokens * channel_item),
+                       s.scales == nullptr ? nullptr : place(s.scales, 2 * token));
+    }
+    if (s.value_sum != nullptr) {
+      kernels.value_sum(layout, pages, place(s.value_sum, layout.head_size * 4));
+    }
+  };
   const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / bytes);
-  run((blocks + step - 1) / step, team(blocks * bytes, threads), 0,
-      [&](std::int64_t task, std::byte*) {
-        kernels.summarize(s, task * step, std::min(blocks, (task + 1) * step));
-      });
+  for_tasks((blocks + step - 1) / step, team(blocks * bytes, threads), 0,
+            [&](std::int64_t task, std::byte*) {
+              const std::int64_t end = std::min(blocks, (task + 1) * step);
+              for (std::int64_t block = task * step; block < end; ++block) {
+                for (std::int64_t head = 0; head < layout.kv_heads; ++head) one(block, head);
+              }
+            });
 }
 
 void score_bounds(const BoundScoring& s, std::int64_t rows, std::int64_t threads) {
@@ -87,13 +102,13 @@ void score_bounds(const BoundScoring& s, std::int64_t rows, std::int64_t threads
   });
   const std::int64_t group = s.query_heads / layout.kv_heads;
   const std::int64_t scratch = 4 * (group + 3) * (layout.head_size + 15);
-  run(static_cast<std::int64_t>(pieces.size()),
-      team(s.first_column[rows] * layout.kv_heads * page, threads),
-      static_cast<std::size_t>(scratch), [&](std::int64_t task, std::byte* bytes) {
-        const Piece& p = pieces[static_cast<std::size_t>(task)];
-        if (p.begin == p.end) return;
-        kernels.bound_logits(s, p.row, p.head, p.begin, p.end, bytes);
-      });
+  for_tasks(static_cast<std::int64_t>(pieces.size()),
+            team(s.first_column[rows] * layout.kv_heads * page, threads),
+            static_cast<std::size_t>(scratch), [&](std::int64_t task, std::byte* bytes) {
+              const Piece& p = pieces[static_cast<std::size_t>(task)];
+              if (p.begin == p.end) return;
+              kernels.bound_logits(s, p.row, p.head, p.begin, p.end, bytes);
+            });
 }
 
 void score_channels(const ChannelScoring& s, std::int64_t rows, std::int64_t threads) {
@@ -105,14 +120,14 @@ void score_channels(const ChannelScoring& s, std::int64_t rows, std::int64_t thr
   const std::vector<Piece> pieces =
       cut(rows, layout.kv_heads, std::max<std::int64_t>(1, block),
           [&](std::int64_t row) { return s.row_end[row] - s.row_begin[row]; });
-  run(static_cast<std::int64_t>(pieces.size()),
-      team(s.first_column[rows] * layout.kv_heads * s.count * item, threads),
-      static_cast<std::size_t>(4 * s.count * std::max<std::int64_t>(64, group)),
-      [&](std::int64_t task, std::byte* bytes) {
-        const Piece& p = pieces[static_cast<std::size_t>(task)];
-        if (p.begin == 0) kernels.window_logits(s, p.row, p.head, bytes);
-        if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end, bytes);
-      });
+  for_tasks(static_cast<std::int64_t>(pieces.size()),
+            team(s.first_column[rows] * layout.kv_heads * s.count * item, threads),
+            static_cast<std::size_t>(4 * s.count * std::max<std::int64_t>(64, group)),
+            [&](std::int64_t task, std::byte* bytes) {
+              const Piece& p = pieces[static_cast<std::size_t>(task)];
+              if (p.begin == 0) kernels.window_logits(s, p.row, p.head, bytes);
+              if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end, bytes);
+            });
 }
 
 void weigh_columns(const Weighting& w, std::int64_t rows, std::int64_t threads) {

@@ -11,6 +11,7 @@
 
 #include "arrays.hpp"
 #include "attention/arguments.hpp"
+#include "attention/packing.hpp"
 #include "attention/sparse.hpp"
 
 namespace ssdkv::attention {
@@ -75,6 +76,43 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
   };
   const nb::gil_scoped_release release;
   summarize_blocks(s, blocks, threads);
+}
+
+void py_pack_summarized(Vector<std::uint64_t> source, Vector<std::uint64_t> slot,
+                        std::int64_t page_bytes, std::int64_t summary_pages,
+                        std::int64_t channel_pages, bool scaled, std::int64_t block_tokens,
+                        std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
+                        std::int64_t head_size, int dtype, std::int64_t threads) {
+  require(threads > 0, "threads must be positive");
+  const std::int64_t blocks = extent(slot.shape(0));
+  const std::int64_t parts = extent(source.shape(0));
+  require(blocks == 0 ? parts == 0 : parts % blocks == 0, "source must be [layers * slots]");
+  if (parts == 0) return;
+  const Packing p{
+      to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype),
+      parts / blocks,
+      blocks,
+      source.data(),
+      slot.data(),
+      page_bytes,
+      summary_pages,
+      channel_pages,
+      scaled,
+  };
+  const std::int64_t item = item_bytes(p.layout.dtype);
+  const std::int64_t token = kv_heads * head_size;
+  require(page_bytes >= 2 * page_tokens * head_size * item,
+          "page_bytes is smaller than K and V of one page");
+  require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
+  require(channel_pages == 0 || channel_pages * 2 * page_tokens * head_size * item >=
+                                    token * block_tokens * (scaled ? 1 : item),
+          "channel_pages are too few for K");
+  const std::int64_t records =
+      kv_heads * (channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1));
+  require(summary_pages * page_tokens >= p.layers * records,
+          "summary_pages are too few for the records");
+  const nb::gil_scoped_release release;
+  pack_summarized(p, threads);
 }
 
 // Checks that every row's blocks lie within the addresses and are as many as its columns say.
@@ -404,6 +442,12 @@ void bind_sparse(nb::module_& module) {
              nb::arg("block_tokens"), nb::arg("page_tokens"), nb::arg("page_stride"),
              nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
              "Page bounds, channel-major K and sums of V of blocks.");
+  module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
+             nb::arg("slot").noconvert(), nb::arg("page_bytes"), nb::arg("summary_pages"),
+             nb::arg("channel_pages"), nb::arg("scaled"), nb::arg("block_tokens"),
+             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
+             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
+             "Copy blocks of all layers to slots, with their summaries and channels.");
   module.def("bound_logits", &py_bound_logits, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
              nb::arg("bounds").noconvert(), nb::arg("first_page").noconvert(),

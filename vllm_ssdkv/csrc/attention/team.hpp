@@ -24,4 +24,16 @@ bool team_available();
 void run_tasks(std::int64_t tasks, std::int64_t threads, std::size_t scratch_bytes, TeamWork work,
                void* context);
 
+// The same with body(task, scratch).
+template <typename Body>
+void for_tasks(std::int64_t tasks, std::int64_t threads, std::size_t scratch_bytes,
+               const Body& body) {
+  run_tasks(
+      tasks, threads, scratch_bytes,
+      [](void* opaque, std::int64_t task, std::byte* scratch) {
+        (*static_cast<const Body*>(opaque))(task, scratch);
+      },
+      const_cast<Body*>(&body));
+}
+
 }  // namespace ssdkv::attention

@@ -16,18 +16,11 @@ std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; 
 template <typename Body>
 void for_ranges(std::int64_t items, std::int64_t bytes_each, std::int64_t threads,
                 const Body& body) {
-  struct Context {
-    const Body& body;
-    std::int64_t items;
-    std::int64_t step;
-  } context{body, items,
-            std::max<std::int64_t>(1, kMinTaskBytes / std::max<std::int64_t>(1, bytes_each))};
-  run_tasks((items + context.step - 1) / context.step, threads, 0,
-            [](void* opaque, std::int64_t i, std::byte*) {
-              const auto& c = *static_cast<Context*>(opaque);
-              c.body(i * c.step, std::min(c.items, (i + 1) * c.step));
-            },
-            &context);
+  const std::int64_t step =
+      std::max<std::int64_t>(1, kMinTaskBytes / std::max<std::int64_t>(1, bytes_each));
+  for_tasks((items + step - 1) / step, threads, 0, [&](std::int64_t task, std::byte*) {
+    body(task * step, std::min(items, (task + 1) * step));
+  });
 }
 
 }  // namespace
@@ -57,24 +50,26 @@ void scatter_tokens(const Scatter& s, std::int64_t tokens, std::int64_t threads)
              });
 }
 
+void copy_run(const PageRun& run, const std::byte* from, std::byte* to, std::int64_t pages) {
+  const auto payload = static_cast<std::size_t>(run.payload);
+  const auto padding = static_cast<std::size_t>(run.destination_stride - run.payload);
+  if (run.source_stride == run.payload && padding == 0) {
+    std::memcpy(to, from, payload * static_cast<std::size_t>(pages));
+    return;
+  }
+  for (std::int64_t page = 0; page < pages; ++page) {
+    std::memcpy(to, from, payload);
+    if (run.clear_padding) std::memset(to + payload, 0, padding);
+    from += run.source_stride;
+    to += run.destination_stride;
+  }
+}
+
 void copy_pages(const PageCopy& c, std::int64_t items, std::int64_t threads) {
-  const auto payload = static_cast<std::size_t>(c.payload);
-  const auto padding = static_cast<std::size_t>(c.destination_stride - c.payload);
-  const bool dense = c.source_stride == c.payload && c.destination_stride == c.payload;
-  for_ranges(items, c.pages * c.payload, threads, [&](std::int64_t begin, std::int64_t end) {
+  for_ranges(items, c.pages * c.run.payload, threads, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      const auto* from = reinterpret_cast<const std::byte*>(c.source[i]);
-      auto* to = reinterpret_cast<std::byte*>(c.destination[i]);
-      if (dense) {
-        std::memcpy(to, from, payload * static_cast<std::size_t>(c.pages));
-        continue;
-      }
-      for (std::int64_t page = 0; page < c.pages; ++page) {
-        std::memcpy(to, from, payload);
-        if (c.clear_padding) std::memset(to + payload, 0, padding);
-        from += c.source_stride;
-        to += c.destination_stride;
-      }
+      copy_run(c.run, reinterpret_cast<const std::byte*>(c.source[i]),
+               reinterpret_cast<std::byte*>(c.destination[i]), c.pages);
     }
   });
 }

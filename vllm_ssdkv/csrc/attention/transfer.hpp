@@ -21,14 +21,22 @@ struct Scatter {
 
 void scatter_tokens(const Scatter& scatter, std::int64_t tokens, std::int64_t threads);
 
+// Pages that lie evenly apart, and where they go.
+struct PageRun {
+  std::int64_t payload;        // bytes used per page
+  std::int64_t source_stride;  // bytes from page to page
+  std::int64_t destination_stride;
+  bool clear_padding;  // zero what lies between payloads in the destination
+};
+
+// On the caller's thread.
+void copy_run(const PageRun& run, const std::byte* from, std::byte* to, std::int64_t pages);
+
 struct PageCopy {
   const std::uint64_t* source;       // [items] addresses of the first page
   const std::uint64_t* destination;  // [items]
   std::int64_t pages;                // per item
-  std::int64_t payload;              // bytes used per page
-  std::int64_t source_stride;        // bytes from page to page
-  std::int64_t destination_stride;
-  bool clear_padding;  // zero what lies between payloads in the destination
+  PageRun run;
 };
 
 void copy_pages(const PageCopy& copy, std::int64_t items, std::int64_t threads);

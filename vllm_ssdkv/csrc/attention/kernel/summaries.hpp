@@ -11,77 +11,147 @@ namespace {
 inline Vec lower(Vec low, Vec v) { return (v < low) | (v != v) ? v : low; }
 inline Vec upper(Vec high, Vec v) { return (v > high) | (v != v) ? v : high; }
 
-// One block being summarised.
-template <typename T>
-struct Block {
-  static constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
-  const PageLayout& layout;
-  const std::byte* data;
+// So many vectors of channels are worked on at a time: what is kept of one token waits for that of
+// the token before, and meanwhile the others' turn comes.
+constexpr int kAbreast = 4;
 
-  std::int64_t groups() const { return layout.block_tokens / layout.page_tokens; }
-  const std::byte* page(std::int64_t head, std::int64_t group) const {
-    return data + (head * groups() + group) * layout.page_stride;
+template <int W>
+struct Width {
+  static constexpr int value = W;
+};
+
+// Calls visit(Width<W>, d) for all channels: W vectors of them from d on. A single one may be cut
+// short by the head's size.
+template <typename Visit>
+void for_channels(std::int64_t size, const Visit& visit) {
+  std::int64_t d = 0;
+  for (; d + kAbreast * kLanes <= size; d += kAbreast * kLanes) {
+    visit(Width<kAbreast>{}, d);
   }
-  const std::byte* key(std::int64_t head, std::int64_t token) const {
-    const std::int64_t group = token / layout.page_tokens;
-    return page(head, group) + (token - group * layout.page_tokens) * layout.head_size * kItem;
+  for (; d < size; d += kLanes) visit(Width<1>{}, d);
+}
+
+// Calls add(i, v) for each vector i of W, from channel d on, of each of `rows` rows in order.
+template <typename T, int W, typename Add>
+void for_rows(const std::byte* row, std::int64_t rows, std::int64_t size, std::int64_t d,
+              const Add& add) {
+  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
+  const std::byte* from = row + d * kItem;
+  for (std::int64_t r = 0; r < rows; ++r, from += size * kItem) {
+#pragma GCC unroll 4
+    for (int i = 0; i < W; ++i) {
+      add(i, W > 1 ? load<T>(from + i * kLanes * kItem) : load_some<T>(from, size - d));
+    }
+  }
+}
+
+// The same for keys, or values, of all pages of one head of a block.
+template <typename T, int W, typename Add>
+void for_tokens(const PageLayout& layout, const std::byte* first, std::int64_t d, const Add& add) {
+  for (std::int64_t t = 0; t < layout.block_tokens; t += layout.page_tokens) {
+    for_rows<T, W>(first, layout.page_tokens, layout.head_size, d, add);
+    first += layout.page_stride;
+  }
+}
+
+template <typename T>
+void write_bounds(const PageLayout& layout, const std::byte* page, std::byte* to) {
+  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t size = layout.head_size;
+  for_channels(size, [&](auto abreast, std::int64_t d) {
+    constexpr int kWide = decltype(abreast)::value;
+    Vec low[kWide], high[kWide];
+    for_rows<T, kWide>(page, 1, size, d, [&](int i, Vec v) { low[i] = high[i] = v; });
+    for_rows<T, kWide>(page + size * kItem, layout.page_tokens - 1, size, d, [&](int i, Vec v) {
+      low[i] = lower(low[i], v);
+      high[i] = upper(high[i], v);
+    });
+    for (int i = 0; i < kWide; ++i) {
+      const std::int64_t at = d + i * kLanes;
+      store_some<T>(to + at * kItem, low[i], size - at);
+      store_some<T>(to + (size + at) * kItem, high[i], size - at);
+    }
+  });
+}
+
+// Where `Count` keys of one head of a block lie, from `token` on; behind the last one it stands in
+// for those that are missing. Any may be read kLanes channels at a time, even where a head has
+// fewer: behind the last key of a page lies V.
+template <int Count>
+struct Keys {
+  const std::byte* at[Count];
+
+  Keys(const PageLayout& layout, const std::byte* pages, std::int64_t token) {
+    const std::int64_t bytes = layout.head_size * item_bytes(layout.dtype);
+    const std::byte* page = pages + token / layout.page_tokens * layout.page_stride;
+    std::int64_t inside = token % layout.page_tokens;
+    for (int i = 0; i < Count; ++i) {
+      at[i] = page + inside * bytes;
+      if (token + i + 1 >= layout.block_tokens) continue;
+      if (++inside == layout.page_tokens) {
+        page += layout.page_stride;
+        inside = 0;
+      }
+    }
   }
 };
 
-template <typename T>
-void write_bounds(const Block<T>& block, std::byte* to) {
-  const std::int64_t size = block.layout.head_size;
-  const std::int64_t row = size * block.kItem;
-  for (std::int64_t head = 0; head < block.layout.kv_heads; ++head) {
-    for (std::int64_t group = 0; group < block.groups(); ++group, to += 2 * row) {
-      const std::byte* key = block.page(head, group);
-      for (std::int64_t d = 0; d < size; d += kLanes) {
-        const std::byte* from = key + d * block.kItem;
-        Vec low = load_some<T>(from, size - d);
-        Vec high = low;
-        for (std::int64_t t = 1; t < block.layout.page_tokens; ++t) {
-          const Vec v = load_some<T>(from + t * row, size - d);
-          low = lower(low, v);
-          high = upper(high, v);
-        }
-        store_some<T>(to + d * block.kItem, low, size - d);
-        store_some<T>(to + row + d * block.kItem, high, size - d);
-      }
-    }
-  }
-}
-
-template <typename T>
-void write_channels(const Block<T>& block, std::byte* to) {
-  const std::int64_t size = block.layout.head_size;
-  const std::int64_t tokens = block.layout.block_tokens;
-  for (std::int64_t head = 0; head < block.layout.kv_heads; ++head) {
-    for (std::int64_t t = 0; t < tokens; t += kLanes) {
-      for (std::int64_t d = 0; d < size; d += kLanes) {
-        Vec square[kLanes] = {};
-        for (int i = 0; i < kLanes && t + i < tokens; ++i) {
-          square[i] = load_some<T>(block.key(head, t + i) + d * block.kItem, size - d);
-        }
-        transpose(square);
-        for (int i = 0; i < kLanes && d + i < size; ++i) {
-          const std::int64_t at = (head * size + d + i) * tokens + t;
-          store_some<T>(to + at * block.kItem, square[i], tokens - t);
+// Writes K channel-major as numbers of `Item` bytes. pack(keys, d) gives those of 4 / Item keys for
+// channels d, d + 1, ... in a register, one key behind the other in each lane: transposed as if
+// lanes were single numbers, registers hold what one channel has of kLanes times as many keys.
+template <int Item, typename Pack>
+void transpose_keys(const PageLayout& layout, const std::byte* pages, std::byte* to,
+                    const Pack& pack) {
+  constexpr int kShared = 4 / Item;
+  const std::int64_t tokens = layout.block_tokens;
+  for (std::int64_t t = 0; t < tokens; t += kShared * kLanes) {
+    const Keys<kShared * kLanes> keys(layout, pages, t);
+    const std::int64_t bytes = (tokens - t) * Item;
+    for (std::int64_t d = 0; d < layout.head_size; d += kLanes) {
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = pack(keys.at + i * kShared, d);
+      transpose(square);
+      std::byte* target = to + (d * tokens + t) * Item;
+      for (int i = 0; i < kLanes && d + i < layout.head_size; ++i, target += tokens * Item) {
+        constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Vec));
+        if (bytes >= kBytes) {
+          std::memcpy(target, &square[i], sizeof(Vec));
+        } else {
+          std::memcpy(target, &square[i], static_cast<std::size_t>(bytes));
         }
       }
     }
   }
 }
 
-// The step between the int8 numbers of kLanes channels from `d` on: the largest magnitude is 127
-// of it. NaN where a channel has a number that is not finite, so that broken data shows.
+// K as it is, bit by bit.
 template <typename T>
-Vec step_of(const Block<T>& block, std::int64_t head, std::int64_t d) {
-  Vec most = {};
-  for (std::int64_t t = 0; t < block.layout.block_tokens; ++t) {
-    const Vec v = load_some<T>(block.key(head, t) + d * block.kItem, block.layout.head_size - d);
-    most = upper(most, v < Vec{} ? -v : v);
-  }
-  return most < splat(kInfinity) ? most / 127.0f : splat(__builtin_nanf(""));
+void write_channels(const PageLayout& layout, const std::byte* pages, std::byte* to) {
+  constexpr int kItem = sizeof(T);
+  transpose_keys<kItem>(layout, pages, to, [](const std::byte* const* keys, std::int64_t d) {
+    if constexpr (kItem == 4) {
+      return load<float>(keys[0] + d * kItem);
+    } else {
+      return reinterpret_cast<Vec>(widen(keys[0] + d * kItem) | widen(keys[1] + d * kItem) << 16);
+    }
+  });
+}
+
+// The step between the int8 numbers of each channel: the largest magnitude is 127 of it. NaN where
+// a channel has a number that is not finite, so that broken data shows.
+template <typename T>
+void write_steps(const PageLayout& layout, const std::byte* pages, std::byte* to) {
+  for_channels(layout.head_size, [&](auto abreast, std::int64_t d) {
+    constexpr int kWide = decltype(abreast)::value;
+    Vec most[kWide] = {};
+    for_tokens<T, kWide>(layout, pages, d,
+                         [&](int i, Vec v) { most[i] = upper(most[i], v < Vec{} ? -v : v); });
+    for (int i = 0; i < kWide; ++i) {
+      const std::int64_t at = d + i * kLanes;
+      const Vec step = most[i] < splat(kInfinity) ? most[i] / 127.0f : splat(__builtin_nanf(""));
+      store_some<float>(to + at * 4, step, layout.head_size - at);
+    }
+  });
 }
 
 // The nearest whole number of steps, the even one of two; 0 where there is no step.
@@ -94,69 +164,65 @@ inline Vec steps(Vec v, Vec step) {
 }
 
 template <typename T>
-void write_scaled(const Block<T>& block, std::byte* to, std::byte* scales) {
-  const std::int64_t size = block.layout.head_size;
-  const std::int64_t tokens = block.layout.block_tokens;
-  for (std::int64_t head = 0; head < block.layout.kv_heads; ++head) {
-    for (std::int64_t d = 0; d < size; d += kLanes) {
-      const Vec step = step_of(block, head, d);
-      store_some<float>(scales + head * scale_record(block.layout) + d * 4, step, size - d);
-      for (std::int64_t t = 0; t < tokens; t += kLanes) {
-        Vec square[kLanes] = {};
-        for (int i = 0; i < kLanes && t + i < tokens; ++i) {
-          const std::byte* from = block.key(head, t + i) + d * block.kItem;
-          square[i] = steps(load_some<T>(from, size - d), step);
-        }
-        transpose(square);
-        for (int i = 0; i < kLanes && d + i < size; ++i) {
-          store_some<Int8>(to + (head * size + d + i) * tokens + t, square[i], tokens - t);
-        }
-      }
+void write_scaled(const PageLayout& layout, const std::byte* pages, std::byte* to,
+                  std::byte* scales) {
+  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
+  write_steps<T>(layout, pages, scales);
+  transpose_keys<1>(layout, pages, to, [&](const std::byte* const* keys, std::int64_t d) {
+    const Vec step = load_some<float>(scales + d * 4, layout.head_size - d);
+    UintVec four = {};
+    for (int i = 0; i < 4; ++i) {
+      const Vec whole = steps(load<T>(keys[i] + d * kItem), step);
+      const auto bits = reinterpret_cast<UintVec>(__builtin_convertvector(whole, IntVec));
+      four |= (bits & 0xff) << (8 * i);
     }
-  }
+    return reinterpret_cast<Vec>(four);
+  });
 }
 
 template <typename T>
-void write_value_sum(const Block<T>& block, std::byte* to) {
-  const std::int64_t size = block.layout.head_size;
-  const std::int64_t value = block.layout.page_tokens * size * block.kItem;
-  for (std::int64_t head = 0; head < block.layout.kv_heads; ++head, to += size * 4) {
-    for (std::int64_t d = 0; d < size; d += kLanes) {
-      Vec sum = {};
-      for (std::int64_t t = 0; t < block.layout.block_tokens; ++t) {
-        sum += load_some<T>(block.key(head, t) + value + d * block.kItem, size - d);
-      }
-      store_some<float>(to + d * 4, sum, size - d);
+void write_value_sum(const PageLayout& layout, const std::byte* pages, std::byte* to) {
+  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
+  const std::byte* values = pages + layout.page_tokens * layout.head_size * kItem;
+  for_channels(layout.head_size, [&](auto abreast, std::int64_t d) {
+    constexpr int kWide = decltype(abreast)::value;
+    Vec sum[kWide] = {};
+    for_tokens<T, kWide>(layout, values, d, [&](int i, Vec v) { sum[i] += v; });
+    for (int i = 0; i < kWide; ++i) {
+      const std::int64_t at = d + i * kLanes;
+      store_some<float>(to + at * 4, sum[i], layout.head_size - at);
     }
-  }
+  });
 }
 
-template <typename T>
-void summarize_blocks(const Summaries& s, std::int64_t block_begin, std::int64_t block_end) {
-  const auto place = [](const std::uint64_t* list, std::int64_t block) {
-    return reinterpret_cast<std::byte*>(list[block]);
-  };
-  for (std::int64_t b = block_begin; b < block_end; ++b) {
-    const Block<T> block{s.layout, place(s.source, b)};
-    if (s.bounds != nullptr) write_bounds(block, place(s.bounds, b));
-    if (s.scales != nullptr) {
-      write_scaled(block, place(s.channels, b), place(s.scales, b));
-    } else if (s.channels != nullptr) {
-      write_channels(block, place(s.channels, b));
-    }
-    if (s.value_sum != nullptr) write_value_sum(block, place(s.value_sum, b));
-  }
-}
-
-void summarize(const Summaries& s, std::int64_t block_begin, std::int64_t block_end) {
-  switch (s.layout.dtype) {
+// Calls work(T{}) for the storage type T of a dtype.
+template <typename Work>
+void for_dtype(DType dtype, const Work& work) {
+  switch (dtype) {
     case DType::kFloat32:
-      return summarize_blocks<float>(s, block_begin, block_end);
+      return work(float{});
     case DType::kBFloat16:
-      return summarize_blocks<BFloat16>(s, block_begin, block_end);
+      return work(BFloat16{});
     case DType::kFloat16:
-      return summarize_blocks<Float16>(s, block_begin, block_end);
+      return work(Float16{});
   }
+}
+
+void page_bounds(const PageLayout& layout, const std::byte* page, std::byte* to) {
+  for_dtype(layout.dtype, [&](auto item) { write_bounds<decltype(item)>(layout, page, to); });
+}
+
+void head_channels(const PageLayout& layout, const std::byte* pages, std::byte* to,
+                   std::byte* scales) {
+  for_dtype(layout.dtype, [&](auto item) {
+    using T = decltype(item);
+    if (scales == nullptr) return write_channels<T>(layout, pages, to);
+    write_scaled<T>(layout, pages, to, scales);
+  });
+}
+
+void head_value_sum(const PageLayout& layout, const std::byte* pages, std::byte* to) {
+  for_dtype(layout.dtype, [&](auto item) { write_value_sum<decltype(item)>(layout, pages, to); });
 }
 
 }  // namespace

@@ -1,0 +1,140 @@
+"""What it costs to bring completed blocks from HBM to frames, with what selectors need and without.
+
+Blocks of all layers are packed into frames as the end of a step does it: pages alone (``exact``),
+with their bounds, with channel-major K, with that in int8. Medians of ``--repeat`` runs, in turns,
+so that a noisy machine disturbs all alike; each is told as a multiple of ``exact`` in the same run.
+``small`` is one block of the model that `ssdkv demo` makes: there, what a call costs whatever it
+copies is most of it.
+
+    python -m vllm_ssdkv.profiling.bench_pack --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_ssdkv import _kernels
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.connector.blocks import PagedPort
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cache import FrameCache
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.summaries import with_summaries
+
+ROTATION = 4
+"""So many times the blocks of a call there are, and frames: calls in a row find neither in the
+processor's cache, as steps do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``blocks`` complete in one step, in bfloat16."""
+
+    blocks: int
+    layers: int
+    heads: int
+    head_size: int
+    block_tokens: int = 64
+    page_tokens: int = 16
+
+
+SHAPES = {"large": Shape(8, 32, 8, 128), "small": Shape(1, 3, 2, 64)}
+
+
+def geometries(shape: Shape) -> dict[str, SlotGeometry]:
+    """What a slot holds, by how pages are chosen."""
+    payload = 2 * shape.page_tokens * shape.head_size * torch.bfloat16.itemsize
+    groups = shape.block_tokens // shape.page_tokens
+    pages = SlotGeometry("paged", shape.layers, shape.heads, groups, payload)
+    return {
+        "exact": pages,
+        "bounds": with_summaries(pages, shape.page_tokens, channels=False),
+        "channels": with_summaries(pages, shape.page_tokens, channels=True),
+        "int8 channels": with_summaries(pages, shape.page_tokens, channels=True, scaled_from=2),
+    }
+
+
+def pack_call(
+    shape: Shape, geometry: SlotGeometry, caches: list[torch.Tensor]
+) -> Callable[[], None]:
+    """Packs other blocks into other frames with each call."""
+    layout = BlockLayout.unpadded(
+        shape.block_tokens, shape.page_tokens, shape.heads, shape.head_size, torch.bfloat16
+    )
+    count = shape.blocks * ROTATION
+    arena = Arena(count * geometry.slot_bytes)
+    arena.view(0, arena.nbytes).fill(0)
+    frames = FrameCache(arena, 0, geometry.slot_bytes, count, count)
+    port = PagedPort(select_kernels(torch.device("cpu")), caches, layout, geometry, frames)
+    turn = 0
+
+    def call() -> None:
+        nonlocal turn
+        first = turn % ROTATION * shape.blocks
+        turn += 1
+        ids = np.arange(first, first + shape.blocks)
+        port.save(ids, ids.astype(np.int32))
+
+    return call
+
+
+def measure(shape: Shape, repeat: int) -> dict[str, list[float]]:
+    """Seconds of each run, by how pages are chosen; they take turns."""
+    size = 2 * shape.block_tokens * shape.heads * shape.head_size
+    caches = [
+        torch.randn(shape.blocks * ROTATION, size).to(torch.bfloat16) for _ in range(shape.layers)
+    ]
+    calls = {name: pack_call(shape, held, caches) for name, held in geometries(shape).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROTATION + repeat):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            if turn >= ROTATION:  # before, memory is touched and threads begin
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def report(name: str, shape: Shape, medians: Mapping[str, float]) -> None:
+    """Print a line per way of choosing."""
+    print(f"{name}: {shape}")
+    for kind, median in medians.items():
+        ratio = median / medians["exact"]
+        print(f"  {kind:16} {median * 1e3:8.3f} ms  {ratio:5.2f} of exact")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeat", type=int, default=25)
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--isa", choices=_kernels.isas(), default=_kernels.isa())
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    _kernels.set_isa(options.isa)
+    print(f"{_kernels.isa()}, {options.threads} threads, medians of {options.repeat}")
+    figures = {}
+    for name in options.shapes:
+        seconds = measure(SHAPES[name], options.repeat)
+        figures[name] = {kind: statistics.median(runs) for kind, runs in seconds.items()}
+        report(name, SHAPES[name], figures[name])
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+// Blocks packed into slots that have no spare byte, from several threads.
+#include "attention/packing.hpp"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "attention/isa.hpp"
+#include "suite.hpp"
+
+namespace ssdkv::test {
+namespace {
+
+using attention::DType;
+
+using Bytes = std::unique_ptr<std::byte[]>;
+
+size_t at(int64_t i) { return static_cast<size_t>(i); }
+
+Bytes bytes_of(int64_t count) { return Bytes(new std::byte[at(count)]); }
+
+uint64_t address(const Bytes& bytes) { return reinterpret_cast<uint64_t>(bytes.get()); }
+
+// Blocks of random numbers, and a place for each in a slot, without header.
+struct Packed {
+  attention::Packing packing{};
+  int64_t item = 0, payload = 0, groups = 0, record = 0;
+  std::vector<Bytes> blocks, slots;
+  std::vector<uint64_t> source, target;
+
+  explicit Packed(Random& random, int64_t most_blocks);
+  float number(const std::byte* from) const;
+  // K, or V, of one token.
+  const std::byte* entry(int64_t layer, int64_t block, int64_t head, int64_t token,
+                         bool value) const;
+  // Byte number `offset` of the payloads of the pages from `page` on.
+  const std::byte* byte(int64_t block, int64_t page, int64_t offset) const;
+  float scale(int64_t layer, int64_t block, int64_t head, int64_t d) const;
+  void check_pages(int64_t layer, int64_t block, int64_t head) const;
+  void check_bounds(int64_t layer, int64_t block, int64_t head) const;
+  void check_channels(int64_t layer, int64_t block, int64_t head) const;
+  void check_all() const;
+};
+
+Packed::Packed(Random& random, int64_t most_blocks) {
+  const DType dtype = random(2) == 0 ? DType::kFloat32 : DType::kBFloat16;
+  item = dtype == DType::kFloat32 ? 4 : 2;
+  constexpr int64_t kSizes[] = {8, 24, 64, 128};
+  const int64_t size = kSizes[random(4)];
+  const int64_t page_tokens = 1 + static_cast<int64_t>(random(20));
+  groups = 1 + static_cast<int64_t>(random(4));
+  const int64_t heads = 1 + static_cast<int64_t>(random(3));
+  record = 2 * size * item;
+  payload = page_tokens * record;
+  packing.layout = {groups * page_tokens, page_tokens, payload, heads, size, dtype};
+  packing.layers = 1 + static_cast<int64_t>(random(3));
+  packing.blocks = 1 + static_cast<int64_t>(random(at(most_blocks)));
+  packing.page_bytes = payload + static_cast<int64_t>(random(2)) * 96;
+  const uint64_t kind = random(3);
+  packing.scaled = kind == 2;
+  const int64_t channel_bytes = heads * size * groups * page_tokens * (packing.scaled ? 1 : item);
+  packing.channel_pages = kind == 0 ? 0 : (channel_bytes + payload - 1) / payload;
+  const int64_t records = packing.layers * heads * (kind == 0 ? groups : (packing.scaled ? 2 : 1));
+  packing.summary_pages = (records + page_tokens - 1) / page_tokens;
+  for (int64_t i = 0; i < packing.layers * packing.blocks; ++i) {
+    Bytes& block = blocks.emplace_back(bytes_of(heads * groups * payload));
+    for (int64_t j = 0; j < heads * groups * payload; j += item) {
+      const auto bits = std::bit_cast<uint32_t>((static_cast<float>(random(33)) - 16.0F) / 8.0F);
+      const auto half = static_cast<uint16_t>(bits >> 16);
+      if (item == 4) std::memcpy(block.get() + j, &bits, 4);
+      if (item == 2) std::memcpy(block.get() + j, &half, 2);
+    }
+    source.push_back(address(block));
+  }
+  const int64_t pages =
+      packing.summary_pages + packing.layers * (packing.channel_pages + heads * groups);
+  for (int64_t i = 0; i < packing.blocks; ++i) {
+    target.push_back(address(slots.emplace_back(bytes_of(pages * packing.page_bytes))));
+  }
+  packing.source = source.data();
+  packing.slot = target.data();
+}
+
+float Packed::number(const std::byte* from) const {
+  uint32_t bits = 0;
+  std::memcpy(&bits, from, at(item));
+  return std::bit_cast<float>(item == 4 ? bits : bits << 16);
+}
+
+const std::byte* Packed::entry(int64_t layer, int64_t block, int64_t head, int64_t token,
+                               bool value) const {
+  const attention::PageLayout& l = packing.layout;
+  const int64_t row = (value ? l.page_tokens : 0) + token % l.page_tokens;
+  return blocks[at(layer * packing.blocks + block)].get() +
+         (head * groups + token / l.page_tokens) * payload + row * l.head_size * item;
+}
+
+const std::byte* Packed::byte(int64_t block, int64_t page, int64_t offset) const {
+  return slots[at(block)].get() + (page + offset / payload) * packing.page_bytes + offset % payload;
+}
+
+float Packed::scale(int64_t layer, int64_t block, int64_t head, int64_t d) const {
+  const int64_t heads = packing.layout.kv_heads;
+  float scale = 0;
+  std::memcpy(&scale, byte(block, 0, (heads * (2 * layer + 1) + head) * record + d * 4), 4);
+  return scale;
+}
+
+void Packed::check_pages(int64_t layer, int64_t block, int64_t head) const {
+  const int64_t first = packing.summary_pages + packing.layers * packing.channel_pages +
+                        (layer * packing.layout.kv_heads + head) * groups;
+  for (int64_t g = 0; g < groups; ++g) {
+    const std::byte* page = byte(block, first + g, 0);
+    const std::byte* from = entry(layer, block, head, g * packing.layout.page_tokens, false);
+    check(std::memcmp(page, from, at(payload)) == 0, "a page is packed");
+    for (int64_t i = payload; i < packing.page_bytes; ++i) {
+      check(page[i] == std::byte{0}, "padding is zero");
+    }
+  }
+}
+
+void Packed::check_bounds(int64_t layer, int64_t block, int64_t head) const {
+  const attention::PageLayout& l = packing.layout;
+  for (int64_t t = 0; t < l.block_tokens; ++t) {
+    const int64_t list = (layer * l.kv_heads + head) * groups + t / l.page_tokens;
+    const std::byte* bounds = byte(block, 0, list * record);
+    for (int64_t d = 0; d < l.head_size; ++d) {
+      const float key = number(entry(layer, block, head, t, false) + d * item);
+      check(number(bounds + d * item) <= key && key <= number(bounds + (l.head_size + d) * item),
+            "a key is within its page's bounds");
+    }
+  }
+}
+
+void Packed::check_channels(int64_t layer, int64_t block, int64_t head) const {
+  const attention::PageLayout& l = packing.layout;
+  const int64_t page = packing.summary_pages + layer * packing.channel_pages;
+  const int64_t width = packing.scaled ? 1 : item;
+  const int64_t number_of = (packing.scaled ? 2 : 1) * layer * l.kv_heads + head;
+  for (int64_t d = 0; d < l.head_size; ++d) {
+    float sum = 0, want = 0;
+    std::memcpy(&sum, byte(block, 0, number_of * record + d * 4), 4);
+    for (int64_t t = 0; t < l.block_tokens; ++t) {
+      want += number(entry(layer, block, head, t, true) + d * item);
+      const std::byte* key = entry(layer, block, head, t, false) + d * item;
+      const std::byte* got =
+          byte(block, page, ((head * l.head_size + d) * l.block_tokens + t) * width);
+      if (packing.scaled) {
+        const float step = scale(layer, block, head, d);
+        const float whole = static_cast<float>(static_cast<int8_t>(*got));
+        check(std::abs(whole * step - number(key)) <= 0.501F * step, "a channel in int8");
+      } else {
+        check(std::memcmp(got, key, at(width)) == 0, "a channel");
+      }
+    }
+    check(sum == want, "a sum of V");
+  }
+}
+
+void Packed::check_all() const {
+  for (int64_t layer = 0; layer < packing.layers; ++layer) {
+    for (int64_t block = 0; block < packing.blocks; ++block) {
+      for (int64_t head = 0; head < packing.layout.kv_heads; ++head) {
+        check_pages(layer, block, head);
+        if (packing.channel_pages == 0) {
+          check_bounds(layer, block, head);
+        } else {
+          check_channels(layer, block, head);
+        }
+      }
+    }
+  }
+}
+
+void pack(Random& random, int64_t most_blocks, int64_t threads) {
+  const Packed packed(random, most_blocks);
+  attention::pack_summarized(packed.packing, threads);
+  packed.check_all();
+}
+
+void every_instruction_set() {
+  for (const std::string& isa : attention::available_isas()) {
+    attention::select_isa(isa);
+    Random random(7);
+    for (int round = 0; round < 40; ++round) pack(random, 3, 1);
+  }
+  attention::select_isa(attention::available_isas().front());
+}
+
+void many_callers() {
+  in_threads(4, [](unsigned thread) {
+    Random random(thread);
+    for (int round = 0; round < 4; ++round) pack(random, 20, 1 + thread);
+  });
+}
+
+}  // namespace
+
+Tests packing_tests() {
+  return {{"packing on every instruction set", every_instruction_set},
+          {"packing: many callers", many_callers}};
+}
+
+}  // namespace ssdkv::test

@@ -1,0 +1,147 @@
+#include "attention/packing.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "attention/isa.hpp"
+#include "attention/scoring.hpp"
+#include "attention/team.hpp"
+#include "attention/transfer.hpp"
+
+namespace ssdkv::attention {
+namespace {
+
+// Bytes of K and V per task: enough to pay for handing it out.
+constexpr std::int64_t kTaskBytes = 1 << 17;
+// Below this many bytes in all, waking another thread costs more than it brings.
+constexpr std::int64_t kMinThreadBytes = 1 << 18;
+
+std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+std::size_t count(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
+
+// One head of one layer at a time, of which everything is made while its K and V are in the cache.
+class Packer {
+ public:
+  explicit Packer(const Packing& packing)
+      : p_(packing),
+        kernels_(*active_kernels().sparse),
+        groups_(p_.layout.block_tokens / p_.layout.page_tokens),
+        record_(2 * p_.layout.head_size * item_bytes(p_.layout.dtype)),
+        payload_(p_.layout.page_tokens * record_),
+        channel_bytes_(p_.layout.head_size * p_.layout.block_tokens *
+                       (p_.scaled ? 1 : item_bytes(p_.layout.dtype))) {}
+
+  std::int64_t head_bytes() const { return groups_ * payload_; }
+
+  // Where a head's channels do not lie in one piece they are made here.
+  std::int64_t scratch_bytes() const { return channel_bytes_; }
+
+  void pack(std::int64_t layer, std::int64_t block, std::int64_t head, std::byte* scratch) const {
+    const PageLayout& layout = p_.layout;
+    const auto* from = reinterpret_cast<const std::byte*>(p_.source[layer * p_.blocks + block]) +
+                       head * groups_ * layout.page_stride;
+    auto* const slot = reinterpret_cast<std::byte*>(p_.slot[block]);
+    const std::int64_t first = p_.summary_pages + p_.layers * p_.channel_pages;
+    const std::int64_t place = (layer * layout.kv_heads + head) * groups_;
+    copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from,
+             slot + (first + place) * p_.page_bytes, groups_);
+    if (p_.channel_pages == 0) {
+      for (std::int64_t g = 0; g < groups_; ++g) {
+        kernels_.bounds(layout, from + g * layout.page_stride, record(slot, place + g));
+      }
+    } else {
+      pack_channels(layer, head, from, slot, scratch);
+    }
+    if (head + 1 < layout.kv_heads) return;
+    const std::int64_t pages = first_channel_page(layer);
+    clear(slot, pages, layout.kv_heads * channel_bytes_, p_.channel_pages * payload_);
+    if (layer + 1 < p_.layers) return;
+    clear(slot, 0, records() * record_, p_.summary_pages * payload_);
+  }
+
+ private:
+  std::int64_t records_per_head() const {
+    return p_.channel_pages == 0 ? groups_ : (p_.scaled ? 2 : 1);
+  }
+  std::int64_t records() const { return p_.layers * p_.layout.kv_heads * records_per_head(); }
+  std::int64_t first_channel_page(std::int64_t layer) const {
+    return p_.summary_pages + layer * p_.channel_pages;
+  }
+
+  // Where the stretch of bytes that begins with a page has its byte number `offset`.
+  std::byte* byte(std::byte* slot, std::int64_t page, std::int64_t offset) const {
+    return slot + (page + offset / payload_) * p_.page_bytes + offset % payload_;
+  }
+  std::byte* record(std::byte* slot, std::int64_t number) const {
+    return byte(slot, 0, number * record_);
+  }
+
+  // Calls piece(address, offset, bytes) for each piece of [begin, end) of such a stretch.
+  template <typename Piece>
+  void for_pieces(std::byte* slot, std::int64_t page, std::int64_t begin, std::int64_t end,
+                  const Piece& piece) const {
+    while (begin < end) {
+      const std::int64_t bytes = std::min(end - begin, payload_ - begin % payload_);
+      piece(byte(slot, page, begin), begin, bytes);
+      begin += bytes;
+    }
+  }
+
+  void clear(std::byte* slot, std::int64_t page, std::int64_t begin, std::int64_t end) const {
+    for_pieces(slot, page, begin, end, [](std::byte* to, std::int64_t, std::int64_t bytes) {
+      std::memset(to, 0, count(bytes));
+    });
+  }
+
+  void pack_channels(std::int64_t layer, std::int64_t head, const std::byte* from, std::byte* slot,
+                     std::byte* scratch) const {
+    const std::int64_t heads = p_.layout.kv_heads;
+    const std::int64_t floats = p_.layout.head_size * 4;
+    const std::int64_t number = layer * heads * records_per_head() + head;
+    std::byte* const sum = record(slot, number);
+    kernels_.value_sum(p_.layout, from, sum);
+    std::memset(sum + floats, 0, count(record_ - floats));
+    std::byte* scales = nullptr;
+    if (p_.scaled) {
+      scales = record(slot, number + heads);
+      std::memset(scales + floats, 0, count(record_ - floats));
+    }
+    const std::int64_t page = first_channel_page(layer);
+    const std::int64_t begin = head * channel_bytes_;
+    const bool whole = p_.page_bytes == payload_ || begin % payload_ + channel_bytes_ <= payload_;
+    std::byte* const to = whole ? byte(slot, page, begin) : scratch;
+    kernels_.channels(p_.layout, from, to, scales);
+    if (whole) return;
+    for_pieces(slot, page, begin, begin + channel_bytes_,
+               [&](std::byte* piece, std::int64_t offset, std::int64_t bytes) {
+                 std::memcpy(piece, scratch + (offset - begin), count(bytes));
+               });
+  }
+
+  const Packing& p_;
+  const SparseKernels& kernels_;
+  const std::int64_t groups_;
+  const std::int64_t record_;
+  const std::int64_t payload_;
+  const std::int64_t channel_bytes_;  // of one head
+};
+
+}  // namespace
+
+void pack_summarized(const Packing& p, std::int64_t threads) {
+  const Packer packer(p);
+  const std::int64_t heads = p.layout.kv_heads;
+  const std::int64_t items = p.layers * p.blocks * heads;
+  const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / packer.head_bytes());
+  const std::int64_t team = items * packer.head_bytes() < kMinThreadBytes ? 1 : threads;
+  for_tasks((items + step - 1) / step, team, count(packer.scratch_bytes()),
+            [&](std::int64_t task, std::byte* scratch) {
+              const std::int64_t end = std::min(items, (task + 1) * step);
+              for (std::int64_t i = task * step; i < end; ++i) {
+                packer.pack(i / heads / p.blocks, i / heads % p.blocks, i % heads, scratch);
+              }
+            });
+}
+
+}  // namespace ssdkv::attention

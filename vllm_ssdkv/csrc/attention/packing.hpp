@@ -1,0 +1,33 @@
+// Complete blocks of all layers, copied to slots with what selectors must know of them.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/problem.hpp"
+
+namespace ssdkv::attention {
+
+// A slot is a row of pages, `page_bytes` apart: summary pages, channel pages ordered layer, then
+// pages ordered layer, head, group. Summary and channel pages hold one stretch of bytes each (the
+// channel pages of each layer one), cut into as many bytes as a page's K and V take. Summaries are
+// records of as many bytes as a token's K and V take, ordered layer: with channel pages the sums of
+// V of the layer's heads, then, if channels are int8, their scales; without, bounds of its pages.
+// See docs/format.md.
+struct Packing {
+  PageLayout layout;  // of the blocks
+  std::int64_t layers;
+  std::int64_t blocks;
+  const std::uint64_t* source;  // [layers][blocks]: address of the layer's part of the block
+  const std::uint64_t* slot;    // [blocks]: address of the slot's first page
+  std::int64_t page_bytes;
+  std::int64_t summary_pages;
+  std::int64_t channel_pages;  // of each layer; 0: summaries are bounds
+  bool scaled;                 // channels are int8
+};
+
+// Bytes that nothing is written to are zeroed: behind K and V in their pages, and behind the last
+// record and channel in the payload of theirs. Blocks until done, may be called from any thread,
+// and needs no GIL. The same call writes the same bytes whatever the number of threads.
+void pack_summarized(const Packing& packing, std::int64_t threads);
+
+}  // namespace ssdkv::attention
