@@ -111,8 +111,8 @@ def test_short_requests_are_exact_where_the_window_takes_the_budget() -> None:
     assert build({"mode": "page", "selector": "bounds"}).exact_below == 2 * 256 * 8
     assert below() == 2 * 1024 * 8 > LEAST_CHOOSING
     assert below(budget=0.3) == 6827
-    assert below(budget=1) == 2048
-    assert below(budget_tokens=4096) == 4096
+    assert below(budget=1) == LEAST_CHOOSING
+    assert below(budget_tokens=5000) == 5000
     assert below(budget_tokens=1100) == LEAST_CHOOSING
     assert below(exact_below=0) == 0
     assert below(budget_tokens=4096, exact_below=77) == 77

@@ -11,7 +11,7 @@ from vllm_ssdkv.sizes import MIB, SIZE_TEXT, size_or_none
 
 MIN_PART: Final = MIB
 
-LEAST_CHOOSING: Final = 2048
+LEAST_CHOOSING: Final = 4096
 """Tokens of a request below which sparse decode was slower than exact: what choosing costs does not
 grow with the request, what it saves does. A fixed number, since answers must not depend on how fast
 a machine happens to be."""
@@ -68,7 +68,7 @@ class SparseConfig(OptionModel):
             description="Requests of fewer tokens attend to everything, as with `exact`.",
         ),
         Reason(
-            "null: the length at which the budget is twice the window, and no less than 2,048. "
+            "null: the length at which the budget is twice the window, and no less than 4,096. "
             "Below the one most of the budget is what HBM holds anyway, and little would be chosen "
             "from the context. Below the other choosing takes longer than attending to everything "
             "where DRAM holds it (measured by `ssdkv bench decode` for one request at a time)."

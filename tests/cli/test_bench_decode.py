@@ -114,7 +114,7 @@ def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["bench", "decode", *options])
     assert result.exit_code == 0, result.output
     configs = [SSDKVConfig.from_extra_config(run.options()) for run in runs]
-    assert {config.exact_below for config in configs} == {2048}
+    assert {config.exact_below for config in configs} == {4096}
     # Channels are on top where they are looked at, and nowhere else.
     assert runs[1].dram_bytes == runs[0].dram_bytes
     channels = 4096 * bytes_per_token() * 9 / 16

@@ -48,13 +48,13 @@ def test_exact_has_no_choice() -> None:
 
 
 def test_options_reach_the_selector() -> None:
-    bounds = made("bounds", budget=0.05, sink_tokens=40)
+    bounds = made("bounds", budget=0.025, floor=0.01, sink_tokens=40)
     assert isinstance(bounds.selector, BoundsSelector)
-    assert (bounds.selector.budget, bounds.selector.sink_tokens) == (Budget(share=0.05), 40)
-    assert bounds.exact_below == 2560
-    window = made("window", budget_tokens=3000)
+    assert (bounds.selector.budget, bounds.selector.sink_tokens) == (Budget(share=0.025), 40)
+    assert bounds.exact_below == 5120
+    window = made("window", budget_tokens=5000)
     assert isinstance(window.selector, WindowSelector)
-    assert (window.selector.budget, window.exact_below) == (Budget(tokens=3000), 3000)
+    assert (window.selector.budget, window.exact_below) == (Budget(tokens=5000), 5000)
     adaptive = made("adaptive", budget=0.5, floor=0.1, mass=0.7, scorer="bounds").selector
     assert isinstance(adaptive, AdaptiveSelector)
     assert (adaptive.budget, adaptive.floor, adaptive.p) == (
@@ -145,11 +145,11 @@ def test_requests_choose_for_themselves() -> None:
 
 
 def test_a_budget_of_its_own_has_a_length_of_its_own_from_which_on_it_pays() -> None:
-    choices = Choices.of(config("bounds", budget=0.05), LAYOUT, CPU)
-    asked = RequestOptions(budget=0.0625)
-    rows = row("a", position=2558), row("b", asked, position=2046), row("c", asked, position=2047)
+    choices = Choices.of(config("bounds", budget=0.025, floor=0.01), LAYOUT, CPU)
+    asked = RequestOptions(budget=0.03125)
+    rows = row("a", position=5118), row("b", asked, position=4094), row("c", asked, position=4095)
     assert list(selectors(choices, *rows)) == [2]
-    assert list(selectors(choices, row("a", position=2559))) == [0]
+    assert list(selectors(choices, row("a", position=5119))) == [0]
 
 
 def test_adaptive_scores_by_what_the_store_holds() -> None:

@@ -21,8 +21,8 @@ BLOCK = 16
         ({}, 8192, 100, 1000, 63 * 513),
         ({"hbm_window_tokens": 1024}, 8192, 100, 1000, 16 * 513),
         # A budget of its own may let a shorter request choose than the engine's does.
-        ({}, 2048, 4, 1000, 4 * 129),
-        ({}, 2047, 4, 1000, 0),
+        ({}, 4096, 4, 1000, 4 * 257),
+        ({}, 4095, 4, 1000, 0),
         ({"sparse": {"exact_below": 0}}, 500, 4, 1000, 4 * 32),
         ({"sparse": {"exact_below": 10_000}}, 8192, 4, 1000, 0),
         ({"selector": "exact"}, 8192, 4, 1000, 0),
