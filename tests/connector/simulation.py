@@ -40,6 +40,7 @@ from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     Load,
     LoadTime,
+    Move,
     RankReport,
     Row,
     SSDKVMetadata,
@@ -147,6 +148,8 @@ class Rank:
     loads: deque[Load] = field(default_factory=deque)
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
+    cold: set[int] = field(default_factory=set)
+    """Slots that have left DRAM."""
     lost: set[int] = field(default_factory=set)
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -215,9 +218,32 @@ class Rank:
             if held is not None and held.epoch == epoch:
                 held.key = key
                 self.writes.append((slot, epoch))
+        self.move(plan.move)
         self.loads.extend(plan.loads)
         for row in plan.rows if self.streams else ():
             self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
+
+    def move(self, move: Move) -> None:
+        """Copy slots, as far as they are in DRAM, and begin to write the copies."""
+        for old, old_epoch, new, epoch, key in zip(
+            move.old.tolist(),
+            move.old_epochs.tolist(),
+            move.new.tolist(),
+            move.new_epochs.tolist(),
+            move.keys,
+            strict=True,
+        ):
+            self.slots.pop(new, None)
+            self.broken.discard(new)
+            held = self.slots.get(old)
+            if held is None or old in self.broken or old in self.cold:
+                self.report.failed_writes.append((new, epoch))
+                continue
+            assert (held.epoch, held.key) == (old_epoch, key), "a move of another block"
+            assert (old, old_epoch) not in self.writes, "a move of what is not written"
+            self.overwrite(new)
+            self.slots[new] = Slot(epoch, list(held.symbols), key)
+            self.writes.append((new, epoch))
 
     def overwrite(self, slot: int) -> None:
         """Forget what was at the slot's place."""

@@ -28,6 +28,7 @@ from vllm_ssdkv.connector.messages import (
     Commit,
     Load,
     LoadTime,
+    Move,
     RankReport,
     Save,
     SSDKVMetadata,
@@ -226,6 +227,8 @@ class SSDKVWorker:
             good = ~np.isin(plan.save.slots, spoiled)
             self._skip(plan.save.part(~good))
             self._save(plan.save.part(good), plan.commit)
+        if len(plan.move.new):
+            self._move(plan.move)
         for load in plan.loads:
             self._load(load)
 
@@ -288,6 +291,15 @@ class SSDKVWorker:
         if which.any():
             keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
             self.store.commit(commit.slots[which], commit.epochs[which], keys)
+
+    def _move(self, move: Move) -> None:
+        """Write blocks that are in DRAM into other slots, too."""
+        copied, wrong = self.store.copy(move.old, move.old_epochs, move.keys, move.new)
+        self._commit(Commit(move.new, move.new_epochs, move.keys), copied)
+        new = zip(move.new[~copied].tolist(), move.new_epochs[~copied].tolist(), strict=True)
+        self._report.failed_writes.extend(new)
+        old = zip(move.old[wrong].tolist(), move.old_epochs[wrong].tolist(), strict=True)
+        self._report.bad.extend(old)
 
     def _load(self, load: Load) -> None:
         self._loading.add(load.request_id)
