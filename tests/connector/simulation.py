@@ -40,7 +40,6 @@ from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     Load,
     LoadTime,
-    Move,
     RankReport,
     Row,
     SSDKVMetadata,
@@ -52,6 +51,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.restripe import Restriper
 from vllm_ssdkv.store.wear import WearLedger

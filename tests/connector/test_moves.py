@@ -205,7 +205,7 @@ def test_a_reset_cache_keeps_nothing_that_moves(reuse: Make) -> None:
 
 
 def test_a_device_that_is_fast_again_stops_what_waits(reuse: Make) -> None:
-    run = reuse(slots=100, frames=16)  # one at a time
+    run = reuse(slots=100, frames=8)  # one at a time
     before = with_slow_device(run)
     run.add("a", PROMPT, 2)
     while len(planned(run)) < 2:
@@ -219,7 +219,7 @@ def test_a_device_that_is_fast_again_stops_what_waits(reuse: Make) -> None:
 
 def test_few_move_at_a_time(reuse: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "STEP_BYTES", 2 * SLOT_BYTES)
-    run = reuse(slots=100, frames=64)  # of which a sixteenth
+    run = reuse(slots=100, frames=32)  # of which an eighth
     with_slow_device(run)
     run.add("a", PROMPT, 30)
     while not planned(run):

@@ -23,6 +23,7 @@ from tests.store.conftest import (
 )
 from vllm_ssdkv.store.cache import NO_FRAME, FrameState
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.move import Move
 
 NAMES = {0: 10, 1: 11, 2: 12}
 NEW = [20, 21, 22]
@@ -32,9 +33,9 @@ NEW_NAMES = dict(zip(NEW, NAMES.values(), strict=True))
 def copy(
     rig: StoreRig, old: dict[int, int], new: Sequence[int], epoch: int = 1
 ) -> tuple[list[bool], list[bool]]:
-    copied, wrong = rig.store.copy(
-        array(list(old)), array([epoch] * len(old)), [key_of(n) for n in old.values()], array(new)
-    )
+    epochs, keys = array([epoch] * len(old)), tuple(map(key_of, old.values()))
+    move = Move(array(list(old)), epochs, array(new), epochs + 1, keys)
+    copied, wrong = rig.store.copy(move)
     return copied.tolist(), wrong.tolist()
 
 

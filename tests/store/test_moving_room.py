@@ -1,4 +1,4 @@
-"""Room for blocks that move: it costs nothing that is stored, but for a segment or two."""
+"""Room for blocks that move: it costs few of those that are stored, and the cold ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_nothing_moves_as_long_as_devices_are_what_they_were() -> None:
 
 
 def test_an_added_device_is_used_by_all_that_is_read() -> None:
-    """In a full store two segments are given up, one of them for new blocks, as before."""
+    """What has moved away leaves room for what moves next: little is given up."""
     store = full([1.0, 1.0, 0.0])
     most = largest(store)
     store.restriper.reweigh([1.0, 1.0, 1.0])
@@ -90,15 +90,15 @@ def test_a_slow_device_costs_what_its_segments_lose_and_no_more() -> None:
     assert dropped(store) <= lost + 3 * most
 
 
-def test_scattered_reads_take_no_more_than_two_segments() -> None:
-    """What is cold is not given up for them. They go on as new blocks are stored."""
+def test_scattered_reads_take_no_more_than_an_eighth() -> None:
+    """What is cold is not given up for them any more. They go on as new blocks are stored."""
     store = full([1.0] * 3)
     most = largest(store)
     hot = random.Random(1).sample(sorted(store.ready()), store.placement.slots // 3)
     store.restriper.reweigh(SLOW)
     moved = sum(read_all(store, hot) for _ in range(3))
-    assert dropped(store) <= 3 * most
-    assert 0 < moved <= 2 * most
+    assert dropped(store) <= store.placement.slots // 8 + 2 * most
+    assert most < moved < len(hot)
     for _ in range(20):
         store.store(8)
         store.restriper.step()
@@ -167,13 +167,19 @@ def test_room_is_counted_until_segments_come_back() -> None:
     room.vacate(200, 3, ready=0)
     assert (room.slots, room.total) == (3, 10)
     assert (room.left(100), room.left(200), room.left(300)) == (6, 0, None)
-    assert room.emptied() == [200]
+    assert room.emptiest() == (200, 0)
+    assert not room.spent(100, 5)
+    assert room.spent(100, 4)
+    assert not room.spent(300, 0)
     assert room.returning(200, 100) == 3
     room.back(200, 100)
     room.back(300, 100)  # nothing has moved away from it
     assert (room.slots, room.total) == (6, 10)
+    assert room.emptiest() is None
+    room.vacate(100, 2, ready=4)
+    assert room.emptiest() == (100, 4)
     assert room.returning(100, 3) == 3
     room.back(100, 3)  # it has become smaller
-    assert (room.slots, room.total) == (9, 9)
+    assert (room.slots, room.total) == (9, 7)
     room.clear()
-    assert (room.slots, room.total, room.emptied()) == (0, 0, [])
+    assert (room.slots, room.total, room.emptiest()) == (0, 0, None)

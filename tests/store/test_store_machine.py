@@ -39,6 +39,7 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotState
 from vllm_ssdkv.store.layout import PAGE_ALIGN, Extents, SlotGeometry
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import RECORD_BYTES
 from vllm_ssdkv.store.tiers import TieredStore
@@ -206,8 +207,9 @@ class Store:
             if self.index.available() < 2 or not self.index.free_now():
                 return
             self.index.pin(old)
-            new, keys = self.index.allocate(1), [key_of(name)]
-            copied, wrong = self.tiers.copy(old, self.index.epochs(old), keys, new)
+            new, keys = self.index.allocate(1), (key_of(name),)
+            epochs = self.index.epochs(new)
+            copied, wrong = self.tiers.copy(Move(old, self.index.epochs(old), new, epochs, keys))
             assert not wrong.any()
             if not copied.all():
                 self.index.unpin(new)
@@ -215,7 +217,7 @@ class Store:
                 continue
             self.writing[int(new[0])] = name
             self.moving[int(new[0])] = int(old[0])
-            self.tiers.commit(new, self.index.epochs(new), keys)
+            self.tiers.commit(new, epochs, keys)
 
     def load(self, names: Sequence[int]) -> LoadOutcome:
         """Bring blocks that are found into HBM blocks 1, 2, ..."""

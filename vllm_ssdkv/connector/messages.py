@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ssdkv.config_request import RequestOptions
+from vllm_ssdkv.store.move import NO_MOVE, Move
 from vllm_ssdkv.store.placement import Segment
 
 SlotArray = NDArray[np.int64]
@@ -69,25 +70,9 @@ class Commit:
         return cls(slots, epochs, tuple(item[2] for item in items))
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Write stored blocks anew into other slots, from their frames in DRAM. Arrays of one length.
-
-    A worker that has no frame of a block, or no room for another one, reports the new slot as a
-    failed write.
-    """
-
-    old: SlotArray
-    old_epochs: NDArray[np.int64]
-    new: SlotArray
-    new_epochs: NDArray[np.int64]
-    keys: tuple[bytes, ...]
-
-
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_SAVE = Save(_NONE, _NONE, _NONE)
 _NO_COMMIT = Commit(_NONE, _NONE, ())
-NO_MOVE = Move(_NONE, _NONE, _NONE, _NONE, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +158,7 @@ class SSDKVMetadata(KVConnectorMetadata):
     save: Save = field(default_factory=lambda: Save.of(()))
     commit: Commit = field(default_factory=lambda: Commit.of(()))
     move: Move = NO_MOVE
+    """Stored blocks to write anew into other slots, too."""
     loads: list[Load] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     contexts: list[ContextDelta] = field(default_factory=list)

@@ -10,23 +10,28 @@ from typing import Final
 
 import numpy as np
 
-from vllm_ssdkv.connector.messages import NO_MOVE, Move, SlotArray
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.connector.writes import Writes
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store.index import SlotIndex, SlotState
+from vllm_ssdkv.store.layout import I64
+from vllm_ssdkv.store.move import NO_MOVE, Move
 from vllm_ssdkv.store.restripe import Restriper
 
 logger = logging.getLogger(__name__)
 
-STEP_BYTES: Final = 8 * MIB
+STEP_BYTES: Final = 16 * MIB
 """Of slots that begin to move in one step, or one slot: workers copy them from frame to frame at
 its end, and check them, which takes some milliseconds."""
 
-FLIGHT_BYTES: Final = 64 * MIB
-"""Of slots that move at a time, or eight: what devices need to be busy all the time. New blocks and
-hits wait for no more than that."""
+FLIGHT_BYTES: Final = 128 * MIB
+"""Of slots that move at a time, or eight. The slow device gets a little of each, behind the reads
+that it is late with: with less in flight, the others would wait for it. New blocks wait for no more
+than that, and reads overtake writes."""
+
+FRAMES: Final = 1 / 8
+"""Part of DRAM's frames, at most, that is written from for moves: these cannot be evicted."""
 
 MAX_WAITING: Final = 4096
 """Blocks that were read and wait for their turn. The newest ones are kept: their frames last."""
@@ -84,7 +89,7 @@ class Moves:
 
     # ---- the plan of a step ----
 
-    def read(self, slots: SlotArray) -> None:
+    def read(self, slots: I64) -> None:
         """A load of these slots has ended; they are still pinned."""
         if not self._restriper.moving:  # as long as the devices are what they were
             return
@@ -104,7 +109,7 @@ class Moves:
         """What begins to move in this step. Workers have at least so many ``frames``."""
         if not self._waiting:
             return NO_MOVE
-        at_once = min(self._at_once, max(1, frames // 16))
+        at_once = min(self._at_once, max(1, int(FRAMES * frames)))
         old = self._next(min(self._per_step, at_once - len(self._moving)))
         new = self._restriper.take_room(len(old))
         if len(old) and not len(new):
@@ -130,7 +135,7 @@ class Moves:
             self._writes.add(target, int(epoch))
         return move
 
-    def _next(self, most: int) -> SlotArray:
+    def _next(self, most: int) -> I64:
         """The first ``most`` slots of those that wait, without those that cannot move any more."""
         found: list[int] = []
         for slot, epoch in list(self._waiting.items()):

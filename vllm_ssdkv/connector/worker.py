@@ -28,7 +28,6 @@ from vllm_ssdkv.connector.messages import (
     Commit,
     Load,
     LoadTime,
-    Move,
     RankReport,
     Save,
     SSDKVMetadata,
@@ -41,6 +40,7 @@ from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.loader import LoadJob, LoadOutcome
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.trim import SlotTrimmer
@@ -294,7 +294,7 @@ class SSDKVWorker:
 
     def _move(self, move: Move) -> None:
         """Write blocks that are in DRAM into other slots, too."""
-        copied, wrong = self.store.copy(move.old, move.old_epochs, move.keys, move.new)
+        copied, wrong = self.store.copy(move)
         self._commit(Commit(move.new, move.new_epochs, move.keys), copied)
         new = zip(move.new[~copied].tolist(), move.new_epochs[~copied].tolist(), strict=True)
         self._report.failed_writes.extend(new)

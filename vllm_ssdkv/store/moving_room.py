@@ -1,9 +1,10 @@
-"""Free slots that blocks may move to, so that moving never costs a stored block.
+"""Free slots that blocks may move to, so that moving costs few stored blocks.
 
 In a full store a free slot is one that something was given up for. So what moves has room of its
-own: first as many slots as a segment has, then those that came free behind it, when their segment
-is striped anew. What is kept free for new blocks is not touched. A segment that is striped for a
-slow device has less slots than before: that is all that must be given up besides.
+own, which is limited, and made of segments that nothing has moved away from: those are cold. Slots
+that came free behind what moved are room again when their segment is striped anew: when it is
+empty, or, where that is not enough, when more has moved away from it than is left, which is cold by
+then. What is kept free for new blocks is not touched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class MovingRoom:
 
     Attributes:
         slots: Free slots that may be moved to now.
-        total: The same, with those that are taken, and those that blocks have left behind.
+        total: The same, with those that blocks are moving to, and those that they have left.
     """
 
     def __init__(self) -> None:
@@ -40,9 +41,18 @@ class MovingRoom:
         """As far as is known, how many stored blocks the segment has; None: nobody has looked."""
         return self._left.get(first)
 
-    def emptied(self) -> list[int]:
-        """Segments that nothing is left in, probably, by their first slots."""
-        return [first for first, left in self._left.items() if left <= 0]
+    def emptiest(self) -> tuple[int, int] | None:
+        """The segment with the least left of those that at least half has moved away from, by its
+        first slot, and how much that is."""
+        found = [(left, f) for f, left in self._left.items() if left <= self._vacated[f]]
+        if not found:
+            return None
+        left, first = min(found)
+        return first, left
+
+    def spent(self, first: int, ready: int) -> bool:
+        """Whether more has moved away from the segment than is left, ``ready`` blocks."""
+        return self._vacated.get(first, 0) >= max(1, ready)
 
     def returning(self, first: int, slots: int) -> int:
         """How many of its ``slots`` are room again when the segment is striped anew."""

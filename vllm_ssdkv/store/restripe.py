@@ -4,8 +4,8 @@ Devices that were added, went away or changed their speed change what lanes a se
 A segment that has others is emptied when its place is needed for new slots, which is when something
 would have to be evicted in any case, and striped anew over the devices of that day. Until then its
 slots can be read, and new ones go there last. Blocks that are read again move out of it, if they
-are read faster elsewhere (``connector/moves.py``): there is room for them that is given up for
-nothing else, and a segment that they have emptied is striped anew at once.
+are read faster elsewhere (``connector/moves.py``), to where there is room for them
+(``moving_room.py``); a segment that they have emptied is striped anew when that is used up.
 
 The journal is told that the old slots are gone before the manifest has the new segment, and the new
 slots are handed out after the manifest has it. So a restart at any instant finds each slot where it
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.index import SlotIndex, Usage
 from vllm_ssdkv.store.layout import I64
 from vllm_ssdkv.store.moving_room import MovingRoom
 from vllm_ssdkv.store.placement import Placement, Segment
@@ -39,7 +39,7 @@ are handed out at a time, or so fast, that it would be used up before the manife
 one."""
 
 MOST_AHEAD = 8
-"""But an eighth of the store at most. Nor is more of it emptied for blocks that move."""
+"""But an eighth of the store at most. Nor do blocks that move have more room than that."""
 
 WORTH_MOVING = 1.25
 """Blocks move for reads that are so many times faster. Not for less: each move is a write. One
@@ -173,6 +173,8 @@ class Restriper:
         self._room = MovingRoom()
         self._extra = 0
         """Slots that are kept free ahead for moves, which have not got them yet."""
+        self._spent: int | None = None
+        """First slot of a segment that is to be striped anew although something is left in it."""
         self._judge()
 
     def reweigh(self, weights: Sequence[float]) -> None:
@@ -180,8 +182,7 @@ class Restriper:
         of use, which the manifest must know if there are copies elsewhere."""
         lost = any(old and not new for old, new in zip(self.weights, weights, strict=True))
         self.weights = list(weights)
-        self._room.clear()
-        self._extra = 0
+        self._stop_moves()
         self._judge()
         if lost and self.placement.most_copies > 1:
             self._saver.put(self._wanted())
@@ -239,7 +240,7 @@ class Restriper:
     @property
     def makes_room(self) -> bool:
         """Whether :meth:`take_room` will have slots soon that it did not have."""
-        return bool(self._successors) or self._extra > 0
+        return bool(self._successors) or self._extra > 0 or self._spent is not None
 
     def take_room(self, n: int) -> I64:
         """Allocate slots for up to ``n`` blocks that move, the slots of which the caller pins."""
@@ -279,21 +280,25 @@ class Restriper:
         return np.where((found >= 0) & (slots < ends[found]), found, -1)
 
     def _find_room(self) -> None:
-        """Let moves have what new blocks can do without; where that is nothing, have one more
-        segment emptied, unless they have one. Have those striped anew that they have emptied."""
+        """Let moves have what new blocks can do without. Else have those segments striped anew that
+        nothing is left in; or one more given up; or, when moves have had their part of the store,
+        one that little is left in."""
         if self._successors or not self._sources:
             return
-        emptied = self._room.emptied()
-        for segment in self._sources if emptied else ():
-            if segment.first in emptied:
-                found = self._index.usage(segment.first, segment.slots)
-                self._look |= not (found.ready or found.pinned)
-        largest = max(s.slots for s in self._stale)
-        if self._index.free_now() - self._room.slots - largest > self._ahead():
-            self._room.grant(largest)
+        usual = sum(s.slots for s in self._sources) // len(self._sources)
+        emptiest = self._room.emptiest()
+        if self._index.free_now() - self._room.slots - usual > self._ahead():
+            self._room.grant(usual)
             self._extra = 0
-        elif self._room.total < largest <= self.placement.slots // MOST_AHEAD:
-            self._extra = largest
+        elif emptiest is not None and emptiest[1] <= 0:
+            self._spend(emptiest[0])
+        elif self._room.total + usual <= self.placement.slots // MOST_AHEAD:
+            self._extra = usual
+        elif emptiest is not None:
+            self._spend(emptiest[0])
+
+    def _spend(self, first: int) -> None:
+        self._spent, self._look = first, True
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Save what has changed; False when that was not possible in time."""
@@ -314,14 +319,17 @@ class Restriper:
         )
         self._firsts = np.array([s.first for s in self._sources], dtype=np.int64)
         if not self._sources:
-            self._room.clear()
-            self._extra = 0
+            self._stop_moves()
         self._look = True
         self._looked = self._index.counters["allocated"]
         mask = np.zeros(self._index.num_slots, dtype=np.bool_)
         for segment in self._stale:
             mask[segment.first : segment.first + segment.slots] = True
         self._index.defer(mask)
+
+    def _stop_moves(self) -> None:
+        self._room.clear()
+        self._extra, self._spent = 0, None
 
     def _speedup(self, segment: Segment) -> float:
         striping = best_striping(segment, self.weights, self._replicas)
@@ -349,9 +357,16 @@ class Restriper:
             return
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
-        for segment in sorted(self._stale, key=lambda s: usage[s.first]):
+
+        def order(segment: Segment) -> tuple[bool, Usage]:
+            """Where something has moved away the rest may follow: that is left for last."""
             found = usage[segment.first]
-            if found.pinned or (found.ready and coming > wanted):
+            return found.ready > 0 and self._room.left(segment.first) is not None, found
+
+        for segment in sorted(self._stale, key=order):
+            found = usage[segment.first]
+            spent = segment.first == self._spent and self._room.spent(segment.first, found.ready)
+            if found.pinned or (found.ready and coming > wanted and not spent):
                 continue
             if found.obtainable > index.available():
                 continue  # running requests were promised these: they cannot wait for the manifest
@@ -367,6 +382,7 @@ class Restriper:
                 segment.first + segment.slots - 1,
                 dropped,
             )
+        self._spent = None
         if self._successors:
             self._begun = index.counters["allocated"]
             self._saver.put(self._wanted())
