@@ -105,7 +105,7 @@ def with_a_slow_drive(
     mode: str = "page",
     capacity_mib: int = 16,
 ) -> Bench:
-    """Three drives, one of which has a tenth of the others' speed; it is noticed within few reads."""
+    """Three drives, one with a tenth of the others' speed, which is noticed within few reads."""
     ModelTime().govern(monkeypatch, files, throttled)
     monkeypatch.setattr(speed, "WINDOW_S", 0.05)
     monkeypatch.setattr(speed, "MIN_PART_BYTES", 64 * 1024)
@@ -136,7 +136,7 @@ def test_the_share_of_a_slow_drive_falls(
 
 @pytest.mark.parametrize("mode", ["page", "reuse"])
 def test_what_is_read_again_moves_off_a_slow_drive(
-    bench: StartBench, log: list[str], monkeypatch: pytest.MonkeyPatch, mode: str
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """And is read from where it moved to, also after a restart."""
     here = with_a_slow_drive(bench, monkeypatch, mode, capacity_mib=64)
@@ -145,18 +145,13 @@ def test_what_is_read_again_moves_off_a_slow_drive(
     while here.count("blocks_moved") == 0:
         assert time.monotonic() < end, "nothing moves"
         here.ask()
-    assert len([line for line in log if "are written anew from now on" in line]) == 1
-    moved = here.count("blocks_moved")
     here.ask()
     assert here.count("device_lost", device=here.paths[VICTIM]) == 0
     assert_no_trouble(here)
 
     stored = [here.stored(prompt) for prompt in range(len(here.prompts))]
-    assert any(stored)
-    restriper = here.scheduler._restriper
     slots = np.array([slot for prompt in stored for slot in prompt])
-    assert (~restriper.to_move(slots)).any() or not restriper.moving
-    assert moved > 0
+    assert not here.scheduler._restriper.to_move(slots).all()
     here.restart()
     assert [here.stored(prompt) for prompt in range(len(here.prompts))] == stored
     here.ask()
