@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.connector.symbols import Symbols, answer, extend, next_token
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
@@ -60,37 +61,10 @@ BLOCK = 16
 WINDOW = 32
 CHUNK = 48
 MAX_MODEL_LEN = 256
-VOCAB = 500
 DEVICES = 2
 SLOT_BYTES = 12288
 GARBAGE = -1
 """Stands for KV that was computed from a context that could not be read."""
-
-Symbols = list[int]
-
-
-def extend(previous: int, tokens: Iterable[int]) -> Symbols:
-    """What stands for the KV of each of these tokens, after ``previous``."""
-    found: Symbols = []
-    for token in tokens:
-        previous = hash((previous, token))
-        found.append(previous)
-    return found
-
-
-def next_token(last: int) -> int:
-    """What the model samples after the KV that ``last`` stands for."""
-    return 3 + last % VOCAB
-
-
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The right tokens."""
-    symbols = extend(0, prompt)
-    tokens: list[int] = []
-    while len(tokens) < count:
-        tokens.append(next_token(symbols[-1]))
-        symbols += extend(symbols[-1], tokens[-1:])
-    return tokens
 
 
 def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
