@@ -51,6 +51,14 @@ def _state(board: Dashboard) -> None:
             (f"avg by (device) ({of_device('device_share')})", _LEGEND),
         ),
         graph(
+            "Blocks that move",
+            "Written anew after a hit, where they are read faster; and those that stayed, because "
+            "they had left DRAM or a write failed.",
+            "ops",
+            (rate(ours("blocks_moved_total")), "moved"),
+            (rate(ours("moves_failed_total")), "stayed"),
+        ),
+        graph(
             "Errors",
             "Failed requests by kind, and refusals to be trimmed.",
             "ops",

@@ -46,6 +46,11 @@ class Replay:
         """Valid ``PUT`` records of slots that the store does not have."""
 
     @property
+    def superseded(self) -> int:
+        """Records of slots whose key a newer record gives to another one; known after
+        :meth:`SlotTable.recover`, or when one of the lists was read."""
+
+    @property
     def newest_epoch(self) -> int: ...
     @property
     def newest_sequence(self) -> int: ...
@@ -64,6 +69,9 @@ class SlotTable:
     def epoch(self, slot: int) -> int: ...
     def epochs(self, slots: I64) -> I64: ...
     def state(self, slot: int) -> int: ...
+    def key(self, slot: int) -> bytes:
+        """What a ready slot holds."""
+
     def usage(self, first: int, n: int) -> tuple[int, int, int]:
         """How many slots of a range are ready, pinned, and free or evictable."""
 
@@ -78,6 +86,13 @@ class SlotTable:
     def publish(self, slot: int, key: bytes) -> bool: ...
     def durable(self, slots: I64) -> tuple[I64, I64, list[bytes]]:
         """Slots, epochs and keys that the journal must be told of."""
+
+    def replace(self, old: I64, new: I64) -> tuple[list[bool], I64, I64, I64, list[bytes]]:
+        """Which pairs have moved; the old slots of those that are journalled; slots, epochs and
+        keys that the journal must be told of before :meth:`retire`."""
+
+    def retire(self, slots: I64) -> tuple[I64, I64]:
+        """Slots and epochs of what the journal must be told is gone."""
 
     def drop(self, slots: I64) -> tuple[I64, I64]:
         """Slots and epochs of what the journal must be told is gone."""

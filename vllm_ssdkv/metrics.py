@@ -107,6 +107,18 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Blocks that a running request read from the devices in every step, brought into DRAM when "
         "there was room (page).",
     ),
+    counter(
+        "blocks_moved",
+        "blocks",
+        "Stored blocks that were written anew after a hit, where they are read faster: a device "
+        "has become slow, or was added.",
+    ),
+    counter(
+        "moves_failed",
+        "blocks",
+        "Blocks that were to move and stay where they were: they had left DRAM, a write failed, or "
+        "they were dropped meanwhile.",
+    ),
     *SPARSE_METRICS,
     counter(
         "attention_seconds",

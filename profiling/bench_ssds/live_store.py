@@ -14,14 +14,19 @@ from numpy.typing import NDArray
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.config_io import MIN_STAGING
 from vllm_ssdkv.connector.device_shares import DeviceShares
+from vllm_ssdkv.connector.moves import Moves
+from vllm_ssdkv.connector.write_policy import WritePolicy
+from vllm_ssdkv.connector.writes import Writes
 from vllm_ssdkv.errors import BenchError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.hit import LoadJob
+from vllm_ssdkv.store.index import SlotState
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.wear import WearLedger
 
 _TOKENS = 16
 """Of a block; nothing depends on it."""
@@ -101,6 +106,12 @@ class LiveStore:
             files, self._opened.arena, self._opened.plan, self._opened.num_slots, _TOKENS, _nothing
         )
         self.slots = files.placement.slots
+        wear = WearLedger(None, place.paths, self.counters)
+        policy = WritePolicy(config, wear, [0.0] * len(directories), self.slots, self.counters)
+        self._writes = Writes(1)
+        self._moves = Moves(
+            self._index, self._restriper, policy, self.counters, self._writes, self._unpin
+        )
         self._writing: dict[int, bytes] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._names = 0
@@ -125,14 +136,35 @@ class LiveStore:
         durable, failed = self._tiers.take_write_results()
         if failed or self._files.health.take_news():
             raise BenchError(f"{len(failed)} slots could not be written, or a device is out of use")
-        slots = np.array([slot for slot, _ in durable], dtype=np.int64)
-        self._index.durable(slots)
-        self._index.unpin(slots)
+        slots = self._moves.written(
+            [slot for slot, epoch in durable if self._writes.done(slot, epoch)]
+        )
+        self._index.durable(np.array(slots, dtype=np.int64))
+        self._index.unpin(np.array(slots, dtype=np.int64))
         for outcome in self._tiers.take_load_outcomes():
             if not outcome.complete:
                 raise BenchError("slots could not be read")
-            self._index.unpin(self._loading.pop(outcome.request_id))
-        return [self._writing.pop(slot) for slot in slots.tolist()]
+            loaded = self._loading.pop(outcome.request_id)
+            self._moves.read(loaded)
+            self._index.unpin(loaded)
+        self._move()
+        return [self._writing.pop(slot) for slot in slots]
+
+    def _move(self) -> None:
+        """As a step of scheduler and worker does."""
+        move = self._moves.plan(self._tiers.frames.frames)
+        if not len(move.new):
+            return
+        copied, _ = self._tiers.copy(move)
+        for slot in move.new[~copied].tolist():
+            self._moves.failed(slot)
+        keys = [key for key, there in zip(move.keys, copied.tolist(), strict=True) if there]
+        self._tiers.commit(move.new[copied], move.new_epochs[copied], keys)
+
+    def _unpin(self, slots: Sequence[int]) -> None:
+        self._index.unpin(np.array(slots, dtype=np.int64))
+        gone = [slot for slot in slots if self._index.state(slot) is SlotState.FREE]
+        self._tiers.discard(np.array(gone, dtype=np.int64))
 
     def store(self, most: int) -> None:
         """Have up to ``most`` slots with new content in flight."""
@@ -148,6 +180,7 @@ class LiveStore:
         for slot, key in zip(slots.tolist(), keys, strict=True):
             self._index.publish(slot, key)
             self._writing[slot] = key
+            self._writes.add(slot, self._index.epoch(slot))
         self._tiers.commit(slots, self._index.epochs(slots), keys)
 
     def load(self, keys: Sequence[bytes]) -> int:
@@ -191,7 +224,7 @@ class LiveStore:
         if not self._tiers.drain(_CLOSE_S):
             raise BenchError("the writes do not end")
         end = time.monotonic() + _CLOSE_S
-        while self._writing or self._loading:
+        while self._writing or self._loading or self._moves.unfinished:
             if time.monotonic() > end:
                 raise BenchError("the reads do not end")
             self.step()

@@ -36,6 +36,7 @@ class Plan:
         dram: Bytes of its memory.
         writes: Slots whose writes are in flight.
         reads: Slots of a request; two are asked for at a time.
+        hot: Requests that are read over and over where there is one copy: of the newest slots.
         before_s: With equal devices.
         slow_s: With a slow one; what was written then is read afterwards.
         rest_s: With the slow one, once more.
@@ -49,6 +50,7 @@ class Plan:
     dram: int = 512 * MIB
     writes: int = 192
     reads: int = 256
+    hot: int = 3
     before_s: float = 3.0
     slow_s: float = 6.0
     rest_s: float = 5.0
@@ -172,7 +174,8 @@ def slowing(setup: Setup, plan: Plan | None = None) -> list[Course]:
         courses += _writes(setup, store, plan, keys)
         store.finish()
         keys = [key for key in keys if store.has(key)]
-        courses += _reads(setup, store, plan, keys, "reads of what was there, one copy")
+        hot = keys[-plan.hot * plan.reads :]
+        courses += _reads(setup, store, plan, hot, "reads of what was there, one copy")
     with _store(setup, plan, replicas=2) as store:
         keys = _filled(store, plan)
         courses += _reads(setup, store, plan, keys, "reads of what was there, two copies")

@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.connector.symbols import Symbols, answer, extend, next_token
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
@@ -51,6 +52,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.restripe import Restriper
 from vllm_ssdkv.store.wear import WearLedger
@@ -59,37 +61,10 @@ BLOCK = 16
 WINDOW = 32
 CHUNK = 48
 MAX_MODEL_LEN = 256
-VOCAB = 500
 DEVICES = 2
 SLOT_BYTES = 12288
 GARBAGE = -1
 """Stands for KV that was computed from a context that could not be read."""
-
-Symbols = list[int]
-
-
-def extend(previous: int, tokens: Iterable[int]) -> Symbols:
-    """What stands for the KV of each of these tokens, after ``previous``."""
-    found: Symbols = []
-    for token in tokens:
-        previous = hash((previous, token))
-        found.append(previous)
-    return found
-
-
-def next_token(last: int) -> int:
-    """What the model samples after the KV that ``last`` stands for."""
-    return 3 + last % VOCAB
-
-
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The right tokens."""
-    symbols = extend(0, prompt)
-    tokens: list[int] = []
-    while len(tokens) < count:
-        tokens.append(next_token(symbols[-1]))
-        symbols += extend(symbols[-1], tokens[-1:])
-    return tokens
 
 
 def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
@@ -147,6 +122,8 @@ class Rank:
     loads: deque[Load] = field(default_factory=deque)
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
+    cold: set[int] = field(default_factory=set)
+    """Slots that have left DRAM."""
     lost: set[int] = field(default_factory=set)
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -215,9 +192,32 @@ class Rank:
             if held is not None and held.epoch == epoch:
                 held.key = key
                 self.writes.append((slot, epoch))
+        self.move(plan.move)
         self.loads.extend(plan.loads)
         for row in plan.rows if self.streams else ():
             self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
+
+    def move(self, move: Move) -> None:
+        """Copy slots, as far as they are in DRAM, and begin to write the copies."""
+        for old, old_epoch, new, epoch, key in zip(
+            move.old.tolist(),
+            move.old_epochs.tolist(),
+            move.new.tolist(),
+            move.new_epochs.tolist(),
+            move.keys,
+            strict=True,
+        ):
+            self.slots.pop(new, None)
+            self.broken.discard(new)
+            held = self.slots.get(old)
+            if held is None or old in self.broken or old in self.cold:
+                self.report.failed_writes.append((new, epoch))
+                continue
+            assert (held.epoch, held.key) == (old_epoch, key), "a move of another block"
+            assert (old, old_epoch) not in self.writes, "a move of what is not written"
+            self.overwrite(new)
+            self.slots[new] = Slot(epoch, list(held.symbols), key)
+            self.writes.append((new, epoch))
 
     def overwrite(self, slot: int) -> None:
         """Forget what was at the slot's place."""

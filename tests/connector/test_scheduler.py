@@ -17,7 +17,7 @@ from tests.e2e.models import make_llama
 from vllm_ssdkv.errors import StoreFailedError
 
 RUNS = 25
-FAULTS = ("write", "load", "break", "full", "lose", "slow")
+FAULTS = ("write", "load", "break", "full", "lose", "slow", "cool")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,15 @@ def config(request: pytest.FixtureRequest, model: Path) -> VllmConfig:
 class Turmoil:
     """One random run: requests come, end, are aborted and preempted while things fail."""
 
-    def __init__(self, config: VllmConfig, seed: int, *, depth: int, faulty: bool):
+    def __init__(
+        self,
+        config: VllmConfig,
+        seed: int,
+        *,
+        depth: int,
+        faulty: bool,
+        slots: tuple[int, ...] = (17, 20, 30, 60),
+    ):
         self.random = random.Random(seed)
         self.times = random.Random(seed)
         paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
@@ -42,7 +50,7 @@ class Turmoil:
             config,
             depth=depth,
             ranks=self.random.choice([1, 2]),
-            slots=self.random.choice([17, 20, 30, 60]),
+            slots=self.random.choice(slots),
             hbm_blocks=self.random.choice(hbm),
             pace=self.times.choice([Pace(), Pace(0.001, 0.001), Pace(0.001, 0.1)]),
         )
@@ -115,6 +123,8 @@ class Turmoil:
             self.full -= steps
         elif kind == "slow":
             rank.report.speeds.append((self.random.randrange(2), self.random.choice([0.2, 1.0])))
+        elif kind == "cool":
+            rank.cold.update(self.random.sample(sorted(rank.slots), len(rank.slots) // 2))
         elif kind == "lose" and not self.lost:
             self.lost = True
             self.run.lose_device(self.random.randrange(2))
@@ -124,6 +134,21 @@ class Turmoil:
 def test_answers_are_right_and_nothing_leaks(config: VllmConfig, depth: int) -> None:
     for seed in range(RUNS):
         Turmoil(config, seed, depth=depth, faulty=False).play(60)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_answers_are_right_while_blocks_move(config: VllmConfig, depth: int) -> None:
+    """A device that is slow, now and then, in stores that have room for moves."""
+    moved = 0.0
+    for seed in range(200, 200 + RUNS):
+        turmoil = Turmoil(config, seed, depth=depth, faulty=True, slots=(100, 150))
+        turmoil.run.ranks[0].report.speeds.append((seed % 2, 0.2))
+        try:
+            turmoil.play(60)
+        except StoreFailedError:
+            assert turmoil.lost
+        moved += turmoil.run.ours.counters.total("blocks_moved")
+    assert moved > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])

@@ -17,8 +17,8 @@ from tests.connector.simulation import (
     CHUNK,
     WINDOW,
     Simulation,
-    answer,
 )
+from tests.connector.symbols import answer
 from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.errors import StoreFailedError
 from vllm_ssdkv.store.index import SlotIndex

@@ -83,9 +83,10 @@ def bench(
         count: int = 4,
         io: Mapping[str, object] | None = None,
         replicas: int = 1,
+        capacity_mib: int = 16,
     ) -> Bench:
         control = tmp_path / f"faults{len(started)}.json"
-        places = devices(count, f"{16 * replicas}MiB")
+        places = devices(count, f"{capacity_mib * replicas}MiB")
         started.append(
             Bench(models["llama"], places, control, wanted, mode, io=io or {}, replicas=replicas)
         )

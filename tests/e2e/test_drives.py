@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.bench import HANG_S, Bench
@@ -98,9 +99,13 @@ def test_a_drive_dies_and_is_read_elsewhere(bench: StartBench) -> None:
     assert_no_trouble(here)
 
 
-def test_the_share_of_a_slow_drive_falls(
-    bench: StartBench, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_a_slow_drive(
+    bench: StartBench,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str = "page",
+    capacity_mib: int = 16,
+) -> Bench:
+    """Three drives, one with a tenth of the others' speed, which is noticed within few reads."""
     ModelTime().govern(monkeypatch, files, slot_batch, throttled)
     monkeypatch.setattr(speed, "WINDOW_S", 0.05)
     monkeypatch.setattr(speed, "MIN_PART_BYTES", 64 * 1024)
@@ -109,7 +114,13 @@ def test_the_share_of_a_slow_drive_falls(
         {"device": device, "bandwidth": "4MiB" if device == VICTIM else "40MiB"}
         for device in range(3)
     ]
-    here = bench(count=3, io={"throttle": rules, "deadline": HANG_S})
+    return bench(mode, 3, {"throttle": rules, "deadline": HANG_S}, capacity_mib=capacity_mib)
+
+
+def test_the_share_of_a_slow_drive_falls(
+    bench: StartBench, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = with_a_slow_drive(bench, monkeypatch)
     here.ask()
     fair = 1 / len(here.paths)
     end = time.monotonic() + HANG_S
@@ -120,4 +131,28 @@ def test_the_share_of_a_slow_drive_falls(
         assert here.count("device_share", device=here.paths[other]) > fair
     assert here.count("device_lost", device=here.paths[VICTIM]) == 0
     assert not [line for line in log if "as fast again" in line]
+    assert_no_trouble(here)
+
+
+def test_what_is_read_again_moves_off_a_slow_drive(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is read from where it moved to, also after a restart."""
+    here = with_a_slow_drive(bench, monkeypatch, "reuse", capacity_mib=64)
+    here.ask()
+    end = time.monotonic() + HANG_S
+    while here.count("blocks_moved") == 0:
+        assert time.monotonic() < end, "nothing moves"
+        here.ask()
+    here.ask()
+    assert here.count("device_lost", device=here.paths[VICTIM]) == 0
+    assert_no_trouble(here)
+
+    stored = [here.stored(prompt) for prompt in range(len(here.prompts))]
+    slots = np.array([slot for prompt in stored for slot in prompt])
+    assert not here.scheduler._restriper.to_move(slots).all()
+    here.restart()
+    assert [here.stored(prompt) for prompt in range(len(here.prompts))] == stored
+    here.ask()
+    assert here.count("hit_tokens", tier="ssd") > 0
     assert_no_trouble(here)

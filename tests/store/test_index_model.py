@@ -192,6 +192,37 @@ class IndexMachine(RuleBasedStateMachine):
                 self.lru.remove(slot)
                 self.lru.append(slot)
 
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        """Blocks move; some of them were dropped meanwhile."""
+        pinned = [s for s in self.pins if self.pins[s]]
+        new = [s for s in pinned if self.state[s] == "writing"]
+        if not new:
+            self.allocate(1, False)
+            new = [s for s, state in self.state.items() if state == "writing"]
+        old = [s for s in pinned if s not in new]
+        ready = [s for s in old if self.state[s] == "ready"]
+        count = min(len(new), len(old), data.draw(st.integers(1, 2)))
+        old = data.draw(st.permutations(ready * 3 + old).map(lambda s: list(dict.fromkeys(s))))
+        old, new = old[:count], new[:count]
+        was = [self.state[s] == "ready" for s in old]
+        assert self.index.replace(slots_of(*old), slots_of(*new)).tolist() == was
+        for before, after, moved in zip(old, new, was, strict=True):
+            if moved:
+                self.state[before], self.state[after] = "private", "ready"
+                self.key_of[after] = self.key_of.pop(before)
+                if self.durable_set.pop(before, None):
+                    self.make_durable([after])
+
+    @precondition(
+        lambda self: any(s == "ready" and not self.pins[i] for i, s in self.state.items())
+    )
+    @rule(data=st.data())
+    def replace_what_nobody_uses(self, data: st.DataObject) -> None:
+        free = [i for i, s in self.state.items() if s == "ready" and not self.pins[i]]
+        with pytest.raises(ValueError, match="not pinned"):
+            self.index.replace(slots_of(data.draw(st.sampled_from(free))), slots_of(0))
+
     def model_drop(self, slot: int) -> None:
         if self.state[slot] in ("ready", "writing"):
             self.forget(slot)

@@ -53,7 +53,7 @@ def state(index: SlotIndex, numbers: range) -> set[tuple[int, int, bytes]]:
     return {(slot, index.epoch(slot), k) for k, slot in found.items() if slot is not None}
 
 
-step = st.sampled_from(["store", "drop", "touch", "pin", "walk"])
+step = st.sampled_from(["store", "drop", "touch", "pin", "move", "walk"])
 steps = st.lists(st.tuples(step, st.integers(0, 99)), max_size=40)
 
 
@@ -65,7 +65,7 @@ def test_what_changes_during_a_walk_is_right_afterwards(
     tail: Any = Tail()
     index = SlotIndex(SLOTS, tail)
     store(index, *range(first))
-    number, pinned, walked, more = first, 0, b"", True
+    number, pinned, moves, walked, more = first, 0, 0, b"", True
     tail.data = b""  # the new file has none of this
     index.live_records.begin_walk()
     for step, value in steps:
@@ -85,6 +85,13 @@ def test_what_changes_during_a_walk_is_right_afterwards(
         elif step == "pin" and ready and pinned < 3:
             index.pin(slot)
             pinned += 1
+        elif step == "move" and ready and index.available() > 1:
+            index.pin(slot)
+            new = index.allocate(1)
+            if index.state(value % SLOTS).name == "READY":
+                assert index.replace(slot, new).all()
+                moves += 1
+            index.unpin(np.concatenate([new, slot]))
         elif step == "walk":
             some, more = index._table.walk(tail.sequence, 1)
             tail.sequence += len(some) // RECORD_BYTES
@@ -99,7 +106,7 @@ def test_what_changes_during_a_walk_is_right_afterwards(
     live = zip(found.slots.tolist(), found.epochs.tolist(), found.keys, strict=True)
     assert set(live) == state(index, range(number))
     # A slot that gets a new life may come twice.
-    assert len(walked) // RECORD_BYTES <= SLOTS + number - first
+    assert len(walked) // RECORD_BYTES <= SLOTS + number - first + moves
 
 
 def test_an_undisturbed_walk_is_the_order_of_eviction() -> None:

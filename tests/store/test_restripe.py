@@ -112,6 +112,25 @@ class Store:
         self.begin(count)
         self.end()
 
+    def move(self, slots: Sequence[int], *, good: bool = True) -> int:
+        """As the connector moves blocks that were read, all at once; how many did."""
+        index, restriper = self.index, self.restriper
+        old = array([s for s in slots if index.state(s) is SlotState.READY])
+        old = old[restriper.to_move(old)]
+        new = restriper.take_room(len(old))
+        old = old[: len(new)]
+        assert not restriper.to_move(new).any(), "they would move again"
+        index.pin(old)
+        for before, after in zip(old.tolist(), new.tolist(), strict=True):
+            for place in self.places(after):
+                self.disk[place] = index.key(before)
+        moved = index.replace(old, new) if good else np.zeros(len(old), dtype=np.bool_)
+        index.unpin(new)
+        index.unpin(old)
+        restriper.vacated(old[moved])
+        restriper.give_room_back(int((~moved).sum()))
+        return int(moved.sum())
+
     def lose(self, device: int) -> None:
         numbers = np.arange(self.index.num_slots, dtype=np.int64)
         self.index.quarantine(self.placement.touches(device, numbers))
@@ -153,6 +172,7 @@ actions = st.lists(
         st.tuples(st.just("begin"), st.integers(1, 30)),
         st.tuples(st.just("end"), st.just(0)),
         st.tuples(st.just("promise"), st.integers(1, 60)),
+        st.tuples(st.just("move"), st.integers(1, 30)),
         st.tuples(st.just("step"), st.just(0)),
         st.tuples(st.just("save"), st.just(0)),
         st.tuples(st.just("weigh"), st.integers(0, 6)),
@@ -176,6 +196,9 @@ def test_what_is_found_is_where_it_was_written(
             store.end()
         elif what == "promise":
             store.index.reserve(min(number, store.index.available()))
+        elif what == "move":
+            ready = sorted(store.ready())
+            store.move(ready[number % max(1, len(ready)) :][:number], good=number % 5 > 0)
         elif what == "step":
             store.restriper.step()
         elif what == "save":

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store import segments as dividing
 from vllm_ssdkv.store.layout import I64, SlotGeometry, StripeMap
-from vllm_ssdkv.store.placement import Placement, Segment
+from vllm_ssdkv.store.placement import Extent, Placement, Segment
 from vllm_ssdkv.store.segments import (
     MIN_SHARE,
     SEGMENTS,
@@ -20,6 +20,7 @@ from vllm_ssdkv.store.segments import (
     best_striping,
     lanes_over,
     restriped,
+    speedup,
 )
 
 ONE = SlotGeometry("opaque", 1, 1, 1, 60_000)
@@ -172,3 +173,25 @@ def test_lanes_that_are_as_good_are_left() -> None:
     assert best_striping(turned, [0.0, 0.0]).lanes == turned.lanes
     with pytest.raises(ValueError, match="weights"):
         lanes_over([0], [0.0])
+
+
+@pytest.mark.parametrize(
+    ("lanes", "copies", "weights", "expected"),
+    [
+        ((0, 1, 2, 3), 1, (1.0, 1.0, 1.0, 1.0), 1.0),
+        ((0, 1, 2, 3), 1, (1.0, 1.0, 1.0, 0.2), 4.0),  # of 0.2, 3.2
+        ((0, 1, 2, 3), 2, (1.0, 1.0, 1.0, 0.2), 1.0),  # reads avoid it already
+        ((0, 1), 1, (1.0, 1.0, 1.0, 1.0), 2.0),
+        ((0, 1), 2, (1.0, 1.0, 1.0, 1.0), 2.0),
+        ((0, 1, 2, 3), 1, (1.0, 1.0, 1.0, 0.0), 1.0),  # it cannot be read at all
+        ((0, 1, 2), 1, (1.0, 1.0, 1.0, 1.0), 4 / 3),
+        ((0, 1, 2, 0, 1, 2, 3), 1, (1.0, 1.0, 1.0, 1.0), 8 / 7),
+    ],
+)
+def test_what_a_segment_would_gain(
+    lanes: tuple[int, ...], copies: int, weights: tuple[float, ...], expected: float
+) -> None:
+    extents = tuple(Extent(device, 0, 100) for device in range(DEVICES))
+    segment = Segment(0, 10, 10, lanes, extents, copies)
+    striping = best_striping(segment, weights, copies)
+    assert speedup(segment, striping, weights) == pytest.approx(expected, rel=0.05)

@@ -37,7 +37,9 @@ from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.engine.open import open_engine
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
+from vllm_ssdkv.store.index import SlotState
 from vllm_ssdkv.store.layout import PAGE_ALIGN, Extents, SlotGeometry
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.records import RECORD_BYTES
 from vllm_ssdkv.store.tiers import TieredStore
@@ -120,6 +122,8 @@ class Store:
         )
         self.writing: dict[int, int] = {}
         """Slots under way: slot -> name."""
+        self.moving: dict[int, int] = {}
+        """Of these, slots that a block moves to: new slot -> old slot."""
 
     def _payloads(self, frame: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         pages = self.tiers.frames.view(frame)[GEOMETRY.header_bytes :]
@@ -141,7 +145,9 @@ class Store:
             out = self.restriper.out_of_use()
             self.index.quarantine(slots[self.restriper.placement.lost(out, slots)])
         for slot, epoch in durable:
-            if self.index.epoch(slot) == epoch:
+            if slot in self.moving:
+                self.index.replace(np.array([self.moving[slot]]), np.array([slot]))
+            elif self.index.epoch(slot) == epoch:
                 self.index.durable(slot)
         for slot, epoch in failed:
             if self.index.epoch(slot) == epoch:
@@ -149,6 +155,11 @@ class Store:
         for slot, _ in [*durable, *failed]:
             del self.writing[slot]
             self.index.unpin(np.array([slot], dtype=np.int64))
+            if slot in self.moving:
+                old = np.array([self.moving.pop(slot)])
+                self.index.unpin(old)
+                if self.index.state(int(old[0])) is SlotState.FREE:
+                    self.tiers.discard(old)
             if (slot, self.index.epoch(slot)) in failed:
                 self.tiers.discard(np.array([slot], dtype=np.int64))
 
@@ -186,6 +197,27 @@ class Store:
             assert self.index.publish(slot, key_of(name))
             self.writing[slot] = name
             self.tiers.commit(slots, self.index.epochs(slots), [key_of(name)])
+
+    def move(self, names: Sequence[int]) -> None:
+        """Blocks that are in DRAM are written into other slots, too."""
+        for name in names:
+            old = self.index.lookup([key_of(name)])
+            if not len(old) or int(old[0]) in {*self.writing, *self.moving.values()}:
+                continue
+            if self.index.available() < 2 or not self.index.free_now():
+                return
+            self.index.pin(old)
+            new, keys = self.index.allocate(1), (key_of(name),)
+            epochs = self.index.epochs(new)
+            copied, wrong = self.tiers.copy(Move(old, self.index.epochs(old), new, epochs, keys))
+            assert not wrong.any()
+            if not copied.all():
+                self.index.unpin(new)
+                self.index.unpin(old)
+                continue
+            self.writing[int(new[0])] = name
+            self.moving[int(new[0])] = int(old[0])
+            self.tiers.commit(new, epochs, keys)
 
     def load(self, names: Sequence[int]) -> LoadOutcome:
         """Bring blocks that are found into HBM blocks 1, 2, ..."""
@@ -365,6 +397,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.read(picks, False, walk)
         self.store.faults()
 
+    @rule(picks=PICKS, read_on=st.booleans(), fault=st.sampled_from([None, "enospc", "eio"]))
+    def move(self, picks: Sequence[int], read_on: bool, fault: str | None) -> None:
+        """After a hit; the old slots are read, or the new ones, while the writes go on or fail."""
+        self.read(picks, False, False)
+        names = self.some(picks)
+        if fault is not None:
+            self.store.settle()
+            self.damaged.add(0)
+            self.store.faults({"kind": fault, "op": "write", "device": 0})
+        self.store.move(names)
+        if read_on:
+            self.read(picks, False, False)
+        if fault is not None:
+            self.store.settle()
+            self.store.faults()
+            lost = self.store.opened.files.health.quarantined
+            assert lost or set(names) <= set(self.ready()), "a move that failed costs nothing"
+
     @rule(picks=PICKS)
     def drop(self, picks: Sequence[int]) -> None:
         for name in self.some(picks):
@@ -434,7 +484,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         gauges = self.store.index.gauges()
-        assert gauges["pinned"] == len(self.store.writing)
+        assert gauges["pinned"] == len(self.store.writing) + len(self.store.moving)
         assert gauges["reserved"] == 0
         held = gauges["free"] + gauges["evictable"] + gauges["pinned"] + gauges["lost"]
         assert held == self.store.index.num_slots

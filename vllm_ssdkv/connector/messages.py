@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ssdkv.config_request import RequestOptions
+from vllm_ssdkv.store.move import NO_MOVE, Move
 from vllm_ssdkv.store.placement import Segment
 
 SlotArray = NDArray[np.int64]
@@ -156,6 +157,8 @@ class SSDKVMetadata(KVConnectorMetadata):
     step: int
     save: Save = field(default_factory=lambda: Save.of(()))
     commit: Commit = field(default_factory=lambda: Commit.of(()))
+    move: Move = NO_MOVE
+    """Stored blocks to write anew into other slots, too."""
     loads: list[Load] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     contexts: list[ContextDelta] = field(default_factory=list)

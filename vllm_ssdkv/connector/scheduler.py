@@ -33,11 +33,13 @@ from vllm_ssdkv.connector.messages import (
     Save,
     SSDKVMetadata,
 )
+from vllm_ssdkv.connector.moves import Moves
 from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.write_policy import WritePolicy
+from vllm_ssdkv.connector.writes import Writes
 from vllm_ssdkv.errors import StoreFailedError, StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
@@ -77,7 +79,6 @@ class SSDKVScheduler:
         self._recomputations = Recomputations(counters)
         self._block = block_tokens
         self._max_tokens = max_model_len
-        self._ranks = ranks
         self.counters = counters
         self._choice = choice
         self._policy = policy
@@ -100,8 +101,8 @@ class SSDKVScheduler:
         self._commits: list[tuple[int, int, bytes]] = []
         self._shape: list[tuple[int, int]] = []
         self._settled = True
-        # Slots on their way to the devices: slot -> (epoch, ranks that still have to report).
-        self._writing: dict[int, tuple[int, int]] = {}
+        self._writing = Writes(ranks)
+        self._moves = Moves(index, restriper, policy, counters, self._writing, self._unpin)
         # Page mode: how many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._held: dict[int, int] = {}
@@ -263,11 +264,14 @@ class SSDKVScheduler:
         plan.save = Save.of(self._saves)
         plan.commit = Commit.of(self._commits)
         self._saves, self._commits = [], []
+        plan.move = self._moves.plan(self._choice.frames)
+        self._choice.saved(plan.move.new.tolist())
         plan.loads, self._loads = self._loads, []
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
-        plan.settled = plan.idle and not (self._requests or self._writing or self._loading)
+        busy = self._requests or self._writing or self._loading or self._moves.unfinished
+        plan.settled = plan.idle and not busy
         self._settled = plan.settled
         plan.segments = self._restriper.take_segments()
         plan.trim, self._trim = self._trim, None
@@ -397,7 +401,7 @@ class SSDKVScheduler:
             self._unpin([slot])
             return
         # In page mode the request itself needs it: what is not written would fill the DRAM.
-        self._writing[slot] = (epoch, self._ranks)
+        self._writing.add(slot, epoch)
         self._commits.append((slot, epoch, key))
 
     def _replace(self, key: bytes) -> None:
@@ -426,7 +430,7 @@ class SSDKVScheduler:
                 self._lose_device(device)
             self._shares.value(rank, report.speeds)
             for slot, epoch in report.durable:
-                if self._last_rank_done(slot, epoch):
+                if self._writing.done(slot, epoch):
                     written.append(slot)
             for slot, epoch in report.failed_writes:
                 self._write_failed(slot, epoch)
@@ -446,6 +450,8 @@ class SSDKVScheduler:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
                 self._choice.ended(request_id)
+                if not self._paged:  # there running requests stay where their contexts began
+                    self._moves.read(slots)
                 self._unpin(slots.tolist())
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
@@ -455,29 +461,19 @@ class SSDKVScheduler:
                 self.counters.add("recomputed_requests", 1, cause="hit")
                 self._failed_loads.add(request_id)
 
-    def _last_rank_done(self, slot: int, epoch: int) -> bool:
-        """A rank has written a slot; whether none is missing now."""
-        entry = self._writing.get(slot)
-        if entry is None or entry[0] != epoch:
-            return False
-        if entry[1] > 1:
-            self._writing[slot] = (epoch, entry[1] - 1)
-            return False
-        del self._writing[slot]
-        return True
-
     def _all_ranks_done(self, slots: Sequence[int]) -> None:
         """All ranks have written these slots: one write into the journal for all of them."""
+        slots = self._moves.written(slots)
         if slots and not self._forgetful:
             self._index.durable(np.array(slots, dtype=np.int64))
         for slot in slots:  # not as a chain: these are of any requests
             self._unpin([slot])
 
     def _write_failed(self, slot: int, epoch: int) -> None:
-        if self._index.epoch(slot) != epoch:
+        if self._index.epoch(slot) != epoch or self._moves.failed(slot):
             return
         self._drop(slot, "write_error")
-        if self._writing.pop(slot, None) is not None or self._held.pop(slot, None) is not None:
+        if self._writing.drop(slot) or self._held.pop(slot, None) is not None:
             self._unpin([slot])
         for state in self._requests.values():
             for block in [b for b, private in state.private.items() if private == slot]:
@@ -570,8 +566,8 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        beside = self._loading.keys() & BACKGROUND
-        return bool(self._writing or self._discard or self._forget or beside or not self._settled)
+        owed = self._writing or self._moves.unfinished or self._loading.keys() & BACKGROUND
+        return bool(owed or self._discard or self._forget or not self._settled)
 
     def take_stats(self) -> SSDKVStats | None:
         """What was counted in all processes of the engine, when it is time to tell."""

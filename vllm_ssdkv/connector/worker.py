@@ -40,6 +40,7 @@ from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.trim import SlotTrimmer
@@ -226,6 +227,8 @@ class SSDKVWorker:
             good = ~np.isin(plan.save.slots, spoiled)
             self._skip(plan.save.part(~good))
             self._save(plan.save.part(good), plan.commit)
+        if len(plan.move.new):
+            self._move(plan.move)
         for load in plan.loads:
             self._load(load)
 
@@ -290,6 +293,15 @@ class SSDKVWorker:
         if which.any():
             keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
             self.store.commit(commit.slots[which], commit.epochs[which], keys)
+
+    def _move(self, move: Move) -> None:
+        """Write blocks that are in DRAM into other slots, too."""
+        copied, wrong = self.store.copy(move)
+        self._commit(Commit(move.new, move.new_epochs, move.keys), copied)
+        new = zip(move.new[~copied].tolist(), move.new_epochs[~copied].tolist(), strict=True)
+        self._report.failed_writes.extend(new)
+        old = zip(move.old[wrong].tolist(), move.old_epochs[wrong].tolist(), strict=True)
+        self._report.bad.extend(old)
 
     def _load(self, load: Load) -> None:
         self._loading.add(load.request_id)

@@ -154,6 +154,12 @@ class CipherSealer:
         wrong = self._headers.what_is_wrong(data, slot, epoch, key)
         return wrong or "slot header: tag is not that of this store's key"
 
+    def intact(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
+    ) -> NDArray[np.bool_]:
+        """See :meth:`Sealer.intact`."""
+        return self.read_headers(slots, epochs, keys, at)[1]
+
     def unseal(
         self, seals: Seals, first_page: int, at: U64, *, final: bool = False
     ) -> NDArray[np.bool_]:

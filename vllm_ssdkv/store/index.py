@@ -98,7 +98,9 @@ class SlotIndex:
             number = max(number, (found.newest_epoch >> EPOCH_COUNTER_BITS) + 1)
         self._table.set_last_epoch(number << EPOCH_COUNTER_BITS)
         if journal is not None:
-            journal.attach(self._table, stale=self._out_of_range > 0)
+            # A record that another slot's newer one has replaced must not come back when that one
+            # is gone: by then its slot may be half overwritten.
+            journal.attach(self._table, stale=self._out_of_range + found.superseded > 0)
 
     # ---- finding ----
 
@@ -125,6 +127,14 @@ class SlotIndex:
     def epochs(self, slots: I64) -> I64:
         """Epoch of each slot, int64, shape [n]."""
         return self._table.epochs(slots)
+
+    def key(self, slot: int) -> bytes:
+        """Key of a ready slot.
+
+        Raises:
+            ValueError: it is not ready.
+        """
+        return self._table.key(slot)
 
     def state(self, slot: int) -> SlotState:
         """What the slot is now."""
@@ -256,6 +266,30 @@ class SlotIndex:
         slots, epochs, keys = self._table.durable(np.atleast_1d(slot))
         if slots.size and self._journal is not None:
             self._journal.append(Kind.PUT, slots, epochs, keys)
+
+    def replace(self, old: I64, new: I64) -> NDArray[np.bool_]:
+        """Blocks have moved: every rank has written what slots ``old`` hold into slots ``new``.
+
+        Each key names its new slot from now on. The old one stays with its users, private, and is
+        freed at its last unpin. The journal is told of the new slots before it is told that the
+        old ones are gone, so a crash in between leaves both, of which a restart takes the newer
+        one; what is not journalled stays so.
+
+        Args:
+            old: Slots, [n], which the caller has pinned since before they were copied.
+            new: Slots that are writing, [n].
+
+        Returns:
+            Which have moved, bool, [n]; not those of which one was dropped meanwhile.
+
+        Raises:
+            ValueError: an old slot is not pinned, or lengths differ.
+        """
+        which, gone, slots, epochs, keys = self._table.replace(old, new)
+        if slots.size and self._journal is not None:
+            self._journal.append(Kind.PUT, slots, epochs, keys)
+        self._tell_gone(*self._table.retire(gone))
+        return np.array(which, dtype=np.bool_)
 
     def drop(self, slot: int | I64) -> None:
         """Never find these slots again: their data is bad, or was not written.

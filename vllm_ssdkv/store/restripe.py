@@ -1,9 +1,11 @@
 """Bringing the segments of a store up to date: striping them anew, one after the other.
 
 Devices that were added, went away or changed their speed change what lanes a segment should have.
-The slots of one that has others cannot move. So it is emptied when its place is needed for new
-slots, which is when something would have to be evicted in any case, and striped anew over the
-devices of that day. Until then its slots can be read, and new ones go there last.
+A segment that has others is emptied when its place is needed for new slots, which is when something
+would have to be evicted in any case, and striped anew over the devices of that day. Until then its
+slots can be read, and new ones go there last. Blocks that are read again move out of it, if they
+are read faster elsewhere (``connector/moves.py``), to where there is room for them
+(``moving_room.py``); a segment that they have emptied is striped anew when that is used up.
 
 The journal is told that the old slots are gone before the manifest has the new segment, and the new
 slots are handed out after the manifest has it. So a restart at any instant finds each slot where it
@@ -23,9 +25,11 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.index import SlotIndex, Usage
+from vllm_ssdkv.store.layout import I64
+from vllm_ssdkv.store.moving_room import MovingRoom
 from vllm_ssdkv.store.placement import Placement, Segment
-from vllm_ssdkv.store.segments import best_striping, restriped
+from vllm_ssdkv.store.segments import best_striping, restriped, speedup
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +39,11 @@ are handed out at a time, or so fast, that it would be used up before the manife
 one."""
 
 MOST_AHEAD = 8
-"""But an eighth of the store at most."""
+"""But an eighth of the store at most. Nor do blocks that move have more room than that."""
+
+WORTH_MOVING = 1.25
+"""Blocks move for reads that are so many times faster. Not for less: each move is a write. One
+device of eight that is as fast again as the others, or a ninth one, gives 1.13."""
 
 _RETRY_S = 5.0
 
@@ -158,6 +166,15 @@ class Restriper:
         """Slots handed out, at most, between two steps while segments had the wrong lanes."""
         self._news = False
         self._look = True
+        self._sources: list[Segment] = []
+        """Segments that blocks are to move out of, by ascending number."""
+        self._firsts = np.zeros(0, dtype=np.int64)
+        """First slot of each of them."""
+        self._room = MovingRoom()
+        self._extra = 0
+        """Slots that are kept free ahead for moves, which have not got them yet."""
+        self._spent: int | None = None
+        """First slot of a segment that is to be striped anew although something is left in it."""
         self._judge()
 
     def reweigh(self, weights: Sequence[float]) -> None:
@@ -165,6 +182,7 @@ class Restriper:
         of use, which the manifest must know if there are copies elsewhere."""
         lost = any(old and not new for old, new in zip(self.weights, weights, strict=True))
         self.weights = list(weights)
+        self._stop_moves()
         self._judge()
         if lost and self.placement.most_copies > 1:
             self._saver.put(self._wanted())
@@ -208,6 +226,80 @@ class Restriper:
         self._news = False
         return self.placement.segments
 
+    # ---- blocks that move ----
+
+    @property
+    def moving(self) -> bool:
+        """Whether stored blocks would be read faster elsewhere."""
+        return bool(self._sources)
+
+    def to_move(self, slots: I64) -> NDArray[np.bool_]:
+        """Which slots, [n], hold blocks that would be read faster elsewhere, bool, [n]."""
+        return self._source_of(slots) >= 0
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether :meth:`take_room` will have slots soon that it did not have."""
+        return bool(self._successors) or self._extra > 0 or self._spent is not None
+
+    def take_room(self, n: int) -> I64:
+        """Allocate slots for up to ``n`` blocks that move, the slots of which the caller pins."""
+        if self._room.slots < n:
+            self._find_room()
+        # The slot that a block leaves is pinned meanwhile: running requests count on two less.
+        n = min(n, self._room.slots, self._index.free_now(), self._index.available() // 2)
+        slots = self._index.allocate(max(0, n))
+        self._room.slots -= len(slots)
+        # These are no new blocks: nothing need be emptied for the next ones.
+        self._looked += len(slots)
+        self._begun += len(slots)
+        return slots
+
+    def give_room_back(self, n: int) -> None:
+        """Moves ended without effect: their new slots are free again."""
+        self._room.slots += n
+
+    def vacated(self, slots: I64) -> None:
+        """Blocks have moved away from these slots."""
+        source = self._source_of(slots)
+        for which, moved in zip(*np.unique(source[source >= 0], return_counts=True), strict=True):
+            segment = self._sources[which]
+            left = self._room.left(segment.first)
+            if left is None:
+                left = self._index.usage(segment.first, segment.slots).ready
+            else:
+                left -= int(moved)
+            self._room.vacate(segment.first, int(moved), left)
+
+    def _source_of(self, slots: I64) -> I64:
+        """Index of the segment that each slot is to move out of, or -1."""
+        if not self._sources:
+            return np.full(len(slots), -1, dtype=np.int64)
+        found = np.searchsorted(self._firsts, slots, side="right") - 1
+        ends = np.array([s.first + s.slots for s in self._sources], dtype=np.int64)
+        return np.where((found >= 0) & (slots < ends[found]), found, -1)
+
+    def _find_room(self) -> None:
+        """Let moves have what new blocks can do without. Else have those segments striped anew that
+        nothing is left in; or one more given up; or, when moves have had their part of the store,
+        one that little is left in."""
+        if self._successors or not self._sources:
+            return
+        usual = sum(s.slots for s in self._sources) // len(self._sources)
+        emptiest = self._room.emptiest()
+        if self._index.free_now() - self._room.slots - usual > self._ahead():
+            self._room.grant(usual)
+            self._extra = 0
+        elif emptiest is not None and emptiest[1] <= 0:
+            self._spend(emptiest[0])
+        elif self._room.total + usual <= self.placement.slots // MOST_AHEAD:
+            self._extra = usual
+        elif emptiest is not None:
+            self._spend(emptiest[0])
+
+    def _spend(self, first: int) -> None:
+        self._spent, self._look = first, True
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """Save what has changed; False when that was not possible in time."""
         return self._saver.close(timeout_s)
@@ -221,6 +313,13 @@ class Restriper:
             for s in self.placement.segments
             if best_striping(s, self.weights, self._replicas) != (s.lanes, s.copies)
         ]
+        self._sources = sorted(
+            (s for s in self._stale if s.slots and self._speedup(s) >= WORTH_MOVING),
+            key=lambda s: s.first,
+        )
+        self._firsts = np.array([s.first for s in self._sources], dtype=np.int64)
+        if not self._sources:
+            self._stop_moves()
         self._look = True
         self._looked = self._index.counters["allocated"]
         mask = np.zeros(self._index.num_slots, dtype=np.bool_)
@@ -228,32 +327,52 @@ class Restriper:
             mask[segment.first : segment.first + segment.slots] = True
         self._index.defer(mask)
 
-    def _begin(self) -> None:
-        """Empty the segments that hold nothing, and those whose place is needed."""
-        index = self._index
+    def _stop_moves(self) -> None:
+        self._room.clear()
+        self._extra, self._spent = 0, None
+
+    def _speedup(self, segment: Segment) -> float:
+        striping = best_striping(segment, self.weights, self._replicas)
+        return speedup(segment, striping, self.weights)
+
+    def _ahead(self) -> int:
+        """Slots that are kept free for new blocks."""
         # Where a device is lost, slots with its lanes either are not handed out, or still hold one
         # copy: neither is worth giving up stored blocks in a hurry.
         at_once = 0 if self.out_of_use().any() else self._at_once
         soon = 2 * (at_once + self._handed_out)
         rush = min(soon, self.placement.slots // MOST_AHEAD)
-        wanted = max(max(s.slots for s in self._stale) // AHEAD, rush)
-        coming = index.free_now()
+        return max(max(s.slots for s in self._stale) // AHEAD, rush)
+
+    def _begin(self) -> None:
+        """Empty the segments that hold nothing, and those whose place is needed."""
+        index = self._index
+        wanted = self._ahead() + self._extra
+        coming = index.free_now() - self._room.slots
         if self._replicas > 1:
             # A place on a lost device still holds the other copy: it serves before stored blocks,
             # of which the same is true, are given up.
-            coming = index.gauges()["free"]
+            coming = index.gauges()["free"] - self._room.slots
         if coming > wanted and not self._look:
             return
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
-        for segment in sorted(self._stale, key=lambda s: usage[s.first]):
+
+        def order(segment: Segment) -> tuple[bool, Usage]:
+            """Where something has moved away the rest may follow: that is left for last."""
             found = usage[segment.first]
-            if found.pinned or (found.ready and coming > wanted):
+            return found.ready > 0 and self._room.left(segment.first) is not None, found
+
+        for segment in sorted(self._stale, key=order):
+            found = usage[segment.first]
+            spent = segment.first == self._spent and self._room.spent(segment.first, found.ready)
+            if found.pinned or (found.ready and coming > wanted and not spent):
                 continue
             if found.obtainable > index.available():
                 continue  # running requests were promised these: they cannot wait for the manifest
             successor = self._successor(segment)
             coming += successor.slots
+            coming -= self._room.returning(segment.first, successor.slots)
             dropped = index.quarantine(segment.all_slots())
             self._successors[segment.first] = successor
             self._counters.add("slots_dropped", dropped, cause="restriped")
@@ -263,6 +382,7 @@ class Restriper:
                 segment.first + segment.slots - 1,
                 dropped,
             )
+        self._spent = None
         if self._successors:
             self._begun = index.counters["allocated"]
             self._saver.put(self._wanted())
@@ -301,6 +421,8 @@ class Restriper:
         """The manifest has the successors: their slots may be used."""
         self.placement.change(self._wanted())
         slots = np.concatenate([s.all_slots() for s in self._successors.values()])
+        for first, successor in self._successors.items():
+            self._room.back(first, successor.slots)
         self._successors = {}
         self._news = True
         handed_out = self._index.counters["allocated"] - self._begun

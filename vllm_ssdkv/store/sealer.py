@@ -116,6 +116,21 @@ class Sealer(Protocol):
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
         """What is wrong with a header that :meth:`read_headers` refused, naming the field."""
 
+    def intact(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
+    ) -> NDArray[np.bool_]:
+        """Which of n slots that are readable in memory, header included, are what was written, [n].
+
+        Encrypted pages were all found right when they were decrypted, and have nothing left to be
+        checked by: there the header decides.
+
+        Args:
+            slots: Slot numbers, [n].
+            epochs: Of each slot's allocation, [n].
+            keys: Block each slot holds, [n, 32].
+            at: Arena offset of each slot, [n].
+        """
+
     def unseal(
         self, seals: Seals, first_page: int, at: U64, *, final: bool = False
     ) -> NDArray[np.bool_]:
@@ -197,6 +212,14 @@ class ChecksumSealer:
         """See :meth:`Sealer.why_refused`."""
         data = self._arena.view(at, self._geometry.header_bytes)
         return self._headers.what_is_wrong(data, slot, epoch, key) or CHANGED
+
+    def intact(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
+    ) -> NDArray[np.bool_]:
+        """See :meth:`Sealer.intact`."""
+        seals, right = self.read_headers(slots, epochs, keys, at)
+        pages = self.unseal(seals, 0, at + np.uint64(self._geometry.header_bytes), final=True)
+        return right & pages.all(axis=1)
 
     def unseal(
         self, seals: Seals, first_page: int, at: U64, *, final: bool = False

@@ -97,6 +97,32 @@ def best_striping(segment: Segment, weights: Sequence[float], replicas: int = 1)
     return Striping(lanes, copies)
 
 
+def speedup(segment: Segment, striping: Striping, weights: Sequence[float]) -> float:
+    """How many times faster slots of the segment would be read if they were striped so.
+
+    All devices are read from at once, and the one that ends last decides; of two copies each piece
+    is read where there is less to do.
+
+    Args:
+        segment: As it is.
+        striping: As it might be.
+        weights: By device, what each is worth; 0 for one that is not there.
+    """
+    before, after = (
+        _rate(lanes, copies, weights)
+        for lanes, copies in ((segment.lanes, segment.copies), striping)
+    )
+    return after / before if before > 0 else 1.0
+
+
+def _rate(lanes: Sequence[int], copies: int, weights: Sequence[float]) -> float:
+    """Slots per second, in the unit of the weights."""
+    count = Counter(lanes)
+    if copies > 1:
+        return sum(weights[device] for device in count)
+    return len(lanes) * min(weights[device] / n for device, n in count.items())
+
+
 def restriped(
     geometry: SlotGeometry, segment: Segment, striping: Striping, devices: int
 ) -> Segment:

@@ -21,9 +21,11 @@ from vllm_ssdkv.store.chosen import ChosenContexts
 from vllm_ssdkv.store.device_memory import DeviceMemory
 from vllm_ssdkv.store.fetch import PageFetcher
 from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.hot_pages import HotPages
 from vllm_ssdkv.store.loader import CopyIn, SlotLoader
+from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.page_cache import PageCache, PagePolicy
 from vllm_ssdkv.store.scrub import Scrubber
 from vllm_ssdkv.store.seal_table import SealTable
@@ -232,6 +234,43 @@ class TieredStore:
             Pending(slot, epoch, key)
             for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
         )
+
+    def copy(self, move: Move) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Give the new slots of a move frames that hold what the frames of the old ones hold, for
+        :meth:`commit`: they are ``HELD`` until written or discarded.
+
+        What is copied is checked first, all of it: the copy gets seals of its own, which would say
+        that it is right. No frame of a running context is taken for it.
+
+        Returns:
+            Which were copied, and which frames hold wrong bytes, both bool, [n]. The others are not
+            in DRAM any more, or there is no room for their copies.
+        """
+        self._forget_content(move.new)
+        self.frames.forget(move.new)
+        found = self.frames.borrow(move.old)
+        try:
+            here = np.array([self._is_clean(frame) for frame in found.tolist()], dtype=np.bool_)
+            right = here.copy()
+            right[here] = self.files.sealer.intact(
+                move.old[here],
+                move.old_epochs[here],
+                key_rows(move.keys)[here],
+                self.frames.buffer_offset(found[here]),
+            )
+            which = np.flatnonzero(right)
+            held = self.frames.take(move.new[which], FrameState.HELD, spare_contexts=True)
+            which = which[: len(held)]
+            source, target = self.frames.address(found[which]), self.frames.address(held)
+            _io.copy(source, target, self.files.geometry.slot_bytes)
+        finally:
+            self.frames.give_back(found)
+        copied = np.zeros(len(found), dtype=np.bool_)
+        copied[which] = True
+        return copied, here & ~right
+
+    def _is_clean(self, frame: int) -> bool:
+        return frame != NO_FRAME and self.frames.state(frame) is FrameState.CLEAN
 
     def discard(self, slots: NDArray[np.int64]) -> None:
         """Forget what is held for these slots; queued writes are dropped."""

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
@@ -63,6 +64,12 @@ nb::bytes encode_records(uint32_t kind, const Slots& slots, const Slots& epochs,
   return to_bytes(records);
 }
 
+nb::list to_list(const std::vector<Key>& keys) {
+  nb::list list;
+  for (const Key& key : keys) list.append(to_bytes(key));
+  return list;
+}
+
 nb::list keys_of(Replay& replay) {
   nb::list keys;
   for (const uint32_t slot : replay.live()) keys.append(to_bytes(replay.newest(slot).key));
@@ -104,6 +111,7 @@ void bind_replay(nb::module_& m) {
       .def_prop_ro("corrupt", &Replay::corrupt)
       .def_prop_ro("damaged", &Replay::damaged)
       .def_prop_ro("out_of_range", &Replay::out_of_range)
+      .def_prop_ro("superseded", &Replay::superseded)
       .def_prop_ro("newest_epoch", &Replay::newest_epoch)
       .def_prop_ro("newest_sequence", &Replay::newest_sequence);
 }
@@ -125,10 +133,18 @@ nb::tuple allocate(SlotTable& self, size_t n) {
 
 nb::tuple durable(SlotTable& self, const Slots& slots) {
   Stored stored = self.durable(slots.data(), slots.shape(0));
-  nb::list keys;
-  for (const Key& key : stored.keys) keys.append(to_bytes(key));
+  nb::list keys = to_list(stored.keys);
   return nb::make_tuple(to_numpy(std::move(stored.slots)), to_numpy(std::move(stored.epochs)),
                         keys);
+}
+
+nb::tuple replace(SlotTable& self, const Slots& from, const Slots& to) {
+  if (from.shape(0) != to.shape(0)) throw std::invalid_argument("slots differ in length");
+  Moved moved = self.replace(from.data(), to.data(), from.shape(0));
+  nb::list keys = to_list(moved.stored.keys);
+  return nb::make_tuple(std::move(moved.which), to_numpy(std::move(moved.from)),
+                        to_numpy(std::move(moved.stored.slots)),
+                        to_numpy(std::move(moved.stored.epochs)), keys);
 }
 
 nb::tuple walk(SlotTable& self, uint64_t first_sequence, size_t budget) {
@@ -177,6 +193,9 @@ void bind_table(nb::module_& m) {
           [](const SlotTable& self, int64_t slot) { return static_cast<int>(self.state(slot)); },
           "slot"_a)
       .def(
+          "key", [](const SlotTable& self, int64_t slot) { return to_bytes(self.key(slot)); },
+          "slot"_a)
+      .def(
           "usage",
           [](const SlotTable& self, int64_t first, size_t n) {
             const ssdkv::Usage found = self.usage(first, n);
@@ -205,6 +224,15 @@ void bind_table(nb::module_& m) {
           },
           "slot"_a, "key"_a)
       .def("durable", &durable, "slots"_a)
+      .def("replace", &replace, "old"_a, "new"_a)
+      .def(
+          "retire",
+          [](SlotTable& self, const Slots& slots) {
+            Gone gone;
+            self.retire(slots.data(), slots.shape(0), gone);
+            return to_tuple(std::move(gone));
+          },
+          "slots"_a)
       .def(
           "drop",
           [](SlotTable& self, const Slots& slots) {

@@ -69,7 +69,10 @@ const std::vector<uint32_t>& Replay::live() {
   KeyMap seen(reinterpret_cast<const std::byte*>(slots_.data()), sizeof(Newest), order.size());
   live_.reserve(order.size());
   for (const auto& [stamp, slot] : order) {
-    if (seen.find(slots_[slot].key)) continue;
+    if (seen.find(slots_[slot].key)) {
+      ++superseded_;
+      continue;
+    }
     seen.insert(slot);
     live_.push_back(slot);
   }

@@ -37,6 +37,9 @@ class Replay {
   // Corrupt records with a valid one behind them: an append that was cut does not leave them.
   uint64_t damaged() const { return damaged_; }
   uint64_t out_of_range() const { return out_of_range_; }
+  // Records of slots whose key a newer record gives to another one: a crash in the middle of a move
+  // leaves them. Known when live() was called.
+  uint64_t superseded() const { return superseded_; }
   uint64_t newest_epoch() const { return newest_epoch_; }
   uint64_t newest_sequence() const { return newest_sequence_; }
 
@@ -53,6 +56,7 @@ class Replay {
   uint64_t damaged_ = 0;
   uint64_t at_end_ = 0;  // corrupt ones since the last valid one
   uint64_t out_of_range_ = 0;
+  uint64_t superseded_ = 0;
   uint64_t newest_epoch_ = 0;
   uint64_t newest_sequence_ = 0;
 };

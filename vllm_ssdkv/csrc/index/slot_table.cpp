@@ -115,6 +115,15 @@ Usage SlotTable::usage(int64_t first, size_t n) const {
   return found;
 }
 
+const Key& SlotTable::key(int64_t slot) const {
+  const Slot& found = at(slot);
+  if (found.state != State::kReady) {
+    throw std::invalid_argument("key of slot " + std::to_string(slot) + ", which is " +
+                                name_of(found.state));
+  }
+  return found.key;
+}
+
 // ---- lists ----
 
 void SlotTable::link(Slot& slot, uint32_t before) {
@@ -286,8 +295,52 @@ Stored SlotTable::durable(const int64_t* slots, size_t n) {
   return stored;
 }
 
+Moved SlotTable::replace(const int64_t* from, const int64_t* to, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(from, n);
+  check(to, n);
+  for (size_t i = 0; i < n; ++i) {
+    if (at(from[i]).pins == 0) {
+      throw std::invalid_argument("slot " + std::to_string(from[i]) + " moves, but is not pinned");
+    }
+  }
+  Moved moved;
+  moved.which.resize(n);
+  for (size_t i = 0; i < n; ++i) {
+    Slot& before = at(from[i]);
+    Slot& after = at(to[i]);
+    if (before.state != State::kReady || after.state != State::kWriting) continue;
+    moved.which[i] = true;
+    map_.erase(number_of(before));
+    before.state = State::kPrivate;
+    after.state = State::kReady;
+    after.key = before.key;
+    map_.insert(number_of(after));
+    --writing_;
+    if (!before.journalled) continue;
+    after.journalled = true;
+    after.walked = walk_;
+    ++journalled_;
+    moved.from.push_back(from[i]);
+    moved.stored.slots.push_back(to[i]);
+    moved.stored.epochs.push_back(static_cast<int64_t>(after.epoch));
+    moved.stored.keys.push_back(after.key);
+  }
+  return moved;
+}
+
+void SlotTable::retire(const int64_t* slots, size_t n, Gone& gone) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  for (size_t i = 0; i < n; ++i) unjournal(at(slots[i]), gone);
+}
+
 void SlotTable::forget(Slot& slot, Gone& gone) {
   map_.erase(number_of(slot));
+  unjournal(slot, gone);
+}
+
+void SlotTable::unjournal(Slot& slot, Gone& gone) {
   if (!slot.journalled) return;
   slot.journalled = false;
   --journalled_;

@@ -38,6 +38,14 @@ struct Stored {
   std::vector<Key> keys;
 };
 
+// What has moved: new slots that took the place of old ones, which the journal must be told of in
+// this order, a PUT for each that is journalled and then, after retire(), a DEL for its old one.
+struct Moved {
+  std::vector<bool> which;  // of those that were given
+  std::vector<int64_t> from;
+  Stored stored;
+};
+
 // Counts since the start.
 struct Counts {
   uint64_t allocated, evictions, published, duplicates, dropped, quarantined, recovered;
@@ -68,6 +76,8 @@ class SlotTable {
   std::vector<int64_t> lookup(const std::vector<const Key*>& keys) const;
   int64_t epoch(int64_t slot) const { return static_cast<int64_t>(at(slot).epoch); }
   State state(int64_t slot) const { return at(slot).state; }
+  // What a ready slot holds.
+  const Key& key(int64_t slot) const;
   // Of the n slots from `first` on.
   Usage usage(int64_t first, size_t n) const;
   // Evictable slots, the least recently used first.
@@ -83,6 +93,12 @@ class SlotTable {
   // False when the slot stays private, or was so before.
   bool publish(int64_t slot, const Key& key);
   Stored durable(const int64_t* slots, size_t n);
+  // Slots `to`, which are being written, hold what slots `from` hold and are found in their place.
+  // Pairs of which one was dropped meanwhile are left alone. Every `from` is pinned, and stays
+  // journalled until retire(): a walk in between finds its record, and maybe the new one.
+  Moved replace(const int64_t* from, const int64_t* to, size_t n);
+  // The journal knows their successors.
+  void retire(const int64_t* slots, size_t n, Gone& gone);
   size_t drop(const int64_t* slots, size_t n, Gone& gone);
   size_t quarantine(const int64_t* slots, size_t n, Gone& gone);
   // Quarantined slots that nobody uses any more are free again, and not deferred.
@@ -141,6 +157,7 @@ class SlotTable {
   void unlink_free(Slot& slot);
   void release(Slot& slot);
   void forget(Slot& slot, Gone& gone);
+  void unjournal(Slot& slot, Gone& gone);
   size_t drop_locked(const int64_t* slots, size_t n, Gone& gone);
   bool walk_order(size_t& budget, uint64_t& sequence, std::vector<Record>& out);
   bool walk_numbers(size_t& budget, uint64_t& sequence, std::vector<Record>& out);

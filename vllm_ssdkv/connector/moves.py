@@ -1,0 +1,202 @@
+"""Blocks that were read and lie where reads are slow move to where they are fast."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from vllm_ssdkv.connector.write_policy import WritePolicy
+from vllm_ssdkv.connector.writes import Writes
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.store.index import SlotIndex, SlotState
+from vllm_ssdkv.store.layout import I64
+from vllm_ssdkv.store.move import NO_MOVE, Move
+from vllm_ssdkv.store.restripe import Restriper
+
+logger = logging.getLogger(__name__)
+
+STEP_BYTES: Final = 16 * MIB
+"""Of slots that begin to move in one step, or one slot: workers copy them from frame to frame at
+its end, and check them, which takes some milliseconds."""
+
+FLIGHT_BYTES: Final = 128 * MIB
+"""Of slots that move at a time, or eight. The slow device gets a little of each, behind the reads
+that it is late with: with less in flight, the others would wait for it. New blocks wait for no more
+than that, and reads overtake writes."""
+
+FRAMES: Final = 1 / 8
+"""Part of DRAM's frames, at most, that is written from for moves: these cannot be evicted."""
+
+MAX_WAITING: Final = 4096
+"""Blocks that were read and wait for their turn. The newest ones are kept: their frames last."""
+
+PATIENCE_S: Final = 10.0
+"""Nothing waits longer for room: by then other hits have its frames."""
+
+_TELL_INTERVAL_S = 60.0
+
+
+class Moves:
+    """Decides which blocks move, and when. Runs in the scheduler, on its thread; never blocks.
+
+    When a hit has been read, its blocks are in DRAM. Those that lie in segments which the restriper
+    would stripe otherwise, so that they would be read faster, get new slots. Workers write these
+    from DRAM, as they write new blocks. When all ranks have, the index finds the block in its new
+    slot, and the old one is free when nobody uses it any more. When one has not, all stays as it
+    was. So what is hot is read once from where it was; what is cold stays, and costs no write.
+    """
+
+    def __init__(
+        self,
+        index: SlotIndex,
+        restriper: Restriper,
+        policy: WritePolicy,
+        counters: Counters,
+        writes: Writes,
+        unpin: Callable[[Sequence[int]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """``unpin`` lets go of slots, and has workers forget those that are free then."""
+        self._index = index
+        self._restriper = restriper
+        self._policy = policy
+        self._counters = counters
+        self._writes = writes
+        self._unpin = unpin
+        self._clock = clock
+        slot_bytes = restriper.placement.geometry.slot_bytes
+        self._per_step = max(1, STEP_BYTES // slot_bytes)
+        self._at_once = max(8, FLIGHT_BYTES // slot_bytes)
+        self._waiting: dict[int, int] = {}
+        """Slots whose blocks are to move, and their epochs."""
+        self._since = 0.0
+        """When a block began to wait, or to move, last."""
+        self._moving: dict[int, int] = {}
+        """New slot: old slot. Both are pinned."""
+        self._told: Sequence[float] = ()
+        self._told_at = -math.inf
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps are needed for moves to go on."""
+        return bool(self._moving or self._waiting)
+
+    # ---- the plan of a step ----
+
+    def read(self, slots: I64) -> None:
+        """A load of these slots has ended; they are still pinned."""
+        if not self._restriper.moving:  # as long as the devices are what they were
+            return
+        for slot in slots[self._restriper.to_move(slots)].tolist():
+            if self._may_move(slot):
+                self._waiting.pop(slot, None)
+                self._waiting[slot] = self._index.epoch(slot)
+                self._since = self._clock()
+        while len(self._waiting) > MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+
+    def _may_move(self, slot: int) -> bool:
+        ready = self._index.state(slot) is SlotState.READY
+        return ready and slot not in self._writes and slot not in self._moving.values()
+
+    def plan(self, frames: int) -> Move:
+        """What begins to move in this step. Workers have at least so many ``frames``."""
+        if not self._waiting:
+            return NO_MOVE
+        at_once = min(self._at_once, max(1, int(FRAMES * frames)))
+        old = self._next(min(self._per_step, at_once - len(self._moving)))
+        new = self._restriper.take_room(len(old))
+        if len(old) and not len(new):
+            late = self._clock() - self._since > PATIENCE_S
+            if late or not self._restriper.makes_room:
+                self._waiting.clear()
+        if not len(new):
+            return NO_MOVE
+        self._tell()
+        self._since = self._clock()
+        old = old[: len(new)]
+        self._index.pin(old)
+        move = Move(
+            old,
+            self._index.epochs(old),
+            new,
+            self._index.epochs(new),
+            tuple(self._index.key(slot) for slot in old.tolist()),
+        )
+        for slot, target, epoch in zip(old.tolist(), new.tolist(), move.new_epochs, strict=True):
+            del self._waiting[slot]
+            self._moving[target] = slot
+            self._writes.add(target, int(epoch))
+        return move
+
+    def _next(self, most: int) -> I64:
+        """The first ``most`` slots of those that wait, without those that cannot move any more."""
+        found: list[int] = []
+        for slot, epoch in list(self._waiting.items()):
+            if len(found) >= most:
+                break
+            if self._policy.used_up(len(self._writes) + len(found)):
+                self._waiting.clear()
+                break
+            if self._index.epoch(slot) == epoch and self._may_move(slot):
+                found.append(slot)
+            else:
+                del self._waiting[slot]
+        slots = np.array(found, dtype=np.int64)
+        stay = ~self._restriper.to_move(slots)  # devices may have changed meanwhile
+        for slot in slots[stay].tolist():
+            del self._waiting[slot]
+        return slots[~stay]
+
+    def _tell(self) -> None:
+        """Say why blocks begin to move: once for each change of the devices, and not too often."""
+        weights = list(self._restriper.weights)
+        if weights == self._told or self._clock() < self._told_at + _TELL_INTERVAL_S:
+            return
+        self._told, self._told_at = weights, self._clock()
+        logger.info(
+            "ssdkv: stored blocks that are read again are written anew from now on, where they are "
+            "read faster: the devices are worth %s",
+            ", ".join(f"{weight:.3g}" for weight in weights),
+        )
+
+    # ---- results ----
+
+    def written(self, slots: Sequence[int]) -> list[int]:
+        """Every rank has written these slots: blocks that moved are found in them. The others."""
+        new = [slot for slot in slots if slot in self._moving]
+        if not new:
+            return list(slots)
+        old = np.array([self._moving.pop(slot) for slot in new], dtype=np.int64)
+        moved = self._index.replace(old, np.array(new, dtype=np.int64))
+        self._unpin(new)
+        self._unpin(old.tolist())
+        self._restriper.vacated(old[moved])
+        self._counters.add("blocks_moved", int(moved.sum()))
+        self._give_up(int((~moved).sum()))
+        return [slot for slot in slots if slot not in new]
+
+    def failed(self, slot: int) -> bool:
+        """A rank could not write this slot: the block stays where it was.
+
+        Returns:
+            False: no block was moving there.
+        """
+        old = self._moving.pop(slot, None)
+        if old is None:
+            return False
+        self._writes.drop(slot)
+        self._unpin([slot])
+        self._unpin([old])
+        self._give_up(1)
+        return True
+
+    def _give_up(self, blocks: int) -> None:
+        self._restriper.give_room_back(blocks)
+        self._counters.add("moves_failed", blocks)
