@@ -2,8 +2,10 @@
 #include "io/stripes.hpp"
 
 #include <limits>
+#include <memory>
 #include <stdexcept>
 
+#include "io/slot_pieces.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {
@@ -52,11 +54,44 @@ void refuses_hostile_numbers() {
   check_throws<std::invalid_argument>([&] { wrong.check(); }, "a table that is too small");
 }
 
+Stripes stripes() {
+  const std::vector<int64_t> first{10}, slots{4}, table_of{0};
+  const auto table = std::make_shared<const StripeTable>(two_devices());
+  return {{table}, first, slots, table_of, {0, 1 << 20}, 2};
+}
+
+void places_pieces() {
+  const Stripes where = stripes();
+  const std::vector<int64_t> slots{13, 10, 12}, all{0};
+  // The second and third slot lie one after the other in memory, and on each device.
+  const std::vector<uint64_t> places{65536, 0, 8192};
+  const SlotPieces whole(where, slots, all, 8192, places, true, 1);
+  check(whole.requests().buffer == std::vector<uint64_t>{65536, 69632, 0, 4096, 8192, 12288},
+        "where each piece goes");
+  check(whole.bytes_per_device() == std::vector<double>{12288, 12288}, "bytes of each device");
+  std::vector<int32_t> results(6, 4096);
+  check(whole.whole(results), "all have moved");
+  results[3] = 4095;
+  check(!whole.whole(results), "one was cut short");
+  const std::vector<int64_t> again{10, 10};
+  const std::vector<uint64_t> apart{0, 4096};
+  const SlotPieces single(where, again, all, 4096, apart, false, 8);
+  check(single.requests().device.size() == 2, "the same piece twice is no neighbour of itself");
+  check_throws<std::invalid_argument>([&] { (void)whole.whole({}); }, "results of another batch");
+  for (const auto& few : {std::vector<uint64_t>{}, std::vector<uint64_t>{0, 0}}) {
+    check_throws<std::invalid_argument>([&] { SlotPieces(where, slots, all, 8192, few, true, 1); },
+                                        "not one place for each slot");
+  }
+  check_throws<std::invalid_argument>([&] { SlotPieces(where, slots, all, 8192, places, true, 0); },
+                                      "requests of no pieces");
+}
+
 }  // namespace
 
 Tests stripe_tests() {
   return {{"stripes find slots", finds_slots},
-          {"stripes refuse hostile numbers", refuses_hostile_numbers}};
+          {"stripes refuse hostile numbers", refuses_hostile_numbers},
+          {"stripes place pieces", places_pieces}};
 }
 
 }  // namespace ssdkv::test
