@@ -43,7 +43,8 @@ _TELL_INTERVAL_S = 60.0
 
 
 class Moves:
-    """Decides which blocks move, and when. Runs in the scheduler, on its thread; never blocks.
+    """Decides which blocks move, and when, in mode reuse. Runs in the scheduler, on its thread;
+    never blocks.
 
     When a hit has been read, its blocks are in DRAM. Those that lie in segments which the restriper
     would stripe otherwise, so that they would be read faster, get new slots. Workers write these
