@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.config_io import MIN_STAGING
 from vllm_ssdkv.connector.device_shares import DeviceShares
+from vllm_ssdkv.connector.messages import FETCH
 from vllm_ssdkv.connector.moves import Moves
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.connector.writes import Writes
@@ -23,7 +24,7 @@ from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.hit import LoadJob
 from vllm_ssdkv.store.index import SlotState
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.layout import I64, SlotGeometry
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.wear import WearLedger
@@ -145,14 +146,19 @@ class LiveStore:
             if not outcome.complete:
                 raise BenchError("slots could not be read")
             loaded = self._loading.pop(outcome.request_id)
-            self._moves.read(loaded)
+            self._moves.read(loaded[::-1], fetched=outcome.request_id == FETCH)
             self._index.unpin(loaded)
         self._move()
         return [self._writing.pop(slot) for slot in slots]
 
     def _move(self) -> None:
         """As a step of scheduler and worker does."""
-        move = self._moves.plan(self._tiers.frames.frames)
+        frames = self._tiers.frames.frames
+        move = self._moves.plan(frames)
+        missing = self._moves.take_missing(frames, frames)
+        if len(missing):
+            self._index.pin(missing)
+            self._load(FETCH, missing, tuple(map(self._index.key, missing.tolist())), missing[:0])
         if not len(move.new):
             return
         copied, _ = self._tiers.copy(move)
@@ -195,11 +201,12 @@ class LiveStore:
         self._index.pin(slots)
         self._tiers.frames.forget(slots)
         self._jobs += 1
-        name = str(self._jobs)
-        self._loading[name] = slots
-        known = tuple(key for key, _ in found)
-        self._tiers.load(LoadJob(name, slots, self._index.epochs(slots), known, slots + 1))
+        self._load(str(self._jobs), slots, tuple(key for key, _ in found), slots + 1)
         return len(found)
+
+    def _load(self, name: str, slots: I64, keys: tuple[bytes, ...], block_ids: I64) -> None:
+        self._loading[name] = slots
+        self._tiers.load(LoadJob(name, slots, self._index.epochs(slots), keys, block_ids))
 
     def has(self, key: bytes) -> bool:
         """Whether it holds this."""
@@ -207,8 +214,8 @@ class LiveStore:
 
     @property
     def loads(self) -> int:
-        """Jobs whose end :meth:`step` has not seen."""
-        return len(self._loading)
+        """Jobs that were asked for whose end :meth:`step` has not seen."""
+        return len(self._loading.keys() - {FETCH})
 
     def moved(self) -> float:
         """Bytes that devices have read and written so far, as far as somebody waited for them."""

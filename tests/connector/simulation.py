@@ -39,6 +39,7 @@ from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
+    FETCH,
     Load,
     LoadTime,
     RankReport,
@@ -123,7 +124,7 @@ class Rank:
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
     cold: set[int] = field(default_factory=set)
-    """Slots that have left DRAM."""
+    """Slots that have left DRAM, until they are fetched."""
     lost: set[int] = field(default_factory=set)
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -262,6 +263,8 @@ class Rank:
         self.report.loads.append(LoadTime(names, 0, tokens, 0.0, 0.0, seconds))
         if self.number == 0:
             self.pace.now += seconds
+        if names == FETCH and good:
+            self.cold.difference_update(load.slots.tolist())
         if names in BACKGROUND:
             return
         self.received.add(names)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from vllm.config import VllmConfig
 
-from tests.connector.events import Make, end, hits, prompt, stored
+from tests.connector.events import Make, begin, end, hits, prompt, stored
 from tests.connector.simulation import SLOT_BYTES, Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.connector import moves
+from vllm_ssdkv.connector.messages import FETCH
 from vllm_ssdkv.store.index import SlotState
 
 FRAMES = 1000
@@ -61,6 +62,32 @@ def ask(run: Simulation, name: str, tokens: list[int] = PROMPT, count: int = 2) 
     assert run.scheduler.reset_prefix_cache()
 
 
+class Frozen(set[int]):
+    """A set that keeps what it has."""
+
+    def difference_update(self, *others: Iterable[object]) -> None:
+        pass
+
+
+def begin_to_move(run: Simulation) -> None:
+    """Of a request for what is stored, which is read."""
+    run.add("a", PROMPT, 2)
+    while not planned(run):
+        run.step()
+        for rank in run.ranks:
+            rank.end_load(True, run.hbm, run.content)
+
+
+def fetched(run: Simulation) -> list[set[int]]:
+    """Slots of each load of what was to move and was not in DRAM."""
+    return [
+        set(load.slots.tolist())
+        for plan in run.plans
+        for load in plan.loads
+        if load.request_id == FETCH
+    ]
+
+
 def with_slow_device(run: Simulation) -> list[int]:
     """A prompt is stored, then a device becomes slow; slots of the prompt."""
     stored(run, PROMPT)
@@ -70,8 +97,9 @@ def with_slow_device(run: Simulation) -> list[int]:
     return before
 
 
-def test_healthy_devices_move_nothing(reuse: Make) -> None:
-    run = reuse(slots=100, frames=FRAMES)
+@pytest.mark.parametrize("mode", ["page", "reuse"])
+def test_healthy_devices_move_nothing(mode: str, request: pytest.FixtureRequest) -> None:
+    run: Simulation = request.getfixturevalue(mode)(slots=100, frames=FRAMES)
     stored(run, PROMPT)
     before = found(run)
     for name in "abc":
@@ -81,11 +109,12 @@ def test_healthy_devices_move_nothing(reuse: Make) -> None:
     assert planned(run) == []
 
 
+@pytest.mark.parametrize("mode", ["page", "reuse"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_read_again_moves_and_is_read_from_there(
-    reuse: Make, ranks: int, caplog: pytest.LogCaptureFixture
+    mode: str, ranks: int, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = reuse(slots=100, ranks=ranks, frames=FRAMES)
+    run: Simulation = request.getfixturevalue(mode)(slots=100, ranks=ranks, frames=FRAMES)
     other = prompt(100, seed=9)
     stored(run, PROMPT, other)
     cold = found(run, other)
@@ -102,7 +131,7 @@ def test_what_is_read_again_moves_and_is_read_from_there(
     assert hits(run, "second") == [BLOCKS]
     assert found(run) == after, "they move once"
     assert found(run, other) == cold, "nobody read it"
-    assert [old for old, _ in planned(run)] == before, "the head first"
+    assert [old for old, _ in planned(run)] == before, "neighbours stay neighbours"
     told = [m for m in caplog.messages if "are written anew" in m]
     assert told == [
         "ssdkv: stored blocks that are read again are written anew from now on, where they are "
@@ -110,20 +139,27 @@ def test_what_is_read_again_moves_and_is_read_from_there(
     ]
 
 
-def test_in_mode_page_nothing_moves(page: Make) -> None:
-    """Running requests would go on reading where their contexts began."""
+def test_a_running_request_keeps_what_it_reads(page: Make) -> None:
+    """Its context names the old slots; the next one finds the new ones."""
     run = page(slots=100, frames=FRAMES)
     before = with_slow_device(run)
-    for name in "ab":
-        ask(run, name)
-    assert hits(run, "b") == [BLOCKS]
-    assert found(run) == before
-    assert planned(run) == []
+    run.add("a", PROMPT, 40)
+    begin(run, "a")
+    for _ in range(4):
+        run.step()
+        run.end_io()
+    assert moved(run) == BLOCKS
+    assert run.ranks[0].contexts["a"][:BLOCKS] == before
+    assert {run.index.state(slot) for slot in before} == {SlotState.PRIVATE}
+    run.add("b", PROMPT, 3)
+    end(run, "a", "b")
+    assert found(run) == [new for _, new in planned(run)]
 
 
+@pytest.mark.parametrize("mode", ["page", "reuse"])
 @pytest.mark.parametrize("when", ["load", "move"])
-def test_the_request_ends_meanwhile(reuse: Make, when: str) -> None:
-    run = reuse(slots=100, frames=FRAMES)
+def test_the_request_ends_meanwhile(mode: str, when: str, request: pytest.FixtureRequest) -> None:
+    run: Simulation = request.getfixturevalue(mode)(slots=100, frames=FRAMES)
     before = with_slow_device(run)
     run.add("a", PROMPT, 40)
     while not run.ranks[0].loads:
@@ -141,38 +177,78 @@ def test_the_request_ends_meanwhile(reuse: Make, when: str) -> None:
     assert not set(found(run)) & set(before)
 
 
+@pytest.mark.parametrize("mode", ["page", "reuse"])
 @pytest.mark.parametrize("why", ["write", "cold"])
-def test_one_rank_that_cannot_keeps_the_block_where_it_was(reuse: Make, why: str) -> None:
-    run = reuse(slots=100, ranks=2, frames=FRAMES)
+def test_where_one_rank_fails_it_is_tried_once_more(
+    mode: str, why: str, request: pytest.FixtureRequest
+) -> None:
+    """What has left DRAM is fetched first."""
+    run: Simulation = request.getfixturevalue(mode)(slots=100, ranks=2, frames=FRAMES)
     before = with_slow_device(run)
     if why == "cold":
         run.ranks[1].cold.update(before[:2])
-    run.add("a", PROMPT, 2)
-    while not planned(run):
-        run.step()
-        for rank in run.ranks:
-            rank.end_load(True, run.hbm, run.content)
-    if why == "write":
-        for _ in range(2):
-            run.ranks[1].end_write(good=False)
+    begin_to_move(run)
+    for _ in range(2 if why == "write" else 0):
+        run.ranks[1].end_write(good=False)
     end(run, "a")
+    assert fetched(run) == [set(before[:2])]
+    assert not set(found(run)) & set(before)
+    assert (moved(run), failed(run)) == (BLOCKS, 0)
+    assert run.ours.counters.total("slots_dropped", cause="write_error") == 0
+
+
+@pytest.mark.parametrize("mode", ["page", "reuse"])
+def test_where_it_fails_again_the_block_stays_where_it_was(
+    mode: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Simulation = request.getfixturevalue(mode)(slots=100, ranks=2, frames=FRAMES)
+    before = with_slow_device(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.ranks[1], "cold", Frozen(before[:2]))
+        ask(run, "a")
+    assert fetched(run) == [set(before[:2])]
     assert found(run)[:2] == before[:2]
     assert not set(found(run)[2:]) & set(before)
     assert (moved(run), failed(run)) == (BLOCKS - 2, 2)
-    assert run.ours.counters.total("slots_dropped", cause="write_error") == 0
-    assert run.scheduler.reset_prefix_cache()
-    run.ranks[1].cold.clear()
+    run.check_idle()
     ask(run, "b")
     assert not set(found(run)) & set(before), "it is tried again when it is read again"
+
+
+def test_what_is_fetched_waits_for_frames_that_running_contexts_leave(page: Make) -> None:
+    run = page(slots=100, frames=8)  # one at a time
+    before = with_slow_device(run)
+    run.ranks[0].cold.update(before)
+    run.add("a", PROMPT, 40)
+    run.add("b", prompt(60, seed=3), 60)
+    begin(run, "a", "b")
+    for _ in range(10):
+        run.step()
+        run.end_io()
+    assert fetched(run) == []
+    end(run, "a", "b")
+    assert [len(slots) for slots in fetched(run)] == [1] * BLOCKS
+    assert moved(run) == BLOCKS
+    run.check_idle()
+
+
+def test_nothing_is_fetched_after_the_budget_is_used_up(
+    reuse: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = reuse(slots=100, frames=FRAMES)
+    before = with_slow_device(run)
+    run.ranks[0].cold.update(before)
+    begin_to_move(run)
+    monkeypatch.setattr(run.ours._policy, "used_up", lambda under_way: True)
+    end(run, "a")
+    run.check_idle()
+    assert (fetched(run), moved(run)) == ([], 0)
 
 
 def test_bad_bytes_found_meanwhile_are_not_taken_along(reuse: Make) -> None:
     run = reuse(slots=100, frames=FRAMES)
     before = with_slow_device(run)
-    run.add("a", PROMPT, 2)
-    while not planned(run):
-        run.step()
-        run.ranks[0].end_load(True, run.hbm, run.content)
+    begin_to_move(run)
     run.ranks[0].report.bad.append((before[0], run.index.epoch(before[0])))
     end(run, "a")
     assert failed(run) == 1
@@ -182,10 +258,7 @@ def test_bad_bytes_found_meanwhile_are_not_taken_along(reuse: Make) -> None:
 def test_a_reset_cache_keeps_nothing_that_moves(reuse: Make) -> None:
     run = reuse(slots=100, frames=FRAMES)
     with_slow_device(run)
-    run.add("a", PROMPT, 2)
-    while not planned(run):
-        run.step()
-        run.ranks[0].end_load(True, run.hbm, run.content)
+    begin_to_move(run)
     run.ours.forget_all()
     end(run, "a")
     assert (moved(run), failed(run)) == (0, BLOCKS)
@@ -229,7 +302,7 @@ def test_what_waits_is_bounded(reuse: Make, monkeypatch: pytest.MonkeyPatch) -> 
     run = reuse(slots=100, frames=FRAMES)
     before = with_slow_device(run)
     ask(run, "a")
-    assert [old for old, _ in planned(run)] == before[-2:]
+    assert [old for old, _ in planned(run)] == before[:2], "read last"
 
 
 def test_a_store_without_room_for_moves_moves_nothing_and_comes_to_rest(reuse: Make) -> None:
@@ -275,10 +348,7 @@ def test_a_budget_that_is_used_up_moves_nothing(tmp_path_factory: pytest.TempPat
 def test_a_lost_device_ends_moves_to_it(reuse: Make) -> None:
     run = reuse(slots=100, frames=FRAMES)
     with_slow_device(run)
-    run.add("a", PROMPT, 2)
-    while not planned(run):
-        run.step()
-        run.ranks[0].end_load(True, run.hbm, run.content)
+    begin_to_move(run)
     run.lose_device(1)
     run.step()
     run.step()

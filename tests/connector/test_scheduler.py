@@ -138,7 +138,7 @@ def test_answers_are_right_and_nothing_leaks(config: VllmConfig, depth: int) -> 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 def test_answers_are_right_while_blocks_move(config: VllmConfig, depth: int) -> None:
-    """A device that is slow, now and then, where there is room for moves; none in mode page."""
+    """A device that is slow, now and then, where there is room for moves."""
     moved = 0.0
     for seed in range(200, 200 + RUNS):
         turmoil = Turmoil(config, seed, depth=depth, faulty=True, slots=(100, 150))
@@ -148,8 +148,7 @@ def test_answers_are_right_while_blocks_move(config: VllmConfig, depth: int) -> 
         except StoreFailedError:
             assert turmoil.lost
         moved += turmoil.run.ours.counters.total("blocks_moved")
-    paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
-    assert moved == 0 if paged else moved > 0
+    assert moved > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])

@@ -338,15 +338,16 @@ def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
     server.kill()
     server.start({"concurrency": 8 * SEATS}, scheduling_policy="priority")
     client = server.client()
-    requests = bodies(prefixes=16, questions=SEATS, max_tokens=32, seed=6)
+    # Long answers: seats become free at times that are far apart, compared with calls over HTTP.
+    requests = bodies(prefixes=16, questions=SEATS, max_tokens=128, seed=6)
     batch = wait(client, submit(client, requests), lambda b: completed(b) >= 1)
     assert server.metric("num_requests_waiting") > 4 * SEATS
-    before = completed(client.batches.retrieve(batch.id))
+    before = server.metric("request_success_total")
     client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
     )
-    after = completed(client.batches.retrieve(batch.id))
-    assert after - before <= 2 * SEATS
+    others = server.metric("request_success_total") - before - 1
+    assert others < 4 * SEATS, "it waited for all that were there before it"
     client.batches.cancel(batch.id)
     wait(client, batch, lambda b: b.status == "cancelled")
 

@@ -134,11 +134,12 @@ def test_the_share_of_a_slow_drive_falls(
     assert_no_trouble(here)
 
 
+@pytest.mark.parametrize("mode", ["page", "reuse"])
 def test_what_is_read_again_moves_off_a_slow_drive(
-    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """And is read from where it moved to, also after a restart."""
-    here = with_a_slow_drive(bench, monkeypatch, "reuse", capacity_mib=64)
+    here = with_a_slow_drive(bench, monkeypatch, mode, capacity_mib=64)
     here.ask()
     end = time.monotonic() + HANG_S
     while here.count("blocks_moved") == 0:

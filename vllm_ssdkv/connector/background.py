@@ -1,4 +1,4 @@
-"""Loads that no request waits for: probes, and promotions."""
+"""Loads that no request waits for: probes, promotions, and fetches of what is to move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.connector.keys import BlockKeys
-from vllm_ssdkv.connector.messages import PROBE, PROMOTION, SlotArray
+from vllm_ssdkv.connector.messages import FETCH, PROBE, PROMOTION, SlotArray
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.store.index import SlotIndex
 
@@ -40,6 +40,13 @@ class BackgroundLoads:
         slots = self._index.lookup(keys)
         self._index.pin(slots)
         self._start(PROBE, slots, keys, np.zeros(len(slots), dtype=np.int64))
+
+    def fetch(self, slots: SlotArray) -> None:
+        """Bring stored blocks into DRAM, from where they move on."""
+        if len(slots):
+            keys = tuple(self._index.key(slot) for slot in slots.tolist())
+            self._index.pin(slots)
+            self._start(FETCH, slots, keys, slots[:0])
 
     def promote(
         self, requests: Mapping[str, RequestState], streamed: Sequence[tuple[str, SlotArray]]

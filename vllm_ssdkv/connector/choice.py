@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.connector.cost import LoadCost, PrefillCost, StepShape
-from vllm_ssdkv.connector.messages import BACKGROUND, PROBE, PROMOTION, LoadTime, RankReport
+from vllm_ssdkv.connector.messages import BACKGROUND, PROBE, LoadTime, RankReport
 from vllm_ssdkv.connector.residency import ResidentSlots
 from vllm_ssdkv.metrics import Counters
 
@@ -248,7 +248,8 @@ class LoadChoice:
             return
         now = self._clock()
         self._last_end = now
-        if not load.times or request_id == PROMOTION:  # which shares the devices with every step
+        # Others in the background share the devices with every step.
+        if not load.times or (request_id in BACKGROUND and request_id != PROBE):
             return
         slowest = max(load.times, key=lambda time_of: time_of.loading_s)
         waited = now - load.planned_at

@@ -27,7 +27,10 @@ PROBE = "ssdkv probe"
 PROMOTION = "ssdkv promotion"
 """Name of loads of what running requests read from the devices in every step."""
 
-BACKGROUND = frozenset({PROBE, PROMOTION})
+FETCH = "ssdkv fetch"
+"""Name of loads of what is to move and is not in DRAM any more."""
+
+BACKGROUND = frozenset({PROBE, PROMOTION, FETCH})
 """Loads that no request waits for."""
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -42,15 +42,26 @@ PATIENCE_S: Final = 10.0
 _TELL_INTERVAL_S = 60.0
 
 
+class _Waiting(NamedTuple):
+    """A slot whose block is to move."""
+
+    epoch: int
+    last: bool
+    """Whether it failed before: this is its last chance."""
+
+
 class Moves:
-    """Decides which blocks move, and when, in mode reuse. Runs in the scheduler, on its thread;
-    never blocks.
+    """Decides which blocks move, and when. Runs in the scheduler, on its thread; never blocks.
 
     When a hit has been read, its blocks are in DRAM. Those that lie in segments which the restriper
     would stripe otherwise, so that they would be read faster, get new slots. Workers write these
     from DRAM, as they write new blocks. When all ranks have, the index finds the block in its new
     slot, and the old one is free when nobody uses it any more. When one has not, all stays as it
     was. So what is hot is read once from where it was; what is cold stays, and costs no write.
+
+    A hit larger than DRAM has left it again in part when its turn comes, and a rank may have a
+    write that fails: such a block is tried once more, after it was brought into DRAM beside the
+    loads of requests. A running request of mode page goes on where its context began.
     """
 
     def __init__(
@@ -74,37 +85,66 @@ class Moves:
         slot_bytes = restriper.placement.geometry.slot_bytes
         self._per_step = max(1, STEP_BYTES // slot_bytes)
         self._at_once = max(8, FLIGHT_BYTES // slot_bytes)
-        self._waiting: dict[int, int] = {}
-        """Slots whose blocks are to move, and their epochs."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._missing: dict[int, int] = {}
+        """Slots that failed once, and their epochs: they are to be brought into DRAM."""
+        self._fetching = False
         self._since = 0.0
         """When a block began to wait, or to move, last."""
         self._moving: dict[int, int] = {}
         """New slot: old slot. Both are pinned."""
+        self._sources: dict[int, bool] = {}
+        """The old ones, and whether this is their last chance."""
         self._told: Sequence[float] = ()
         self._told_at = -math.inf
 
     @property
     def unfinished(self) -> bool:
         """Whether steps are needed for moves to go on."""
-        return bool(self._moving or self._waiting)
+        return bool(self._moving or self._waiting or self._missing)
 
     # ---- the plan of a step ----
 
-    def read(self, slots: I64) -> None:
-        """A load of these slots has ended; they are still pinned."""
+    def read(self, slots: I64, *, fetched: bool = False) -> None:
+        """A load of these slots has ended; they are still pinned. Those that DRAM keeps longest
+        come last. ``fetched``: they are those of :meth:`take_missing`."""
+        if fetched:
+            self._fetching = False
         if not self._restriper.moving:  # as long as the devices are what they were
+            self._missing.clear()
             return
         for slot in slots[self._restriper.to_move(slots)].tolist():
             if self._may_move(slot):
                 self._waiting.pop(slot, None)
-                self._waiting[slot] = self._index.epoch(slot)
+                self._missing.pop(slot, None)
+                self._waiting[slot] = _Waiting(self._index.epoch(slot), fetched)
                 self._since = self._clock()
-        while len(self._waiting) > MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
+        for waiting in (self._waiting, self._missing):
+            while len(waiting) > MAX_WAITING:
+                del waiting[next(iter(waiting))]
+
+    def take_missing(self, spare: int, frames: int) -> I64:
+        """Slots that are to be brought into DRAM now, while no others are on their way: as many as
+        move in a step, and as there is room for, with their copies, in ``spare`` frames of
+        ``frames``. The others are those of running contexts."""
+        found: list[int] = []
+        if self._fetching or not self._missing:
+            return np.array(found, dtype=np.int64)
+        if frames < 2 or self._policy.used_up(len(self._writes)):
+            self._missing.clear()
+        most = min(self._per_step, spare // 2, max(1, int(FRAMES * frames)))
+        while self._missing and len(found) < most:
+            slot, epoch = self._missing.popitem()
+            if self._index.epoch(slot) == epoch and self._may_move(slot):
+                found.append(slot)
+        slots = np.array(found, dtype=np.int64)
+        slots = slots[self._restriper.to_move(slots)]
+        self._fetching = len(slots) > 0
+        return slots
 
     def _may_move(self, slot: int) -> bool:
         ready = self._index.state(slot) is SlotState.READY
-        return ready and slot not in self._writes and slot not in self._moving.values()
+        return ready and slot not in self._writes and slot not in self._sources
 
     def plan(self, frames: int) -> Move:
         """What begins to move in this step. Workers have at least so many ``frames``."""
@@ -131,25 +171,26 @@ class Moves:
             tuple(self._index.key(slot) for slot in old.tolist()),
         )
         for slot, target, epoch in zip(old.tolist(), new.tolist(), move.new_epochs, strict=True):
-            del self._waiting[slot]
             self._moving[target] = slot
+            self._sources[slot] = self._waiting.pop(slot).last
             self._writes.add(target, int(epoch))
         return move
 
     def _next(self, most: int) -> I64:
-        """The first ``most`` slots of those that wait, without those that cannot move any more."""
+        """The last ``most`` slots of those that wait, ascending, without those that cannot move any
+        more: what was read first leaves DRAM first."""
         found: list[int] = []
-        for slot, epoch in list(self._waiting.items()):
+        for slot, waiting in reversed(list(self._waiting.items())):
             if len(found) >= most:
                 break
             if self._policy.used_up(len(self._writes) + len(found)):
                 self._waiting.clear()
                 break
-            if self._index.epoch(slot) == epoch and self._may_move(slot):
+            if self._index.epoch(slot) == waiting.epoch and self._may_move(slot):
                 found.append(slot)
             else:
                 del self._waiting[slot]
-        slots = np.array(found, dtype=np.int64)
+        slots = np.sort(np.array(found, dtype=np.int64))
         stay = ~self._restriper.to_move(slots)  # devices may have changed meanwhile
         for slot in slots[stay].tolist():
             del self._waiting[slot]
@@ -175,6 +216,8 @@ class Moves:
         if not new:
             return list(slots)
         old = np.array([self._moving.pop(slot) for slot in new], dtype=np.int64)
+        for slot in old.tolist():
+            del self._sources[slot]
         moved = self._index.replace(old, np.array(new, dtype=np.int64))
         self._unpin(new)
         self._unpin(old.tolist())
@@ -184,7 +227,7 @@ class Moves:
         return [slot for slot in slots if slot not in new]
 
     def failed(self, slot: int) -> bool:
-        """A rank could not write this slot: the block stays where it was.
+        """A rank could not write this slot: the block stays where it was, or is tried once more.
 
         Returns:
             False: no block was moving there.
@@ -193,9 +236,13 @@ class Moves:
         if old is None:
             return False
         self._writes.drop(slot)
+        if self._sources.pop(old):
+            self._give_up(1)
+        else:
+            self._restriper.give_room_back(1)
+            self._missing[old] = self._index.epoch(old)
         self._unpin([slot])
         self._unpin([old])
-        self._give_up(1)
         return True
 
     def _give_up(self, blocks: int) -> None:

@@ -24,6 +24,7 @@ from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
+    FETCH,
     PROMOTION,
     Commit,
     ContextDelta,
@@ -227,7 +228,7 @@ class SSDKVScheduler:
         self._loading[name] = slots
         self._choice.planned(name, slots)
         state, epochs = self._requests.get(name), self._index.epochs(slots)
-        whole = name == PROMOTION
+        whole = name in (FETCH, PROMOTION)
         if state is not None:
             whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
         self._loads.append(Load(name, slots, epochs, tuple(keys), targets, whole))
@@ -264,8 +265,11 @@ class SSDKVScheduler:
         plan.save = Save.of(self._saves)
         plan.commit = Commit.of(self._commits)
         self._saves, self._commits = [], []
-        plan.move = self._moves.plan(self._choice.frames)
+        frames = self._choice.frames
+        plan.move = self._moves.plan(frames)
         self._choice.saved(plan.move.new.tolist())
+        spare = frames - len(self._in_contexts)
+        self._background.fetch(self._moves.take_missing(spare, frames))
         plan.loads, self._loads = self._loads, []
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
@@ -450,8 +454,9 @@ class SSDKVScheduler:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
                 self._choice.ended(request_id)
-                if not self._paged:  # there running requests stay where their contexts began
-                    self._moves.read(slots)
+                # The newest ones are read first. Mode reuse needs their frames for the others.
+                longest_last = slots if self._paged else slots[::-1]
+                self._moves.read(longest_last, fetched=request_id == FETCH)
                 self._unpin(slots.tolist())
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
