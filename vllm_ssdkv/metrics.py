@@ -116,8 +116,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "moves_failed",
         "blocks",
-        "Blocks that were to move and stay where they were: a write failed, DRAM had no room, twice, "
-        "or they were dropped meanwhile.",
+        "Blocks that were to move and stay where they were: DRAM had no room or a write failed, "
+        "twice, or they were dropped meanwhile.",
     ),
     *SPARSE_METRICS,
     counter(
