@@ -146,7 +146,7 @@ class LiveStore:
             if not outcome.complete:
                 raise BenchError("slots could not be read")
             loaded = self._loading.pop(outcome.request_id)
-            self._moves.read(loaded[::-1], fetched=outcome.request_id == FETCH)
+            self._moves.read(loaded, fetched=outcome.request_id == FETCH)
             self._index.unpin(loaded)
         self._move()
         return [self._writing.pop(slot) for slot in slots]
@@ -192,14 +192,16 @@ class LiveStore:
     def load(self, keys: Sequence[bytes]) -> int:
         """Begin to read what the store has of these, as one job; how many it has.
 
-        They come from the devices: DRAM forgets them first. Their writes must have ended.
+        They come from the devices: DRAM forgets them first, except while blocks move, which go
+        through DRAM. Their writes must have ended.
         """
         found = [(key, slot) for key in keys for slot in self._index.lookup([key]).tolist()]
         if not found:
             return 0
         slots = np.array([slot for _, slot in found], dtype=np.int64)
         self._index.pin(slots)
-        self._tiers.frames.forget(slots)
+        if not self._moves.unfinished:
+            self._tiers.frames.forget(slots)
         self._jobs += 1
         self._load(str(self._jobs), slots, tuple(key for key, _ in found), slots + 1)
         return len(found)

@@ -106,6 +106,18 @@ def test_scattered_reads_take_no_more_than_an_eighth() -> None:
     assert read_all(store, still) > 0
 
 
+def test_what_is_being_read_keeps_nothing_else_from_moving() -> None:
+    """Its segment cannot be striped anew: another one is."""
+    store = full([1.0] * 3)
+    slots = sorted(store.ready())
+    store.index.pin(array(slots[:1]))
+    store.restriper.reweigh(SLOW)
+    hot = [slot for slot in slots if slot % 8]
+    moved = read_all(store, hot)
+    assert moved + dropped(store) >= len(hot)
+    assert slots[0] in store.ready()
+
+
 def test_new_blocks_keep_what_is_free_for_them() -> None:
     store = full([1.0] * 3)
     store.restriper.reweigh(SLOW)
@@ -167,7 +179,7 @@ def test_room_is_counted_until_segments_come_back() -> None:
     room.vacate(200, 3, ready=0)
     assert (room.slots, room.total) == (3, 10)
     assert (room.left(100), room.left(200), room.left(300)) == (6, 0, None)
-    assert room.emptiest() == (200, 0)
+    assert room.emptiest_first() == [200]
     assert not room.spent(100, 5)
     assert room.spent(100, 4)
     assert not room.spent(300, 0)
@@ -175,11 +187,11 @@ def test_room_is_counted_until_segments_come_back() -> None:
     room.back(200, 100)
     room.back(300, 100)  # nothing has moved away from it
     assert (room.slots, room.total) == (6, 10)
-    assert room.emptiest() is None
+    assert room.emptiest_first() == []
     room.vacate(100, 2, ready=4)
-    assert room.emptiest() == (100, 4)
+    assert room.emptiest_first() == [100]
     assert room.returning(100, 3) == 3
     room.back(100, 3)  # it has become smaller
     assert (room.slots, room.total) == (9, 7)
     room.clear()
-    assert (room.slots, room.total, room.emptiest()) == (0, 0, None)
+    assert (room.slots, room.total, room.emptiest_first()) == (0, 0, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -30,16 +31,28 @@ FLIGHT_BYTES: Final = 128 * MIB
 that it is late with: with less in flight, the others would wait for it. New blocks wait for no more
 than that, and reads overtake writes."""
 
-FRAMES: Final = 1 / 8
+FRAMES: Final = 1 / 4
 """Part of DRAM's frames, at most, that is written from for moves: these cannot be evicted."""
 
 MAX_WAITING: Final = 4096
 """Blocks that were read and wait for their turn. The newest ones are kept: their frames last."""
 
+RECENT: Final = 64
+"""Loads that are remembered while nothing is to move."""
+
 PATIENCE_S: Final = 10.0
-"""Nothing waits longer for room: by then other hits have its frames."""
+"""Nothing waits longer for room, and no load is remembered longer: by then other hits have the
+frames."""
 
 _TELL_INTERVAL_S = 60.0
+
+
+class _Read(NamedTuple):
+    """A load that has ended, when, and what it read."""
+
+    at: float
+    slots: I64
+    epochs: I64
 
 
 class _Waiting(NamedTuple):
@@ -85,6 +98,8 @@ class Moves:
         slot_bytes = restriper.placement.geometry.slot_bytes
         self._per_step = max(1, STEP_BYTES // slot_bytes)
         self._at_once = max(8, FLIGHT_BYTES // slot_bytes)
+        self._recent: deque[_Read] = deque(maxlen=RECENT)
+        """What was read last, while nothing was to move."""
         self._waiting: dict[int, _Waiting] = {}
         self._missing: dict[int, int] = {}
         """Slots that failed once, and their epochs: they are to be brought into DRAM."""
@@ -106,29 +121,43 @@ class Moves:
     # ---- the plan of a step ----
 
     def read(self, slots: I64, *, fetched: bool = False) -> None:
-        """A load of these slots has ended; they are still pinned. Those that DRAM keeps longest
-        come last. ``fetched``: they are those of :meth:`take_missing`."""
+        """A load of these slots has ended, which began with the last ones; they are still pinned.
+        ``fetched``: they are those of :meth:`take_missing`."""
         if fetched:
             self._fetching = False
         if not self._restriper.moving:  # as long as the devices are what they were
             self._missing.clear()
+            self._recent.append(_Read(self._clock(), slots, self._index.epochs(slots)))
             return
-        for slot in slots[self._restriper.to_move(slots)].tolist():
+        moving = self._restriper.to_move(slots)
+        self._wait(slots[moving], self._index.epochs(slots[moving]), last=fetched)
+
+    def _wait(self, slots: I64, epochs: I64, *, last: bool) -> None:
+        for slot, epoch in zip(slots.tolist(), epochs.tolist(), strict=True):
             if self._may_move(slot):
                 self._waiting.pop(slot, None)
                 self._missing.pop(slot, None)
-                self._waiting[slot] = _Waiting(self._index.epoch(slot), fetched)
+                self._waiting[slot] = _Waiting(epoch, last)
                 self._since = self._clock()
         for waiting in (self._waiting, self._missing):
             while len(waiting) > MAX_WAITING:
                 del waiting[next(iter(waiting))]
 
+    def _take_recent(self) -> None:
+        """Devices have changed. What was read before that was noticed moves, as far as DRAM still
+        has it."""
+        for read in self._recent:
+            if read.at >= self._clock() - PATIENCE_S:
+                moving = self._restriper.to_move(read.slots)
+                self._wait(read.slots[moving], read.epochs[moving], last=True)
+        self._recent.clear()
+
     def take_missing(self, spare: int, frames: int) -> I64:
-        """Slots that are to be brought into DRAM now, while no others are on their way: as many as
-        move in a step, and as there is room for, with their copies, in ``spare`` frames of
-        ``frames``. The others are those of running contexts."""
+        """Slots that are to be brought into DRAM now, while no others wait there, or are on their
+        way: as many as move in a step, and as there is room for, with their copies, in ``spare``
+        frames of ``frames``. The others are those of running contexts."""
         found: list[int] = []
-        if self._fetching or not self._missing:
+        if self._fetching or self._waiting or not self._missing:
             return np.array(found, dtype=np.int64)
         if frames < 2 or self._policy.used_up(len(self._writes)):
             self._missing.clear()
@@ -148,6 +177,8 @@ class Moves:
 
     def plan(self, frames: int) -> Move:
         """What begins to move in this step. Workers have at least so many ``frames``."""
+        if self._recent and self._restriper.moving:
+            self._take_recent()
         if not self._waiting:
             return NO_MOVE
         at_once = min(self._at_once, max(1, int(FRAMES * frames)))
@@ -178,7 +209,8 @@ class Moves:
 
     def _next(self, most: int) -> I64:
         """The last ``most`` slots of those that wait, ascending, without those that cannot move any
-        more: what was read first leaves DRAM first."""
+        more. So what was just read is not late for what was read before it; of a hit it is what was
+        read first, and leaves DRAM first."""
         found: list[int] = []
         for slot, waiting in reversed(list(self._waiting.items())):
             if len(found) >= most:

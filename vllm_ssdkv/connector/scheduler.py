@@ -454,9 +454,7 @@ class SSDKVScheduler:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
                 self._choice.ended(request_id)
-                # The newest ones are read first. Mode reuse needs their frames for the others.
-                longest_last = slots if self._paged else slots[::-1]
-                self._moves.read(longest_last, fetched=request_id == FETCH)
+                self._moves.read(slots, fetched=request_id == FETCH)
                 self._unpin(slots.tolist())
 
     def load_failed(self, request_ids: Iterable[str]) -> None:

@@ -41,14 +41,11 @@ class MovingRoom:
         """As far as is known, how many stored blocks the segment has; None: nobody has looked."""
         return self._left.get(first)
 
-    def emptiest(self) -> tuple[int, int] | None:
-        """The segment with the least left of those that at least half has moved away from, by its
-        first slot, and how much that is."""
+    def emptiest_first(self) -> list[int]:
+        """First slots of the segments that at least half has moved away from; the one with the
+        least left comes first."""
         found = [(left, f) for f, left in self._left.items() if left <= self._vacated[f]]
-        if not found:
-            return None
-        left, first = min(found)
-        return first, left
+        return [first for _, first in sorted(found)]
 
     def spent(self, first: int, ready: int) -> bool:
         """Whether more has moved away from the segment than is left, ``ready`` blocks."""

@@ -41,7 +41,7 @@ one."""
 MOST_AHEAD = 8
 """But an eighth of the store at most. Nor do blocks that move have more room than that."""
 
-WORTH_MOVING = 1.25
+WORTH_MOVING = 1.15
 """Blocks move for reads that are so many times faster. Not for less: each move is a write. One
 device of eight that is as fast again as the others, or a ninth one, gives 1.13."""
 
@@ -286,16 +286,26 @@ class Restriper:
         if self._successors or not self._sources:
             return
         usual = sum(s.slots for s in self._sources) // len(self._sources)
-        emptiest = self._room.emptiest()
+        emptiest = self._emptiest()
         if self._index.free_now() - self._room.slots - usual > self._ahead():
             self._room.grant(usual)
             self._extra = 0
-        elif emptiest is not None and emptiest[1] <= 0:
-            self._spend(emptiest[0])
+        elif emptiest is not None and self._room.left(emptiest) == 0:
+            self._spend(emptiest)
         elif self._room.total + usual <= self.placement.slots // MOST_AHEAD:
             self._extra = usual
         elif emptiest is not None:
-            self._spend(emptiest[0])
+            self._spend(emptiest)
+
+    def _emptiest(self) -> int | None:
+        """First slot of the segment with the least left behind what moved, of those that nobody
+        reads from now: hits may read what is left in others for as long as it has no room to move
+        to."""
+        slots = {s.first: s.slots for s in self._sources}
+        for first in self._room.emptiest_first():
+            if not self._index.usage(first, slots[first]).pinned:
+                return first
+        return None
 
     def _spend(self, first: int) -> None:
         self._spent, self._look = first, True

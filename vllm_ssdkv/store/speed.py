@@ -41,11 +41,11 @@ LEAST_SHARE = 0.05
 """Nothing is said to be slower than a twentieth: it needs some load to be seen recovering. Shares
 are said in steps of the same size."""
 
-SPARED = 0.1
-"""Part of its speed at least that is not asked of a slow device. All wait for it when it gets a
-little too much for a moment: from slots that still have its old share, from a stripe that is not
-whole. One device of eight at a fifth costs 1 % of the throughput when it gets 0.15, and of one
-slot in thirty with the old share it would cost 10 % when it gets 0.2."""
+SPARED = 0.04
+"""What is not asked of a slow device at least. All wait for it when it gets a little too much for a
+moment: from slots that still have its old share, from a stripe that is not whole. One device of
+eight at a fifth costs 1 % of the throughput when it gets 0.15, and of one slot in thirty with the
+old share it would cost 10 % when it gets 0.2."""
 
 MIN_PART_BYTES = 512 * 1024
 """Smaller parts of a batch are looked at only where a device is known to be slow, and gets little:
@@ -106,8 +106,9 @@ class DeviceSpeed:
         """What each device was worth of its weight when something was said of it last."""
         self._latest = np.ones(count)
         """The same as of the latest window."""
-        self._seen: list[list[float]] = [[] for _ in paths]
-        """Of each device, factors of the latest windows that differ from what was said."""
+        self._seen: list[list[tuple[float, float, float]]] = [[] for _ in paths]
+        """Of each device, the latest windows that differ from what was said: the least that it may
+        be worth, what it was taken for, and the most."""
         self._news: dict[int, float] = {}
         self._any_slow = False
         """Whether any device is slow, as :meth:`_slow` says."""
@@ -212,19 +213,19 @@ class DeviceSpeed:
         if near <= low and high <= far:
             seen.clear()
         elif not near <= factor <= far:
-            if seen and (seen[-1] < said) != (factor < said):
+            if seen and (seen[-1][1] < said) != (factor < said):
                 seen.clear()
-            seen.append(factor)
+            seen.append((low, factor, high))
             if len(seen) >= WINDOWS:
-                self._say(device, float(np.median(seen)))
+                self._say(device, *_verdict(seen, said))
                 seen.clear()
 
-    def _say(self, device: int, factor: float) -> None:
+    def _say(self, device: int, factor: float, least: float) -> None:
         if factor >= 1 / TOLERANCE:
             self._factor[device] = self._news[device] = 1.0
             logger.info("ssdkv: device %s is as fast again as it should be", self._paths[device])
             return
-        share = max(1, math.floor((1 - SPARED) * factor / LEAST_SHARE)) * LEAST_SHARE
+        share = max(1, math.floor(min(factor - SPARED, least) / LEAST_SHARE)) * LEAST_SHARE
         self._factor[device], self._news[device] = factor, share
         logger.warning(
             "ssdkv: device %s is slow: %.2f of what its weight says; of what is stored from now on "
@@ -247,6 +248,16 @@ def _within(
     """
     close = high <= TOLERANCE * low
     return np.where(close, np.sqrt(low * high), np.clip(before, low, high))
+
+
+def _verdict(seen: Sequence[tuple[float, float, float]], said: float) -> tuple[float, float]:
+    """What a device is worth by windows that agree that it is not what was ``said``, and at least.
+
+    Who is said to be worth too much has all others wait; who is said to be worth too little costs
+    only what is not asked of it. So bounds that are far apart are not taken at the upper one.
+    """
+    low, factor, high = np.median(np.array(seen), axis=0).tolist()
+    return factor if factor > said else math.sqrt(low * high), low
 
 
 def _upper_median(values: NDArray[np.float64]) -> float:
