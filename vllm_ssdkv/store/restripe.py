@@ -303,7 +303,7 @@ class Restriper:
         to."""
         slots = {s.first: s.slots for s in self._sources}
         for first in self._room.emptiest_first():
-            if not self._index.usage(first, slots[first]).pinned:
+            if first in slots and not self._index.usage(first, slots[first]).pinned:
                 return first
         return None
 
