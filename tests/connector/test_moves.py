@@ -259,6 +259,15 @@ def test_what_was_read_long_ago_does_not_move(reuse: Make, monkeypatch: pytest.M
     assert planned(run) == []
 
 
+def test_what_a_budget_has_room_for_moves(reuse: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = reuse(slots=100, frames=FRAMES)
+    before = with_slow_device(run)
+    monkeypatch.setattr(run.ours._policy, "used_up", lambda under_way: under_way >= 2)
+    ask(run, "a")
+    assert (moved(run), failed(run)) == (2, 0)
+    assert [old for old, _ in planned(run)] == before[-2:]
+
+
 def test_nothing_is_fetched_after_the_budget_is_used_up(
     reuse: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

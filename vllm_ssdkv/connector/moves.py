@@ -212,21 +212,20 @@ class Moves:
         more. So what was just read is not late for what was read before it; of a hit it is what was
         read first, and leaves DRAM first."""
         found: list[int] = []
-        for slot, waiting in reversed(list(self._waiting.items())):
+        stay: list[int] = []
+        for slot, waiting in reversed(self._waiting.items()):
             if len(found) >= most:
                 break
             if self._policy.used_up(len(self._writes) + len(found)):
-                self._waiting.clear()
+                stay += self._waiting.keys() - found
                 break
-            if self._index.epoch(slot) == waiting.epoch and self._may_move(slot):
-                found.append(slot)
-            else:
-                del self._waiting[slot]
+            same = self._index.epoch(slot) == waiting.epoch and self._may_move(slot)
+            (found if same else stay).append(slot)
         slots = np.sort(np.array(found, dtype=np.int64))
-        stay = ~self._restriper.to_move(slots)  # devices may have changed meanwhile
-        for slot in slots[stay].tolist():
+        moving = self._restriper.to_move(slots)  # devices may have changed meanwhile
+        for slot in {*stay, *slots[~moving].tolist()}:
             del self._waiting[slot]
-        return slots[~stay]
+        return slots[moving]
 
     def _tell(self) -> None:
         """Say why blocks begin to move: once for each change of the devices, and not too often."""
