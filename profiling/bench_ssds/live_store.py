@@ -155,10 +155,8 @@ class LiveStore:
         """As a step of scheduler and worker does."""
         frames = self._tiers.frames.frames
         move = self._moves.plan(frames)
-        missing = self._moves.take_missing(frames, frames)
-        if len(missing):
-            self._index.pin(missing)
-            self._load(FETCH, missing, tuple(map(self._index.key, missing.tolist())), missing[:0])
+        if FETCH not in self._loading:
+            self._fetch(self._moves.take_missing(frames, frames))
         if not len(move.new):
             return
         copied, _ = self._tiers.copy(move)
@@ -166,6 +164,11 @@ class LiveStore:
             self._moves.failed(slot)
         keys = [key for key, there in zip(move.keys, copied.tolist(), strict=True) if there]
         self._tiers.commit(move.new[copied], move.new_epochs[copied], keys)
+
+    def _fetch(self, slots: I64) -> None:
+        if len(slots):
+            self._index.pin(slots)
+            self._load(FETCH, slots, tuple(map(self._index.key, slots.tolist())), slots[:0])
 
     def _unpin(self, slots: Sequence[int]) -> None:
         self._index.unpin(np.array(slots, dtype=np.int64))

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.connector.cost import LoadCost, PrefillCost, StepShape
-from vllm_ssdkv.connector.messages import BACKGROUND, PROBE, LoadTime, RankReport
+from vllm_ssdkv.connector.messages import BACKGROUND, INTO_DRAM, PROBE, LoadTime, RankReport
 from vllm_ssdkv.connector.residency import ResidentSlots
 from vllm_ssdkv.metrics import Counters
 
@@ -248,8 +248,7 @@ class LoadChoice:
             return
         now = self._clock()
         self._last_end = now
-        # Others in the background share the devices with every step.
-        if not load.times or (request_id in BACKGROUND and request_id != PROBE):
+        if not load.times or request_id in INTO_DRAM:  # which say nothing of how fast a hit is
             return
         slowest = max(load.times, key=lambda time_of: time_of.loading_s)
         waited = now - load.planned_at

@@ -30,7 +30,10 @@ PROMOTION = "ssdkv promotion"
 FETCH = "ssdkv fetch"
 """Name of loads of what is to move and is not in DRAM any more."""
 
-BACKGROUND = frozenset({PROBE, PROMOTION, FETCH})
+INTO_DRAM = frozenset({PROMOTION, FETCH})
+"""Loads that bring whole blocks into DRAM, and share the devices with every step meanwhile."""
+
+BACKGROUND = INTO_DRAM | {PROBE}
 """Loads that no request waits for."""
 
 

@@ -46,6 +46,8 @@ frames."""
 
 _TELL_INTERVAL_S = 60.0
 
+_NONE: Final[I64] = np.zeros(0, dtype=np.int64)
+
 
 class _Read(NamedTuple):
     """A load that has ended, when, and what it read."""
@@ -103,7 +105,6 @@ class Moves:
         self._waiting: dict[int, _Waiting] = {}
         self._missing: dict[int, int] = {}
         """Slots that failed once, and their epochs: they are to be brought into DRAM."""
-        self._fetching = False
         self._since = 0.0
         """When a block began to wait, or to move, last."""
         self._moving: dict[int, int] = {}
@@ -123,8 +124,6 @@ class Moves:
     def read(self, slots: I64, *, fetched: bool = False) -> None:
         """A load of these slots has ended, which began with the last ones; they are still pinned.
         ``fetched``: they are those of :meth:`take_missing`."""
-        if fetched:
-            self._fetching = False
         if not self._restriper.moving:  # as long as the devices are what they were
             self._missing.clear()
             self._recent.append(_Read(self._clock(), slots, self._index.epochs(slots)))
@@ -134,7 +133,7 @@ class Moves:
 
     def _wait(self, slots: I64, epochs: I64, *, last: bool) -> None:
         for slot, epoch in zip(slots.tolist(), epochs.tolist(), strict=True):
-            if self._may_move(slot):
+            if self._may_move(slot, epoch):
                 self._waiting.pop(slot, None)
                 self._missing.pop(slot, None)
                 self._waiting[slot] = _Waiting(epoch, last)
@@ -153,27 +152,27 @@ class Moves:
         self._recent.clear()
 
     def take_missing(self, spare: int, frames: int) -> I64:
-        """Slots that are to be brought into DRAM now, while no others wait there, or are on their
-        way: as many as move in a step, and as there is room for, with their copies, in ``spare``
-        frames of ``frames``. The others are those of running contexts."""
-        found: list[int] = []
-        if self._fetching or self._waiting or not self._missing:
-            return np.array(found, dtype=np.int64)
+        """Slots that are to be brought into DRAM now, as long as no others wait there: as many as
+        move in a step, and as there is room for, with their copies, in ``spare`` frames of
+        ``frames``. The others are those of running contexts. Not to be called while the slots of
+        the last call are on their way."""
+        if self._waiting or not self._missing:
+            return _NONE
         if frames < 2 or self._policy.used_up(len(self._writes)):
             self._missing.clear()
         most = min(self._per_step, spare // 2, max(1, int(FRAMES * frames)))
+        found: list[int] = []
         while self._missing and len(found) < most:
             slot, epoch = self._missing.popitem()
-            if self._index.epoch(slot) == epoch and self._may_move(slot):
+            if self._may_move(slot, epoch):
                 found.append(slot)
         slots = np.array(found, dtype=np.int64)
-        slots = slots[self._restriper.to_move(slots)]
-        self._fetching = len(slots) > 0
-        return slots
+        return slots[self._restriper.to_move(slots)]
 
-    def _may_move(self, slot: int) -> bool:
-        ready = self._index.state(slot) is SlotState.READY
-        return ready and slot not in self._writes and slot not in self._sources
+    def _may_move(self, slot: int, epoch: int) -> bool:
+        """Whether the slot still has what it had with this epoch, written, and is not moving."""
+        found = self._index.epoch(slot) == epoch and self._index.state(slot) is SlotState.READY
+        return found and slot not in self._writes and slot not in self._sources
 
     def plan(self, frames: int) -> Move:
         """What begins to move in this step. Workers have at least so many ``frames``."""
@@ -219,8 +218,7 @@ class Moves:
             if self._policy.used_up(len(self._writes) + len(found)):
                 stay += self._waiting.keys() - found
                 break
-            same = self._index.epoch(slot) == waiting.epoch and self._may_move(slot)
-            (found if same else stay).append(slot)
+            (found if self._may_move(slot, waiting.epoch) else stay).append(slot)
         slots = np.sort(np.array(found, dtype=np.int64))
         moving = self._restriper.to_move(slots)  # devices may have changed meanwhile
         for slot in {*stay, *slots[~moving].tolist()}:

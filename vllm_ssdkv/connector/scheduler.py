@@ -25,6 +25,7 @@ from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     FETCH,
+    INTO_DRAM,
     PROMOTION,
     Commit,
     ContextDelta,
@@ -228,7 +229,7 @@ class SSDKVScheduler:
         self._loading[name] = slots
         self._choice.planned(name, slots)
         state, epochs = self._requests.get(name), self._index.epochs(slots)
-        whole = name in (FETCH, PROMOTION)
+        whole = name in INTO_DRAM
         if state is not None:
             whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
         self._loads.append(Load(name, slots, epochs, tuple(keys), targets, whole))
@@ -268,8 +269,9 @@ class SSDKVScheduler:
         frames = self._choice.frames
         plan.move = self._moves.plan(frames)
         self._choice.saved(plan.move.new.tolist())
-        spare = frames - len(self._in_contexts)
-        self._background.fetch(self._moves.take_missing(spare, frames))
+        if FETCH not in self._loading:
+            spare = frames - len(self._in_contexts)
+            self._background.fetch(self._moves.take_missing(spare, frames))
         plan.loads, self._loads = self._loads, []
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
