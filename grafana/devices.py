@@ -53,7 +53,7 @@ def _state(board: Dashboard) -> None:
         graph(
             "Blocks that move",
             "Written anew after a hit, where they are read faster; and those that stayed, because "
-            "they had left DRAM or a write failed.",
+            "DRAM had no room for them or a write failed.",
             "ops",
             (rate(ours("blocks_moved_total")), "moved"),
             (rate(ours("moves_failed_total")), "stayed"),

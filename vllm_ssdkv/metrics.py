@@ -116,8 +116,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "moves_failed",
         "blocks",
-        "Blocks that were to move and stay where they were: DRAM had no room or a write failed, "
-        "twice, or they were dropped meanwhile.",
+        "Blocks that were to move and stay where they were: DRAM did not have them, or no room for "
+        "their copies, a write failed, or they were dropped meanwhile. After a hit it is tried "
+        "twice.",
     ),
     *SPARSE_METRICS,
     counter(

@@ -220,6 +220,17 @@ def test_a_slow_device_gets_too_little_rather_than_too_much(
     assert len(caplog.records) == (said is not None)  # nor is it said again and again
 
 
+def test_where_bounds_are_far_apart_a_slow_device_gets_no_more_than_the_lower_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All would wait for it."""
+    clock = Clock([1.0] * 3)
+    clock.unseen = 0.22  # so that it is worth 0.16 to 0.26
+    found = clock.run(SLOW_ENOUGH, [100.0 * MB, 100.0 * MB, 20.0 * MB], [4 * MB] * 3)
+    assert found == {2: pytest.approx(0.15)}
+    assert "/c is slow: 0.20 of" in caplog.text
+
+
 def test_weights_are_what_devices_are_compared_with() -> None:
     clock = Clock([4.0, 1.0])
     assert clock.run(10.0, [400.0 * MB, 100.0 * MB], [4 * MB, MB]) == {}

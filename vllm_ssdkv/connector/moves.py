@@ -32,7 +32,8 @@ that it is late with: with less in flight, the others would wait for it. New blo
 than that, and reads overtake writes."""
 
 FRAMES: Final = 1 / 4
-"""Part of DRAM's frames, at most, that is written from for moves: these cannot be evicted."""
+"""Part of DRAM's frames, at most, that is written from for moves: these cannot be evicted. With an
+eighth, blocks moved more slowly than hits were read, and left DRAM before their turn."""
 
 MAX_WAITING: Final = 4096
 """Blocks that were read and wait for their turn. The newest ones are kept: their frames last."""
