@@ -72,9 +72,12 @@ def pack_call(
         shape.block_tokens, shape.page_tokens, shape.heads, shape.head_size, torch.bfloat16
     )
     count = shape.blocks * ROTATION
-    arena = Arena(count * geometry.slot_bytes)
+    behind = count * geometry.frame_bytes
+    arena = Arena(behind + shape.blocks * geometry.tail_bytes)
     arena.view(0, arena.nbytes).fill(0)
-    frames = FrameCache(arena, 0, geometry.slot_bytes, count, count)
+    frames = FrameCache(arena, 0, geometry.frame_bytes, count, count)
+    steps = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
+    tails = np.uint64(arena.address + behind) + steps
     port = PagedPort(select_kernels(torch.device("cpu")), caches, layout, geometry, frames)
     turn = 0
 
@@ -83,7 +86,7 @@ def pack_call(
         first = turn % ROTATION * shape.blocks
         turn += 1
         ids = np.arange(first, first + shape.blocks)
-        port.save(ids, ids.astype(np.int32))
+        port.save(ids, ids.astype(np.int32), tails)
 
     return call
 

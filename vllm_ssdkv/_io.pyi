@@ -290,6 +290,7 @@ class Stripes:
         length: int,
         copy: int,
         merged: bool,
+        cut: int = 0,
     ) -> tuple[
         NDArray[np.uint16],
         NDArray[np.uint64],
@@ -297,7 +298,8 @@ class Stripes:
         NDArray[np.int64],
         NDArray[np.uint64],
     ]:
-        """The fields of :class:`vllm_ssdkv.store.layout.Extents`; ``offsets`` are one or [n].
+        """The fields of :class:`vllm_ssdkv.store.layout.Extents`; ``offsets`` are one or [n]. No
+        request has byte ``cut`` of a slot but as its first.
 
         Raises ValueError for slots in no range and bytes that leave the slot.
         """
@@ -313,8 +315,11 @@ class SlotPieces:
         places: Arena offset at which those of each slot begin, [n].
         merged: As in :meth:`Stripes.extents`.
         most: Pieces that are neighbours, on the device and in the arena, in one request.
+        tails: Arena offset at which what is from byte ``cut`` of each slot on begins, [n]; empty
+            where it follows the rest.
+        cut: As in :meth:`Stripes.extents`.
 
-    Raises ValueError as :meth:`Stripes.extents`, and for another number of places.
+    Raises ValueError as :meth:`Stripes.extents`, and for another number of places or tails.
     """
 
     def __init__(
@@ -326,6 +331,8 @@ class SlotPieces:
         places: NDArray[np.uint64],
         merged: bool,
         most: int,
+        tails: NDArray[np.uint64],
+        cut: int,
     ) -> None: ...
     def requests(
         self,

@@ -189,7 +189,8 @@ def summarize(
 
 def pack_summarized(
     source: NDArray[np.uint64],
-    slot: NDArray[np.uint64],
+    pages: NDArray[np.uint64] | None,
+    tail: NDArray[np.uint64],
     page_bytes: int,
     summary_pages: int,
     channel_pages: int,
@@ -202,12 +203,13 @@ def pack_summarized(
     dtype: int,
     threads: int,
 ) -> None:
-    """Copy n blocks of L layers to slots, with what selectors must know of them.
+    """Copy n blocks of L layers to slots, and make what selectors must know of them.
 
-    ``source [L * n]``: addresses of each layer's part of each block. ``slot [n]``: addresses of the
-    slots' first pages, which are ``page_bytes`` apart: ``summary_pages``, then ``channel_pages`` of
-    each layer, then K and V. Without channel pages summaries are bounds; ``scaled`` channels are
-    int8. See ``PageKernels.pack_summarized``.
+    ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of
+    the slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails'
+    first pages, ``summary_pages``, then ``channel_pages`` of each layer. Pages are ``page_bytes``
+    apart. Without channel pages summaries are bounds; ``scaled`` channels are int8. See
+    ``PageKernels.pack_summarized``.
     """
 
 def bound_logits(

@@ -135,8 +135,8 @@ class SparseConfig(OptionModel):
             "null: four fifths of what `io.staging` and `summaries` leave of dram_gib, and no more "
             "than the contexts that can run at a time; the rest is for whole blocks, which are "
             "written from there, found again, and read by requests that attend to everything. "
-            "While requests that choose need less, up to seven eighths of it are for whole "
-            "blocks, too; what is given is for single pages only. A "
+            "While requests that choose need less, all but a 32nd of it is for whole blocks, too; "
+            "what is given is for single pages only. A "
             "step mostly needs the pages of the step before, which then are not read again, if "
             "there is room for all of them: with half of that, it took three times as long."
         ),
@@ -199,8 +199,8 @@ class SparseConfig(OptionModel):
             "time, by `--max-num-seqs` and by the room in HBM for their windows, but at most a "
             "third of what `io.staging` leaves of dram_gib, or more for channels, which are larger "
             "(docs/sizing.md). A request that cannot choose reads its whole context for every "
-            "token. While fewer or shorter contexts run, up to seven eighths of it are for whole "
-            "blocks, too; what is given is for summaries only."
+            "token. While fewer or shorter contexts run, the rest is for whole blocks, too; what "
+            "is given is for summaries only."
         ),
     ] = None
     scorer: Annotated[

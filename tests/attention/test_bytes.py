@@ -11,6 +11,7 @@ import torch
 
 from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, array, key_of, make_store
+from tests.store.tails import addresses
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState
 from vllm_ssdkv.attention.clock import AttentionClock
 from vllm_ssdkv.attention.decode import SparseDecode
@@ -18,6 +19,7 @@ from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.mean_value import MeanValues
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
+from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.connector.blocks import PagedPort
 from vllm_ssdkv.selection.kernels import CpuScoringKernels
 from vllm_ssdkv.selection.protocol import Budget
@@ -49,13 +51,15 @@ def shares(
         slots=count,
         frames=max(8, count),
         summary_rows=count,
-        places=geometry.first_page(0),
+        places=geometry.tail_pages,
+        summarizer=SlotSummaries(layout, geometry),
     )
     torch.manual_seed(1)
     cache = torch.randn(count + 1, layout.block_bytes // 2).half()
     port = PagedPort(select_kernels(CPU), [cache], layout, geometry, rig.store.frames)
     rig.store.extend_context("r", 0, slots)
-    port.save(slots, rig.store.hold(slots, wait=False))
+    tails = np.zeros((count, geometry.tail_bytes), dtype=np.uint8)
+    port.save(slots, rig.store.hold(slots, wait=False), addresses(tails))
     rig.store.commit(slots, array([1] * count), [key_of(slot) for slot in slots.tolist()])
     assert rig.store.drain(30)
     rig.store.frames.forget(slots)

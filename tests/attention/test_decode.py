@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
+from tests.store.tails import addresses
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState
 from vllm_ssdkv.attention.clock import AttentionClock
 from vllm_ssdkv.attention.decode import SparseDecode
@@ -25,6 +26,7 @@ from vllm_ssdkv.attention.mean_value import MeanValues
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.attention.reference import dense_attention
 from vllm_ssdkv.attention.reference_sparse import scaled_channels, sparq_attention
+from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.connector.blocks import PagedPort
 from vllm_ssdkv.connector.device_memory import hot_memory
 from vllm_ssdkv.selection.adaptive import AdaptiveSelector
@@ -126,7 +128,14 @@ def make_rows(make_store: MakeStore) -> Callable[..., Rows]:
     def make(
         places: int = 64, geometry: SlotGeometry = GEOMETRY, *, channels: ChannelTier = "dram"
     ) -> Rows:
-        rig = make_store(geometry, slots=24, frames=24, places=places, channels=channels)
+        rig = make_store(
+            geometry,
+            slots=24,
+            frames=24,
+            places=places,
+            channels=channels,
+            summarizer=SlotSummaries(LAYOUT, geometry),
+        )
         torch.manual_seed(1)
         shape = (LAYERS, max(LENGTHS), HEADS, HEAD_SIZE)
         keys = [torch.randn(shape) * 2 for _ in LENGTHS]
@@ -156,7 +165,8 @@ def store_contexts(rows: Rows) -> None:
         rig.store.extend_context(str(row), 0, slots)
         frames = rig.store.hold(slots, wait=False)
         assert len(frames) == len(slots)
-        port.save(slots, frames)
+        tails = np.zeros((len(slots), max(1, rig.geometry.tail_bytes)), dtype=np.uint8)
+        port.save(slots, frames, addresses(tails))
         keys = [key_of(slot) for slot in slots.tolist()]
         rig.store.commit(slots, array([1] * len(slots)), keys)
     assert rig.store.drain(30)
@@ -528,41 +538,6 @@ def test_sparf_after_a_lost_page_leaves_the_others_right(make_rows: Callable[...
     out, _ = rows.attend(chosen, budget, 0, queries_of(0), sparf(budget, 8, "page"))
     assert torch.equal(out[:2], wanted[:2])
     chosen.close()
-
-
-def test_slots_hold_sums_and_channels_as_documented(make_rows: Callable[..., Rows]) -> None:
-    """``docs/format.md``, Geometry: a summary page, then two channel pages a layer."""
-    rows = make_rows(geometry=CHANNELS)
-    slot = int(rows.contexts()[1][0])
-    frames = rows.rig.store.frames
-    data = torch.from_numpy(frames.view(frames.frame_of(slot))[CHANNELS.header_bytes :].copy())
-    pages = data.view(-1, CHANNELS.page_bytes)[:, :4096]
-    for layer in range(LAYERS):
-        keys, values = (kv[1][layer, :BLOCK] for kv in (rows.keys, rows.values))
-        sums = pages[0].view(16, 256)[2 * layer : 2 * layer + 2].view(torch.float32)
-        torch.testing.assert_close(sums[:, :HEAD_SIZE], values.sum(0))
-        assert not sums[:, HEAD_SIZE:].any()
-        channels = pages[1 + 2 * layer : 3 + 2 * layer].reshape(-1).view(torch.float32)
-        assert torch.equal(channels.view(HEADS, HEAD_SIZE, BLOCK), keys.permute(1, 2, 0))
-
-
-def test_slots_hold_scales_and_int8_as_documented(make_rows: Callable[..., Rows]) -> None:
-    """``docs/format.md``: sums and scales in a summary page, then a channel page a layer."""
-    rows = make_rows(geometry=SCALED)
-    slot = int(rows.contexts()[1][0])
-    frames = rows.rig.store.frames
-    data = torch.from_numpy(frames.view(frames.frame_of(slot))[SCALED.header_bytes :].copy())
-    pages = data.view(-1, SCALED.page_bytes)[:, :4096]
-    for layer in range(LAYERS):
-        keys, values = (kv[1][layer, :BLOCK] for kv in (rows.keys, rows.values))
-        records = pages[0].view(16, 256)[4 * layer : 4 * layer + 4].view(torch.float32)
-        torch.testing.assert_close(records[:2, :HEAD_SIZE], values.sum(0))
-        whole, scales = scaled_channels(keys, BLOCK)
-        assert torch.equal(records[2:, :HEAD_SIZE], scales[0])
-        assert not records[:, HEAD_SIZE:].any()
-        used = HEADS * HEAD_SIZE * BLOCK
-        assert torch.equal(pages[1 + layer][:used].view(torch.int8), whole.flatten())
-        assert not pages[1 + layer][used:].any()
 
 
 def test_rows_with_different_selectors_get_what_each_gets_alone(

@@ -70,12 +70,26 @@ class Problem:
     def packed(self, kernels: PageKernels) -> Bytes:
         """Slots, [blocks, slot_bytes], that held only ``FILL`` before."""
         _, caches, ids = self.draw()
-        slots = np.full((self.blocks, self.geometry.slot_bytes), FILL, np.uint8)
+        frames, tails = (
+            self._memory(self.geometry.frame_bytes),
+            self._memory(self.geometry.tail_bytes),
+        )
         # The second one lies first: slots need not be in order.
         order = np.arange(self.blocks)[::-1]
-        address = np.uint64(slots.ctypes.data) + order.astype(np.uint64) * np.uint64(slots.shape[1])
-        kernels.pack_summarized(caches, ids, address, self.layout, self.geometry)
-        return slots[order]
+        kernels.pack_summarized(
+            caches, ids, _rows(frames)[order], _rows(tails)[order], self.layout, self.geometry
+        )
+        return np.concatenate([frames, tails], axis=1)[order]
+
+    def made(self, kernels: CpuPageKernels) -> Bytes:
+        """Tails, [blocks, tail_bytes], from frames."""
+        frames = np.ascontiguousarray(self.wanted()[:, : self.geometry.frame_bytes])
+        tails = self._memory(self.geometry.tail_bytes)
+        kernels.make_tails(_rows(frames), _rows(tails), self.layout, self.geometry)
+        return tails
+
+    def _memory(self, nbytes: int) -> Bytes:
+        return np.full((self.blocks, nbytes), FILL, np.uint8)
 
     def wanted(self) -> Bytes:
         """The same by the oracles."""
@@ -102,7 +116,7 @@ class Problem:
                 first = geometry.first_channel_page(layer)
                 self._write(slot, first, _bytes(channels), geometry.channel_pages)
             summaries = torch.cat([_bytes(record) for record in records])
-            self._write(slot, 0, summaries, geometry.summary_pages)
+            self._write(slot, geometry.kv_pages, summaries, geometry.summary_pages)
         return slots
 
     def _record(self, floats: torch.Tensor) -> torch.Tensor:
@@ -121,6 +135,11 @@ class Problem:
             pages, payload
         )
         slot[begin : begin + pages * size] = rows.ravel()
+
+
+def _rows(memory: Bytes) -> NDArray[np.uint64]:
+    steps = np.arange(len(memory), dtype=np.uint64) * np.uint64(memory.shape[1])
+    return np.uint64(memory.ctypes.data) + steps
 
 
 def _sum_in_order(value: torch.Tensor) -> torch.Tensor:
@@ -157,6 +176,8 @@ def test_every_byte_is_the_oracles(problem: Problem) -> None:
     for isa in ISAS:
         with using(isa):
             np.testing.assert_array_equal(problem.packed(CpuPageKernels(2)), wanted)
+            tails = wanted[:, problem.geometry.frame_bytes :]
+            np.testing.assert_array_equal(problem.made(CpuPageKernels(2)), tails)
 
 
 @pytest.mark.parametrize("kind", ["bounds", "channels", "int8"])
@@ -180,9 +201,9 @@ def test_channels_keep_every_bit(dtype: torch.dtype) -> None:
     for isa in ISAS:
         slot = np.zeros(geometry.slot_bytes, np.uint8)
         with using(isa):
-            CpuPageKernels(1).pack_summarized(
-                [cache], np.array([0]), np.array([slot.ctypes.data], np.uint64), layout, geometry
-            )
+            frame = np.array([slot.ctypes.data], np.uint64)
+            tail = frame + np.uint64(geometry.frame_bytes)
+            CpuPageKernels(1).pack_summarized([cache], np.array([0]), frame, tail, layout, geometry)
         pages = slot[geometry.page_offset(geometry.first_channel_page(0)) :].reshape(
             -1, geometry.page_bytes
         )
@@ -202,13 +223,18 @@ def test_wrong_places_are_refused() -> None:
     geometry = Problem.of(layout, "int8").geometry
     kernels, slots = CpuPageKernels(1), np.array([4096], np.uint64)
     with pytest.raises(ValueError, match="outside the cache's 2 blocks"):
-        kernels.pack_summarized(caches, np.array([2]), slots, layout, geometry)
+        kernels.pack_summarized(caches, np.array([2]), slots, slots, layout, geometry)
+    two = slots.repeat(2)
     with pytest.raises(ValueError, match=r"must be \[layers \* slots\]"):
-        kernels.pack_summarized(caches, np.array([0, 1, 1]), slots.repeat(2), layout, geometry)
+        kernels.pack_summarized(caches, np.array([0, 1, 1]), two, two, layout, geometry)
+    with pytest.raises(ValueError, match="pages and tail differ in slots"):
+        kernels.pack_summarized(caches, np.array([0, 1]), slots, two, layout, geometry)
 
     def call(page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool) -> None:
         places = page_bytes, summary_pages, channel_pages, scaled
-        _kernels.pack_summarized(slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1)
+        _kernels.pack_summarized(
+            slots, slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1
+        )
 
     for places, message in (
         ((511, 1, 1, True), "page_bytes"),

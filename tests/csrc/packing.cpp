@@ -22,19 +22,22 @@ Bytes bytes_of(int64_t count) { return Bytes(new std::byte[at(count)]); }
 
 uint64_t address(const Bytes& bytes) { return reinterpret_cast<uint64_t>(bytes.get()); }
 
-// Blocks of random numbers, and a place for each in a slot, without header.
+// Blocks of random numbers, and a place for the pages and the tail of each slot.
 struct Packed {
   attention::Packing packing{};
   int64_t item = 0, payload = 0, groups = 0, record = 0;
-  std::vector<Bytes> blocks, slots;
-  std::vector<uint64_t> source, target;
+  std::vector<Bytes> blocks, slots, tails;
+  std::vector<uint64_t> source, pages, tail;
 
   explicit Packed(Random& random, int64_t most_blocks);
+  int64_t tail_bytes() const {
+    return (packing.summary_pages + packing.layers * packing.channel_pages) * packing.page_bytes;
+  }
   float number(const std::byte* from) const;
   // K, or V, of one token.
   const std::byte* entry(int64_t layer, int64_t block, int64_t head, int64_t token,
                          bool value) const;
-  // Byte number `offset` of the payloads of the pages from `page` on.
+  // Byte number `offset` of the payloads of a tail's pages from `page` on.
   const std::byte* byte(int64_t block, int64_t page, int64_t offset) const;
   float scale(int64_t layer, int64_t block, int64_t head, int64_t d) const;
   void check_pages(int64_t layer, int64_t block, int64_t head) const;
@@ -73,13 +76,14 @@ Packed::Packed(Random& random, int64_t most_blocks) {
     }
     source.push_back(address(block));
   }
-  const int64_t pages =
-      packing.summary_pages + packing.layers * (packing.channel_pages + heads * groups);
+  const int64_t kv = packing.layers * heads * groups * packing.page_bytes;
   for (int64_t i = 0; i < packing.blocks; ++i) {
-    target.push_back(address(slots.emplace_back(bytes_of(pages * packing.page_bytes))));
+    pages.push_back(address(slots.emplace_back(bytes_of(kv))));
+    tail.push_back(address(tails.emplace_back(bytes_of(tail_bytes()))));
   }
   packing.source = source.data();
-  packing.slot = target.data();
+  packing.pages = pages.data();
+  packing.tail = tail.data();
 }
 
 float Packed::number(const std::byte* from) const {
@@ -97,7 +101,7 @@ const std::byte* Packed::entry(int64_t layer, int64_t block, int64_t head, int64
 }
 
 const std::byte* Packed::byte(int64_t block, int64_t page, int64_t offset) const {
-  return slots[at(block)].get() + (page + offset / payload) * packing.page_bytes + offset % payload;
+  return tails[at(block)].get() + (page + offset / payload) * packing.page_bytes + offset % payload;
 }
 
 float Packed::scale(int64_t layer, int64_t block, int64_t head, int64_t d) const {
@@ -108,10 +112,9 @@ float Packed::scale(int64_t layer, int64_t block, int64_t head, int64_t d) const
 }
 
 void Packed::check_pages(int64_t layer, int64_t block, int64_t head) const {
-  const int64_t first = packing.summary_pages + packing.layers * packing.channel_pages +
-                        (layer * packing.layout.kv_heads + head) * groups;
+  const int64_t first = (layer * packing.layout.kv_heads + head) * groups;
   for (int64_t g = 0; g < groups; ++g) {
-    const std::byte* page = byte(block, first + g, 0);
+    const std::byte* page = slots[at(block)].get() + (first + g) * packing.page_bytes;
     const std::byte* from = entry(layer, block, head, g * packing.layout.page_tokens, false);
     check(std::memcmp(page, from, at(payload)) == 0, "a page is packed");
     for (int64_t i = payload; i < packing.page_bytes; ++i) {
@@ -174,7 +177,14 @@ void Packed::check_all() const {
 }
 
 void pack(Random& random, int64_t most_blocks, int64_t threads) {
-  const Packed packed(random, most_blocks);
+  Packed packed(random, most_blocks);
+  attention::pack_summarized(packed.packing, threads);
+  packed.check_all();
+  // Once more the tails alone.
+  for (Bytes& bytes : packed.tails) {
+    std::memset(bytes.get(), 0x5A, at(packed.tail_bytes()));
+  }
+  packed.packing.pages = nullptr;
   attention::pack_summarized(packed.packing, threads);
   packed.check_all();
 }

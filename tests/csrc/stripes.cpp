@@ -22,11 +22,15 @@ void finds_slots() {
   const std::vector<int64_t> begin{0, 1 << 20};
   const std::vector<StripedRange> ranges{{10, 4, &table, begin.data()}};
   const std::vector<int64_t> slots{10, 11, 13}, all{0};
-  const SlotRequests found = find_slots(ranges, slots, all, 8192, 0, true);
+  const SlotRequests found = find_slots(ranges, slots, all, 8192, 0, true, 0);
   check(found.device == std::vector<uint16_t>{0, 1, 1, 0, 1, 0}, "devices");
   check(found.offset[0] == 0 && found.offset[1] == 1 << 20, "offsets of the first slot");
   check(found.offset[4] == (1 << 20) + 3 * 4096, "offset in the second row");
   check(found.buffer.back() == 2 * 8192 + 4096, "where it goes");
+  const SlotRequests cut = find_slots(ranges, slots, all, 8192, 0, true, 1024);
+  check(cut.device == std::vector<uint16_t>{0, 0, 1, 1, 1, 0, 1, 1, 0}, "a piece more of each");
+  check(cut.offset[1] == 1024 && cut.buffer[1] == 1024, "where it begins");
+  check(cut.length[0] == 1024 && cut.length[1] == 3072 && cut.length[2] == 4096, "lengths");
 }
 
 void refuses_hostile_numbers() {
@@ -37,7 +41,7 @@ void refuses_hostile_numbers() {
   const auto refused = [&](int64_t slot, int64_t offset, int64_t length) {
     const std::vector<int64_t> slots{slot}, offsets{offset};
     check_throws<std::invalid_argument>(
-        [&] { find_slots(ranges, slots, offsets, length, 0, true); }, "it is refused");
+        [&] { find_slots(ranges, slots, offsets, length, 0, true, 0); }, "it is refused");
   };
   for (const int64_t slot : {int64_t{-1}, int64_t{9}, int64_t{14}, kMost, -kMost}) {
     refused(slot, 0, 1);
@@ -65,7 +69,7 @@ void places_pieces() {
   const std::vector<int64_t> slots{13, 10, 12}, all{0};
   // The second and third slot lie one after the other in memory, and on each device.
   const std::vector<uint64_t> places{65536, 0, 8192};
-  const SlotPieces whole(where, slots, all, 8192, places, true, 1);
+  const SlotPieces whole(where, slots, all, 8192, places, true, 1, {}, 0);
   check(whole.requests().buffer == std::vector<uint64_t>{65536, 69632, 0, 4096, 8192, 12288},
         "where each piece goes");
   check(whole.bytes_per_device() == std::vector<double>{12288, 12288}, "bytes of each device");
@@ -73,17 +77,29 @@ void places_pieces() {
   check(whole.whole(results), "all have moved");
   results[3] = 4095;
   check(!whole.whole(results), "one was cut short");
+  const std::vector<uint64_t> tails{100000, 200000, 300000};
+  const SlotPieces apart_from_tails(where, slots, all, 8192, places, true, 1, tails, 6144);
+  check(apart_from_tails.requests().buffer ==
+            std::vector<uint64_t>{65536, 69632, 100000, 0, 4096, 200000, 8192, 12288, 300000},
+        "tails go elsewhere");
+  check(apart_from_tails.requests().length[2] == 2048, "they are what is left");
+  const std::vector<uint64_t> two{0, 0};
+  check_throws<std::invalid_argument>(
+      [&] { SlotPieces(where, slots, all, 8192, places, true, 1, two, 6144); },
+      "not one tail for each slot");
   const std::vector<int64_t> again{10, 10};
   const std::vector<uint64_t> apart{0, 4096};
-  const SlotPieces single(where, again, all, 4096, apart, false, 8);
+  const SlotPieces single(where, again, all, 4096, apart, false, 8, {}, 0);
   check(single.requests().device.size() == 2, "the same piece twice is no neighbour of itself");
   check_throws<std::invalid_argument>([&] { (void)whole.whole({}); }, "results of another batch");
   for (const auto& few : {std::vector<uint64_t>{}, std::vector<uint64_t>{0, 0}}) {
-    check_throws<std::invalid_argument>([&] { SlotPieces(where, slots, all, 8192, few, true, 1); },
-                                        "not one place for each slot");
+    check_throws<std::invalid_argument>(
+        [&] { SlotPieces(where, slots, all, 8192, few, true, 1, {}, 0); },
+        "not one place for each slot");
   }
-  check_throws<std::invalid_argument>([&] { SlotPieces(where, slots, all, 8192, places, true, 0); },
-                                      "requests of no pieces");
+  check_throws<std::invalid_argument>(
+      [&] { SlotPieces(where, slots, all, 8192, places, true, 0, {}, 0); },
+      "requests of no pieces");
 }
 
 }  // namespace

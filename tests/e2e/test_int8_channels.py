@@ -12,7 +12,7 @@ from tests.e2e.test_sparf import BLOCK, HARD, OPTIONS, assert_sound, context_byt
 from tests.e2e.test_sparse import QUESTIONS, Recall
 
 
-@pytest.mark.parametrize(("tier", "dram"), [("dram", "40MiB"), ("hbm", "28MiB")])
+@pytest.mark.parametrize(("tier", "dram"), [("dram", "40MiB"), ("hbm", "24MiB")])
 def test_the_same_answers_from_fewer_bytes(
     devices: Callable[..., list[dict[str, Any]]], tmp_path: Path, tier: str, dram: str
 ) -> None:

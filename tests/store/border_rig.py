@@ -19,7 +19,7 @@ from vllm_ssdkv.store.summaries import NO_ROW, SummaryTable, with_summaries
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
 DEEP = with_summaries(replace(GEOMETRY, summary_pages=0), 16, channels=True)
-"""Of its summaries a few are as long as a slot."""
+"""Of its summaries a few are as long as a frame."""
 SLOTS = 40
 DEADLINE_S = 0.2
 
@@ -28,18 +28,19 @@ class Rig:
     """Frames, single pages, summaries and their border, over an arena."""
 
     def __init__(self, dram: int = 30, *, rows: bool = False) -> None:
-        """``dram``: slots that all of it could hold. Without ``rows`` summaries are lent to nobody,
-        and so few that they do not count."""
+        """``dram``: frames that all of it could hold, with ``rows`` whole slots. Without them
+        summaries are lent to nobody, and so few that they do not count."""
         self.geometry = DEEP if rows else GEOMETRY
         self.choice = ChoiceMemory(16, SLOTS, summaries=None if rows else 1 << 16)
         begin = ArenaPlan(self.geometry, 1 << 30, 0, choice=self.choice).page_offset
-        nbytes = begin + dram * self.geometry.slot_bytes
+        size = self.geometry.slot_bytes if rows else self.geometry.frame_bytes
+        nbytes = begin + dram * size
         self.plan = plan = ArenaPlan(self.geometry, nbytes, 0, choice=self.choice)
         self.arena = Arena(plan.nbytes)
         self.arena.view(0, plan.nbytes)[:] = 0xEE
-        slot_bytes = self.geometry.slot_bytes
+        frame_bytes = self.geometry.frame_bytes
         self.frames = FrameCache(
-            self.arena, plan.frame_offset, slot_bytes, plan.frames, SLOTS, plan.lent_offsets
+            self.arena, plan.frame_offset, frame_bytes, plan.frames, SLOTS, plan.lent_offsets
         )
         self.pages = PageCache(
             self.arena, plan.page_offset, self.geometry, plan.page_places, SLOTS, "lru"

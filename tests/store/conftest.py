@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.store.tails import NOTHING, Tails, tail_of
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
 from vllm_ssdkv.attention.blocks import BlockLayout
@@ -42,6 +43,7 @@ from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
+from vllm_ssdkv.store.summarizer import Summarizer
 from vllm_ssdkv.store.tiers import TieredStore
 from vllm_ssdkv.store.verify import PageSampler, VerifyMode
 
@@ -89,14 +91,11 @@ def key_of(name: int) -> bytes:
     return name.to_bytes(8, "little") * 4
 
 
-NOTHING = 0xFF
-"""What HBM holds where nothing was copied to; no content has this byte."""
-
-
 def content(geometry: SlotGeometry, name: int) -> Bytes:
     """Payloads that belong to a key, [pages, payload_bytes]."""
     random = np.random.default_rng(name)
-    return random.integers(0, NOTHING, (geometry.pages, geometry.payload_bytes), dtype=np.uint8)
+    kv = random.integers(0, NOTHING, (geometry.kv_pages, geometry.payload_bytes), dtype=np.uint8)
+    return np.concatenate([kv, tail_of(geometry, kv)])
 
 
 def striped(
@@ -136,14 +135,14 @@ class Hbm(MutableMapping[int, Bytes]):
     MOST_BYTES = 1 << 28
 
     def __init__(self, geometry: SlotGeometry):
-        blocks = min(self.BLOCKS, self.MOST_BYTES // (geometry.pages * geometry.payload_bytes))
-        shape = max(8, blocks), geometry.pages, geometry.payload_bytes
+        blocks = min(self.BLOCKS, self.MOST_BYTES // (geometry.kv_pages * geometry.payload_bytes))
+        shape = max(8, blocks), geometry.kv_pages, geometry.payload_bytes
         self._geometry = geometry
         self._data = np.full(shape, NOTHING, dtype=np.uint8)
 
     def stretches(self) -> _io.Stretches:
         """For native copies."""
-        geometry, pages = self._geometry, np.arange(self._geometry.pages, dtype=np.uint64)
+        geometry, pages = self._geometry, np.arange(self._geometry.kv_pages, dtype=np.uint64)
         return _io.Stretches(
             np.uint64(geometry.header_bytes) + pages * np.uint64(geometry.page_bytes),
             np.full(len(pages), geometry.payload_bytes, dtype=np.uint64),
@@ -258,17 +257,21 @@ class StoreRig:
 
     # ---- write path ----
 
+    def kv(self, name: int) -> Bytes:
+        """Payloads of pages of KV that belong to a key, [kv_pages, payload_bytes]."""
+        return content(self.geometry, name)[: self.geometry.kv_pages]
+
     def page_view(self, frame: int) -> Bytes:
-        """Payloads in a frame, [pages, payload_bytes], writable."""
+        """Payloads in a frame, [kv_pages, payload_bytes], writable."""
         pages = self.store.frames.view(frame)[self.geometry.header_bytes :]
-        return pages.reshape(self.geometry.pages, -1)[:, : self.geometry.payload_bytes]
+        return pages.reshape(self.geometry.kv_pages, -1)[:, : self.geometry.payload_bytes]
 
     def hold(self, names: dict[int, int], *, wait: bool = True) -> list[int]:
         """Hold and fill frames for slots (slot to key name); the slots that found a frame."""
         slots = list(names)
         frames = self.store.hold(array(slots), wait=wait)
         for slot, frame in zip(slots, frames.tolist(), strict=False):
-            self.page_view(frame)[:] = content(self.geometry, names[slot])
+            self.page_view(frame)[:] = self.kv(names[slot])
         return slots[: len(frames)]
 
     def commit(self, names: dict[int, int], epoch: int = 1) -> None:
@@ -330,7 +333,7 @@ class StoreRig:
     def walk(self, *contexts: Sequence[int]) -> Walk:
         """Stream contexts (slots per row) through all layers, as a step does."""
         stream = self.store.stream([array(c) for c in contexts])
-        shape = (self.geometry.pages, self.geometry.payload_bytes)
+        shape = (self.geometry.kv_pages, self.geometry.payload_bytes)
         walk = Walk([{} for _ in contexts], stream.poisoned, stream.bad)
         per_layer = self.geometry.pages_per_layer
         start = self.store.arena.address
@@ -357,10 +360,8 @@ class StoreRig:
             if expected is None:
                 continue
             assert sorted(walk.blocks[row]) == list(range(len(expected)))
-            first = self.geometry.first_page(0)  # summaries are not streamed
             for index, name in enumerate(expected):
-                wanted = content(self.geometry, name)[first:]
-                np.testing.assert_array_equal(walk.blocks[row][index][first:], wanted)
+                np.testing.assert_array_equal(walk.blocks[row][index], self.kv(name))
 
     # ---- ends ----
 
@@ -421,6 +422,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         channels: ChannelTier = "dram",
         block_tokens: int = BLOCK_TOKENS,
         faulty: bool = True,
+        summarizer: Summarizer | None = None,
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
@@ -489,6 +491,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             slots,
             block_tokens,
             copy_in,
+            summarizer=summarizer or (Tails(geometry) if geometry.tail_pages else None),
             scrub_rate=scrub_rate,
             stretches=None if plain is None else plain.stretches(),
         )
@@ -519,9 +522,9 @@ def _plan(
 ) -> ArenaPlan:
     staging_bytes = staging * geometry.layer_bytes
     empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub, choice=choice)
-    nbytes = empty.frame_offset + frames * geometry.slot_bytes
+    nbytes = empty.frame_offset + frames * geometry.frame_bytes
     if choice is not None and choice.page_cache is None:
-        nbytes = empty.page_offset + (32 + frames) * geometry.slot_bytes
+        nbytes = empty.page_offset + (32 + frames) * geometry.frame_bytes
     return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub, choice=choice)
 
 

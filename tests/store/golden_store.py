@@ -3,7 +3,7 @@ channel pages and with int8 ones, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
-    python tests/store/golden_store.py tests/store/golden
+    .venv/bin/python tests/store/golden_store.py tests/store/golden
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from uuid import UUID
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.append(str(Path(__file__).parents[2]))  # behind the package that is installed
 
 from tests.store.headers import encoded
 from vllm_ssdkv.store.arena import Arena
@@ -111,8 +113,9 @@ class Golden:
     def _encrypted(self, slot: int, key: bytes, of: int) -> NDArray[np.uint8]:
         size = self.geometry.slot_bytes
         arena = Arena(2 * size)
-        arena.view(0, size)[:] = self.frame(slot)
-        arena.view(size, size)[:] = 0xEE
+        arena.view(0, size)[:] = arena.view(size, size)[:] = self.frame(slot)
+        begin = self.geometry.frame_bytes
+        arena.view(size, begin)[:] = 0xEE
         sealer = CipherSealer(
             self.geometry, FINGERPRINT.digest, RANK, arena, KEY.slots(STORE, RANK)
         )
@@ -123,6 +126,7 @@ class Golden:
                 key_rows([key]),
                 np.array([0], dtype=np.uint64),
                 np.array([size], dtype=np.uint64),
+                np.array([size + begin], dtype=np.uint64),
             )
         return arena.view(size, size).copy()
 
@@ -160,7 +164,7 @@ class Golden:
         placement = Placement(self.geometry, self.segments, len(DEVICES))
         shape = self.geometry
         mine = Manifest(
-            version=3 if shape.scaled_from else 2 if shape.channel_pages else 1,
+            version=4 if shape.summary_pages else 1,
             store=str(STORE),
             fingerprint=dict(FINGERPRINT.fields),
             model="golden/model",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import OPAQUE, SHAPES
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.sizes import parse_size
-from vllm_ssdkv.store.arena_plan import LENT_SHARE, MIN_FRAMES, ArenaPlan, ChoiceMemory, Runs
+from vllm_ssdkv.store.arena_plan import MIN_FRAMES, ArenaPlan, ChoiceMemory, Runs
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.summaries import ChannelTier, with_summaries
 
@@ -89,7 +89,7 @@ def test_memory_that_is_scarce_is_divided_by_need(channels: bool, times: float) 
     kv = geometry.kv_pages * geometry.page_bytes
     assert plan.summary_rows * kv == pytest.approx(times * given_bytes, rel=0.05)
     summaries = plan.frame_offset - plan.summary_offset
-    left = given_bytes - plan.page_offset - summaries - MIN_FRAMES * geometry.slot_bytes
+    left = given_bytes - plan.page_offset - summaries - MIN_FRAMES * geometry.frame_bytes
     assert plan.page_places * geometry.page_bytes == pytest.approx(0.8 * left, rel=0.01)
 
 
@@ -138,28 +138,24 @@ def test_dram_that_is_said_to_be_enough_is_enough(
 
 
 def assert_lent(plan: ArenaPlan, runs: Runs, offset: int, pieces: int, piece_bytes: int) -> None:
-    """At most three quarters, as many as fit, and each frame in pieces that are its own."""
-    slot_bytes = (plan.nbytes - plan.frame_offset) // plan.frames
-    lent = len(runs.firsts) * runs.length
-    assert lent <= LENT_SHARE * pieces
+    """Frames one behind the other, each in the pieces of its run."""
+    frame_bytes = (plan.nbytes - plan.frame_offset) // plan.frames
     begin = offset + runs.firsts.astype(np.int64) * piece_bytes
     end = begin + runs.length * piece_bytes
-    assert (begin[1:] == end[:-1]).all()
-    assert not len(end) or end[-1] == offset + pieces * piece_bytes
+    assert not len(end) or (begin[0] >= offset and end[-1] <= offset + pieces * piece_bytes)
     frames = runs.offsets.astype(np.int64)
     assert (frames % PAGE_ALIGN == 0).all()
-    assert ((begin <= frames) & (frames + slot_bytes <= end)).all()
-    assert runs.length * piece_bytes < slot_bytes + PAGE_ALIGN + piece_bytes
+    assert (np.diff(frames) == frame_bytes).all()
+    assert ((begin <= frames) & (frames + frame_bytes <= end)).all()
+    assert runs.length < frame_bytes / piece_bytes + 2
+    assert runs.step == frame_bytes / piece_bytes
 
 
-def test_most_of_what_is_divided_without_being_told_may_be_lent() -> None:
-    """A run of rows is longer than a frame by less than a page and a row."""
-    for geometry in (BOUNDS, with_summaries(KV, 16, channels=True)):
-        plan = ArenaPlan(geometry, 1 << 28, 0, choice=ChoiceMemory(16, 1_000_000))
-        for runs, pieces in (
-            (plan.page_runs, plan.page_places),
-            (plan.summary_runs, plan.summary_rows),
-        ):
-            lent = len(runs.firsts) * runs.length
-            assert LENT_SHARE * pieces - runs.length < lent <= LENT_SHARE * pieces
-        assert (np.diff(np.sort(plan.lent_offsets)) >= geometry.slot_bytes).all()
+@pytest.mark.parametrize("geometry", [BOUNDS, with_summaries(KV, 16, channels=True)], ids=str)
+def test_next_to_all_that_is_divided_without_being_told_may_be_lent(geometry: SlotGeometry) -> None:
+    """As if there were nothing but frames: what the store of exact attention has."""
+    given_bytes, staging = 1 << 30, 1 << 26
+    plan = ArenaPlan(geometry, given_bytes, staging, choice=ChoiceMemory(16, 1_000_000))
+    assert (np.diff(np.sort(plan.lent_offsets)) >= geometry.frame_bytes).all()
+    exact = ArenaPlan(KV, given_bytes, staging)
+    assert 0.96 * exact.frames < plan.frames + len(plan.lent_offsets) <= exact.frames

@@ -10,9 +10,18 @@ from numpy.typing import NDArray
 
 from tests.store.border_rig import SLOTS, Rig, wanted
 from tests.store.conftest import array
+from vllm_ssdkv.store.arena_plan import Runs
 from vllm_ssdkv.store.cache import NO_FRAME, FrameState
 from vllm_ssdkv.store.page_cache import NO_PLACE, Pages
 from vllm_ssdkv.store.summaries import NO_ROW
+
+
+def covered(runs: Runs, served: list[bool]) -> int:
+    """Pieces in runs that serve as frames."""
+    found: set[int] = set()
+    for first, serves in zip(runs.firsts.tolist(), served, strict=True):
+        found |= set(range(first, first + runs.length)) if serves else set()
+    return len(found)
 
 
 class Bytes(RuleBasedStateMachine):
@@ -143,7 +152,11 @@ class Bytes(RuleBasedStateMachine):
         assert self.rig.frames.count(FrameState.SHUT) == all_lent - lent
         places = self.rig.pages.places - self.rig.pages.open_places
         rows = self.rig.summaries.rows - self.rig.summaries.open_rows
-        assert places / plan.page_runs.length + rows / plan.summary_runs.length == lent
+        shut = FrameState.SHUT
+        served = [self.rig.frames.state(plan.frames + i) is not shut for i in range(all_lent)]
+        count = len(plan.page_runs.firsts)
+        assert places == covered(plan.page_runs, served[:count])
+        assert rows == covered(plan.summary_runs, served[count:])
         for pinned in self.pinned:
             for row in pinned[pinned != NO_ROW].tolist():
                 assert len(set(self.rig.row_bytes(row).tolist())) == 1

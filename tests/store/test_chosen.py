@@ -100,7 +100,9 @@ def test_summaries_come_from_where_they_are_once(
     assert rig.load({0: 700, 1: 701}, [], request="r").complete
     rig.write({20: 720})
     (slot,) = rig.hold({20: 721})
-    rig.store.filled(array([slot]), np.array([rig.store.frames.frame_of(slot)], dtype=np.int32))
+    tail = np.zeros((1, geometry.page_bytes), dtype=np.uint8)
+    tail[0, : geometry.payload_bytes] = content(geometry, 721)[geometry.kv_pages]
+    rig.store.filled(array([slot]), np.array([tail.ctypes.data], dtype=np.uint64))
     names[20] = 721
     order = [3, 0, 20, 5]
     before = read_requests(rig)
@@ -110,7 +112,8 @@ def test_summaries_come_from_where_they_are_once(
         for layer in range(geometry.layers):
             for at, slot in zip(chosen.bounds(layer).tolist(), [*order, 5, 3], strict=True):
                 data = rig.store.arena.view(at - rig.store.arena.address, per_layer)
-                summary = content(geometry, names[slot])[0][layer * per_layer :][:per_layer]
+                summary = content(geometry, names[slot])[geometry.kv_pages]
+                summary = summary[layer * per_layer :][:per_layer]
                 np.testing.assert_array_equal(data, summary)
         # Slots 0 and 1 have frames; 3 and 5 are read, in the first turn.
         assert read_requests(rig) - before == 2, turn
@@ -142,7 +145,7 @@ def test_channels_and_sums_come_with_the_summaries(
             for block, (at, slot) in enumerate(
                 zip(chosen.channels(layer).tolist(), (3, 1), strict=True)
             ):
-                pages = content(geometry, names[slot])
+                pages = content(geometry, names[slot])[geometry.kv_pages :]
                 wanted = pages[1 + 3 * layer : 4 + 3 * layer].ravel()
                 np.testing.assert_array_equal(memory_at(at, 3 * 8192), wanted)
                 # Records of 512 bytes, of which sums take what the head size needs.
@@ -168,7 +171,7 @@ def test_int8_channels_come_with_their_scales(make_store: MakeStore, tier: Chann
         scales = chosen.scales(layer).tolist()
         addresses = zip(chosen.channels(layer).tolist(), scales, (3, 1), strict=True)
         for block, (at, scale, slot) in enumerate(addresses):
-            pages = content(geometry, names[slot])
+            pages = content(geometry, names[slot])[geometry.kv_pages :]
             wanted = pages[1 + 2 * layer : 3 + 2 * layer].ravel()[: 3 * 4096]
             np.testing.assert_array_equal(memory_at(at, 3 * 4096), wanted)
             records = pages[0].reshape(16, 512)[4 * layer : 4 * layer + 4]
@@ -185,7 +188,8 @@ def test_a_table_without_channels_brings_sums_only(make_store: MakeStore) -> Non
     chosen = rig.store.choose([array([2])], [0])
     assert rig.total("bytes_read", device=rig.paths[0]) - before == CHANNELS.page_bytes
     sums = chosen.values(1, 0, 32)[0].view(np.uint8)
-    np.testing.assert_array_equal(sums, content(CHANNELS, names[2])[0].reshape(16, 512)[2:4, :128])
+    records = content(CHANNELS, names[2])[CHANNELS.kv_pages].reshape(16, 512)
+    np.testing.assert_array_equal(sums, records[2:4, :128])
     chosen.close()
 
 
@@ -277,7 +281,7 @@ def test_what_a_slot_held_before_is_not_served(
     found = bring(rig, chosen, 0, {0: [(0, 1)]})
     assert found[(0, 0, 1)] == right(geometry, 999, 0, 1)
     summary = rig.store.arena.view(int(chosen.bounds(0)[0]) - rig.store.arena.address, 512)
-    np.testing.assert_array_equal(summary, content(geometry, 999)[0][:512])
+    np.testing.assert_array_equal(summary, content(geometry, 999)[geometry.kv_pages][:512])
     chosen.close()
 
 
@@ -285,12 +289,13 @@ def test_what_a_slot_held_before_is_not_served(
 
 
 @BOTH
-@pytest.mark.parametrize("page", [0, 5])
+@pytest.mark.parametrize("page", [4, 12])
 def test_wrong_bytes_poison_the_rows_that_need_them(
     make_store: MakeStore, geometry: SlotGeometry, page: int
 ) -> None:
-    """Page 0 is the summary."""
+    """The last page, number 12, is the summary."""
     rig = make_store(geometry)
+    summary = page == geometry.kv_pages
     names = context(rig, range(6))
     rig.flip(2, geometry.page_offset(page) + 77)
     rows = [[0, 1], [3, 2], [4, 2]]
@@ -299,9 +304,9 @@ def test_wrong_bytes_poison_the_rows_that_need_them(
     found = bring(rig, chosen, 1, wanted)
     assert_right(rig, found, rows, names, 1)
     # A page that was not asked for harms nobody, a summary everybody.
-    assert chosen.poisoned == ({1, 2} if page == 0 else {1})
+    assert chosen.poisoned == ({1, 2} if summary else {1})
     assert set(chosen.bad) == {2}
-    assert chosen.rows[chosen.alive()].tolist() == ([0] if page == 0 else [0, 2])
+    assert chosen.rows[chosen.alive()].tolist() == ([0] if summary else [0, 2])
     assert rig.total("checksum_failures") == 1
     chosen.close()
     rig.store.drop_context("r")

@@ -68,7 +68,7 @@ def test_a_copy_is_read_from_its_own_slot(
             assert outcome.complete
             assert (outcome.tokens_from_ssd > 0) is cold
             for block, name in enumerate(NAMES.values(), 1):
-                np.testing.assert_array_equal(rig.hbm[block], content(geometry, name))
+                np.testing.assert_array_equal(rig.hbm[block], rig.kv(name))
     rig.assert_no_leak()
 
 

@@ -87,7 +87,8 @@ def test_two_copies_lie_on_two_devices(values: list[float]) -> None:
     assert len(lanes) <= MAX_LANES
     most = max(range(len(values)), key=values.__getitem__)
     if values[most] >= sum(values) / 2:
-        assert lanes.count(most) == pytest.approx(len(lanes) / 2, rel=0.05)
+        # The others have a lane at least, however slow they are.
+        assert len(lanes) / 2 - len(values) / 2 <= lanes.count(most) <= len(lanes) / 2 * 1.05
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.randoms())

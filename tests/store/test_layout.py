@@ -56,14 +56,18 @@ def test_pages_follow_the_header_without_gaps(shape: SlotGeometry) -> None:
     assert 0 <= shape.header_bytes - shape.header_used - 8 < shape.quantum
     assert shape.page_offset(0) == shape.header_bytes
     assert shape.page_offset(shape.pages) == shape.slot_bytes
-    before = shape.summary_pages + shape.layers * shape.channel_pages
-    assert shape.pages == before + shape.kv_pages
-    for layer in range(shape.layers):
-        assert shape.first_channel_page(layer) == shape.summary_pages + layer * shape.channel_pages
-        first = before + layer * shape.pages_per_layer
+    tail = shape.summary_pages + shape.layers * shape.channel_pages
+    assert (shape.tail_pages, shape.pages) == (tail, shape.kv_pages + tail)
+    assert shape.tail_bytes == tail * shape.page_bytes
+    assert shape.frame_bytes == shape.page_offset(shape.kv_pages)
+    for layer in range(shape.layers + 1):
+        first = layer * shape.pages_per_layer
         assert shape.first_page(layer) == first
         assert shape.layer_offset(layer) == shape.page_offset(first)
-    assert shape.layer_offset(shape.layers) == shape.slot_bytes
+        behind = shape.kv_pages + shape.summary_pages
+        assert shape.first_channel_page(layer) == behind + layer * shape.channel_pages
+    assert shape.first_page(shape.layers) == shape.kv_pages
+    assert shape.first_channel_page(shape.layers) == shape.pages
 
 
 @pytest.mark.parametrize(

@@ -58,23 +58,37 @@ def test_round_trip(tmp_path: Path) -> None:
     assert Manifest.load_copy(tmp_path) == mine
 
 
-def test_channel_pages_are_version_2_and_no_part_of_version_1(tmp_path: Path) -> None:
+def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
     manifest().save(tmp_path)
     assert b"channel_pages" not in (tmp_path / NAME).read_bytes()
     shape = replace(SHAPE, channel_pages=2)
     mine = manifest()
-    both = Manifest.create(MODEL, shape, 2)
-    mine.version, mine.channel_pages = both.version, both.channel_pages
+    mine.channel_pages = Manifest.create(MODEL, shape, 2).channel_pages
     mine.save(tmp_path)
-    assert json.loads((tmp_path / NAME).read_bytes())["version"] == 2
     found = Manifest.load(tmp_path)
     assert found is not None
     assert found.geometry == shape
-    for version, pages, scaled_from in ((1, 2, 0), (2, 0, 0), (2, 2, 4), (3, 2, 0), (3, 0, 2)):
-        mine.version, mine.channel_pages, mine.scaled_from = version, pages, scaled_from
-        mine.save(tmp_path)
-        with pytest.raises(FormatError, match="channel_pages"):
-            Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "summaries", "channels", "scaled_from", "text"),
+    [
+        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4: use"),
+        (2, 1, 2, 0, "has format version 2, this release reads 1, 4: use another directory"),
+        (4, 0, 0, 0, "version 4, and summary_pages is 0"),
+        (4, 0, 2, 0, "channel_pages is 2, with 0 summary pages"),
+        (4, 1, 0, 2, "scaled_from is 2, with 0 channel pages"),
+    ],
+)
+def test_where_the_tail_lies_is_told_by_the_version(
+    tmp_path: Path, version: int, summaries: int, channels: int, scaled_from: int, text: str
+) -> None:
+    mine = manifest()
+    mine.version, mine.summary_pages = version, summaries
+    mine.channel_pages, mine.scaled_from = channels, scaled_from
+    mine.save(tmp_path)
+    with pytest.raises(FormatError, match=text):
+        Manifest.load(tmp_path)
 
 
 def test_every_store_is_another() -> None:
@@ -91,7 +105,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     blank = data.replace(digits.encode(), b"0" * 16)
     assert digits == f"{xxhash.xxh3_64_intdigest(blank):016x}"
     assert content == {
-        "version": 1,
+        "version": 4,
         "store": mine.store,
         "model": "a/model",
         "fingerprint": {"model": "tiny", "layers": 2},
@@ -212,8 +226,8 @@ def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"version": 4, "new": true}')
-    with pytest.raises(FormatError, match="format version 4, this release reads 1, 2, 3"):
+    (tmp_path / NAME).write_text('{"version": 5, "new": true}')
+    with pytest.raises(FormatError, match="format version 5, this release reads 1, 4"):
         Manifest.load(tmp_path)
 
 

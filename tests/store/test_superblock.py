@@ -80,15 +80,18 @@ def test_well_summed_nonsense_is_refused() -> None:
     data[8] = 9
     with pytest.raises(FormatError, match="version is 9"):
         Superblock.decode(refreshed(data))
-    data[8] = 2  # without channel pages
-    with pytest.raises(FormatError, match="version is 2, expected 1"):
+    data[8] = 1  # its summary pages came first
+    with pytest.raises(FormatError, match="version is 1, expected 4"):
+        Superblock.decode(refreshed(data))
+    none = replace(BLOCK, geometry=replace(BLOCK.geometry, summary_pages=0))
+    data = bytearray(none.encode())
+    assert data[8] == 1
+    data[8] = 4
+    with pytest.raises(FormatError, match="version is 4, expected 1"):
         Superblock.decode(refreshed(data))
     channels = replace(BLOCK, geometry=replace(BLOCK.geometry, channel_pages=2))
     data = bytearray(channels.encode())
-    data[8] = 1
-    with pytest.raises(FormatError, match="version is 1, expected 2"):
-        Superblock.decode(refreshed(data))
-    data[8:9], data[56:57] = b"\3", b"\3"  # no type of K has three bytes
+    data[56:57] = b"\3"  # no type of K has three bytes
     with pytest.raises(FormatError, match="scaled_from is 3"):
         Superblock.decode(refreshed(data))
     text = BLOCK.encode().index(b'{"layers":2')

@@ -199,7 +199,7 @@ def test_without_images_writes_fail_and_nothing_waits(
     rig.commit(names)
     assert results(rig, 8) == (set(), {(slot, 1) for slot in names})
     assert images.free() == 0
-    assert "hold the memory for encrypted slots" in caplog.text
+    assert "hold the memory for slots to be written" in caplog.text
     rig.faults()
     until(lambda: images.free() == images.pieces, "the return of the images")
     rig.assert_no_leak()

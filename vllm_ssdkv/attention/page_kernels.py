@@ -77,15 +77,17 @@ class PageKernels(Protocol):
         self,
         caches: Sequence[torch.Tensor],
         block_ids: IntArray,
-        slots: NDArray[np.uint64],
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
     ) -> None:
         """Copy n blocks of the L layers ``caches[l] [num_blocks, ...]`` into n slots, complete but
-        for their headers: pages as ``AttentionKernels.pack`` does, and summary and channel pages.
+        for their headers: pages as ``AttentionKernels.pack`` does, and the tails of summary and
+        channel pages.
 
-        ``slots`` ``[n]`` are absolute addresses, on the host. What of the payload of a summary or
-        channel page is not used is zeroed; the padding behind it stays as it is.
+        ``frames`` and ``tails`` ``[n]`` are absolute addresses, on the host. What of the payload of
+        a summary or channel page is not used is zeroed; the padding behind it stays as it is.
         """
         ...
 
@@ -163,14 +165,43 @@ class CpuPageKernels(NativeKernels):
         self,
         caches: Sequence[torch.Tensor],
         block_ids: IntArray,
-        slots: NDArray[np.uint64],
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
     ) -> None:
         """See :meth:`PageKernels.pack_summarized`; one native call."""
+        source = block_addresses(caches, block_ids, layout)
+        self._summarize_slots(
+            source, frames + np.uint64(geometry.header_bytes), tails, layout, geometry
+        )
+
+    def make_tails(
+        self,
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Make the tails of n slots, as :meth:`pack_summarized` does, from frames: both absolute
+        addresses, ``[n]``. ``layout`` is that of the blocks."""
+        layers = [geometry.layer_offset(layer) for layer in range(geometry.layers)]
+        source = np.array(layers, dtype=np.uint64)[:, None] + frames[None, :]
+        padded = layout.with_page_stride(geometry.page_bytes)
+        self._summarize_slots(source, None, tails, padded, geometry)
+
+    def _summarize_slots(
+        self,
+        source: NDArray[np.uint64],
+        pages: NDArray[np.uint64] | None,
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
         self._native.pack_summarized(
-            block_addresses(caches, block_ids, layout).ravel(),
-            slots + np.uint64(geometry.page_offset(0)),
+            source.ravel(),
+            pages,
+            tails,
             geometry.page_bytes,
             geometry.summary_pages,
             geometry.channel_pages,
@@ -252,7 +283,8 @@ class TritonPageKernels:
         self,
         caches: Sequence[torch.Tensor],
         block_ids: IntArray,
-        slots: NDArray[np.uint64],
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
     ) -> None:
@@ -261,22 +293,22 @@ class TritonPageKernels:
         TritonKernels(self.device).pack(
             caches,
             block_ids,
-            slots + np.uint64(geometry.layer_offset(0)),
+            frames + np.uint64(geometry.layer_offset(0)),
             geometry.layer_bytes,
             layout,
             layout.with_page_stride(geometry.page_bytes),
         )
         record = geometry.payload_bytes // layout.page_tokens
         sources = block_addresses(caches, block_ids, layout)
-        summaries = self._payloads(slots, geometry, geometry.summary_pages)
+        summaries = self._payloads(len(frames), geometry, geometry.summary_pages)
         if not geometry.channel_pages:
             for layer, source in enumerate(sources):
                 place = np.uint64(layer * geometry.pages_per_layer * record)
                 self.summarize(source, layout, bounds=_rows(summaries) + place)
-            _put(summaries, slots, geometry, 0)
+            _put(summaries, tails, geometry)
             return
-        channels = self._payloads(slots, geometry, geometry.channel_pages)
-        shape = len(slots), geometry.heads, layout.head_size
+        channels = self._payloads(len(frames), geometry, geometry.channel_pages)
+        shape = len(frames), geometry.heads, layout.head_size
         sums = torch.zeros(shape, device=self.device)
         size = geometry.heads * record
         for layer, source in enumerate(sources):
@@ -285,28 +317,24 @@ class TritonPageKernels:
             self.summarize(
                 source, layout, channels=_rows(channels), scales=scales, value_sum=_rows(sums)
             )
-            _put(channels, slots, geometry, geometry.first_channel_page(layer))
-            held = summaries[:, begin : begin + size].view(len(slots), geometry.heads, record)
+            first = geometry.first_channel_page(layer) - geometry.kv_pages
+            _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
+            held = summaries[:, begin : begin + size].view(len(frames), geometry.heads, record)
             held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
-        _put(summaries, slots, geometry, 0)
+        _put(summaries, tails, geometry)
 
-    def _payloads(
-        self, slots: NDArray[np.uint64], geometry: SlotGeometry, pages: int
-    ) -> torch.Tensor:
+    def _payloads(self, slots: int, geometry: SlotGeometry, pages: int) -> torch.Tensor:
         """Memory of the device for the payloads of so many pages of each slot, uint8, zeros."""
-        shape = len(slots), pages * geometry.payload_bytes
+        shape = slots, pages * geometry.payload_bytes
         return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
 
-def _put(
-    payloads: torch.Tensor, slots: NDArray[np.uint64], geometry: SlotGeometry, first: int
-) -> None:
-    """Copy payloads, [n, pages * payload_bytes], to the slots' pages from ``first`` on."""
+def _put(payloads: torch.Tensor, first: NDArray[np.uint64], geometry: SlotGeometry) -> None:
+    """Copy payloads, [n, pages * payload_bytes], to the pages from the ``first`` ones, [n], on."""
     payloads = payloads.cpu()
     pages = np.arange(payloads.shape[1] // geometry.payload_bytes, dtype=np.uint64)
     source = _rows(payloads)[:, None] + pages * np.uint64(geometry.payload_bytes)
-    begin = slots + np.uint64(geometry.page_offset(first))
-    target = begin[:, None] + pages * np.uint64(geometry.page_bytes)
+    target = first[:, None] + pages * np.uint64(geometry.page_bytes)
     _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
 
 

@@ -21,8 +21,16 @@ from vllm_ssdkv.store.layout import SlotGeometry
 class BlockPort(Protocol):
     """Way between HBM and frames. Calls return when the bytes are there."""
 
-    def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
-        """Copy HBM blocks [n] into frames [n]."""
+    def save(
+        self,
+        block_ids: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        tails: NDArray[np.uint64],
+    ) -> None:
+        """Copy HBM blocks [n] into frames [n].
+
+        The tails of their slots, where these have any, are made at absolute addresses, [n].
+        """
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """Copy frames [n] into HBM blocks [n]."""
@@ -46,12 +54,17 @@ class PagedPort:
         self._geometry = geometry
         self._frames = frames
 
-    def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+    def save(
+        self,
+        block_ids: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        tails: NDArray[np.uint64],
+    ) -> None:
         """See :class:`BlockPort`."""
         geometry = self._geometry
-        if geometry.summary_pages:
+        if geometry.tail_pages:
             select_page_kernels(self._kernels.device).pack_summarized(
-                self._caches, block_ids, self._frames.address(frames), self._layout, geometry
+                self._caches, block_ids, self._frames.address(frames), tails, self._layout, geometry
             )
         else:
             self._kernels.pack(
@@ -121,7 +134,12 @@ class OpaquePort:
                 )
         self._base, self._step, self._size = _blocks_of(self._caches)
 
-    def save(self, block_ids: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+    def save(
+        self,
+        block_ids: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        tails: NDArray[np.uint64],
+    ) -> None:
         """See :class:`BlockPort`."""
         if self._caches[0].device.type == "cpu":
             _io.copy(self._blocks(block_ids), self._pages(frames), self._sizes(len(frames)))

@@ -17,6 +17,7 @@ from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.deviation import Deviation
 from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort, plain_stretches
 from vllm_ssdkv.connector.choosing import Choices
@@ -127,6 +128,7 @@ class SSDKVWorker:
             self._opened.num_slots,
             self.layout.block_tokens,
             self._copy_in,
+            summarizer=self._summarizer(),
             trimmer=self._trimmer(),
             scrub_rate=self.config.io.scrub_rate,
             stretches=(
@@ -163,6 +165,10 @@ class SSDKVWorker:
         if config.scores_channels and config.sparse.channel_pages == "hbm":
             places = self.store.channel_places
             self.store.keep_channels(channel_memory(places, layout, geometry, device))
+
+    def _summarizer(self) -> SlotSummaries | None:
+        geometry = self.layout.geometry
+        return SlotSummaries(self.block_layout, geometry) if geometry.tail_pages else None
 
     def _trimmer(self) -> SlotTrimmer | None:
         if not self.config.trim:
@@ -273,13 +279,16 @@ class SSDKVWorker:
     def _save(self, save: Save, commit: Commit) -> None:
         """Copy blocks to frames, and commit each at once: the frames may be too few for all."""
         done = 0
+        at_once = len(self.store.tails) or len(save.slots)
         while done < len(save.slots):
-            frames = self.store.hold(save.slots[done:], wait=self.config.mode == "page")
+            wanted = save.slots[done : done + at_once]
+            frames = self.store.hold(wanted, wait=self.config.mode == "page")
             if len(frames) == 0 or self._port is None:
                 break
             part = slice(done, done + len(frames))
-            self._port.save(save.block_ids[part], frames)
-            self.store.filled(save.slots[part], frames)
+            tails = self.store.tails[: len(frames)]
+            self._port.save(save.block_ids[part], frames, tails)
+            self.store.filled(save.slots[part], tails)
             self._commit(commit, np.isin(commit.slots, save.slots[part]))
             done += len(frames)
         self._skip(save.part(np.arange(len(save.slots)) >= done))

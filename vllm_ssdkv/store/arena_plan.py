@@ -16,7 +16,7 @@ from vllm_ssdkv.store.loader import HEADERS
 from vllm_ssdkv.store.page_cache import PagePolicy
 from vllm_ssdkv.store.scrub import PIECES
 from vllm_ssdkv.store.stream import CHUNKS
-from vllm_ssdkv.store.summaries import ROW_ALIGN, ChannelTier, row_bytes
+from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
 from vllm_ssdkv.store.writer import IN_FLIGHT
 
 MIN_FRAMES: Final = 8
@@ -28,6 +28,12 @@ turns."""
 MIN_IMAGES: Final = 4
 """Least slots that can be encrypted at a time."""
 
+MIN_TAILS: Final = 4
+"""Least tails that can be made at a time."""
+
+TAIL_SHARE: Final = 1 / 16
+"""Of staging, for tails that are made for tables in DRAM, and so much again for images of tails."""
+
 SUMMARY_SHARE: Final = 1 / 3
 """Of the DRAM that there is to divide, summaries may take so much, or more where that is their part
 of what a context needs: a request without summaries reads its whole context for every token."""
@@ -37,11 +43,11 @@ CACHE_SHARE: Final = 4 / 5
 the next one mostly chooses again. With room for less than that, each page is gone when its turn
 comes again; and of a slot in a frame only the budget's share is of use (docs/performance.md)."""
 
-LENT_SHARE: Final = 7 / 8
-"""Of the places for single pages, and of the rows for summaries, so many at most serve as frames
-while those who choose need less: the rest is there at once when somebody chooses. At 3/4, of eight
-requests of 2,048 tokens that attend to everything, in DRAM for as many of 16,384 that choose, a
-25th had no room, and the rest did not help: a fifth of exact's speed (docs/performance.md)."""
+KEPT_SHARE: Final = 1 / 32
+"""Of the places for single pages, so many never serve as frames: about what a layer of one request
+chooses, which would have to be read in turns. All else does while those who choose need less: where
+a few of the blocks that are attended to as a whole have no room, steps take five times as long
+(docs/performance.md)."""
 
 CHOSEN: Final = 5 / 4
 """Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are
@@ -101,7 +107,7 @@ class ChoiceMemory:
     def least_places(self, geometry: SlotGeometry) -> int:
         """Single pages that are kept in any case: what a summary is made of is read at once, and so
         are the channels of a layer."""
-        once = geometry.first_page(0)
+        once = geometry.tail_pages
         if self.channels == "ssd":
             once = max(geometry.summary_pages, geometry.channel_pages)
         return max(MIN_PLACES, once)
@@ -118,32 +124,37 @@ class ChoiceMemory:
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Pieces of memory that may serve as frames (:mod:`vllm_ssdkv.store.border`): ``length`` of
-    them from each of ``firsts`` on, int32 [n]. The frames begin at ``offsets`` of the arena, uint64
-    [n]."""
+    them from each of ``firsts`` on, int32 [n], ``step`` of them on average from one to the next:
+    neighbours may share a piece. The frames begin at ``offsets`` of the arena, uint64 [n]."""
 
     firsts: NDArray[np.int32]
     length: int
+    step: float
     offsets: NDArray[np.uint64]
 
     @classmethod
     def at_end(
         cls, offset: int, pieces: int, piece_bytes: int, frame_bytes: int, lendable: int
     ) -> Runs:
-        """Of ``pieces`` from ``offset`` on so many as ``lendable`` of them give, the last ones."""
-        # A frame begins at a multiple of PAGE_ALIGN, and pieces at one of ROW_ALIGN or of that.
-        before = 0 if piece_bytes % PAGE_ALIGN == 0 else PAGE_ALIGN - ROW_ALIGN
-        length = -(-(frame_bytes + before) // piece_bytes)
-        count = lendable // length
-        firsts = pieces - count * length + np.arange(count, dtype=np.int64) * length
-        offsets = -(-(offset + firsts * piece_bytes) // PAGE_ALIGN) * PAGE_ALIGN
-        return cls(firsts.astype(np.int32), length, offsets.astype(np.uint64))
+        """Frames, one behind the other, in the last ``lendable`` of ``pieces`` from ``offset``
+        on."""
+        begin = round_up(offset + (pieces - lendable) * piece_bytes, PAGE_ALIGN) - offset
+        count = max(0, (pieces * piece_bytes - begin) // frame_bytes)
+        begins = begin + np.arange(count, dtype=np.int64) * frame_bytes
+        firsts = begins // piece_bytes
+        ends = -(-(begins + frame_bytes) // piece_bytes)
+        length = int((ends - firsts).max(initial=0))
+        firsts = np.maximum(0, np.minimum(firsts, pieces - length))
+        offsets = (offset + begins).astype(np.uint64)
+        return cls(firsts.astype(np.int32), length, frame_bytes / piece_bytes, offsets)
 
 
 class ArenaPlan:
-    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, single
-    pages, summaries, frames.
+    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, tails,
+    single pages, summaries, frames.
 
-    Images are encrypted slots on their way to the devices. ``page_runs`` and ``summary_runs`` are
+    Images, of ``image_bytes`` each, are on their way to the devices: encrypted slots, or tails of
+    slots. ``tails`` are made for the table of summaries. ``page_runs`` and ``summary_runs`` are
     those of the single pages and of the summaries that may serve as frames; a choice takes
     ``chosen_places`` single pages per slot of its context.
 
@@ -160,20 +171,28 @@ class ArenaPlan:
         choice: ChoiceMemory | None = None,
     ):
         """``choice``: for slots with summaries, and for no others."""
+        self.tails = 0
+        if geometry.tail_bytes:
+            wanted = int(TAIL_SHARE * staging_bytes) // geometry.tail_bytes
+            self.tails = max(MIN_TAILS, min(IN_FLIGHT * GROUP, wanted))
+        self.image_bytes, self.images = geometry.tail_bytes, self.tails
+        left = max(0, staging_bytes - (self.tails + self.images) * geometry.tail_bytes)
+        if geometry.encrypted:
+            # Beside staging: half of what passes between devices and memory is written.
+            wanted = staging_bytes // 2 // geometry.slot_bytes
+            self.image_bytes = geometry.slot_bytes
+            self.images = max(MIN_IMAGES, min(IN_FLIGHT * GROUP, wanted))
+            left = max(0, staging_bytes - self.tails * geometry.tail_bytes)
         # Opaque slots are never streamed: reuse mode spends nothing on it.
         paged = geometry.kind == "paged"
-        self.staging_pieces = max(CHUNKS, staging_bytes // geometry.layer_bytes) if paged else 0
+        self.staging_pieces = max(CHUNKS, left // geometry.layer_bytes) if paged else 0
         self.header_pieces = HEADERS if paged else 0
         self.staging_bytes = self.staging_pieces * geometry.layer_bytes
         self.scrub_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
         self.scrub_pieces = PIECES if scrub else 0
         self.image_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
-        self.images = 0
-        if geometry.encrypted:
-            # Half of what passes between devices and memory is written.
-            wanted = min(IN_FLIGHT * GROUP, staging_bytes // 2 // geometry.slot_bytes)
-            self.images = max(MIN_IMAGES, wanted)
-        self.page_offset = self.image_offset + self.images * geometry.slot_bytes
+        self.tail_offset = self.image_offset + self.images * self.image_bytes
+        self.page_offset = self.tail_offset + self.tails * geometry.tail_bytes
         self.choice = choice
         self.page_places = self.summary_rows = summaries = least = 0
         self.chosen_places = 0.0
@@ -181,7 +200,7 @@ class ArenaPlan:
             self.chosen_places = choice.chosen_places(geometry)
             row, page = choice.row_bytes(geometry), geometry.page_bytes
             least = choice.least_places(geometry)
-            left = dram_bytes - self.page_offset - MIN_FRAMES * geometry.slot_bytes - least * page
+            left = dram_bytes - self.page_offset - MIN_FRAMES * geometry.frame_bytes - least * page
             given = 0 if choice.page_cache is None else max(0, choice.page_cache - least * page)
             self.summary_rows = choice.rows(geometry, max(0, left - given))
             summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
@@ -190,24 +209,24 @@ class ArenaPlan:
         # Nothing is lent of what has a size that is given, or goes with memory of a device.
         places = rows = 0
         if choice is not None and choice.page_cache is None:
-            places = min(int(LENT_SHARE * self.page_places), self.page_places - least)
+            places = self.page_places - max(least, int(KEPT_SHARE * self.page_places))
         if choice is not None and choice.summaries is None and choice.channels != "hbm":
-            rows = int(LENT_SHARE * self.summary_rows)
+            rows = self.summary_rows
         page, row = geometry.page_bytes, 1 if choice is None else choice.row_bytes(geometry)
         self.summary_offset = self.page_offset + self.page_places * page
-        frame = geometry.slot_bytes
+        frame = geometry.frame_bytes
         self.page_runs = Runs.at_end(self.page_offset, self.page_places, page, frame, places)
         self.summary_runs = Runs.at_end(self.summary_offset, self.summary_rows, row, frame, rows)
         self.frame_offset = self.summary_offset + summaries
-        self.frames = (dram_bytes - self.frame_offset) // geometry.slot_bytes
+        self.frames = (dram_bytes - self.frame_offset) // geometry.frame_bytes
         if self.frames < MIN_FRAMES:
-            needed = self.frame_offset + MIN_FRAMES * geometry.slot_bytes
+            needed = self.frame_offset + MIN_FRAMES * geometry.frame_bytes
             raise ConfigError(
                 f"dram_gib gives each worker {format_size(dram_bytes)}, which holds "
-                f"{max(0, self.frames)} blocks of {format_size(geometry.slot_bytes)}; give at "
+                f"{max(0, self.frames)} blocks of {format_size(geometry.frame_bytes)}; give at "
                 f"least {format_size(needed)} per worker (dram_gib), or lower io.staging"
             )
-        self.nbytes = self.frame_offset + self.frames * geometry.slot_bytes
+        self.nbytes = self.frame_offset + self.frames * geometry.frame_bytes
 
     @property
     def lent_offsets(self) -> NDArray[np.uint64]:

@@ -108,8 +108,13 @@ class Border:
 
     def _idle(self) -> tuple[int, int]:
         """The same, of places and of rows."""
-        places = self._places.most(self._pages.open_places - self._places_needed)
-        return places, self._rows.most(self._summaries.open_rows - self._rows_needed)
+        places, rows = self._spare()
+        return self._places.most(places), self._rows.most(rows)
+
+    def _spare(self) -> tuple[int, int]:
+        """Places and rows that nobody needs."""
+        places = self._pages.open_places - self._places_needed
+        return places, self._summaries.open_rows - self._rows_needed
 
     # ---- who needs frames ----
 
@@ -141,8 +146,9 @@ class Border:
         if len(slots) + len(coming) <= there:
             return
         missing = len(slots) - _common(slots, self._newest) + len(coming) - there
-        missing -= self._places.lend(min(missing, places))
-        self._rows.lend(min(missing - _common(slots, self._prompts), rows))
+        spare_places, spare_rows = self._spare()
+        missing -= self._places.lend(min(missing, places), spare_places)
+        self._rows.lend(min(missing - _common(slots, self._prompts), rows), spare_rows)
 
     # ---- who chooses ----
 
@@ -206,8 +212,8 @@ class Border:
         first, last = self._by_use(self._frames.slots_of(frames), contexts, choosing)
         frames = frames[np.concatenate([first, last])]
         while missing > 0 and len(frames):
-            runs = -(-missing // self._rows.length)
-            missing -= self._rows.take_back(frames[:runs]) * self._rows.length
+            runs = self._rows.runs_in(missing)
+            missing -= self._rows.take_back(frames[:runs])
             frames = frames[runs:]
         return missing > 0
 
@@ -219,7 +225,7 @@ class Border:
         order, _ = self._by_use(self._frames.slots_of(frames), contexts, choosing)
         if len(order) == 0:
             self._wait = _PATIENCE
-        self._places.take_back(frames[order[: -(-places // self._places.length)]])
+        self._places.take_back(frames[order[: self._places.runs_in(places)]])
 
     def _by_use(
         self, slots: NDArray[np.int64], contexts: Contexts, choosing: Collection[int]

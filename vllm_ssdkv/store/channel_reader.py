@@ -3,17 +3,24 @@
 SparF (InstInfer, Pan et al. 2024, I-5) fetches the channel pages that hold a chosen channel, then
 drops the channels that came along. What is kept is put side by side, so that the kernel reads it as
 it would read all channels.
+
+Frames have no channel pages, and those of a block that is being written are on no device yet: of
+blocks in frames channel-major K is made, one layer's for as long as it takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.chosen import ChosenContexts
+
+_AT_ONCE: Final = 64
+"""Blocks whose channels are made at a time."""
 
 
 class ChannelReader:
@@ -54,21 +61,45 @@ class ChannelReader:
         none = np.zeros(0, dtype=np.int64)
         asked, numbers, pairs, sources, targets = [none], [none], [none], [none], [none]
         head = np.arange(heads, dtype=np.int64)[:, None] * self._head_size
+        order = np.arange(heads * count, dtype=np.int64) * run
         begun = 0
         for row, chosen in zip(rows.tolist(), channels, strict=True):
-            page, inside = np.divmod((head + chosen).ravel(), contexts.page_payload // run)
-            pages, which = np.unique(page, return_inverse=True)
+            which = (head + chosen).ravel()
             blocks = np.arange(contexts.begin[row], contexts.end[row], dtype=np.int64)
+            framed = contexts.framed[blocks]
+            page, inside = np.divmod(which, contexts.page_payload // run)
+            pages, place = np.unique(page, return_inverse=True)
+            self._make(layer, blocks[framed], len(pages), which * run, order, size)
+            blocks = blocks[~framed]
             asked.append(np.repeat(blocks, len(pages)))
             numbers.append(np.tile(pages, len(blocks)))
             first = begun + np.arange(len(blocks), dtype=np.int64) * len(pages)
-            pairs.append((first[:, None] + which[None, :]).ravel())
+            pairs.append((first[:, None] + place[None, :]).ravel())
             sources.append(np.tile(inside * run, len(blocks)))
-            order = np.arange(len(page), dtype=np.int64) * run
             targets.append((blocks[:, None] * size + order[None, :]).ravel())
             begun += len(blocks) * len(pages)
         self._read(layer, *map(np.concatenate, (asked, numbers, pairs, sources, targets)))
         return base
+
+    def _make(
+        self,
+        layer: int,
+        blocks: NDArray[np.int64],
+        pages: int,
+        sources: NDArray[np.int64],
+        order: NDArray[np.int64],
+        size: int,
+    ) -> None:
+        """Copy the runs at bytes ``sources``, [N], of a layer's channels to bytes ``order``, [N],
+        of what is kept of each of these blocks in frames, ``size`` bytes each. Elsewhere they would
+        be in so many ``pages``."""
+        kept = np.uint64(self._kept.ctypes.data)
+        for first in range(0, len(blocks), _AT_ONCE):
+            part = blocks[first : first + _AT_ONCE]
+            made = self._contexts.make_channels(layer, part, pages)
+            rows = np.arange(len(part), dtype=np.int64) * made.shape[1]
+            source = np.uint64(made.ctypes.data) + _sums(rows, sources)
+            _io.copy(source, kept + _sums(part * size, order), self._run_bytes)
 
     def _read(
         self,
@@ -98,3 +129,8 @@ class ChannelReader:
                 _io.copy(address, kept[runs], self._run_bytes)
             finally:
                 contexts.release(fetch)
+
+
+def _sums(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Each of one plus each of the other, [len(one) * len(other)]."""
+    return (one[:, None] + other[None, :]).ravel().astype(np.uint64)

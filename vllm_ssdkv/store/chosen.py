@@ -20,7 +20,8 @@ from vllm_ssdkv.store.fetch import Fetch, PageFetcher
 from vllm_ssdkv.store.hot_pages import HotFetch, HotPages
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.page_cache import Pages
-from vllm_ssdkv.store.summaries import NO_ROW, SummaryTable
+from vllm_ssdkv.store.summaries import NO_ROW, SummaryTable, channel_bytes
+from vllm_ssdkv.store.summarizer import Summarizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class ChosenContexts:
         rows: Numbers of the rows, as the step numbers them, ascending, int64 [S].
         begin, end: Blocks of each row in ``slots``, int32 [S].
         slots: Slots of all blocks, row after row, int64 [B].
-        in_frames: Whether every block has a frame in DRAM: no page is read.
+        framed: Whether each block has a frame in DRAM, bool [B].
+        in_frames: Whether all have: no page of KV is read.
         left_out: Rows for whose summaries DRAM has no room: they must attend to everything.
         poisoned: Rows whose output must be thrown away.
         bad: Slots with wrong or unreadable bytes.
@@ -77,12 +79,15 @@ class ChosenContexts:
         geometry: SlotGeometry,
         frames: FrameCache,
         summaries: SummaryTable,
+        summarizer: Summarizer,
+        tails: NDArray[np.uint64],
         fetcher: PageFetcher,
         contexts: Sequence[NDArray[np.int64]],
         rows: Sequence[int],
         hot: HotPages | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks before its window; ``rows`` choose.
+        ``tails``: absolute addresses of memory for some tails.
         ``hot``: pages in the memory of the device that attends, where it has its own.
 
         Blocks while summaries that DRAM does not have are read, with the deadline of I/O.
@@ -90,6 +95,8 @@ class ChosenContexts:
         self._geometry = geometry
         self._frames = frames
         self._summaries = summaries
+        self._summarizer = summarizer
+        self._tails = tails
         self._fetcher = fetcher
         self._hot = hot
         self.fetched = PageCounts()
@@ -128,33 +135,46 @@ class ChosenContexts:
         self.slots = np.concatenate([*parts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         self._borrowed = self._frames.borrow(self.slots)
         self._frame_address = np.zeros(len(self.slots), dtype=np.uint64)
-        here = self._borrowed != NO_FRAME
-        self._frame_address[here] = self._frames.address(self._borrowed[here])
-        self.in_frames = bool(here.all())
+        self.framed = self._borrowed != NO_FRAME
+        self._frame_address[self.framed] = self._frames.address(self._borrowed[self.framed])
+        self.in_frames = bool(self.framed.all())
         self._summary_rows = self._summaries.pin(self.slots)
         missing = self._summary_rows == NO_ROW
         if missing.any():
             self._bring_summaries(np.flatnonzero(missing))
 
     def _bring_summaries(self, which: NDArray[np.int64]) -> None:
-        """Fill in the summaries of blocks ``which``, from their summary pages."""
-        count = len(self._summaries.pages)
-        most = max(1, self._fetcher.room // count)
+        """Fill in the summaries of blocks ``which``: from their frames, or from their tails."""
         _, first = np.unique(self.slots[which], return_index=True)
         distinct = which[first]
-        for start in range(0, len(distinct), most):
-            part = distinct[start : start + most]
-            pages = np.tile(self._summaries.pages, len(part))
-            blocks = np.repeat(part, count)
-            fetch = self._start(self._at(blocks, pages), self.fetched_summaries)
-            good = self._fetcher.finish(fetch).reshape(len(part), count).all(axis=1)
-            address = fetch.address.reshape(len(part), count)
-            self._summaries.put(self.slots[part[good]], address[good])
-            self._fetcher.release(fetch)
+        self._make_summaries(distinct[self.framed[distinct]])
+        self._read_summaries(distinct[~self.framed[distinct]])
         rows = self._summaries.pin(self.slots[which])
         self._summary_rows[which] = rows
         self.bad += self._fetcher.take_bad()
         self._poison(which[rows == NO_ROW])
+
+    def _make_summaries(self, blocks: NDArray[np.int64]) -> None:
+        """Of blocks in frames, of distinct slots."""
+        for start in range(0, len(blocks), len(self._tails)):
+            part = blocks[start : start + len(self._tails)]
+            tails = self._tails[: len(part)]
+            self._summarizer.make_tails(self._frame_address[part], tails)
+            self._summaries.put_tails(self.slots[part], tails)
+        self.fetched_summaries.frame += len(blocks) * len(self._summaries.pages)
+
+    def _read_summaries(self, blocks: NDArray[np.int64]) -> None:
+        """Of blocks that are on the devices only, of distinct slots."""
+        count = len(self._summaries.pages)
+        most = max(1, self._fetcher.room // count)
+        for start in range(0, len(blocks), most):
+            part = blocks[start : start + most]
+            pages = np.tile(self._summaries.pages, len(part))
+            fetch = self._start(self._at(np.repeat(part, count), pages), self.fetched_summaries)
+            good = self._fetcher.finish(fetch).reshape(len(part), count).all(axis=1)
+            address = fetch.address.reshape(len(part), count)
+            self._summaries.put(self.slots[part[good]], address[good])
+            self._fetcher.release(fetch)
 
     def bounds(self, layer: int) -> NDArray[np.uint64]:
         """Address of every block's page bounds of a layer, [B]."""
@@ -253,8 +273,20 @@ class ChosenContexts:
     def channel_pages(
         self, layer: int, blocks: NDArray[np.int64], pages: NDArray[np.int64]
     ) -> BlockPages:
-        """The same for pages of the layer's channel-major K, numbered from its first."""
+        """The same for pages of the layer's channel-major K, numbered from its first, of blocks
+        that have no frame."""
         return self._at(blocks, self._geometry.first_channel_page(layer) + pages)
+
+    def make_channels(self, layer: int, blocks: NDArray[np.int64], pages: int) -> NDArray[np.uint8]:
+        """Channel-major K of a layer of these blocks, [n], which have frames: [n, bytes]. For each
+        so many ``pages`` are counted as found in a frame."""
+        size = channel_bytes(self._geometry)
+        made = np.empty((len(blocks), size), dtype=np.uint8)
+        target = made.ctypes.data + np.arange(len(made), dtype=np.uint64) * np.uint64(size)
+        first = self._frame_address[blocks] + np.uint64(self._geometry.layer_offset(layer))
+        self._summarizer.make_channels(first, target)
+        self.fetched_channels.frame += len(blocks) * pages
+        return made
 
     def _at(self, blocks: NDArray[np.int64], numbers: NDArray[np.int64]) -> BlockPages:
         """Pages by their numbers in the slot."""

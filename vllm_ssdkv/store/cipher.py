@@ -23,7 +23,7 @@ from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
 from vllm_ssdkv.store.header import KEY_BYTES as BLOCK_KEY_BYTES
 from vllm_ssdkv.store.header_batch import HeaderFormat, gather, scatter
 from vllm_ssdkv.store.layout import TAG_BYTES, SlotGeometry
-from vllm_ssdkv.store.sealer import U8, U64, PlainCheck, Seals, page_addresses
+from vllm_ssdkv.store.sealer import U8, U64, PlainCheck, Seals, page_addresses, slot_pages
 from vllm_ssdkv.store.store_key import KEY_BYTES, SALT_BYTES, slot_keys
 
 HEADER_PAGE: Final = 0xFFFFFFFF
@@ -102,18 +102,19 @@ class CipherSealer:
         keys: U8,
         frames: U64,
         images: U64,
+        tails: U64 | None = None,
     ) -> Seals:
         """See :meth:`Sealer.seal`; ``images`` are other places than ``frames``."""
         geometry, count, start = self._geometry, len(slots), np.uint64(self._arena.address)
         random = np.frombuffer(os.urandom(SALT_BYTES * count), dtype=np.uint8)
         salts = random.reshape(count, SALT_BYTES)
         opening = self._openings(salts, slots, epochs, keys)
-        pages, header_bytes = geometry.pages, np.uint64(geometry.header_bytes)
-        target = page_addresses(self._arena, geometry, images + header_bytes, pages)
+        pages, source = geometry.pages, slot_pages(self._arena, geometry, frames, tails)
+        target = slot_pages(self._arena, geometry, images, tails)
         tags = _io.gcm_seal(
             *_keys_and_identities(opening),
             0,
-            page_addresses(self._arena, geometry, frames + header_bytes, pages),
+            source,
             target,
             geometry.payload_bytes,
         ).reshape(count, pages, TAG_BYTES)

@@ -109,6 +109,7 @@ class SlotFiles:
         source: Source | None = None,
         joined: bool = False,
         merged: bool = True,
+        tails: U64 | None = None,
     ) -> SlotBatch:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
@@ -125,19 +126,24 @@ class SlotFiles:
             source: Read these copies, or write them, and no others.
             joined: Neighbours, on the device and in the arena, go to the engine as one request.
             merged: As in :meth:`Placement.extents`.
+            tails: Arena offset per slot of its tail, where that does not lie behind the rest, of
+                whole slots.
         """
         without = () if source is None else source.without
         asked = time.monotonic()
+        cut = 0 if tails is None else self.geometry.frame_bytes
         if not self.health.any_out_of_use:
             most = MOST_REQUESTS if joined else 1
-            found = self.placement.pieces(slots, offset, length, buffers, merged=merged, most=most)
+            found = self.placement.pieces(
+                slots, offset, length, buffers, merged=merged, most=most, tails=tails, cut=cut
+            )
             if found is not None:  # no copy to choose, no device to spare
                 batch: Batch = self.engine.submit(op, *found.requests())
                 watch = BatchWatch(self.speed, found.nbytes(), Moment(asked, time.monotonic()))
                 if joined:
                     batch = JoinedBatch(batch, *found.parts())
                 return SlotBatch(self, op, slots.copy(), length, watch, batch, found, without)
-        first, second = self.placement.copies(slots, offset, length, merged=merged)
+        first, second = self.placement.copies(slots, offset, length, merged=merged, cut=cut)
         extents = first
         others: U16 | None = None
         twin: NDArray[np.int64] | None = None
@@ -155,7 +161,11 @@ class SlotFiles:
         if self.health.any_out_of_use:
             sent = np.flatnonzero(~self.health.out_of_use(extents.device))
         device, lengths = extents.device[sent], extents.length[sent]
-        at = buffers[extents.slot_index[sent]] + inside[sent]
+        at = buffers[extents.slot_index] + inside
+        if tails is not None:
+            behind = inside >= cut
+            at[behind] = (tails[extents.slot_index] + inside - np.uint64(cut))[behind]
+        at = at[sent]
         requests = (device, extents.offset[sent], lengths, at)
         asked = time.monotonic()
         if joined:

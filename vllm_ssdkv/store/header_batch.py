@@ -79,11 +79,11 @@ class HeaderFormat:
             geometry.header_bytes,
             HEADER_FIXED_BYTES,
             self._used,
-            geometry.pages,
+            geometry.kv_pages,
             geometry.page_bytes,
             geometry.payload_bytes,
         )
-        """Of the slots, for native code."""
+        """Of what frames hold of the slots, for native code."""
         self._same = np.zeros(1, dtype=_FIXED)
         """What the headers of all slots have in common."""
         self._same["magic"] = np.frombuffer(MAGIC, dtype=np.uint8)

@@ -58,8 +58,10 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class SlotGeometry:
-    """Shape of one slot on one rank: header, summary pages, channel pages ordered layer, then pages
-    ordered layer, head, group.
+    """Shape of one slot on one rank: header, pages of KV ordered layer, head, group, and the
+    *tail*, which is summary pages, then channel pages ordered layer.
+
+    What is before the tail is what a frame in DRAM holds: the tail can be made from it.
 
     Attributes:
         kind: ``opaque``: one page holds one layer's block as vLLM laid it out. ``paged``: one page
@@ -70,7 +72,7 @@ class SlotGeometry:
         payload_bytes: Bytes used in each page. The rest up to :attr:`page_bytes` is padding,
             neither checksummed nor looked at.
         encrypted: Whether pages are encrypted; headers then have their tags, too.
-        summary_pages: Pages before the others that hold what a sparse selector must know of them
+        summary_pages: Pages behind those of KV that hold what a sparse selector must know of them
             (:mod:`vllm_ssdkv.store.summaries`); 0 where no selector needs it.
         channel_pages: Pages of each layer that hold its K once more, channel-major; 0 where no
             selector needs them.
@@ -120,8 +122,9 @@ class SlotGeometry:
 
     @property
     def version(self) -> int:
-        """Of superblock and manifest: 1; 2 with channel pages, 3 with int8 ones."""
-        return 1 + (self.channel_pages > 0) + (self.scaled_from > 0)
+        """Of superblock and manifest: 1; 4 with a tail. It was before the pages of KV in version 1,
+        and in 2 and 3, which had channel pages."""
+        return 4 if self.summary_pages else 1
 
     @functools.cached_property
     def page_bytes(self) -> int:
@@ -139,9 +142,14 @@ class SlotGeometry:
         return self.layers * self.pages_per_layer
 
     @property
+    def tail_pages(self) -> int:
+        """Summary and channel pages of one slot."""
+        return self.summary_pages + self.layers * self.channel_pages
+
+    @property
     def pages(self) -> int:
         """Pages of one slot, summaries and channel pages included."""
-        return self.first_page(0) + self.kv_pages
+        return self.kv_pages + self.tail_pages
 
     @functools.cached_property
     def layer_bytes(self) -> int:
@@ -170,10 +178,20 @@ class SlotGeometry:
         tags = TAG_BYTES * (self.pages + 1) if self.encrypted else 0
         return HEADER_FIXED_BYTES + CHECKSUM_BYTES * self.pages + tags
 
+    @functools.cached_property
+    def frame_bytes(self) -> int:
+        """Bytes of header and pages of KV, with which the slot begins."""
+        return self.header_bytes + self.kv_pages * self.page_bytes
+
+    @functools.cached_property
+    def tail_bytes(self) -> int:
+        """Bytes of the summary and channel pages, with which the slot ends."""
+        return self.tail_pages * self.page_bytes
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of header and pages."""
-        return self.header_bytes + self.pages * self.page_bytes
+        return self.frame_bytes + self.tail_bytes
 
     @property
     def units_per_slot(self) -> int:
@@ -185,13 +203,13 @@ class SlotGeometry:
         """Bytes of a stripe unit; the last of a slot may be partly unused."""
         return round_up(-(-self.slot_bytes // self.units_per_slot), self.quantum)
 
-    def first_channel_page(self, layer: int) -> int:
-        """Number of a layer's first channel page."""
-        return self.summary_pages + layer * self.channel_pages
-
     def first_page(self, layer: int) -> int:
         """Number of a layer's first page of KV."""
-        return self.first_channel_page(self.layers) + layer * self.pages_per_layer
+        return layer * self.pages_per_layer
+
+    def first_channel_page(self, layer: int) -> int:
+        """Number of a layer's first channel page."""
+        return self.kv_pages + self.summary_pages + layer * self.channel_pages
 
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer's first page of KV inside the slot."""

@@ -23,7 +23,8 @@ class Divisible(Protocol):
         in use."""
 
     def close(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-        """Take these out of use, where none of a run is in use; where that was so, [n]."""
+        """Take these out of use, where none of a run is in use; where that was so, [n]. Some may be
+        out of use already."""
 
     def open(self, firsts: NDArray[np.int32], length: int) -> None:
         """They may be used again, and hold nothing."""
@@ -47,37 +48,54 @@ class Lender:
         self._frames = frames
         self._first_frame = first_frame
         self._lent = np.zeros(len(runs.firsts), dtype=np.bool_)
+        pieces = int(runs.firsts[-1]) + runs.length if len(runs.firsts) else 0
+        self._covered = np.zeros(pieces, dtype=np.int32)
+        """In how many runs that serve as frames each piece is."""
         self._next = 0
         self.lent = 0
         """Runs that serve as frames."""
-
-    @property
-    def length(self) -> int:
-        """Pieces of a run."""
-        return self._runs.length
 
     @property
     def frames(self) -> NDArray[np.int32]:
         """Their frames, [lent]."""
         return (self._first_frame + np.flatnonzero(self._lent)).astype(np.int32)
 
-    def most(self, spare: int) -> int:
-        """Runs that can be lent, with so many pieces to spare."""
-        return max(0, min(spare // self.length, len(self._lent) - self.lent))
+    def runs_in(self, pieces: int) -> int:
+        """Runs that so many pieces are, all told."""
+        return -int(-pieces // self._runs.step)
 
-    def lend(self, count: int) -> int:
-        """So many runs, or fewer, where they hold least, serve as frames now; how many."""
+    def most(self, spare: int) -> int:
+        """Runs that can be lent with so many pieces to spare; fewer, if they are far apart."""
+        return min(self.runs_in(max(0, spare)), len(self._lent) - self.lent)
+
+    def lend(self, count: int, spare: int) -> int:
+        """So many runs, or fewer, where they hold least, serve as frames now; how many. They take
+        ``spare`` pieces at most out of use."""
         if count <= 0:
             return 0
-        runs = self._emptiest(count)
-        runs = runs[self._memory.close(self._runs.firsts[runs], self.length)]
+        runs = self._within(self._emptiest(count), spare)
+        runs = runs[self._memory.close(self._runs.firsts[runs], self._runs.length)]
         frames = (self._first_frame + runs).astype(np.int32)
         for frame in frames.tolist():
             self._clean(self._frames.view(frame))
+        np.add.at(self._covered, self._pieces(runs), 1)
         self._lent[runs] = True
         self.lent += len(runs)
         self._frames.open(frames)
         return len(runs)
+
+    def _pieces(self, runs: NDArray[np.int64] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """Of each run, [n, length]."""
+        return self._runs.firsts[runs][:, None] + np.arange(self._runs.length, dtype=np.int32)
+
+    def _within(self, runs: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
+        """The first of these runs, as many as take no more pieces out of use."""
+        pieces = self._pieces(runs)
+        _, first = np.unique(pieces, return_index=True)
+        new = np.zeros(pieces.size, dtype=np.bool_)
+        new[first] = self._covered[pieces.ravel()[first]] == 0
+        taken = np.cumsum(new.reshape(pieces.shape).sum(axis=1))
+        return runs[: np.searchsorted(taken, spare, side="right")]
 
     def _emptiest(self, count: int) -> NDArray[np.int64]:
         """So many runs that hold little, or fewer, from where the last search ended on."""
@@ -85,7 +103,7 @@ class Lender:
         begin = int(np.searchsorted(runs, self._next))
         runs = np.concatenate([runs[begin:], runs[:begin]])[: _CANDIDATES * count]
         self._next = int(runs[-1]) + 1
-        held = self._memory.held_in(self._runs.firsts[runs], self.length)
+        held = self._memory.held_in(self._runs.firsts[runs], self._runs.length)
         free = np.flatnonzero(held >= 0)
         return runs[free[np.argsort(held[free], kind="stable")[:count]]]
 
@@ -93,14 +111,19 @@ class Lender:
         """What is not payload is written to devices as it lies there: nobody else's bytes."""
         geometry = self._geometry
         frame[: geometry.header_bytes] = 0
-        pages = frame[geometry.header_bytes :].reshape(geometry.pages, geometry.page_bytes)
+        pages = frame[geometry.header_bytes :].reshape(geometry.kv_pages, geometry.page_bytes)
         pages[:, geometry.payload_bytes :] = 0
 
     def take_back(self, frames: NDArray[np.int32]) -> int:
-        """Those of these frames that nobody uses are what they were before; how many."""
+        """Those of these frames that nobody uses are what they were before; how many pieces may be
+        used again."""
         frames = frames[self._frames.shut(frames)]
         runs = frames - self._first_frame
         self._lent[runs] = False
         self.lent -= len(runs)
-        self._memory.open(self._runs.firsts[runs], self.length)
-        return len(runs)
+        pieces = self._pieces(runs)
+        np.subtract.at(self._covered, pieces, 1)
+        pieces = np.unique(pieces)
+        pieces = pieces[self._covered[pieces] == 0]
+        self._memory.open(pieces, 1)
+        return len(pieces)

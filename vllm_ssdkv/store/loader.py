@@ -50,7 +50,8 @@ class SlotLoader:
     A job is cut into pieces, which are read beside each other. What has arrived of the oldest one
     is checked and copied while the rest of it, and the next ones, are being read.
 
-    Every slot that is read is verified: header against key, epoch, slot and rank, pages (all, or by
+    Of a slot what a frame holds is read, its header and its pages of KV. Every slot that is read is
+    verified: header against key, epoch, slot and rank, pages (all, or by
     option a sample of them) against their seals (:mod:`vllm_ssdkv.store.sealer`). Slots that need
     not go to HBM (page mode) are read whole while spare frames last, afterwards only their headers:
     their pages are streamed and
@@ -80,7 +81,7 @@ class SlotLoader:
         self._block_tokens = block_tokens
         # Slots to read at once: as many as leave room for the reads that follow.
         most = min(files.group, frames.frames // READ_AHEAD)
-        in_bytes = GROUP_BYTES // READ_AHEAD // files.geometry.slot_bytes
+        in_bytes = GROUP_BYTES // READ_AHEAD // files.geometry.frame_bytes
         self._piece = max(1, min(in_bytes, most))
         self._jobs: queue.SimpleQueue[Hit | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
@@ -234,7 +235,7 @@ class SlotLoader:
         """
         while len(hit.todo) and hit.outcome.complete:
             piece = self._piece
-            in_flight = piece * self._files.geometry.slot_bytes
+            in_flight = piece * self._files.geometry.frame_bytes
             if len(hit.reads) >= max(2, min(READ_AHEAD, GROUP_BYTES // in_flight)):
                 return
             if self._stopping:
@@ -289,7 +290,7 @@ class SlotLoader:
         which = hit.todo[first:end]
         places = self._frames.buffer_offset(frames)
         try:
-            batch = self._submit(hit, which, self._files.geometry.slot_bytes, places)
+            batch = self._submit(hit, which, self._files.geometry.frame_bytes, places)
         except ValueError:
             self._frames.settle(frames, FrameState.FREE)
             raise
@@ -423,7 +424,7 @@ class SlotLoader:
         place = self._frames.buffer_offset(frame)
         sources = self._files.retries(int(hit.job.slots[which[0]]))
         for source in sources:
-            batch = self._submit(hit, which, self._files.geometry.slot_bytes, place, source)
+            batch = self._submit(hit, which, self._files.geometry.frame_bytes, place, source)
             here = np.flatnonzero(batch.wait())
             if not batch.ended():
                 self._overdue.append((batch, frame))
@@ -463,7 +464,7 @@ class SlotLoader:
         if len(here) == 0:
             return good
         first = places + np.uint64(geometry.header_bytes)
-        right = self._files.sealer.unseal(seals, 0, first, final=final)
+        right = self._files.sealer.unseal(seals.of_frames(geometry), 0, first, final=final)
         good[here] = right.all(axis=1)
         row, page = np.nonzero(~right)
         self._tell_pages(batch, good, here[row], page, final=final)

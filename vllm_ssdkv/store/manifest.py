@@ -36,7 +36,7 @@ from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 NAME = "store.json"
 COPY = "store.json.copy"
-VERSIONS = (1, 2, 3)
+VERSIONS = (1, 4)
 """Which one: :attr:`SlotGeometry.version`."""
 
 _UNSEALED = b"0" * 16
@@ -89,9 +89,9 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     payload_bytes: int
     summary_pages: int
     channel_pages: int | msgspec.UnsetType = msgspec.UNSET
-    """Version 1 does not have it."""
+    """Where there are none it is left out."""
     scaled_from: int | msgspec.UnsetType = msgspec.UNSET
-    """Only version 3 has it."""
+    """Where channel pages are not int8 it is left out."""
     tp_size: int
     devices: list[ManifestDevice]
     """Those that are present in the order of the options, then absent ones that hold slots."""
@@ -191,13 +191,11 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         try:
             version = msgspec.json.decode(data, type=_Versioned).version
             if version not in VERSIONS:
-                known = ", ".join(map(str, VERSIONS))
-                raise FormatError(
-                    f"{path} has format version {version}, this release reads {known}: use "
-                    "another directory, or delete this one's content"
-                )
+                raise _of_another(path, str(version))
             _check_seal(data)
             found = msgspec.json.decode(data, type=cls)
+            if found.version == 1 and found.summary_pages:  # they came first then
+                raise _of_another(path, "1, with summary pages")
             found._check_values()
             found.checksum = _UNSEALED.decode()
         except (msgspec.MsgspecError, ValueError) as error:
@@ -250,10 +248,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.opened < 0 or self.last_opened < 0:
             raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
         if self.version != self.geometry.version:  # which checks its numbers
-            raise ValueError(
-                f"version {self.version}, and channel_pages is {self.channel_pages}, scaled_from "
-                f"{self.scaled_from}"
-            )
+            raise ValueError(f"version {self.version}, and summary_pages is {self.summary_pages}")
 
     def save(self, state: Path) -> None:
         """Replace the file, then its copy, each atomically and durably. Blocks.
@@ -338,6 +333,14 @@ def sealed(data: bytes) -> bytes:
         raise ValueError("it has no checksum")
     blank = data[: found.start(1)] + _UNSEALED + data[found.end(1) :]
     return blank[: found.start(1)] + b"%016x" % checksum_bytes(blank) + blank[found.end(1) :]
+
+
+def _of_another(path: Path, version: str) -> FormatError:
+    known = ", ".join(map(str, VERSIONS))
+    return FormatError(
+        f"{path} has format version {version}, this release reads {known}: use another directory, "
+        "or delete this one's content"
+    )
 
 
 def _check_seal(data: bytes) -> None:

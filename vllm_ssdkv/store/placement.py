@@ -184,12 +184,13 @@ class Placement:
         Raises:
             ValueError: a slot does not exist, the range leaves the slot, or shapes differ.
         """
-        return self._extents(self._tables, slots, offset, length, 0, merged)
+        return self._extents(self._tables, slots, offset, length, 0, merged, 0)
 
     def copies(
-        self, slots: I64, offset: int | I64, length: int, *, merged: bool = True
+        self, slots: I64, offset: int | I64, length: int, *, merged: bool = True, cut: int = 0
     ) -> tuple[Extents, Extents | None]:
-        """As :meth:`extents`, and the same for the second copies.
+        """As :meth:`extents`, and the same for the second copies. No request has byte ``cut`` of a
+        slot but as its first.
 
         The two differ in devices and offsets alone; pieces without a second copy are the same in
         both. None: there is no second copy of any slot.
@@ -198,10 +199,10 @@ class Placement:
             ValueError: as there.
         """
         tables = self._tables
-        first = self._extents(tables, slots, offset, length, 0, merged)
+        first = self._extents(tables, slots, offset, length, 0, merged, cut)
         if tables.copies == 1:
             return first, None
-        return first, self._extents(tables, slots, offset, length, 1, merged)
+        return first, self._extents(tables, slots, offset, length, 1, merged, cut)
 
     def pieces(
         self,
@@ -212,9 +213,12 @@ class Placement:
         *,
         merged: bool,
         most: int,
+        tails: NDArray[np.uint64] | None = None,
+        cut: int = 0,
     ) -> _io.SlotPieces | None:
         """As :meth:`extents`, with arena offsets, [n], to which the bytes of each slot belong, and
-        up to ``most`` neighbours as one request. None: a slot has a second copy.
+        up to ``most`` neighbours as one request. What is from byte ``cut`` of a slot on belongs to
+        ``tails``, [n]. None: a slot has a second copy.
 
         Raises:
             ValueError: as there.
@@ -225,7 +229,10 @@ class Placement:
         offsets = np.atleast_1d(np.asarray(offset, dtype=np.int64))
         slots = np.ascontiguousarray(slots, dtype=np.int64)
         places = np.ascontiguousarray(places)
-        return _io.SlotPieces(tables.stripes, slots, offsets, length, places, merged, most)
+        tails = places[:0] if tails is None else np.ascontiguousarray(tails)
+        return _io.SlotPieces(
+            tables.stripes, slots, offsets, length, places, merged, most, tails, cut
+        )
 
     def _extents(
         self,
@@ -235,10 +242,11 @@ class Placement:
         length: int,
         copy: int,
         merged: bool,
+        cut: int,
     ) -> Extents:
         offsets = np.atleast_1d(np.asarray(offset, dtype=np.int64))
         slots = np.ascontiguousarray(slots, dtype=np.int64)
-        return Extents(*tables.stripes.extents(slots, offsets, length, copy, merged))
+        return Extents(*tables.stripes.extents(slots, offsets, length, copy, merged, cut))
 
     def touches(self, device: int, slots: I64) -> NDArray[np.bool_]:
         """Per slot (int64, shape [n]) whether any byte of it lies on the device; bool, [n].

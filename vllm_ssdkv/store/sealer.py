@@ -44,6 +44,10 @@ class Seals:
         """The seals of some of the slots."""
         return Seals(self.opening[which], self.marks[which])
 
+    def of_frames(self, geometry: SlotGeometry) -> Seals:
+        """The seals of the pages that frames hold, where these are of all pages."""
+        return Seals(self.opening, self.marks[:, : geometry.kv_pages])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainCheck:
@@ -78,6 +82,7 @@ class Sealer(Protocol):
         keys: U8,
         frames: U64,
         images: U64,
+        tails: U64 | None = None,
     ) -> Seals:
         """Make n slots ready for the devices: images with header, and the header in the frame.
 
@@ -88,6 +93,8 @@ class Sealer(Protocol):
             frames: Arena offset of each slot with its pages, [n].
             images: Arena offset at which to make what goes to the devices, [n]; that of the
                 frame where nothing is encrypted.
+            tails: Arena offset of each slot's tail, [n], where slots have any: behind the image
+                where they are encrypted, which happens to it where it lies.
 
         Raises:
             RuntimeError: libcrypto refuses.
@@ -119,7 +126,7 @@ class Sealer(Protocol):
     def intact(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
     ) -> NDArray[np.bool_]:
-        """Which of n slots that are readable in memory, header included, are what was written, [n].
+        """Which of n frames that are readable, header included, are what was written, [n].
 
         Encrypted pages were all found right when they were decrypted, and have nothing left to be
         checked by: there the header decides.
@@ -128,7 +135,7 @@ class Sealer(Protocol):
             slots: Slot numbers, [n].
             epochs: Of each slot's allocation, [n].
             keys: Block each slot holds, [n, 32].
-            at: Arena offset of each slot, [n].
+            at: Arena offset of each frame, [n].
         """
 
     def unseal(
@@ -145,6 +152,16 @@ class Sealer(Protocol):
         Returns:
             Which pages may be used, [n, p]. The others' content is undefined.
         """
+
+
+def slot_pages(arena: Arena, geometry: SlotGeometry, frames: U64, tails: U64 | None) -> U64:
+    """Absolute addresses, [n, pages], of the pages of n slots in frames and tails at these arena
+    offsets."""
+    first = frames + np.uint64(geometry.header_bytes)
+    kv = page_addresses(arena, geometry, first, geometry.kv_pages)
+    if tails is None:
+        return kv
+    return np.concatenate([kv, page_addresses(arena, geometry, tails, geometry.tail_pages)], axis=1)
 
 
 def page_addresses(arena: Arena, geometry: SlotGeometry, at: U64, pages: int) -> U64:
@@ -181,11 +198,11 @@ class ChecksumSealer:
         keys: U8,
         frames: U64,
         images: U64,
+        tails: U64 | None = None,
     ) -> Seals:
         """See :meth:`Sealer.seal`; ``images`` are ``frames``."""
         geometry = self._geometry
-        first = frames + np.uint64(geometry.header_bytes)
-        addresses = page_addresses(self._arena, geometry, first, geometry.pages)
+        addresses = slot_pages(self._arena, geometry, frames, tails)
         sums = checksum_pages(addresses.ravel(), geometry.payload_bytes)
         sums = sums.reshape(len(slots), geometry.pages)
         headers = self._headers.encode(slots, epochs, keys, sums)
@@ -218,7 +235,8 @@ class ChecksumSealer:
     ) -> NDArray[np.bool_]:
         """See :meth:`Sealer.intact`."""
         seals, right = self.read_headers(slots, epochs, keys, at)
-        pages = self.unseal(seals, 0, at + np.uint64(self._geometry.header_bytes), final=True)
+        first = at + np.uint64(self._geometry.header_bytes)
+        pages = self.unseal(seals.of_frames(self._geometry), 0, first, final=True)
         return right & pages.all(axis=1)
 
     def unseal(

@@ -119,7 +119,9 @@ class SummaryTable:
         # Of each page that is copied to a row: its number, its place in the row, and its bytes.
         number, place, size = [], [], []
         payload = geometry.payload_bytes
-        parts = [(0, geometry.summary_pages, 0, summary_bytes(geometry, page_tokens))]
+        parts = [
+            (geometry.kv_pages, geometry.summary_pages, 0, summary_bytes(geometry, page_tokens))
+        ]
         if self.holds_channels:
             parts += [
                 (
@@ -172,7 +174,7 @@ class SummaryTable:
         if self.holds_channels or not 0 < places <= memory.places:
             raise ValueError(f"{memory.places} places for channels, where {places} are needed")
         first = self._geometry.first_channel_page(0)
-        numbers = np.arange(first, self._geometry.first_page(0), dtype=np.int64)
+        numbers = np.arange(first, self._geometry.pages, dtype=np.int64)
         self.pages = np.concatenate([self.pages, numbers])
         self.holds_channels, self._device = True, memory
 
@@ -183,6 +185,11 @@ class SummaryTable:
             rows = self._take(slots)
             here = rows != NO_ROW
             self._copy(rows[here], pages[here])
+
+    def put_tails(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
+        """:meth:`put` of distinct slots, [n], from the absolute addresses of their tails, [n]."""
+        steps = (self.pages - self._geometry.kv_pages) * self._geometry.page_bytes
+        self.put(slots, tails[:, None] + steps.astype(np.uint64)[None, :])
 
     def _take(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         """A row for each slot, or ``NO_ROW``. Lock held."""
@@ -297,7 +304,8 @@ class SummaryTable:
         rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
         with self._lock:
             free: NDArray[np.bool_] = ~(self._pins[rows] > 0).any(axis=1)
-            closed = rows[free].ravel()
+            closed = np.unique(rows[free])
+            closed = closed[~self._closed[closed]]
             self._closed[closed] = True
             self.open_rows -= len(closed)
             self._move(closed)

@@ -139,7 +139,7 @@ class Superblock:
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
-        version = 1 + (channel_pages > 0) + (scaled_from > 0)
+        version = 4 if summary_pages else 1
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:

@@ -32,6 +32,7 @@ from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.staging import Staging
 from vllm_ssdkv.store.stream import ContextStream
 from vllm_ssdkv.store.summaries import SummaryTable
+from vllm_ssdkv.store.summarizer import Summarizer
 from vllm_ssdkv.store.trim import SlotTrimmer
 from vllm_ssdkv.store.unsealer import Unsealer
 from vllm_ssdkv.store.writer import Pending, SlotWriter
@@ -65,19 +66,21 @@ class TieredStore:
         block_tokens: int,
         copy_in: CopyIn,
         *,
+        summarizer: Summarizer | None = None,
         trimmer: SlotTrimmer | None = None,
         scrub_rate: int | None = None,
         stretches: _io.Stretches | None = None,
     ):
-        """``scrub_rate``: bytes per second; the plan has memory for it. None: no scrub.
-        ``stretches``: what ``copy_in`` copies, where plain copies are all that it does."""
+        """``summarizer``: for slots with a tail, and for no others. ``scrub_rate``: bytes per
+        second; the plan has memory for it. None: no scrub. ``stretches``: what ``copy_in`` copies,
+        where plain copies are all that it does."""
         geometry = files.geometry
         self.files = files
         self.arena = arena
         self.frames = FrameCache(
             arena,
             plan.frame_offset,
-            geometry.slot_bytes,
+            geometry.frame_bytes,
             plan.frames,
             num_slots,
             plan.lent_offsets,
@@ -91,8 +94,8 @@ class TieredStore:
         if plan.images:
             # Padding between pages is written as it lies here: it must never hold plain bytes.
             arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
-            images = Staging(plan.image_offset, geometry.slot_bytes, plan.images)
-        self._writer = SlotWriter(files, self.frames, self._seals, images, trimmer)
+            images = Staging(plan.image_offset, plan.image_bytes, plan.images)
+        self._writer = SlotWriter(files, self.frames, self._seals, images, summarizer, trimmer)
         self._loader = SlotLoader(
             files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
         )
@@ -102,6 +105,11 @@ class TieredStore:
         self._policy: PagePolicy = "lru"
         self._num_slots = num_slots
         self._summaries: SummaryTable | None = None
+        self._summarizer = summarizer
+        places = np.arange(plan.tails, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
+        self.tails = np.uint64(arena.address + plan.tail_offset) + places
+        """Absolute addresses of memory for tails, [n], which the thread of the forward pass may use
+        until its next call; none where slots have no tail."""
         if plan.choice is not None:
             self._pages = PageCache(
                 arena,
@@ -262,7 +270,7 @@ class TieredStore:
             held = self.frames.take(move.new[which], FrameState.HELD, spare_contexts=True)
             which = which[: len(held)]
             source, target = self.frames.address(found[which]), self.frames.address(held)
-            _io.copy(source, target, self.files.geometry.slot_bytes)
+            _io.copy(source, target, self.files.geometry.frame_bytes)
         finally:
             self.frames.give_back(found)
         copied = np.zeros(len(found), dtype=np.bool_)
@@ -285,14 +293,11 @@ class TieredStore:
         if self._hot is not None:
             self._hot.forget(slots)
 
-    def filled(self, slots: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
-        """The frames that :meth:`hold` gave for these slots are filled: keep their summaries."""
-        if self._summaries is None:
-            return
-        geometry = self.files.geometry
-        first = self.frames.address(frames) + np.uint64(geometry.header_bytes)
-        steps = self._summaries.pages.astype(np.uint64) * np.uint64(geometry.page_bytes)
-        self._summaries.put(slots, first[:, None] + steps[None, :])
+    def filled(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
+        """The frames that :meth:`hold` gave for these slots are filled, and these are the absolute
+        addresses of their tails, [n], if they have any: keep what selectors look at."""
+        if self._summaries is not None:
+            self._summaries.put_tails(slots, tails)
 
     def trim(self, slots: NDArray[np.int64]) -> None:
         """Slots that hold nothing: their devices may know, if the option ``trim`` is on."""
@@ -410,7 +415,7 @@ class TieredStore:
         Raises:
             ValueError: the slots of this store have no summaries.
         """
-        if self._pages is None or self._summaries is None:
+        if self._pages is None or self._summaries is None or self._summarizer is None:
             raise ValueError("slots without summaries: nothing can be chosen")
         if self._border is not None:
             self._border.choose(contexts, rows)
@@ -422,6 +427,8 @@ class TieredStore:
             self.files.geometry,
             self.frames,
             self._summaries,
+            self._summarizer,
+            self.tails,
             self._fetcher,
             contexts,
             rows,

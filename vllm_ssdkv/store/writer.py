@@ -20,6 +20,7 @@ from vllm_ssdkv.store.header_batch import key_rows
 from vllm_ssdkv.store.seal_table import SealTable
 from vllm_ssdkv.store.slot_batch import SlotBatch
 from vllm_ssdkv.store.staging import Staging
+from vllm_ssdkv.store.summarizer import Summarizer
 from vllm_ssdkv.store.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,11 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Slots that are written together; ``images`` are the arena offsets that are written from."""
+    """Slots that are written together, from frames, images, or both."""
 
     items: Sequence[Pending]
     frames: NDArray[np.int32]
-    images: U64
+    images: U64 | None
     batch: SlotBatch
     stored: bool = False
     """Whether another copy was written while this write still hangs."""
@@ -60,7 +61,8 @@ class _Group:
 
     def part(self, which: NDArray[np.bool_], batch: SlotBatch, *, stored: bool = False) -> _Group:
         items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
-        return _Group(items, self.frames[which], self.images[which], batch, stored)
+        images = None if self.images is None else self.images[which]
+        return _Group(items, self.frames[which], images, batch, stored)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +90,8 @@ class SlotWriter:
     deadline has failed; its frame is ``WRITING`` until the I/O ends. Of two copies, one that was
     written is enough, after the second attempt.
 
-    Frames stay readable while they are written, so where slots are encrypted, what goes to the
-    devices is made in pieces of memory beside them.
+    *Images* are made beside the frames: where slots are encrypted of whole slots, since frames stay
+    readable while they are written, else of their tails, which frames do not have.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class SlotWriter:
         frames: FrameCache,
         seals: SealTable,
         images: Staging | None = None,
+        summarizer: Summarizer | None = None,
         trimmer: SlotTrimmer | None = None,
     ):
-        """``images`` are pieces of ``slot_bytes`` each, which only the writer uses; None: slots
-        are written from their frames. With a ``trimmer``, dropped slots are trimmed while there is
-        nothing to write."""
+        """``images`` are pieces of ``slot_bytes`` each, or of ``tail_bytes``, which only the writer
+        uses; None: slots are frames. ``summarizer``: for slots with a tail. With a ``trimmer``,
+        dropped slots are trimmed while there is nothing to write."""
+        self._summarizer = summarizer
         self._trimmer = trimmer
         self._files = files
         self._frames = frames
@@ -293,7 +297,7 @@ class SlotWriter:
         try:
             images = self._take_images(frames)
             self._seal(items, frames, images)
-            batch = self._submit(items, images)
+            batch = self._submit(items, frames, images)
         except Exception:  # whatever it is, the scheduler must not wait for these slots for ever
             logger.exception("ssdkv: %d slot(s) cannot be written", len(items))
             self._frames.settle(frames, FrameState.HELD)
@@ -305,27 +309,46 @@ class SlotWriter:
         with self._wake:
             self._groups.append(_Group(items, frames, images, batch))
 
-    def _submit(self, items: Sequence[Pending], images: U64) -> SlotBatch:
-        size = self._files.geometry.slot_bytes
-        return self._files.submit(Op.WRITE, _slots(items), 0, size, images)
+    def _submit(
+        self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
+    ) -> SlotBatch:
+        geometry, tails = self._files.geometry, images
+        places = self._frames.buffer_offset(frames)
+        if images is not None and geometry.encrypted:
+            places, tails = images, None
+        return self._files.submit(
+            Op.WRITE, _slots(items), 0, geometry.slot_bytes, places, tails=tails
+        )
 
-    def _take_images(self, frames: NDArray[np.int32]) -> U64:
+    def _take_images(self, frames: NDArray[np.int32]) -> U64 | None:
         """Raises StoreError."""
         if self._images is None:
-            return self._frames.buffer_offset(frames)
+            return None
         images = self._images.take(len(frames))
         if images is None:
-            raise StoreError("writes that do not end hold the memory for encrypted slots")
+            raise StoreError("writes that do not end hold the memory for slots to be written")
         return images
 
-    def _seal(self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64) -> None:
-        slots = _slots(items)
+    def _seal(
+        self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
+    ) -> None:
+        slots, geometry = _slots(items), self._files.geometry
+        places = self._frames.buffer_offset(frames)
+        targets, tails = places, images
+        if images is not None and geometry.encrypted:
+            targets, tails = images, images + np.uint64(geometry.frame_bytes)
+        if self._summarizer is None:
+            tails = None
+        elif tails is not None:
+            start = np.uint64(self._frames.arena.address)
+            self._summarizer.make_tails(start + places, start + tails)
         seals = self._files.sealer.seal(
             slots,
             np.array([item.epoch for item in items], dtype=np.int64),
             key_rows([item.key for item in items]),
-            self._frames.buffer_offset(frames),
-            images,
+            places,
+            targets,
+            tails,
         )
         # In this order: a context that begins to refer to a slot in between adopts its seal.
         self._seals.hold(slots, seals)
@@ -351,7 +374,8 @@ class SlotWriter:
                 break
             alone = np.zeros(len(group.items), dtype=np.bool_)
             alone[i] = True
-            again = self._submit([group.items[i]], group.images[alone])
+            images = None if group.images is None else group.images[alone]
+            again = self._submit([group.items[i]], group.frames[alone], images)
             good[i] = again.wait()[0] or again.readable()[0]
             missing[i] = again.incomplete()[0]
             if not again.ended():
@@ -369,10 +393,10 @@ class SlotWriter:
         self._frames.settle(group.frames[good & ~held], FrameState.CLEAN)
         self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
         self._seals.settle(group.slots)
-        if self._images is not None:
+        if self._images is not None and group.images is not None:
             self._images.give(group.images[~held])
-            for part in overdue:
-                self._images.lend(part.images, np.ones(len(part.items), np.bool_), part.batch)
+            for which, batch in late:
+                self._images.lend(group.images[which], np.ones(int(which.sum()), np.bool_), batch)
         if not good.all():
             logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
         with self._wake:

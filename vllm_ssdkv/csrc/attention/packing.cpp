@@ -41,23 +41,24 @@ class Packer {
     const PageLayout& layout = p_.layout;
     const auto* from = reinterpret_cast<const std::byte*>(p_.source[layer * p_.blocks + block]) +
                        head * groups_ * layout.page_stride;
-    auto* const slot = reinterpret_cast<std::byte*>(p_.slot[block]);
-    const std::int64_t first = p_.summary_pages + p_.layers * p_.channel_pages;
+    auto* const tail = reinterpret_cast<std::byte*>(p_.tail[block]);
     const std::int64_t place = (layer * layout.kv_heads + head) * groups_;
-    copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from,
-             slot + (first + place) * p_.page_bytes, groups_);
+    if (p_.pages != nullptr) {
+      copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from,
+               reinterpret_cast<std::byte*>(p_.pages[block]) + place * p_.page_bytes, groups_);
+    }
     if (p_.channel_pages == 0) {
       for (std::int64_t g = 0; g < groups_; ++g) {
-        kernels_.bounds(layout, from + g * layout.page_stride, record(slot, place + g));
+        kernels_.bounds(layout, from + g * layout.page_stride, record(tail, place + g));
       }
     } else {
-      pack_channels(layer, head, from, slot, scratch);
+      pack_channels(layer, head, from, tail, scratch);
     }
     if (head + 1 < layout.kv_heads) return;
     const std::int64_t pages = first_channel_page(layer);
-    clear(slot, pages, layout.kv_heads * channel_bytes_, p_.channel_pages * payload_);
+    clear(tail, pages, layout.kv_heads * channel_bytes_, p_.channel_pages * payload_);
     if (layer + 1 < p_.layers) return;
-    clear(slot, 0, records() * record_, p_.summary_pages * payload_);
+    clear(tail, 0, records() * record_, p_.summary_pages * payload_);
   }
 
  private:
@@ -70,50 +71,50 @@ class Packer {
   }
 
   // Where the stretch of bytes that begins with a page has its byte number `offset`.
-  std::byte* byte(std::byte* slot, std::int64_t page, std::int64_t offset) const {
-    return slot + (page + offset / payload_) * p_.page_bytes + offset % payload_;
+  std::byte* byte(std::byte* tail, std::int64_t page, std::int64_t offset) const {
+    return tail + (page + offset / payload_) * p_.page_bytes + offset % payload_;
   }
-  std::byte* record(std::byte* slot, std::int64_t number) const {
-    return byte(slot, 0, number * record_);
+  std::byte* record(std::byte* tail, std::int64_t number) const {
+    return byte(tail, 0, number * record_);
   }
 
   // Calls piece(address, offset, bytes) for each piece of [begin, end) of such a stretch.
   template <typename Piece>
-  void for_pieces(std::byte* slot, std::int64_t page, std::int64_t begin, std::int64_t end,
+  void for_pieces(std::byte* tail, std::int64_t page, std::int64_t begin, std::int64_t end,
                   const Piece& piece) const {
     while (begin < end) {
       const std::int64_t bytes = std::min(end - begin, payload_ - begin % payload_);
-      piece(byte(slot, page, begin), begin, bytes);
+      piece(byte(tail, page, begin), begin, bytes);
       begin += bytes;
     }
   }
 
-  void clear(std::byte* slot, std::int64_t page, std::int64_t begin, std::int64_t end) const {
-    for_pieces(slot, page, begin, end, [](std::byte* to, std::int64_t, std::int64_t bytes) {
+  void clear(std::byte* tail, std::int64_t page, std::int64_t begin, std::int64_t end) const {
+    for_pieces(tail, page, begin, end, [](std::byte* to, std::int64_t, std::int64_t bytes) {
       std::memset(to, 0, count(bytes));
     });
   }
 
-  void pack_channels(std::int64_t layer, std::int64_t head, const std::byte* from, std::byte* slot,
+  void pack_channels(std::int64_t layer, std::int64_t head, const std::byte* from, std::byte* tail,
                      std::byte* scratch) const {
     const std::int64_t heads = p_.layout.kv_heads;
     const std::int64_t floats = p_.layout.head_size * 4;
     const std::int64_t number = layer * heads * records_per_head() + head;
-    std::byte* const sum = record(slot, number);
+    std::byte* const sum = record(tail, number);
     kernels_.value_sum(p_.layout, from, sum);
     std::memset(sum + floats, 0, count(record_ - floats));
     std::byte* scales = nullptr;
     if (p_.scaled) {
-      scales = record(slot, number + heads);
+      scales = record(tail, number + heads);
       std::memset(scales + floats, 0, count(record_ - floats));
     }
     const std::int64_t page = first_channel_page(layer);
     const std::int64_t begin = head * channel_bytes_;
     const bool whole = p_.page_bytes == payload_ || begin % payload_ + channel_bytes_ <= payload_;
-    std::byte* const to = whole ? byte(slot, page, begin) : scratch;
+    std::byte* const to = whole ? byte(tail, page, begin) : scratch;
     kernels_.channels(p_.layout, from, to, scales);
     if (whole) return;
-    for_pieces(slot, page, begin, begin + channel_bytes_,
+    for_pieces(tail, page, begin, begin + channel_bytes_,
                [&](std::byte* piece, std::int64_t offset, std::int64_t bytes) {
                  std::memcpy(piece, scratch + (offset - begin), count(bytes));
                });

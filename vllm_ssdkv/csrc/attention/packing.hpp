@@ -1,4 +1,4 @@
-// Complete blocks of all layers, copied to slots with what selectors must know of them.
+// Complete blocks of all layers, copied to slots, and what selectors must know of them.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,19 @@
 
 namespace ssdkv::attention {
 
-// A slot is a row of pages, `page_bytes` apart: summary pages, channel pages ordered layer, then
-// pages ordered layer, head, group. Summary and channel pages hold one stretch of bytes each (the
-// channel pages of each layer one), cut into as many bytes as a page's K and V take. Summaries are
-// records of as many bytes as a token's K and V take, ordered layer: with channel pages the sums of
-// V of the layer's heads, then, if channels are int8, their scales; without, bounds of its pages.
-// See docs/format.md.
+// A slot's pages lie `page_bytes` apart: pages of K and V ordered layer, head, group, and in its
+// tail, which may be elsewhere, summary pages, then channel pages ordered layer. Summary and
+// channel pages hold one stretch of bytes each (the channel pages of each layer one), cut into as
+// many bytes as a page's K and V take. Summaries are records of as many bytes as a token's K and V
+// take, ordered layer: with channel pages the sums of V of the layer's heads, then, if channels are
+// int8, their scales; without, bounds of its pages. See docs/format.md.
 struct Packing {
   PageLayout layout;  // of the blocks
   std::int64_t layers;
   std::int64_t blocks;
   const std::uint64_t* source;  // [layers][blocks]: address of the layer's part of the block
-  const std::uint64_t* slot;    // [blocks]: address of the slot's first page
+  const std::uint64_t* pages;   // [blocks]: address of the slot's first page; null: tails only
+  const std::uint64_t* tail;    // [blocks]: address of the first page of its tail
   std::int64_t page_bytes;
   std::int64_t summary_pages;
   std::int64_t channel_pages;  // of each layer; 0: summaries are bounds

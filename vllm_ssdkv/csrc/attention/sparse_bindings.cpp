@@ -78,14 +78,16 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
   summarize_blocks(s, blocks, threads);
 }
 
-void py_pack_summarized(Vector<std::uint64_t> source, Vector<std::uint64_t> slot,
-                        std::int64_t page_bytes, std::int64_t summary_pages,
-                        std::int64_t channel_pages, bool scaled, std::int64_t block_tokens,
-                        std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
-                        std::int64_t head_size, int dtype, std::int64_t threads) {
+void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> pages,
+                        Vector<std::uint64_t> tail, std::int64_t page_bytes,
+                        std::int64_t summary_pages, std::int64_t channel_pages, bool scaled,
+                        std::int64_t block_tokens, std::int64_t page_tokens,
+                        std::int64_t page_stride, std::int64_t kv_heads, std::int64_t head_size,
+                        int dtype, std::int64_t threads) {
   require(threads > 0, "threads must be positive");
-  const std::int64_t blocks = extent(slot.shape(0));
+  const std::int64_t blocks = extent(tail.shape(0));
   const std::int64_t parts = extent(source.shape(0));
+  require(!pages || extent(pages->shape(0)) == blocks, "pages and tail differ in slots");
   require(blocks == 0 ? parts == 0 : parts % blocks == 0, "source must be [layers * slots]");
   if (parts == 0) return;
   const Packing p{
@@ -93,7 +95,8 @@ void py_pack_summarized(Vector<std::uint64_t> source, Vector<std::uint64_t> slot
       parts / blocks,
       blocks,
       source.data(),
-      slot.data(),
+      pages ? pages->data() : nullptr,
+      tail.data(),
       page_bytes,
       summary_pages,
       channel_pages,
@@ -443,11 +446,12 @@ void bind_sparse(nb::module_& module) {
              nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
              "Page bounds, channel-major K and sums of V of blocks.");
   module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
-             nb::arg("slot").noconvert(), nb::arg("page_bytes"), nb::arg("summary_pages"),
-             nb::arg("channel_pages"), nb::arg("scaled"), nb::arg("block_tokens"),
-             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
-             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
-             "Copy blocks of all layers to slots, with their summaries and channels.");
+             nb::arg("pages").noconvert().none(), nb::arg("tail").noconvert(),
+             nb::arg("page_bytes"), nb::arg("summary_pages"), nb::arg("channel_pages"),
+             nb::arg("scaled"), nb::arg("block_tokens"), nb::arg("page_tokens"),
+             nb::arg("page_stride"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"),
+             nb::arg("threads"),
+             "Copy blocks of all layers to slots, and make their summaries and channels.");
   module.def("bound_logits", &py_bound_logits, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
              nb::arg("bounds").noconvert(), nb::arg("first_page").noconvert(),

@@ -5,13 +5,25 @@
 namespace ssdkv {
 namespace {
 
-JoinedRequests placed(const SlotRequests& pieces, std::span<const uint64_t> places, size_t slots,
-                      int64_t length, size_t most) {
-  if (places.size() != slots) throw std::invalid_argument("not one place for each slot");
+struct Places {
+  std::span<const uint64_t> first;
+  std::span<const uint64_t> tails;  // empty, or from byte `cut` on
+  uint64_t cut;
+};
+
+JoinedRequests placed(const SlotRequests& pieces, const Places& places,
+                      std::span<const int64_t> offsets, size_t slots, int64_t length, size_t most) {
+  const bool cut = !places.tails.empty();
+  if (places.first.size() != slots || (cut && places.tails.size() != slots)) {
+    throw std::invalid_argument("not one place for each slot");
+  }
   std::vector<uint64_t> at(pieces.buffer.size());
   for (size_t i = 0; i < at.size(); ++i) {
     const auto slot = static_cast<size_t>(pieces.slot_index[i]);
-    at[i] = places[slot] + pieces.buffer[i] - slot * static_cast<uint64_t>(length);
+    const uint64_t inside = pieces.buffer[i] - slot * static_cast<uint64_t>(length);
+    at[i] = places.first[slot] + inside;
+    const auto byte = static_cast<uint64_t>(offsets[offsets.size() == 1 ? 0 : slot]) + inside;
+    if (cut && byte >= places.cut) at[i] = places.tails[slot] + byte - places.cut;
   }
   return join(
       {pieces.device.data(), pieces.offset.data(), pieces.length.data(), at.data(), at.size()},
@@ -22,10 +34,12 @@ JoinedRequests placed(const SlotRequests& pieces, std::span<const uint64_t> plac
 
 SlotPieces::SlotPieces(const Stripes& stripes, std::span<const int64_t> slots,
                        std::span<const int64_t> offsets, int64_t length,
-                       std::span<const uint64_t> places, bool merged, size_t most)
-    : pieces_(stripes.find(slots, offsets, length, 0, merged)),
+                       std::span<const uint64_t> places, bool merged, size_t most,
+                       std::span<const uint64_t> tails, int64_t cut)
+    : pieces_(stripes.find(slots, offsets, length, 0, merged, cut)),
       devices_(stripes.devices()),
-      requests_(placed(pieces_, places, slots.size(), length, most)) {}
+      requests_(placed(pieces_, {places, tails, static_cast<uint64_t>(cut)}, offsets, slots.size(),
+                       length, most)) {}
 
 std::vector<double> SlotPieces::bytes_per_device() const {
   std::vector<double> sums(devices_);

@@ -85,21 +85,23 @@ void bind_stripes(nb::module_& m) {
       .def(
           "extents",
           [](const Stripes& self, const I64& slots, const I64& offsets, int64_t length,
-             int64_t copy, bool merged) {
-            return to_tuple(self.find(span(slots), span(offsets), length, copy, merged));
+             int64_t copy, bool merged, int64_t cut) {
+            return to_tuple(self.find(span(slots), span(offsets), length, copy, merged, cut));
           },
-          "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a, "copy"_a, "merged"_a);
+          "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a, "copy"_a, "merged"_a,
+          "cut"_a = 0);
 
   nb::class_<SlotPieces>(m, "SlotPieces")
       .def(
           "__init__",
           [](SlotPieces* self, const Stripes& stripes, const I64& slots, const I64& offsets,
-             int64_t length, const ArrayIn<uint64_t>& places, bool merged, size_t most) {
-            new (self)
-                SlotPieces(stripes, span(slots), span(offsets), length, span(places), merged, most);
+             int64_t length, const ArrayIn<uint64_t>& places, bool merged, size_t most,
+             const ArrayIn<uint64_t>& tails, int64_t cut) {
+            new (self) SlotPieces(stripes, span(slots), span(offsets), length, span(places), merged,
+                                  most, span(tails), cut);
           },
           "stripes"_a, "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a,
-          "places"_a.noconvert(), "merged"_a, "most"_a)
+          "places"_a.noconvert(), "merged"_a, "most"_a, "tails"_a.noconvert(), "cut"_a)
       .def("requests", [](const SlotPieces& self) { return to_tuple(self.requests()); })
       .def("parts", [](const SlotPieces& self) { return parts_of(self); })
       .def("extents", [](const SlotPieces& self) { return to_tuple(self.pieces()); })

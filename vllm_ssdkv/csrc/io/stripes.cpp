@@ -42,8 +42,8 @@ void StripeTable::check() const {
 }
 
 SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const int64_t> slots,
-                        std::span<const int64_t> offsets, int64_t length, int64_t copy,
-                        bool merged) {
+                        std::span<const int64_t> offsets, int64_t length, int64_t copy, bool merged,
+                        int64_t cut) {
   if (offsets.size() != 1 && offsets.size() != slots.size()) {
     throw std::invalid_argument("slots and offsets differ in length");
   }
@@ -57,15 +57,16 @@ SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const in
     const int64_t row = inside / table.lanes;
     const int64_t phase = (inside % table.lanes) * table.copies + copy % table.copies;
     const int64_t unit_bytes = table.unit_bytes;
-    const int64_t first = start / unit_bytes;
-    const int64_t last = (start + length - 1) / unit_bytes;
-    for (int64_t unit = first; unit <= last; ++unit) {
+    int64_t end = start;
+    while (end < start + length) {
+      const int64_t begin = end;
+      const int64_t unit = begin / unit_bytes;
+      end = std::min(start + length, (unit + 1) * unit_bytes);
+      if (begin < cut && cut < end) end = cut;
       const auto entry = static_cast<size_t>(phase * table.units + unit);
       const int64_t device = table.device[entry];
-      const int64_t begin = std::max(start, unit * unit_bytes);
-      const int64_t end = std::min(start + length, (unit + 1) * unit_bytes);
       // A slot's consecutive units on one device have consecutive places: they are contiguous.
-      if (merged && unit > first && device == found.device.back() &&
+      if (merged && begin > start && begin != cut && device == found.device.back() &&
           unit % table.merge_units != 0) {
         found.length.back() += static_cast<uint32_t>(end - begin);
         continue;

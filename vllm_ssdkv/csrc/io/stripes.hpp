@@ -48,11 +48,11 @@ struct SlotRequests {
 
 // Requests for bytes [offset, offset + length) of one copy of each slot. Offsets are one for all
 // slots or one each, ranges ascend. A request is one unit, or, where they may be `merged`, as many
-// as lie one after the other. Throws std::invalid_argument for a slot that is in no range, or bytes
-// that are not all in the slot.
+// as lie one after the other; none has byte `cut` of a slot but as its first. Throws
+// std::invalid_argument for a slot that is in no range, or bytes that are not all in the slot.
 SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const int64_t> slots,
-                        std::span<const int64_t> offsets, int64_t length, int64_t copy,
-                        bool merged);
+                        std::span<const int64_t> offsets, int64_t length, int64_t copy, bool merged,
+                        int64_t cut);
 
 // Ranges of slots with the tables that stripe them. Immutable.
 class Stripes {
@@ -65,8 +65,8 @@ class Stripes {
 
   // As find_slots().
   SlotRequests find(std::span<const int64_t> slots, std::span<const int64_t> offsets,
-                    int64_t length, int64_t copy, bool merged) const {
-    return find_slots(ranges_, slots, offsets, length, copy, merged);
+                    int64_t length, int64_t copy, bool merged, int64_t cut) const {
+    return find_slots(ranges_, slots, offsets, length, copy, merged, cut);
   }
 
   size_t devices() const { return devices_; }
