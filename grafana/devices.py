@@ -66,7 +66,7 @@ def _state(board: Dashboard) -> None:
             (rate(of_device("trim_errors_total"), "device"), "{{device}} trim"),
         ),
     ):
-        board.with_panel(panel)
+        board.with_panel(panel.span(6))  # all four beside each other
 
 
 def _work(board: Dashboard) -> None:

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 )
 
 from tests.conftest import disk_directory
+from tests.store.tails import Tails
 from tests.store.unhurried import UnhurriedEngine
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import StoreFullError
@@ -84,7 +85,7 @@ def content(name: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 class Store:
     """One run of the store, from opening to closing."""
 
-    def __init__(self, root: Path, encrypted: bool, replicas: int):
+    def __init__(self, root: Path, encrypted: bool, replicas: int, tail: int):
         self.control = root / "faults.json"
         devices = [root / f"ssd{i}" for i in range(DEVICES)]
         for path in devices:
@@ -97,7 +98,7 @@ class Store:
             ],
             "replicas": replicas,
             "state_dir": str(root / "state"),
-            "dram_gib": "40MiB",
+            "dram_gib": "48MiB" if tail else "40MiB",
             "io": {"staging": "4MiB", "deadline": DEADLINE_S, "fault_file": str(self.control)},
         }
         if encrypted:
@@ -105,7 +106,7 @@ class Store:
             (root / "key").chmod(0o600)
             options["encryption"] = {"key_file": str(root / "key")}
         config = SSDKVConfig.from_extra_config(options)
-        geometry = replace(GEOMETRY, encrypted=encrypted)
+        geometry = replace(GEOMETRY, encrypted=encrypted, summary_pages=tail)
         self.place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.counters = Counters()
         self.opened = open_rank(self.place, 0, self.counters)
@@ -119,6 +120,7 @@ class Store:
             self.opened.num_slots,
             BLOCK_TOKENS,
             self._copy_in,
+            summarizer=Tails(geometry) if tail else None,
         )
         self.writing: dict[int, int] = {}
         """Slots under way: slot -> name."""
@@ -303,6 +305,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     encrypted = False
     replicas = 1
+    tail = 0
+    """Pages of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +314,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.next = 1
         self.damaged: set[int] = set()
         """Devices to which anything was done that may cost what lies on them."""
-        self.store = Store(self.root, self.encrypted, self.replicas)
+        self.store = Store(self.root, self.encrypted, self.replicas, self.tail)
 
     def teardown(self) -> None:
         try:
@@ -425,7 +429,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         picks=PICKS,
-        at=st.integers(0, GEOMETRY.slot_bytes - 1),
+        at=st.integers(0, GEOMETRY.slot_bytes + GEOMETRY.page_bytes - 1),
         bits=st.integers(1, 255),
         copies=st.sampled_from([(0,), (1,), (0, 1)]),
         walk=st.booleans(),
@@ -434,6 +438,7 @@ class StoreMachine(RuleBasedStateMachine):
         self, picks: Sequence[int], at: int, bits: int, copies: Sequence[int], walk: bool
     ) -> None:
         """In the same place of some slots, header, page or padding; then read them."""
+        at %= self.store.place.geometry.slot_bytes
         self.store.settle()
         for name in self.some(picks):
             slot = self.store.index.lookup([key_of(name)])
@@ -472,7 +477,7 @@ class StoreMachine(RuleBasedStateMachine):
         if lost is not None:
             self.damaged.add(lost)
             shutil.rmtree(self.root / f"ssd{lost}")
-        self.store = Store(self.root, self.encrypted, self.replicas)
+        self.store = Store(self.root, self.encrypted, self.replicas, self.tail)
         after = set(self.ready())
         assert after <= before
         if len({lost} - {None}) < self.replicas:

@@ -51,11 +51,10 @@ class SlotLoader:
     is checked and copied while the rest of it, and the next ones, are being read.
 
     Of a slot what a frame holds is read, its header and its pages of KV. Every slot that is read is
-    verified: header against key, epoch, slot and rank, pages (all, or by
-    option a sample of them) against their seals (:mod:`vllm_ssdkv.store.sealer`). Slots that need
-    not go to HBM (page mode) are read whole while spare frames last, afterwards only their headers:
-    their pages are streamed and
-    checked when attended to.
+    verified: header against key, epoch, slot and rank, pages (all, or by option a sample of them)
+    against their seals (:mod:`vllm_ssdkv.store.sealer`). Slots that need not go to HBM (page mode)
+    are read whole while spare frames last, afterwards only their headers: their pages are streamed
+    and checked when attended to.
 
     No wait for a frame or a read is longer than the deadline.
     """
