@@ -88,7 +88,7 @@ def test_two_ranks_that_choose(
     options = page_mode(
         places,
         window=64,
-        dram="48MiB",
+        dram="36MiB",
         selector="sparf",
         sparse={"mass": 1, "exact_below": 0, "page_cache": "1MiB", "summaries": "8MiB"},
         io={"staging": "4MiB", "fault_file": str(control)},
