@@ -44,7 +44,3 @@ def test_bounds_with_all_of_the_budget_is_dense(make_rows: Callable[..., Rows]) 
 
 def test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows: Callable[..., Rows]) -> None:
     native.test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows)
-
-
-def test_slots_hold_sums_and_channels_as_documented(make_rows: Callable[..., Rows]) -> None:
-    native.test_slots_hold_sums_and_channels_as_documented(make_rows)
