@@ -115,9 +115,12 @@ def test_it_goes_back_to_who_chooses_but_not_from_under_others(lending: Lending)
     # Beside the others it got what they do not attend to, and alone it gets everything.
     assert lending.fewest < seen[0] <= lending.fewest + lent
     assert lending.count("sparse_rows_exact") == 0
-    lending.run([LONG])
-    assert lending.count("sparse_rows_exact") == 0
     pages, summaries = lending.worker.store._pages, lending.worker.store._summaries
+    for _ in range(3):  # places go back as pages make room for others, guesses among them
+        lending.run([LONG])
+        if pages.open_places == pages.places:
+            break
+    assert lending.count("sparse_rows_exact") == 0
     assert pages.open_places == pages.places
     # There are rows for more requests than that.
     needed = LENGTHS[LONG] // BLOCK
