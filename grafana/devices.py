@@ -66,7 +66,7 @@ def _state(board: Dashboard) -> None:
             (rate(of_device("trim_errors_total"), "device"), "{{device}} trim"),
         ),
     ):
-        board.with_panel(panel.span(6))  # all four beside each other
+        board.with_panel(panel)
 
 
 def _work(board: Dashboard) -> None:
