@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.attention.test_kernels import ISAS, using
+from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.blocks import DTYPES, BlockLayout
 from vllm_ssdkv.attention.page_kernels import CpuPageKernels, PageKernels
@@ -77,7 +78,12 @@ class Problem:
         # The second one lies first: slots need not be in order.
         order = np.arange(self.blocks)[::-1]
         kernels.pack_summarized(
-            caches, ids, _rows(frames)[order], _rows(tails)[order], self.layout, self.geometry
+            caches,
+            ids,
+            addresses(frames)[order],
+            addresses(tails)[order],
+            self.layout,
+            self.geometry,
         )
         return np.concatenate([frames, tails], axis=1)[order]
 
@@ -85,7 +91,8 @@ class Problem:
         """Tails, [blocks, tail_bytes], from frames."""
         frames = np.ascontiguousarray(self.wanted()[:, : self.geometry.frame_bytes])
         tails = self._memory(self.geometry.tail_bytes)
-        kernels.make_tails(_rows(frames), _rows(tails), self.layout, self.geometry)
+        padded = self.layout.with_page_stride(self.geometry.page_bytes)
+        kernels.make_tails(addresses(frames), addresses(tails), padded, self.geometry)
         return tails
 
     def _memory(self, nbytes: int) -> Bytes:
@@ -135,11 +142,6 @@ class Problem:
             pages, payload
         )
         slot[begin : begin + pages * size] = rows.ravel()
-
-
-def _rows(memory: Bytes) -> NDArray[np.uint64]:
-    steps = np.arange(len(memory), dtype=np.uint64) * np.uint64(memory.shape[1])
-    return np.uint64(memory.ctypes.data) + steps
 
 
 def _sum_in_order(value: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tests.store.conftest import (
     PATIENCE_S,
     RANK,
     SHORT_S,
+    SUMMED,
     MakeStore,
     StoreRig,
     array,
@@ -162,9 +163,10 @@ def test_a_hung_device_fails_its_slots_and_no_others(make_store: MakeStore) -> N
     rig.assert_no_leak()
 
 
-def test_late_writes_of_encrypted_slots_hold_their_images_only(make_store: MakeStore) -> None:
-    """Frames are written from images: pieces of memory, of which there are few."""
-    rig = make_store(PAGED_ENCRYPTED, slots=64, frames=40)
+@pytest.mark.parametrize("geometry", [PAGED_ENCRYPTED, SUMMED], ids=["encrypted", "tails"])
+def test_late_writes_hold_their_images_only(make_store: MakeStore, geometry: SlotGeometry) -> None:
+    """Encrypted slots, or tails, are written from pieces of memory, of which there are few."""
+    rig = make_store(geometry, slots=64, frames=40)
     rig.deadline(SHORT_S)
     images = rig.store._writer._images
     assert images is not None

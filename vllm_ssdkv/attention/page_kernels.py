@@ -184,11 +184,10 @@ class CpuPageKernels(NativeKernels):
         geometry: SlotGeometry,
     ) -> None:
         """Make the tails of n slots, as :meth:`pack_summarized` does, from frames: both absolute
-        addresses, ``[n]``. ``layout`` is that of the blocks."""
-        layers = [geometry.layer_offset(layer) for layer in range(geometry.layers)]
-        source = np.array(layers, dtype=np.uint64)[:, None] + frames[None, :]
-        padded = layout.with_page_stride(geometry.page_bytes)
-        self._summarize_slots(source, None, tails, padded, geometry)
+        addresses, ``[n]``. ``layout`` is that of blocks in slots."""
+        layers = np.arange(geometry.layers, dtype=np.uint64) * np.uint64(geometry.layer_bytes)
+        source = layers[:, None] + (frames + np.uint64(geometry.header_bytes))[None, :]
+        self._summarize_slots(source, None, tails, layout, geometry)
 
     def _summarize_slots(
         self,

@@ -17,8 +17,7 @@ class SlotSummaries:
     def __init__(self, layout: BlockLayout, geometry: SlotGeometry):
         """``layout``: of the blocks in vLLM's cache; ``geometry``: of slots with a tail."""
         self._kernels = CpuPageKernels(1)
-        self._layout = layout
-        self._padded = layout.with_page_stride(geometry.page_bytes)
+        self._layout = layout.with_page_stride(geometry.page_bytes)
         self._geometry = geometry
 
     def make_tails(self, frames: NDArray[np.uint64], tails: NDArray[np.uint64]) -> None:
@@ -32,4 +31,4 @@ class SlotSummaries:
             size = self._geometry.heads * self._geometry.payload_bytes // self._layout.page_tokens
             memory = np.empty((len(pages), size), dtype=np.uint8)
             scales = memory.ctypes.data + np.arange(len(pages), dtype=np.uint64) * np.uint64(size)
-        self._kernels.summarize(pages, self._padded, channels=channels, scales=scales)
+        self._kernels.summarize(pages, self._layout, channels=channels, scales=scales)

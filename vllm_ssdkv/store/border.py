@@ -2,8 +2,8 @@
 
 Single pages and summaries serve requests that choose, frames those that attend to everything: short
 ones, and prompts while they are computed. How many of each there are shows only while they run. So
-part of the places for single pages and of the rows for summaries is cut into *runs*, each as long
-as a frame, and each of these serves as what it is or as a frame.
+most places for single pages, and all rows for summaries, are cut into *runs*, each as long as a
+frame, and each of these serves as what it is or as a frame.
 
 A frame whose slot is attended to as a whole saves as many reads in each step as it has pages. As
 many places save at most that, and mostly far less. So who needs frames gets the runs that those who

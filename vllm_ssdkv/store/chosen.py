@@ -87,8 +87,8 @@ class ChosenContexts:
         hot: HotPages | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks before its window; ``rows`` choose.
-        ``tails``: absolute addresses of memory for some tails.
-        ``hot``: pages in the memory of the device that attends, where it has its own.
+        ``tails``: absolute addresses of memory for some tails, [n]. ``hot``: pages in the memory of
+        the device that attends, where it has its own.
 
         Blocks while summaries that DRAM does not have are read, with the deadline of I/O.
         """

@@ -56,6 +56,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def format_version(summary_pages: int) -> int:
+    """Of superblock and manifest: 1; 4 where slots have a tail. It was before the pages of KV in
+    version 1, and in 2 and 3, which had channel pages."""
+    return 4 if summary_pages else 1
+
+
 @dataclass(frozen=True)
 class SlotGeometry:
     """Shape of one slot on one rank: header, pages of KV ordered layer, head, group, and the
@@ -122,9 +128,8 @@ class SlotGeometry:
 
     @property
     def version(self) -> int:
-        """Of superblock and manifest: 1; 4 with a tail. It was before the pages of KV in version 1,
-        and in 2 and 3, which had channel pages."""
-        return 4 if self.summary_pages else 1
+        """Of superblock and manifest."""
+        return format_version(self.summary_pages)
 
     @functools.cached_property
     def page_bytes(self) -> int:

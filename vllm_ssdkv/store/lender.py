@@ -48,9 +48,11 @@ class Lender:
         self._frames = frames
         self._first_frame = first_frame
         self._lent = np.zeros(len(runs.firsts), dtype=np.bool_)
-        pieces = int(runs.firsts[-1]) + runs.length if len(runs.firsts) else 0
+        self._shared = runs.length > runs.step
+        """Whether neighbouring runs share pieces. Those of single pages do not, and are long."""
+        pieces = int(runs.firsts[-1]) + runs.length if self._shared else 0
         self._covered = np.zeros(pieces, dtype=np.int32)
-        """In how many runs that serve as frames each piece is."""
+        """In how many runs that serve as frames each piece is, where they are shared."""
         self._next = 0
         self.lent = 0
         """Runs that serve as frames."""
@@ -78,7 +80,8 @@ class Lender:
         frames = (self._first_frame + runs).astype(np.int32)
         for frame in frames.tolist():
             self._clean(self._frames.view(frame))
-        np.add.at(self._covered, self._pieces(runs), 1)
+        if self._shared:
+            np.add.at(self._covered, self._pieces(runs), 1)
         self._lent[runs] = True
         self.lent += len(runs)
         self._frames.open(frames)
@@ -90,6 +93,8 @@ class Lender:
 
     def _within(self, runs: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
         """The first of these runs, as many as take no more pieces out of use."""
+        if not self._shared:
+            return runs[: spare // self._runs.length]
         pieces = self._pieces(runs)
         _, first = np.unique(pieces, return_index=True)
         new = np.zeros(pieces.size, dtype=np.bool_)
@@ -121,6 +126,9 @@ class Lender:
         runs = frames - self._first_frame
         self._lent[runs] = False
         self.lent -= len(runs)
+        if not self._shared:
+            self._memory.open(self._runs.firsts[runs], self._runs.length)
+            return len(runs) * self._runs.length
         pieces = self._pieces(runs)
         np.subtract.at(self._covered, pieces, 1)
         pieces = np.unique(pieces)

@@ -15,7 +15,7 @@ from uuid import UUID
 from vllm_ssdkv.errors import FingerprintMismatchError, FormatError
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry, format_version
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 MAGIC = b"SSDKVSUP"
@@ -139,7 +139,7 @@ class Superblock:
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
-        version = 4 if summary_pages else 1
+        version = format_version(summary_pages)
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:

@@ -60,9 +60,9 @@ class _Group:
         return _slots(self.items)
 
     def part(self, which: NDArray[np.bool_], batch: SlotBatch, *, stored: bool = False) -> _Group:
+        """Some of them, whose images are somebody else's business."""
         items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
-        images = None if self.images is None else self.images[which]
-        return _Group(items, self.frames[which], images, batch, stored)
+        return _Group(items, self.frames[which], None, batch, stored)
 
 
 @dataclass(slots=True, eq=False)
@@ -312,13 +312,15 @@ class SlotWriter:
     def _submit(
         self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
     ) -> SlotBatch:
-        geometry, tails = self._files.geometry, images
-        places = self._frames.buffer_offset(frames)
-        if images is not None and geometry.encrypted:
-            places, tails = images, None
-        return self._files.submit(
-            Op.WRITE, _slots(items), 0, geometry.slot_bytes, places, tails=tails
-        )
+        size = self._files.geometry.slot_bytes
+        places, tails = self._places(frames, images)
+        return self._files.submit(Op.WRITE, _slots(items), 0, size, places, tails=tails)
+
+    def _places(self, frames: NDArray[np.int32], images: U64 | None) -> tuple[U64, U64 | None]:
+        """Arena offsets of what goes to the devices, and of tails that do not lie behind it."""
+        if images is not None and self._files.geometry.encrypted:
+            return images, None
+        return self._frames.buffer_offset(frames), images
 
     def _take_images(self, frames: NDArray[np.int32]) -> U64 | None:
         """Raises StoreError."""
@@ -332,22 +334,18 @@ class SlotWriter:
     def _seal(
         self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
     ) -> None:
-        slots, geometry = _slots(items), self._files.geometry
-        places = self._frames.buffer_offset(frames)
-        targets, tails = places, images
-        if images is not None and geometry.encrypted:
-            targets, tails = images, images + np.uint64(geometry.frame_bytes)
-        if self._summarizer is None:
-            tails = None
-        elif tails is not None:
-            start = np.uint64(self._frames.arena.address)
-            self._summarizer.make_tails(start + places, start + tails)
+        slots, start = _slots(items), np.uint64(self._frames.arena.address)
+        places, tails = self._places(frames, images)
+        if self._summarizer is not None:
+            if tails is None:
+                tails = places + np.uint64(self._files.geometry.frame_bytes)
+            self._summarizer.make_tails(self._frames.address(frames), start + tails)
         seals = self._files.sealer.seal(
             slots,
             np.array([item.epoch for item in items], dtype=np.int64),
             key_rows([item.key for item in items]),
+            self._frames.buffer_offset(frames),
             places,
-            targets,
             tails,
         )
         # In this order: a context that begins to refer to a slot in between adopts its seal.
