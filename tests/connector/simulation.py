@@ -61,6 +61,7 @@ from vllm_ssdkv.store.wear import WearLedger
 BLOCK = 16
 WINDOW = 32
 CHUNK = 48
+SEATS = 4
 MAX_MODEL_LEN = 256
 DEVICES = 2
 SLOT_BYTES = 12288
@@ -82,7 +83,7 @@ def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK,
         max_num_batched_tokens=CHUNK,
-        max_num_seqs=4,
+        max_num_seqs=SEATS,
         enforce_eager=True,
         skip_tokenizer_init=True,
         kv_transfer_config=transfer,
@@ -355,6 +356,7 @@ class Simulation:
             paths,
             BLOCK,
             MAX_MODEL_LEN,
+            SEATS,
             ranks,
             counters,
             LoadChoice(

@@ -338,18 +338,24 @@ def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
     server.kill()
     server.start({"concurrency": 8 * SEATS}, scheduling_policy="priority")
     client = server.client()
+
+    def ask() -> None:
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+        )
+
+    ask()  # the first one waits for what the server has to load for it, not for a seat
     # Long answers: seats become free at times that are far apart, compared with calls over HTTP.
     requests = bodies(prefixes=16, questions=SEATS, max_tokens=128, seed=6)
-    batch = wait(client, submit(client, requests), lambda b: completed(b) >= 1)
-    assert server.metric("num_requests_waiting") > 4 * SEATS
-    before = server.metric("request_success_total")
-    client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
-    )
-    others = server.metric("request_success_total") - before - 1
-    assert others < 4 * SEATS, "it waited for all that were there before it"
-    client.batches.cancel(batch.id)
-    wait(client, batch, lambda b: b.status == "cancelled")
+    for _ in range(2):  # what is computed, and then what is stored
+        batch = wait(client, submit(client, requests), lambda b: completed(b) >= 1)
+        assert server.metric("num_requests_waiting") > 4 * SEATS
+        before = server.metric("request_success_total")
+        ask()
+        others = server.metric("request_success_total") - before - 1
+        assert others < 4 * SEATS, "it waited for all that were there before it"
+        client.batches.cancel(batch.id)
+        wait(client, batch, lambda b: b.status == "cancelled")
 
 
 def test_embeddings_are_batched_too(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,3 +51,18 @@ class RequestState:
         while self._live_from < len(self.block_ids) and self.block_ids[self._live_from] == 0:
             self._live_from += 1
         return self._live_from
+
+
+def being_computed(
+    states: Iterable[RequestState], loading: Container[str]
+) -> Iterator[tuple[int, int]]:
+    """(computed, all) tokens of the requests that are before every one still waiting: those whose
+    hits are not ``loading``."""
+    for state in states:
+        if state.request_id not in loading:
+            yield state.request.num_computed_tokens, state.request.num_tokens
+
+
+def without_seat(states: Iterable[RequestState]) -> int:
+    """How many requests hold HBM blocks and do not run yet: their hits are loaded, or being so."""
+    return sum(not state.running for state in states)

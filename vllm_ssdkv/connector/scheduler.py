@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ from vllm_ssdkv.connector.messages import (
 )
 from vllm_ssdkv.connector.moves import Moves
 from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
-from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.connector.request import RequestState, being_computed, without_seat
 from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.write_policy import WritePolicy
@@ -66,13 +67,14 @@ class SSDKVScheduler:
         device_paths: Sequence[str],
         block_tokens: int,
         max_model_len: int,
+        seats: int,
         ranks: int,
         counters: Counters,
         choice: LoadChoice,
         policy: WritePolicy,
         name_key: bytes = b"",
     ):
-        """``name_key``: :meth:`StorePlace.name_key`."""
+        """``seats``: of requests that run at a time. ``name_key``: :meth:`StorePlace.name_key`."""
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
@@ -81,6 +83,7 @@ class SSDKVScheduler:
         self._recomputations = Recomputations(counters)
         self._block = block_tokens
         self._max_tokens = max_model_len
+        self._seats = seats
         self.counters = counters
         self._choice = choice
         self._policy = policy
@@ -123,7 +126,8 @@ class SSDKVScheduler:
     # ---- admission ----
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond ``computed`` that the store holds; None: ask again, no slot is free now.
+        """Tokens beyond ``computed`` that the store holds; None: ask again, no slot is free now, or
+        enough hits are loaded ahead.
 
         Raises:
             StoreFailedError: page mode, and the request can never be served any more.
@@ -138,22 +142,19 @@ class SSDKVScheduler:
             return None
         if self._failed_loads.given_up(request.request_id) or request.skip_reading_prefix_cache:
             return 0
-        self._failed_loads.ask(request.request_id)
         first = computed // self._block
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
         slots = self._index.lookup(self.keys_of(request, last)[first:])
+        # Of those that hold blocks vLLM admits all before anybody else, whatever the priority.
+        if len(slots) and without_seat(self._requests.values()) >= self._seats:
+            return None
+        self._failed_loads.ask(request.request_id)
+        running = partial(being_computed, self._requests.values(), self._loading)
         blocks = self._choice.blocks(
-            request.request_id, slots, computed, request.num_tokens, self._being_computed
+            request.request_id, slots, computed, request.num_tokens, running
         )
         return blocks * self._block
-
-    def _being_computed(self) -> Iterator[tuple[int, int]]:
-        """(computed, all) tokens of the requests that are before every one still waiting."""
-        for state in self._requests.values():
-            request = state.request
-            if request.request_id not in self._loading:
-                yield request.num_computed_tokens, request.num_tokens
 
     def _blocks_needed(self, request: Request) -> int:
         tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_tokens)

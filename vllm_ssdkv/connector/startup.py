@@ -136,6 +136,7 @@ def open_scheduler(
         [device.path for device in found.place.stored().devices],
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
+        vllm_config.scheduler_config.max_num_seqs,
         found.layout.tp_size,
         counters,
         LoadChoice(

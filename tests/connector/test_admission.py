@@ -1,0 +1,61 @@
+"""Whose turn it is, by vLLM's own scheduler: hits that are loaded ahead are before everybody else,
+so there may not be many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.connector.events import begin, end, hits, prompt, stored
+from tests.connector.simulation import SEATS, Simulation, engine_config
+from tests.e2e.models import make_llama
+
+LONG = 100
+SHORT = 8
+MANY = 20
+"""Requests of a batch."""
+
+
+@pytest.fixture(params=["page", "reuse"])
+def full(request: pytest.FixtureRequest, tmp_path: Path) -> Simulation:
+    """All seats are taken, and what is stored is asked for by more requests than there are."""
+    config = engine_config(make_llama(tmp_path / "llama", layers=1), request.param)
+    config.scheduler_config.policy = "priority"
+    run = Simulation(config, slots=400, hbm_blocks=400)
+    stored(run, *(prompt(40, seed) for seed in range(MANY)))
+    running = [f"running {n}" for n in range(SEATS)]
+    for n, name in enumerate(running):
+        run.add(name, prompt(10, -1 - n), LONG if n else SHORT)
+    begin(run, *running)
+    for n in range(MANY):
+        run.add(f"batch {n}", prompt(40, n), LONG, priority=1)
+    return run
+
+
+def test_no_more_hits_are_loaded_ahead_than_there_are_seats(full: Simulation) -> None:
+    most = 0
+    while "batch 0" not in full.finished:
+        full.step()
+        waiting = sum(not state.running for state in full.ours._requests.values())
+        most = max(most, waiting)
+        full.end_io()
+    assert 0 < most <= SEATS
+    end(full, *full.requests)
+    assert all(hits(full, f"batch {n}") == [2] for n in range(MANY))
+
+
+def test_who_comes_later_and_matters_more_waits_for_what_is_loaded_ahead_only(
+    full: Simulation,
+) -> None:
+    # The others that are loaded ahead could run now, too, if they had a seat.
+    while not any(full.delivered[f"batch {n}"] for n in range(MANY)):
+        full.step()
+        full.end_io()
+    full.add("user", prompt(10, -100), 1)
+    while "user" not in full.finished:
+        full.step()
+        full.end_io()
+    begun = [n for n in range(MANY) if full.delivered[f"batch {n}"]]
+    assert len(begun) <= 2 * SEATS, "those that run, and those that are loaded ahead"
+    end(full, *full.requests)
