@@ -16,9 +16,12 @@ from tests.messages import Undocumented
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
-# How long an example takes says more about the machine than about the code. The rest stays as
-# Hypothesis has it, which draws the same examples every time where CI is set.
-settings.register_profile("ssdkv", settings.default, deadline=None)
+SOAK_ROUNDS = os.environ.get("SSDKV_SOAK_ROUNDS")
+
+# How long an example takes says more about the machine than about the code. `make test` draws the
+# same examples every time, so that what it says of a commit depends on the commit; `make soak`
+# draws new ones.
+settings.register_profile("ssdkv", settings.default, deadline=None, derandomize=SOAK_ROUNDS is None)
 settings.load_profile("ssdkv")
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -76,7 +79,7 @@ def tmp_devices() -> Iterator[Callable[[int], list[Path]]]:
 @pytest.fixture
 def soak_rounds() -> int:
     """Rounds of a test marked `soak`: few, or what SSDKV_SOAK_ROUNDS says (`make soak`)."""
-    return int(os.environ.get("SSDKV_SOAK_ROUNDS", "3"))
+    return int(SOAK_ROUNDS or "3")
 
 
 @pytest.fixture

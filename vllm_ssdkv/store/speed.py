@@ -191,7 +191,7 @@ class DeviceSpeed:
         bounded = known & ~weak & (least_s > 0)
         high[bounded] = moved[bounded] / least_s[bounded] / self._weights[bounded]
         full = _upper_median(low[usual])
-        full_high = max(full, _upper_median(high[usual & ~weak]))
+        full_high = _upper_median(high[usual])
         low = np.clip(low / full_high, LEAST_SHARE, 1.0)
         high = np.clip(high / full, LEAST_SHARE, 1.0)
         news = known & ((self._latest < low) | (self._latest > high))
