@@ -10,7 +10,8 @@ import pytest
 from vllm.config import VllmConfig
 
 from tests.connector.events import Make, begin, end, hits, prompt, stored
-from tests.connector.simulation import SLOT_BYTES, Simulation, engine_config
+from tests.connector.rank import SLOT_BYTES
+from tests.connector.simulation import Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.connector import moves
 from vllm_ssdkv.connector.messages import FETCH

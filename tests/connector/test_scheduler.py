@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from vllm.config import VllmConfig
 
-from tests.connector.simulation import Pace, Simulation, engine_config
+from tests.connector.rank import Pace
+from tests.connector.simulation import Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.errors import StoreFailedError
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.connector.events import EXACT_BELOW, Make, end, hits, prompt, stored
-from tests.connector.simulation import (
-    BLOCK,
-    Pace,
-    Simulation,
-)
+from tests.connector.rank import BLOCK, Pace
+from tests.connector.simulation import Simulation
 from vllm_ssdkv.connector.messages import PROBE
 
 

@@ -12,12 +12,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from tests.connector.events import Make, begin, end, gauges, hits, prompt, stored
-from tests.connector.simulation import (
-    BLOCK,
-    CHUNK,
-    WINDOW,
-    Simulation,
-)
+from tests.connector.rank import BLOCK
+from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
 from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.errors import StoreFailedError

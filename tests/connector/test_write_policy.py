@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.connector.events import gauges
-from tests.connector.simulation import (
-    BLOCK,
-    DEVICES,
-    SLOT_BYTES,
-    WINDOW,
-    Pace,
-    Simulation,
-    engine_config,
-)
+from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, Pace
+from tests.connector.simulation import WINDOW, Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.write_policy import WritePolicy

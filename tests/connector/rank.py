@@ -1,0 +1,224 @@
+"""A worker that computes nothing and remembers all; see ``simulation.py``."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.connector.symbols import Symbols
+from vllm_ssdkv.connector.messages import (
+    BACKGROUND,
+    FETCH,
+    Load,
+    LoadTime,
+    RankReport,
+    Row,
+    SSDKVMetadata,
+    SSDKVWorkerMetadata,
+)
+from vllm_ssdkv.store.move import Move
+from vllm_ssdkv.store.placement import Placement
+
+BLOCK = 16
+DEVICES = 2
+SLOT_BYTES = 12288
+
+
+@dataclass
+class Pace:
+    """Seconds that pass, on a clock of its own, for what is computed and what is loaded."""
+
+    token_s: float = 0.0
+    """Per token computed; 0: steps are not timed."""
+    block_s: float = 0.0
+    """Per block loaded. All come from devices."""
+    now: float = 1000.0
+
+
+@dataclass
+class Slot:
+    """What one rank has stored in a slot."""
+
+    epoch: int
+    symbols: Symbols
+    key: bytes = b""
+
+
+@dataclass
+class Rank:
+    """One worker."""
+
+    number: int
+    placement: Placement
+    pace: Pace
+    slots: dict[int, Slot] = field(default_factory=dict)
+    contexts: dict[str, list[int]] = field(default_factory=dict)
+    poisoned: set[str] = field(default_factory=set)
+    writes: deque[tuple[int, int]] = field(default_factory=deque)
+    loads: deque[Load] = field(default_factory=deque)
+    broken: set[int] = field(default_factory=set)
+    """Slots whose bytes cannot be read."""
+    cold: set[int] = field(default_factory=set)
+    """Slots that have left DRAM, until they are fetched."""
+    lost: set[int] = field(default_factory=set)
+    """Devices that the scheduler knows to be out of use."""
+    owner: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Slot whose bytes are at a place, a device and an offset."""
+    streams: bool = False
+    """What requests read is said to come from devices, and to have room in DRAM, in every step."""
+    no_frames: int = 0
+    """DRAM is full: in so many steps, what is to be saved is skipped. A real worker waits for a
+    frame as long as for a device before it skips anything, so this does not go on for long."""
+    report: RankReport = field(default_factory=RankReport)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+
+    def begin(self, plan: SSDKVMetadata) -> None:
+        if plan.segments is not None:
+            self.placement.change(plan.segments)
+        for name in plan.forget:
+            self.contexts.pop(name, None)
+            self.poisoned.discard(name)
+        for delta in plan.contexts:
+            if delta.start == 0:
+                self.poisoned.discard(delta.request_id)
+                self.contexts[delta.request_id] = []
+            known = self.contexts[delta.request_id]
+            assert len(known) == delta.start, "a context has a hole"
+            known.extend(delta.slots.tolist())
+        for slot in plan.discard:
+            self.slots.pop(slot, None)
+
+    def context(self, row: Row) -> Symbols | None:
+        """What the row reads from the store; None when it cannot."""
+        slots = self.contexts.get(row.request_id, [])[: row.hbm_start]
+        if row.request_id in self.poisoned or len(slots) < row.hbm_start:
+            return None
+        bad = [slot for slot in slots if slot in self.broken or slot not in self.slots]
+        self.report.bad.extend((slot, -1) for slot in bad)
+        return None if bad else [s for slot in slots for s in self.slots[slot].symbols]
+
+    def poison(self, row: Row) -> set[int]:
+        """Throw the row's output away; slots that this step must not save."""
+        self.poisoned.add(row.request_id)
+        self.report.poisoned.append(row.request_id)
+        self.invalid.add(row.fence_block)
+        return set(self.contexts.get(row.request_id, [])[row.first_position // BLOCK :])
+
+    def end(self, plan: SSDKVMetadata, hbm: dict[int, Symbols], spoiled: set[int]) -> None:
+        items = zip(plan.save.slots, plan.save.epochs, plan.save.block_ids, strict=True)
+        full = self.no_frames > 0
+        if full and len(plan.save.slots):
+            self.no_frames -= 1
+        for slot, epoch, block in ((int(a), int(b), int(c)) for a, b, c in items):
+            self.slots.pop(slot, None)
+            self.broken.discard(slot)
+            if full or slot in spoiled:
+                self.report.skipped.append((slot, epoch))
+                continue
+            assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
+            self.overwrite(slot)
+            self.slots[slot] = Slot(epoch, list(hbm[block]))
+        commit = plan.commit
+        for slot, epoch, key in zip(
+            commit.slots.tolist(), commit.epochs.tolist(), commit.keys, strict=True
+        ):
+            held = self.slots.get(slot)
+            if held is not None and held.epoch == epoch:
+                held.key = key
+                self.writes.append((slot, epoch))
+        self.move(plan.move)
+        self.loads.extend(plan.loads)
+        for row in plan.rows if self.streams else ():
+            self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
+
+    def move(self, move: Move) -> None:
+        """Copy slots, as far as they are in DRAM, and begin to write the copies."""
+        for old, old_epoch, new, epoch, key in zip(
+            move.old.tolist(),
+            move.old_epochs.tolist(),
+            move.new.tolist(),
+            move.new_epochs.tolist(),
+            move.keys,
+            strict=True,
+        ):
+            self.slots.pop(new, None)
+            self.broken.discard(new)
+            held = self.slots.get(old)
+            if held is None or old in self.broken or old in self.cold:
+                self.report.failed_writes.append((new, epoch))
+                continue
+            assert (held.epoch, held.key) == (old_epoch, key), "a move of another block"
+            assert (old, old_epoch) not in self.writes, "a move of what is not written"
+            self.overwrite(new)
+            self.slots[new] = Slot(epoch, list(held.symbols), key)
+            self.writes.append((new, epoch))
+
+    def overwrite(self, slot: int) -> None:
+        """Forget what was at the slot's place."""
+        self.owner = {place: other for place, other in self.owner.items() if other != slot}
+        one = torch.tensor([slot]).numpy()
+        extents = self.placement.extents(one, 0, self.placement.geometry.slot_bytes)
+        for place in zip(extents.device.tolist(), extents.offset.tolist(), strict=True):
+            assert place[0] not in self.lost, "a slot on a lost device is handed out"
+            self.slots.pop(self.owner.get(place, slot), None)
+            self.owner[place] = slot
+
+    def end_write(self, good: bool) -> None:
+        """The oldest write ends."""
+        if self.writes:
+            outcome = self.writes.popleft()
+            share = SLOT_BYTES // DEVICES
+            self.report.written += [(device, share) for device in range(DEVICES) if good]
+            (self.report.durable if good else self.report.failed_writes).append(outcome)
+
+    def end_load(self, good: bool, hbm: dict[int, Symbols], content: dict[bytes, Symbols]) -> None:
+        """The oldest load ends."""
+        if not self.loads:
+            return
+        load = self.loads.popleft()
+        names = load.request_id
+        skip = len(load.slots) - len(load.block_ids)
+        for i, (slot, epoch, key) in enumerate(
+            zip(load.slots.tolist(), load.epochs.tolist(), load.keys, strict=True)
+        ):
+            held = self.slots.get(slot)
+            # As the real worker sees in the slot's header.
+            if slot in self.broken or held is None or (held.epoch, held.key) != (epoch, key):
+                self.report.bad.append((slot, epoch))
+                good = False
+                continue
+            assert held.symbols == content[key], "a slot holds KV of other tokens than its key"
+            block = int(load.block_ids[i - skip]) if i >= skip else 0
+            if block:
+                hbm[block] = list(held.symbols)
+        tokens = len(load.slots) * BLOCK if good else 0
+        seconds = len(load.slots) * self.pace.block_s
+        self.report.loads.append(LoadTime(names, 0, tokens, 0.0, 0.0, seconds))
+        if self.number == 0:
+            self.pace.now += seconds
+        if names == FETCH and good:
+            self.cold.difference_update(load.slots.tolist())
+        if names in BACKGROUND:
+            return
+        self.received.add(names)
+        if not good:
+            self.failed.add(names)
+
+    def output(self) -> KVConnectorOutput:
+        report, self.report = self.report, RankReport()
+        found = KVConnectorOutput(
+            finished_recving=self.received,
+            failed_recving=self.failed,
+            invalid_block_ids=self.invalid,
+            kv_connector_worker_meta=None
+            if report.empty()
+            else SSDKVWorkerMetadata([(self.number, report)]),
+        )
+        self.received, self.failed, self.invalid = set(), set(), set()
+        return found
