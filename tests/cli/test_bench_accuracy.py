@@ -138,6 +138,7 @@ def test_rows_that_attended_to_everything_are_no_result(runs: Runs, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["accuracy", "--dir", "/no/such/folder"], "'/no/such/folder' does not exist"),
         (["accuracy", "--contexts", "12"], "numbers from 1024 to 32768"),
         (["accuracy", "--budgets", "x"], "numbers from 0.001 to 1"),
         (["accuracy", "--selectors", "bounds,best"], f"any of {', '.join(SPARSE)}"),

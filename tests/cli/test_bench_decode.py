@@ -163,6 +163,7 @@ def test_the_length_from_which_on_it_pays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--dir", "/no/such/folder"], "'/no/such/folder' does not exist"),
         (["--contexts", "12"], "numbers from 512 to 32768"),
         (["--selectors", "best"], f"any of {', '.join(recall_bench.SPARSE)}"),
         (["--json", "/no/such/place/d.json"], "not a directory"),

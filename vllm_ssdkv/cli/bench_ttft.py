@@ -61,6 +61,9 @@ def ttft(
         list[Path] | None,
         typer.Option(
             "--dir",
+            exists=True,
+            file_okay=False,
+            writable=True,
             help="Where to make the store, may be repeated for several drives; default: the "
             "working directory.",
         ),

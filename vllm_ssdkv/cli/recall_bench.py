@@ -36,7 +36,13 @@ Row = dict[str, Any]
 
 DirectoryOption = Annotated[
     Path | None,
-    typer.Option("--dir", help="Where to make the stores, on one disk; the system's, if missing."),
+    typer.Option(
+        "--dir",
+        exists=True,
+        file_okay=False,
+        writable=True,
+        help="Where to make the stores, on one disk; the system's, if missing.",
+    ),
 ]
 SelectorsOption = Annotated[str, typer.Option(help=f"Of {', '.join(SPARSE)}.")]
 WindowOption = Annotated[
