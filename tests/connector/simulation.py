@@ -40,6 +40,7 @@ from vllm_ssdkv.connector.messages import (
     Row,
     SSDKVMetadata,
 )
+from vllm_ssdkv.connector.request import hits_ahead
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
@@ -149,7 +150,7 @@ class Simulation:
             paths,
             BLOCK,
             MAX_MODEL_LEN,
-            SEATS,
+            hits_ahead(config.scheduler_config),
             ranks,
             counters,
             LoadChoice(

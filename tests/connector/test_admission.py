@@ -1,11 +1,12 @@
 """Whose turn it is, by vLLM's own scheduler: hits that are loaded ahead are before everybody else,
-so there may not be many."""
+so there may not be many where it schedules by priority."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from vllm.config.scheduler import SchedulerPolicy
 
 from tests.connector.events import begin, end, hits, prompt, stored
 from tests.connector.simulation import SEATS, Simulation, engine_config
@@ -19,9 +20,13 @@ MANY = 20
 
 @pytest.fixture(params=["page", "reuse"])
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Simulation:
-    """All seats are taken, and what is stored is asked for by more requests than there are."""
-    config = engine_config(make_llama(tmp_path / "llama", layers=1), request.param)
-    config.scheduler_config.policy = "priority"
+    """By priority: all seats are taken, and more ask for what is stored than there are."""
+    return make_full(tmp_path, request.param, "priority")
+
+
+def make_full(path: Path, mode: str, policy: SchedulerPolicy) -> Simulation:
+    config = engine_config(make_llama(path / "llama", layers=1), mode)
+    config.scheduler_config.policy = policy
     run = Simulation(config, slots=400, hbm_blocks=400)
     stored(run, *(prompt(40, seed) for seed in range(MANY)))
     running = [f"running {n}" for n in range(SEATS)]
@@ -59,3 +64,14 @@ def test_who_comes_later_and_matters_more_waits_for_what_is_loaded_ahead_only(
     begun = [n for n in range(MANY) if full.delivered[f"batch {n}"]]
     assert len(begun) <= 2 * SEATS, "those that run, and those that are loaded ahead"
     end(full, *full.requests)
+
+
+def test_in_order_of_arrival_all_are_loaded_at_once(tmp_path: Path) -> None:
+    """Nobody is overtaken, and vLLM need not ask again for each of them in every step."""
+    run = make_full(tmp_path, "reuse", "fcfs")
+    while "running 0" not in run.finished:
+        run.step()
+        run.end_io()
+    run.step()
+    assert all(hits(run, f"batch {n}") for n in range(MANY))
+    end(run, *run.requests)

@@ -67,14 +67,14 @@ class SSDKVScheduler:
         device_paths: Sequence[str],
         block_tokens: int,
         max_model_len: int,
-        seats: int,
+        ahead: int | None,
         ranks: int,
         counters: Counters,
         choice: LoadChoice,
         policy: WritePolicy,
         name_key: bytes = b"",
     ):
-        """``seats``: of requests that run at a time. ``name_key``: :meth:`StorePlace.name_key`."""
+        """``ahead``: hits that may wait for a seat. ``name_key``: :meth:`StorePlace.name_key`."""
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
@@ -83,7 +83,7 @@ class SSDKVScheduler:
         self._recomputations = Recomputations(counters)
         self._block = block_tokens
         self._max_tokens = max_model_len
-        self._seats = seats
+        self._ahead = ahead
         self.counters = counters
         self._choice = choice
         self._policy = policy
@@ -145,10 +145,10 @@ class SSDKVScheduler:
         first = computed // self._block
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
-        slots = self._index.lookup(self.keys_of(request, last)[first:])
-        # Of those that hold blocks vLLM admits all before anybody else, whatever the priority.
-        if len(slots) and without_seat(self._requests.values()) >= self._seats:
+        enough = self._ahead is not None and without_seat(self._requests.values()) >= self._ahead
+        if enough and len(self._index.lookup(self.keys_of(request, min(first + 1, last), first))):
             return None
+        slots = self._index.lookup(self.keys_of(request, last)[first:])
         self._failed_loads.ask(request.request_id)
         running = partial(being_computed, self._requests.values(), self._loading)
         blocks = self._choice.blocks(
