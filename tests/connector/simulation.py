@@ -40,8 +40,8 @@ from vllm_ssdkv.connector.messages import (
     Row,
     SSDKVMetadata,
 )
-from vllm_ssdkv.connector.request import hits_ahead
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
@@ -150,7 +150,7 @@ class Simulation:
             paths,
             BLOCK,
             MAX_MODEL_LEN,
-            hits_ahead(config.scheduler_config),
+            Seats(config.scheduler_config),
             ranks,
             counters,
             LoadChoice(
@@ -290,7 +290,15 @@ class Simulation:
         assert gauges["free"] + gauges["evictable"] + gauges["lost"] == self.index.num_slots
         assert self.ours._requests == {}
         assert not self.ours.unfinished()
-        for name in ("_held", "_loading", "_loads", "_contexts", "_in_contexts", "_failed_loads"):
+        for name in (
+            "_held",
+            "_loading",
+            "_loads",
+            "_contexts",
+            "_in_contexts",
+            "_failed_loads",
+            "_seats",
+        ):
             assert not getattr(self.ours, name), name
         assert all(not rank.contexts for rank in self.ranks)
         pool = self.scheduler.kv_cache_manager.block_pool

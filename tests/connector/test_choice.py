@@ -65,7 +65,7 @@ class Machine:
     ) -> int:
         """Blocks to load of ``hit`` blocks."""
         total = computed + hit * BLOCK + own
-        return self.choice.blocks("r", slots(hit), computed, total, lambda: running)
+        return self.choice.blocks("r", slots(hit), computed, total, running)
 
     def load(self, name: str, which: NDArray[np.int64], *, dram: int = 0, queued: float = 0) -> int:
         """A load of so many slots, ``dram`` of them from DRAM; how often the probe was over."""
@@ -197,7 +197,7 @@ def test_a_head_in_dram_is_loaded_and_its_tail_computed() -> None:
     machine.load("r", slots(4), dram=4)
     machine.choice.saved(range(100, 110))
     which = np.concatenate([slots(10, 100), slots(30, 200)])
-    assert machine.choice.blocks("r", which, 0, 40 * BLOCK + 1, list) == 10
+    assert machine.choice.blocks("r", which, 0, 40 * BLOCK + 1, []) == 10
     assert machine.choice.admitted("r") is None
     assert machine.counters.total("hit_tokens_computed") == 30 * BLOCK
 
@@ -220,7 +220,7 @@ def test_no_other_part_is_better(
     machine.choice.saved(np.flatnonzero(in_dram).tolist())
     hits = len(in_dram)
     computed, total = before * BLOCK, (before + hits) * BLOCK + 1
-    chosen = machine.choice.blocks("r", slots(hits), computed, total, list)
+    chosen = machine.choice.blocks("r", slots(hits), computed, total, [])
     cost, prefill = machine.choice.load, machine.choice.prefill
 
     def seconds(count: int) -> float:

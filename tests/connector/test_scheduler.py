@@ -46,6 +46,7 @@ class Turmoil:
         self.random = random.Random(seed)
         self.times = random.Random(seed)
         paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
+        config.scheduler_config.policy = self.times.choice(["fcfs", "priority"])
         hbm = [10 if depth > 1 else 8, 12, 24, 40] if paged else [17, 24, 40]
         self.run = Simulation(
             config,
@@ -82,7 +83,7 @@ class Turmoil:
     def add(self, number: int) -> None:
         prefix = self.random.choice(self.prefixes)[: self.random.randrange(100)]
         own = [self.random.randrange(3, 500) for _ in range(self.random.randrange(1, 60))]
-        self.run.add(str(number), prefix + own, self.random.randrange(1, 40))
+        self.run.add(str(number), prefix + own, self.random.randrange(1, 40), priority=number % 3)
 
     def step(self, _: int) -> None:
         for _ in range(self.random.randrange(1, 4)):

@@ -388,7 +388,7 @@ class StoreMachine(RuleBasedStateMachine):
         return complete
 
     def is_there(self, name: int) -> bool:
-        """It may have been ready, and its write has failed since then."""
+        """Whether it is delivered; it may have been ready, and its write has failed since then."""
         return name in self.ready() and self.deliver([name])
 
     @rule(

@@ -107,7 +107,7 @@ class LoadChoice:
         slots: I64,
         computed: int,
         total: int,
-        running: Callable[[], Iterable[tuple[int, int]]],
+        running: Iterable[tuple[int, int]],
     ) -> int:
         """How many of a hit's blocks to load.
 
@@ -116,7 +116,8 @@ class LoadChoice:
             slots: Slots of the hit, [n].
             computed: Tokens before the hit.
             total: Tokens of the request.
-            running: Gives (computed, all) tokens of the requests that vLLM computes already.
+            running: (computed, all) tokens of the requests that vLLM computes already; asked for
+                only where they matter.
         """
         hits = len(slots)
         known = self.prefill.known and self.load.known
@@ -125,7 +126,7 @@ class LoadChoice:
             return hits
         in_dram = self._resident.which(slots)
         end = computed + hits * self._block
-        backlog = self.prefill.backlog(running())
+        backlog = self.prefill.backlog(running)
         queue = self._queue() + self.load.way
         best, least = 0, 0.0
         for count in self._ends(in_dram):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import SchedulerConfig
     from vllm.v1.request import Request
 
 
@@ -62,17 +61,3 @@ def being_computed(
     for state in states:
         if state.request_id not in loading:
             yield state.request.num_computed_tokens, state.request.num_tokens
-
-
-def without_seat(states: Iterable[RequestState]) -> int:
-    """How many requests hold HBM blocks and do not run yet: their hits are loaded, or being so."""
-    return sum(not state.running for state in states)
-
-
-def hits_ahead(config: SchedulerConfig) -> int | None:
-    """How many requests may wait for a seat with their hits loaded; None: any number.
-
-    vLLM gives them the next seats before it looks at anybody else, whatever the priority. As many
-    as there are seats are enough. In order of arrival they are first anyway.
-    """
-    return int(config.max_num_seqs) if config.policy == "priority" else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +37,8 @@ from vllm_ssdkv.connector.messages import (
 )
 from vllm_ssdkv.connector.moves import Moves
 from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
-from vllm_ssdkv.connector.request import RequestState, being_computed, without_seat
+from vllm_ssdkv.connector.request import RequestState, being_computed
+from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.write_policy import WritePolicy
@@ -67,26 +67,24 @@ class SSDKVScheduler:
         device_paths: Sequence[str],
         block_tokens: int,
         max_model_len: int,
-        ahead: int | None,
+        seats: Seats,
         ranks: int,
         counters: Counters,
         choice: LoadChoice,
         policy: WritePolicy,
         name_key: bytes = b"",
     ):
-        """``ahead``: hits that may wait for a seat. ``name_key``: :meth:`StorePlace.name_key`."""
+        """``name_key``: :meth:`StorePlace.name_key`."""
         self._config = config
         self._paged = config.mode == "page"
         self._index = index
         self._restriper = restriper
         self._shares = DeviceShares(restriper, device_paths)
         self._recomputations = Recomputations(counters)
-        self._block = block_tokens
-        self._max_tokens = max_model_len
-        self._ahead = ahead
+        self._block, self._max_tokens = block_tokens, max_model_len
+        self._seats = seats
         self.counters = counters
-        self._choice = choice
-        self._policy = policy
+        self._choice, self._policy = choice, policy
         self._index_metrics = IndexMetrics(index, counters)
         self._collector = StatsCollector(counters)
         block_keys = BlockKeys(name_key)
@@ -126,8 +124,7 @@ class SSDKVScheduler:
     # ---- admission ----
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond ``computed`` that the store holds; None: ask again, no slot is free now, or
-        enough hits are loaded ahead.
+        """Tokens beyond ``computed`` that the store holds; None: ask again, it has to wait.
 
         Raises:
             StoreFailedError: page mode, and the request can never be served any more.
@@ -145,12 +142,13 @@ class SSDKVScheduler:
         first = computed // self._block
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
-        enough = self._ahead is not None and without_seat(self._requests.values()) >= self._ahead
-        if enough and len(self._index.lookup(self.keys_of(request, min(first + 1, last), first))):
-            return None
+        if self._seats.enough_wait:
+            beginning = self.keys_of(request, min(first + 1, last), first)
+            if len(self._index.lookup(beginning)):
+                return None
         slots = self._index.lookup(self.keys_of(request, last)[first:])
         self._failed_loads.ask(request.request_id)
-        running = partial(being_computed, self._requests.values(), self._loading)
+        running = being_computed(self._requests.values(), self._loading)
         blocks = self._choice.blocks(
             request.request_id, slots, computed, request.num_tokens, running
         )
@@ -193,6 +191,7 @@ class SSDKVScheduler:
             return  # second call, after an asynchronous load
         state = RequestState(request, born=self._step + 1)
         self._requests[request_id] = state
+        self._seats.wait(request_id)
         if self._paged:
             state.reserved = self._blocks_needed(request)
             self._index.reserve(state.reserved)
@@ -288,6 +287,7 @@ class SSDKVScheduler:
         self, plan: SSDKVMetadata, state: RequestState, computed: int, output: SchedulerOutput
     ) -> None:
         state.running = True
+        self._seats.leave(state.request_id)
         self._failed_loads.scheduled(state.request_id)
         count = output.num_scheduled_tokens[state.request_id]
         after = state.computed = computed + count
@@ -532,6 +532,7 @@ class SSDKVScheduler:
 
     def _release(self, state: RequestState) -> None:
         state.running = False
+        self._seats.leave(state.request_id)
         if not self._paged:
             return
         self._forget.append(state.request_id)

@@ -14,8 +14,8 @@ from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv_layout
 from vllm_ssdkv.connector.preflight import check_engine
-from vllm_ssdkv.connector.request import hits_ahead
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.worker import SSDKVWorker
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
@@ -137,7 +137,7 @@ def open_scheduler(
         [device.path for device in found.place.stored().devices],
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
-        hits_ahead(vllm_config.scheduler_config),
+        Seats(vllm_config.scheduler_config),
         found.layout.tp_size,
         counters,
         LoadChoice(

@@ -80,10 +80,10 @@ class FakeCuFile:
 def fake_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
     package, defaults = ModuleType("kvikio"), ModuleType("kvikio.defaults")
     settings: dict[str, int] = {"num_threads": 1}
-    defaults.get = settings.__getitem__  # type: ignore[attr-defined]
-    defaults.set = settings.__setitem__  # type: ignore[attr-defined]
-    package.defaults = defaults  # type: ignore[attr-defined]
-    package.CuFile = FakeCuFile  # type: ignore[attr-defined]
+    defaults.get = settings.__getitem__  # type: ignore[attr-defined]  # a stand-in for the module
+    defaults.set = settings.__setitem__  # type: ignore[attr-defined]  # likewise
+    package.defaults = defaults  # type: ignore[attr-defined]  # likewise
+    package.CuFile = FakeCuFile  # type: ignore[attr-defined]  # likewise
     monkeypatch.setitem(sys.modules, "kvikio", package)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
 
