@@ -55,6 +55,30 @@ def test_a_device_that_fails(bench: StartBench, log: list[str], kind: str, when:
     here.assert_clean()
 
 
+def test_a_data_file_that_is_deleted(bench: StartBench, log: list[str]) -> None:
+    """What was in it is lost; nothing else is, now and after a restart."""
+    here = bench()
+    victim = here.paths[2]
+
+    def strike(step: int) -> None:
+        if step == 8:
+            (Path(victim) / "rank0.data").unlink()
+
+    here.ask(strike)
+    here.ask()
+    assert here.count("device_lost", device=victim) == 1
+    assert here.count("device_state", device=victim) == 0
+    assert here.count("store_bytes", device=here.paths[0]) > 0
+    (line,) = [line for line in log if "out of use" in line]
+    assert victim in line
+    assert "its data file was removed" in line
+    here.assert_clean()
+    here.restart()
+    here.ask()
+    assert here.count("device_state", device=victim) == 1
+    here.assert_clean()
+
+
 def test_a_device_that_garbles_what_it_returns(bench: StartBench, log: list[str]) -> None:
     here = bench()
     here.faults({"kind": "corrupt", "device": 1})

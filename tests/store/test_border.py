@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tests.store.border_rig import DEADLINE_S, DEEP, GEOMETRY, SLOTS, Rig, wanted
 from tests.store.chosen_pages import bring, context
 from tests.store.conftest import SUMMED, MakeStore, array
+from vllm_ssdkv.store import lender
 from vllm_ssdkv.store.arena_plan import KEPT_SHARE, ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cache import NO_FRAME, FrameState
 from vllm_ssdkv.store.summaries import row_bytes
@@ -56,6 +57,32 @@ def test_no_more_is_lent_than_is_asked_for(rig: Rig) -> None:
     assert rig.border.lent == 3
     rig.border.make_room(array([]))
     assert rig.border.lent == 3
+
+
+def test_large_memory_is_lent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for one run costs as much as to look for some. What others need stays theirs."""
+    monkeypatch.setattr(lender, "_PORTIONS", 4)
+    rig = Rig()
+    portion = len(rig.plan.page_runs.firsts) // 4
+    assert portion > 2
+    held = list(range(rig.plan.frames + 1))
+    rig.fill(held)
+    assert rig.border.lent == portion
+    more = list(range(rig.plan.frames + 1, rig.plan.frames + portion))
+    rig.fill(more)
+    assert rig.border.lent == portion
+    rig.frames.retain(array([*held, *more]))
+    every = [(slot, page) for slot in range(SLOTS) for page in range(GEOMETRY.pages)]
+    chosen = every[: (rig.pages.open_places - rig.plan.page_runs.length) * 4 // 5]
+    rig.choose(chosen)
+    rig.border.settle([array(range(20))], {0})
+    left = rig.border.spare
+    assert 0 < left < portion
+    rig.border.make_room(array([30]))
+    assert portion < rig.border.lent <= portion + left
+    assert rig.pages.open_places >= len(chosen) * 5 // 4
+    rig.frames.audit()
+    rig.arena.close()
 
 
 def test_hits_that_are_queued_together_get_frames_for_all_of_them(rig: Rig) -> None:

@@ -97,9 +97,11 @@ def test_close_is_idempotent_and_frees_the_lock(folder: Path) -> None:
 
 def test_it_notices_that_its_file_was_deleted(folder: Path) -> None:
     device = open_at(folder)
-    assert not device.lost()
+    state = device.state()
+    assert not state.lost
+    assert 0 < state.stored_bytes <= device.nbytes + 4096
     device.path.unlink()
-    assert device.lost()
+    assert device.state().lost
     device.close()
 
 
@@ -254,7 +256,7 @@ def test_a_file_replaced_before_the_lock_is_opened_again(
     monkeypatch.setattr(device_module, "lock_file", lock)
     device = open_at(folder)
     assert len(times) == 2
-    assert not device.lost()
+    assert not device.state().lost
     device.close()
 
 

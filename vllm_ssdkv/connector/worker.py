@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -228,11 +227,14 @@ class SSDKVWorker:
             self.step = None
         if len(plan.commit.slots):
             # Older blocks first: their writes free the frames that this step's blocks need.
-            self._commit(plan.commit, ~np.isin(plan.commit.slots, plan.save.slots))
+            self._commit(plan.commit, ~_among(plan.commit.slots, plan.save.slots.tolist()))
         if len(plan.save.slots):
-            good = ~np.isin(plan.save.slots, spoiled)
-            self._skip(plan.save.part(~good))
-            self._save(plan.save.part(good), plan.commit)
+            save = plan.save
+            if spoiled:
+                lost = _among(save.slots, spoiled)
+                self._skip(save.part(lost))
+                save = save.part(~lost)
+            self._save(save, plan.commit)
         if len(plan.move.new):
             self._move(plan.move)
         for load in plan.loads:
@@ -289,9 +291,10 @@ class SSDKVWorker:
             tails = self.store.tails[: len(frames)]
             self._port.save(save.block_ids[part], frames, tails)
             self.store.filled(save.slots[part], tails)
-            self._commit(commit, np.isin(commit.slots, save.slots[part]))
+            self._commit(commit, _among(commit.slots, save.slots[part].tolist()))
             done += len(frames)
-        self._skip(save.part(np.arange(len(save.slots)) >= done))
+        if done < len(save.slots):
+            self._skip(save.part(np.arange(len(save.slots)) >= done))
         self.counters.add("stores_skipped", len(save.slots) - done, cause="write_buffer")
 
     def _skip(self, save: Save) -> None:
@@ -353,7 +356,6 @@ class SSDKVWorker:
         self._report.bad.extend(self._store.take_scrubbed())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._report.speeds.extend(self._opened.files.speed.take_news())
-        self._watch_devices()
 
     def _background_ended(self, outcome: LoadOutcome) -> None:
         if outcome.request_id == PROMOTION:
@@ -373,11 +375,6 @@ class SSDKVWorker:
         """Count what happens to a request, not to a rank: once, on the first rank."""
         if self.rank == 0:
             self.counters.add(metric, value, **labels)
-
-    def _watch_devices(self) -> None:
-        for index, device in enumerate(self._opened.devices):
-            if device.lost():
-                self._opened.files.health.quarantine(index, "its data file was removed")
 
     def take_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed, since the last call."""
@@ -400,7 +397,9 @@ class SSDKVWorker:
         return None if report.empty() else report
 
     def update_gauges(self) -> None:
-        """Refresh the gauges that this process owns, and what the I/O engine counts."""
+        """Refresh the gauges that this process owns, and what the I/O engine counts; see whether
+        all data files are still there. Not in every step: the system's answer costs the
+        interpreter, which then waits for the writing thread."""
         self._gauges_due = time.monotonic() + TELL_INTERVAL_S
         self._engine_metrics.update()
         frames = self.store.frames
@@ -412,18 +411,26 @@ class SSDKVWorker:
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
         for name, value in self.store.choice_gauges().items():
             self.counters.set(name, value)
-        quarantined = self._opened.files.health.quarantined
+        health = self._opened.files.health
         for index, device in enumerate(self._opened.devices):
-            path = self._opened.files.health.paths[index]
-            self.counters.set("device_state", float(index not in quarantined), device=path)
-            stored = os.fstat(device.fd).st_blocks * 512
-            self.counters.set("store_bytes", float(stored), device=path)
+            state = device.state()
+            if state.lost:
+                health.quarantine(index, "its data file was removed")
+            path, here = health.paths[index], index not in health.quarantined
+            self.counters.set("device_state", float(here), device=path)
+            self.counters.set("store_bytes", float(state.stored_bytes), device=path)
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
         if self._store is not None:
             self._store.close()
         self._opened.close()
+
+
+def _among(slots: NDArray[np.int64], others: Sequence[int]) -> NDArray[np.bool_]:
+    """Which of these slots are among the others, [n]; a few of either, as a step saves."""
+    known = set(others)
+    return np.array([slot in known for slot in slots.tolist()], dtype=np.bool_)
 
 
 def _load_time(outcome: LoadOutcome) -> LoadTime:

@@ -129,7 +129,8 @@ class Border:
         self._coming.pop(request_id, None)
 
     def make_room(self, slots: NDArray[np.int64]) -> None:
-        """These slots, [n], want frames: lend what is not needed, as far as they have to be lent.
+        """These slots, [n], want frames: lend what is not needed, as far as they have to be lent,
+        and a small part of it more.
 
         Frames of contexts that do not run any more are taken first, unless nobody chooses. Blocks
         that rows add which choose can do without; and those of prompts that will be chosen from,
@@ -139,8 +140,10 @@ class Border:
         if places + rows == 0:
             return
         # Loads go on beside this: counted in this order, too few frames are never lent for them.
-        coming = np.unique(np.concatenate([slots[:0], *self._coming.values()]))
-        coming = coming[self._frames.frames_of(coming) == NO_FRAME]
+        coming = slots[:0]
+        if self._coming:
+            coming = np.unique(np.concatenate(list(self._coming.values())))
+            coming = coming[self._frames.frames_of(coming) == NO_FRAME]
         chosen = self._places_needed or self._rows_needed
         there = self._frames.spare() if chosen else self._frames.count(FrameState.FREE)
         if len(slots) + len(coming) <= there:

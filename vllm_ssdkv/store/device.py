@@ -19,6 +19,22 @@ logger = logging.getLogger(__name__)
 
 _ALIGN = 4096
 
+_BLOCK = 512
+"""Bytes that ``st_blocks`` counts in (stat(2))."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """What may change while a device is open.
+
+    Attributes:
+        lost: Whether the file was deleted under us: what we write now is gone at the next start.
+        stored_bytes: What the file takes on its file system; 0 for a block device.
+    """
+
+    lost: bool
+    stored_bytes: int
+
 
 @dataclass(slots=True)
 class OpenDevice:
@@ -41,9 +57,10 @@ class OpenDevice:
     created: bool
     """Whether this call made the file."""
 
-    def lost(self) -> bool:
-        """Whether the file was deleted under us: what we write now is gone at the next start."""
-        return os.fstat(self.fd).st_nlink == 0
+    def state(self) -> DeviceState:
+        """What the system says of it now."""
+        found = os.fstat(self.fd)
+        return DeviceState(found.st_nlink == 0, found.st_blocks * _BLOCK)
 
     def free_bytes(self) -> int:
         """Bytes that an unprivileged user may still allocate on the same file system."""

@@ -14,6 +14,10 @@ from vllm_ssdkv.store.layout import SlotGeometry
 _CANDIDATES: Final = 4
 """Of so many times the runs to be lent the emptiest are."""
 
+_PORTIONS: Final = 64
+"""In so many turns at most all runs are lent: contexts grow by a few blocks in each step, and to
+look for runs costs about as much for one as for some."""
+
 
 class Divisible(Protocol):
     """Memory in pieces, of which runs may be taken out of use."""
@@ -53,6 +57,7 @@ class Lender:
         pieces = int(runs.firsts[-1]) + runs.length if self._shared else 0
         self._covered = np.zeros(pieces, dtype=np.int32)
         """In how many runs that serve as frames each piece is, where they are shared."""
+        self._portion = len(runs.firsts) // _PORTIONS
         self._next = 0
         self.lent = 0
         """Runs that serve as frames."""
@@ -71,10 +76,11 @@ class Lender:
         return min(self.runs_in(max(0, spare)), len(self._lent) - self.lent)
 
     def lend(self, count: int, spare: int) -> int:
-        """So many runs, or fewer, where they hold least, serve as frames now; how many. They take
-        ``spare`` pieces at most out of use."""
+        """So many runs, where they hold least, serve as frames now, or a few more; fewer, where
+        they would take more than ``spare`` pieces out of use. Returns how many."""
         if count <= 0:
             return 0
+        count = min(max(count, self._portion), self.most(spare))
         runs = self._within(self._emptiest(count), spare)
         runs = runs[self._memory.close(self._runs.firsts[runs], self._runs.length)]
         frames = (self._first_frame + runs).astype(np.int32)

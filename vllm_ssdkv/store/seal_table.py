@@ -26,7 +26,9 @@ class SealTable:
         self._opening = np.zeros((64, opening_words), dtype=np.uint64)
         self._marks = np.zeros((64, pages, mark_words), dtype=np.uint64)
         self._free = list(range(63, -1, -1))
-        self._held: dict[int, Seals] = {}
+        self._held: dict[int, tuple[Seals, int]] = {}
+        """Of each slot that is being written, the seals of what is written with it, and its place
+        among them."""
 
     def put(self, slots: NDArray[np.int64], seals: Seals) -> None:
         """Remember the seals of distinct slots [n] until they are forgotten."""
@@ -88,15 +90,18 @@ class SealTable:
     def hold(self, slots: NDArray[np.int64], seals: Seals) -> None:
         """These slots are being written with these seals; who needs one may :meth:`adopt` it."""
         with self._lock:
-            for i, slot in enumerate(slots.tolist()):
-                self._held[slot] = Seals(seals.opening[i : i + 1], seals.marks[i : i + 1])
+            self._held.update((slot, (seals, i)) for i, slot in enumerate(slots.tolist()))
 
     def adopt(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which slots are known, [n]; those that are being written are remembered from now on."""
         with self._lock:
-            for slot in np.unique(slots[self._row_of[slots] == _NO_ROW]).tolist():
-                if slot in self._held:
-                    self._put(np.array([slot], dtype=np.int64), self._held[slot])
+            unknown = dict.fromkeys(slots[self._row_of[slots] == _NO_ROW].tolist())
+            found = [slot for slot in unknown if slot in self._held]
+            if found:
+                parts = [self._held[slot] for slot in found]
+                opening = np.stack([seals.opening[i] for seals, i in parts])
+                marks = np.stack([seals.marks[i] for seals, i in parts])
+                self._put(np.array(found, dtype=np.int64), Seals(opening, marks))
             result: NDArray[np.bool_] = self._row_of[slots] != _NO_ROW
             return result
 

@@ -258,6 +258,8 @@ class SlotWriter:
         A slot with an older write in flight waits: two writes to one place may land in any order.
         One whose older write is overdue fails: its device is out of use.
         """
+        if not self._queue:
+            return []
         overdue = {item.slot for group in self._overdue for item in group.items}
         items: list[Pending] = []
         kept: list[Pending] = []
@@ -365,9 +367,12 @@ class SlotWriter:
         good = group.batch.wait()
         held = group.batch.held()
         late = [(held, group.batch)] if held.any() else []
-        missing = group.batch.incomplete()
+        missing = ~good if group.batch.twin is None else group.batch.incomplete()
         end = time.monotonic() + self._files.deadline_s
-        for i in np.flatnonzero(~good & ~held & ~group.batch.out_of_reach()).tolist():
+        failed = ~good & ~held
+        if failed.any():
+            failed &= ~group.batch.out_of_reach()
+        for i in np.flatnonzero(failed).tolist():
             if self._stopping or time.monotonic() >= end:
                 break
             alone = np.zeros(len(group.items), dtype=np.bool_)
