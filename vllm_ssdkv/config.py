@@ -158,21 +158,26 @@ class SSDKVConfig(OptionModel):
         Field(
             description="`reuse` keeps copies of computed KV blocks so that a prefix is never "
             "computed twice. `page` also serves contexts larger than the KV memory of the GPU, "
-            "with this package's attention backend."
+            "with this package's attention backend. Stores of the two are not each other's: name "
+            "other directories when you change it."
         ),
         Reason("reuse works with every model and backend and never changes a result."),
     ] = "reuse"
     devices: Annotated[
         tuple[DeviceConfig, ...],
-        Allowed(f"a list of up to {MAX_DEVICES} paths, or of objects with the fields below"),
+        Allowed(
+            f'a list of up to {MAX_DEVICES} paths, such as ["/mnt/nvme0/kv"], or of objects with '
+            "path and the other fields of a device"
+        ),
         Field(
             strict=False,
             max_length=MAX_DEVICES,
             description="The SSDs that hold the store, striped over all of them.",
         ),
         Reason(
-            "Empty: one directory per model below $XDG_CACHE_HOME/ssdkv (~/.cache/ssdkv), so "
-            "that a first try needs no option."
+            "Empty: one directory per model, mode and kind of selector below "
+            "$XDG_CACHE_HOME/ssdkv (~/.cache/ssdkv), so that a first try needs no option. "
+            "`ssdkv ls` lists them, `ssdkv rm` removes one."
         ),
     ] = ()
     replicas: Annotated[

@@ -166,12 +166,17 @@ class IoConfig(OptionModel):
         int,
         Field(
             ge=MIN_STAGING,
-            description="Bytes per worker for data on its way between HBM and "
-            "the devices. When it is full, stores are skipped (reuse) or wait (page).",
+            description="Bytes per worker, a part of dram_gib, through which page mode reads what "
+            "requests attend to and DRAM has no room for. An eighth of it is for what selectors "
+            "keep beside KV; reuse mode does without. With `encryption`, half as much again "
+            "holds slots on their way to the devices, in either mode.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(parse_size),
-        Reason("Holds the writes of several devices at full queue depth."),
+        Reason(
+            "A quarter of it is under way from several devices while the next one is attended to. "
+            "What is written waits in frames: a larger write buffer is a larger dram_gib."
+        ),
     ] = 64 * MIB
     direct: Annotated[
         Literal["auto", "on", "off"],

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.store.conftest import until
 from vllm_ssdkv.cli import bench_decode, recall_bench
 from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.main import app
@@ -16,6 +21,8 @@ from vllm_ssdkv.cli.recall_run import Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
 
 Runs = list[RecallRun]
+
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -167,6 +174,7 @@ def test_the_length_from_which_on_it_pays() -> None:
         (["--contexts", "12"], "numbers from 512 to 32768"),
         (["--selectors", "best"], f"any of {', '.join(recall_bench.SPARSE)}"),
         (["--json", "/no/such/place/d.json"], "not a directory"),
+        (["--bandwidth", "10XB"], "'10XB': unknown unit 'XB'; known: KiB"),
     ],
 )
 def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> None:
@@ -174,6 +182,21 @@ def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> Non
     assert result.exit_code == 2
     assert text in result.output
     assert runs == []
+
+
+def test_who_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    """Neither an engine nor its stores, which are gigabytes."""
+    command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "bench", "decode"]
+    process = subprocess.Popen([*command, "--dir", str(tmp_path), "--contexts", "512"])
+    until(lambda: list(tmp_path.glob("ssdkv-bench-*/engine.log")) != [], "the engine's start")
+    process.terminate()
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    left = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            left += [file] * (str(tmp_path).encode() in file.read_bytes())
+    assert left == []
 
 
 def test_a_file_that_is_no_picture_is_refused(runs: Runs, tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_bad_options_are_told_line_by_line() -> None:
     ]
 
 
+def test_a_transfer_config_without_options_is_one_with_none() -> None:
+    result = run("config", "check", "-", stdin='{"kv_connector": "SSDKVConnector"}')
+    assert (result.exit_code, result.stdout) == (0, "ok\n")
+
+
+def test_a_path_where_a_list_belongs_is_told_how() -> None:
+    result = run("config", "check", "-", stdin='{"devices": "/mnt/a"}')
+    assert result.exit_code == 1
+    assert 'such as ["/mnt/nvme0/kv"]' in result.stderr
+
+
 def test_a_check_as_json() -> None:
     result = run("config", "check", "-", "--json", stdin="{}")
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"ok": True, "problems": []})

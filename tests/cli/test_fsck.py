@@ -120,7 +120,7 @@ def test_what_cannot_be_checked_ends_with_2(store: FilledStore, tmp_path: Path) 
     result = fsck(tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"no store.json in {tmp_path}" in result.stderr
-    assert "no store.json in no directory at all" in fsck().stderr
+    assert "name the devices of a store" in fsck().stderr
     result = fsck(store.devices[0], "--state-dir", store.state)
     assert result.exit_code == 2
     assert "has 2 device(s)" in result.stderr

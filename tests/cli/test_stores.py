@@ -137,9 +137,32 @@ def test_a_device_that_is_away_is_said(tmp_devices: Callable[[int], list[Path]])
     devices = tmp_devices(2)
     store = FilledStore(tuple(devices), devices[0], SLOTS)
     store.fill()
-    devices[1].rename(devices[1].with_name("away"))
+    away = devices[1].with_name("away")
+    devices[1].rename(away)
     result = ssdkv("rm", devices[0], "--yes")
-    assert result.exit_code == 0, result.output
-    assert f"{devices[1]} is not there: nothing was removed from it" in result.stderr
+    assert result.exit_code == 1
+    assert f"{devices[1]} is not there, and nothing was removed from it" in result.stderr
+    assert "are free again" in result.stdout
     assert devices[0].is_dir(), "a folder that somebody named stays"
     assert list(devices[0].iterdir()) == []
+    # When it is back, what is left on it goes.
+    away.rename(devices[1])
+    (devices[1] / "notes").write_text("mine")
+    result = ssdkv("rm", devices[1], "--yes")
+    assert result.exit_code == 0, result.output
+    assert [file.name for file in devices[1].iterdir()] == ["notes"]
+    assert f"no {NAME} in {devices[1]}" in ssdkv("rm", devices[1], "--yes").stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "quota", "inspect", "fsck", "rm"])
+def test_a_directory_that_does_not_exist_is_named(command: str, tmp_path: Path) -> None:
+    result = ssdkv(command, tmp_path / "nodir")
+    assert result.exit_code == (2 if command == "fsck" else 1)
+    assert f"{tmp_path / 'nodir'} does not exist: is it mounted?" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "fsck", "rm"])
+def test_who_names_no_store_learns_where_some_are(command: str) -> None:
+    result = ssdkv(command)
+    assert result.exit_code == (2 if command == "fsck" else 1)
+    assert "ssdkv ls" in result.stderr

@@ -97,6 +97,23 @@ def test_a_device_that_is_away_is_named(store: FilledStore) -> None:
     assert len(files_of_store(away)) == RANKS
 
 
+def test_what_only_looks_like_ours_stays(store: FilledStore) -> None:
+    """Of a store whose manifest is gone, only data files with a superblock are known for sure."""
+    remove(plan_removal([], store.state))
+    store.fill()
+    for name in (NAME, COPY, "journal"):
+        (store.state / name).unlink()
+    theirs = store.devices[0] / "rank7.data"
+    theirs.write_bytes(b"mine" * 1000)
+    found = plan_removal(store.devices)
+    assert set(found.files) == content(store) - {theirs}
+    assert found.nbytes > 0
+    remove(found)
+    assert content(store) == {theirs}
+    with pytest.raises(StoreError, match=f"no {NAME}"):
+        plan_removal(store.devices)
+
+
 def test_a_raw_device_is_as_new(store: FilledStore) -> None:
     """Both superblocks of ours are zeros then; without one, nothing is written."""
     data = store.data(0, 0)

@@ -129,7 +129,13 @@ def _call(url: str, key: str, path: str, method: str = "GET") -> dict[str, Any]:
             value = json.load(answer)
     except urllib.error.HTTPError as error:
         raise BatchError(f"{url}: {error.code}: {_message(error.read())}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        why = getattr(error, "reason", error)
+        raise BatchError(
+            f"{url} cannot be reached ({why}): start vllm serve with "
+            "VLLM_PLUGINS=ssdkv,ssdkv_batch, or name another server with --url"
+        ) from None
+    except ValueError as error:
         raise BatchError(f"{url}: {error}") from None
     if not isinstance(value, dict):
         raise BatchError(f"{url}: not a batch API")

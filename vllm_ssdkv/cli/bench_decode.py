@@ -32,6 +32,7 @@ from vllm_ssdkv.cli.recall_bench import (
     SelectorsOption,
     SimilarityOption,
     WindowOption,
+    byte_size,
     names,
     numbers,
     recall_plan,
@@ -41,7 +42,7 @@ from vllm_ssdkv.cli.recall_bench import (
 from vllm_ssdkv.cli.recall_run import BLOCK_TOKENS, STAGING, Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import MIB, parse_size
+from vllm_ssdkv.sizes import MIB
 
 _MIN_CONTEXT: Final = 512
 _FRAMES: Final = 2 * MIB
@@ -119,7 +120,7 @@ def decode(
     require_writable("--json", json_file)
     require_writable("--plot", plot_file)
     rule: dict[str, object] = {
-        "bandwidth": parse_size(bandwidth),
+        "bandwidth": byte_size("--bandwidth", bandwidth),
         "iops": iops,
         "latency": latency,
     }

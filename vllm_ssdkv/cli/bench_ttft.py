@@ -13,8 +13,8 @@ from rich.table import Table
 
 from vllm_ssdkv.cli.bench import require_writable, wide_console
 from vllm_ssdkv.cli.recall import MODEL_DIR
+from vllm_ssdkv.cli.recall_bench import byte_size
 from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import parse_size
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -93,10 +93,7 @@ def ttft(
     """
     from vllm_ssdkv.profiling.bench_ttft import run_bench
 
-    try:
-        slow: dict[str, float] = {"bandwidth": parse_size(bandwidth), "latency": latency}
-    except ValueError as error:
-        raise typer.BadParameter(f"{bandwidth!r}: {error}", param_hint="--bandwidth") from None
+    slow: dict[str, float] = {"bandwidth": byte_size("--bandwidth", bandwidth), "latency": latency}
     require_writable("--json", json_file)
     parents = [path.expanduser().absolute() for path in directory or [Path.cwd()]]
     console = Console(stderr=True)

@@ -36,8 +36,8 @@ def read_options(text: str) -> dict[str, object]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(f"not JSON: {error.msg} at {where}") from None
-    if isinstance(value, dict) and EXTRA in value:
-        value = value[EXTRA]
+    if isinstance(value, dict) and (EXTRA in value or "kv_connector" in value):
+        value = value.get(EXTRA, {})
     if not isinstance(value, dict):
         raise ConfigError("not a JSON object")
     return {str(name): inner for name, inner in value.items()}
@@ -100,7 +100,10 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def check(file: _File, as_json: _Json = False) -> None:
-    """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong."""
+    """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong.
+
+    Drives and key files are not looked at: `ssdkv doctor --device` does that for drives.
+    """
     problem = ""
     try:
         SSDKVConfig.from_extra_config(_load(file))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import typer
 
 from vllm_ssdkv import __version__
@@ -47,5 +50,12 @@ def version() -> None:
     typer.echo(__version__)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point. Who is told to end (SIGTERM) ends what it has started, and removes what it has
+    made for a while, as after Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(prog_name="ssdkv")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall_run import Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.sizes import MIB, parse_size
 
 SPARSE: Final = tuple(
     name for name in get_args(SSDKVConfig.model_fields["selector"].annotation) if name != "exact"
@@ -72,6 +72,18 @@ def numbers(option: str, text: str, low: float, high: float) -> list[float]:
     if not found or not all(low <= value <= high for value in found):
         raise typer.BadParameter(f"{text!r}: numbers from {low:g} to {high:g}", param_hint=option)
     return found
+
+
+def byte_size(option: str, text: str) -> int:
+    """Bytes.
+
+    Raises:
+        BadParameter: the text is no size.
+    """
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
 
 
 def names(text: str) -> list[str]:

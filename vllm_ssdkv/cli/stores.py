@@ -89,8 +89,9 @@ def look_at_all(
         Of each store that could be looked at; and a line of text for each of the others.
     """
     found: list[Seen] = []
-    broken: list[str] = []
-    states = {s: None for d in _absolute(directories) or [default_root()] for s in stores_below(d)}
+    named = _absolute(directories)
+    broken = [f"{path} does not exist: is it mounted?" for path in named if not path.exists()]
+    states = {s: None for d in named or [default_root()] for s in stores_below(d)}
     for state in states:
         try:
             found.append(look(find_store([], state)))
@@ -190,7 +191,8 @@ def remove(
 ) -> None:
     """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
 
-    Exits with 1 when it is in use, or when the answer is no.
+    Exits with 1 when it is in use, when the answer is no, or when one of its devices is not there:
+    what is on that one is removed by naming it when it is back.
     """
     with _errors():
         removal = plan_removal(_absolute(directories), _state(state_dir))
@@ -201,7 +203,11 @@ def remove(
         remove_files(removal)
         _remove_cache_folders(removal)
     for path in removal.missing:
-        typer.echo(f"{path} is not there: nothing was removed from it", err=True)
+        typer.echo(
+            f"{path} is not there, and nothing was removed from it: when it is back, remove what "
+            f"is left with ssdkv rm {path}",
+            err=True,
+        )
     if as_json:
         content = {
             "removed": [str(file) for file in removal.files],
@@ -212,6 +218,8 @@ def remove(
         typer.echo(json.dumps(content, indent=2))
     else:
         typer.echo(f"removed, {approximate_size(removal.nbytes)} are free again")
+    if removal.missing:
+        raise typer.Exit(FAILED)
 
 
 def _ask(removal: Removal) -> None:

@@ -16,7 +16,7 @@ from vllm_ssdkv.store.durable import sync_directory
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.manifest import COPY, NAME
 from vllm_ssdkv.store.open import JOURNAL
-from vllm_ssdkv.store.stored import find_store, is_raw
+from vllm_ssdkv.store.stored import find_store, has_manifest, is_raw
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, MAGIC
 from vllm_ssdkv.store.wear import NAME as WEAR
 
@@ -65,7 +65,8 @@ class Removal:
 def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> Removal:
     """What belongs to the store on these devices. Blocks on I/O.
 
-    Where no manifest can be read, it is what lies in the directories named.
+    Where no manifest can be read, it is what lies in the directories named. Where there is none,
+    it is data files of ours there: the store was removed while these devices were away.
 
     Args:
         directories: See :func:`vllm_ssdkv.store.stored.find_store`; likewise ``state_dir``.
@@ -73,18 +74,40 @@ def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> 
     Raises:
         StoreError: there is no store.
     """
+    named = [*directories, *([] if state_dir is None else [state_dir])]
     try:
         store = find_store(directories, state_dir)
         places = dict.fromkeys((*store.paths, store.state))
     except FormatError:
-        named = [*directories, *([] if state_dir is None else [state_dir])]
         places = dict.fromkeys(named)
+    except StoreError:
+        left = _left_over(named)
+        if any(map(has_manifest, named)) or not (left.files or left.raw):
+            raise
+        return left
     raw = tuple(place for place in places if is_raw(place))
     missing = tuple(place for place in places if not place.exists())
     found = [file for place in places for file in files_of_store(place)]
     found.sort(key=lambda file: file.name in _MANIFESTS)
-    nbytes = sum(file.stat().st_blocks * 512 for file in found)
-    return Removal(tuple(found), raw, missing, nbytes)
+    return Removal(tuple(found), raw, missing, _stored_bytes(found))
+
+
+def _left_over(places: Sequence[Path]) -> Removal:
+    """What stores without a manifest have left there, and nothing that only has such a name."""
+    raw = tuple(place for place in places if is_raw(place) and _is_ours(place))
+    found = [file for place in places for file in files_of_store(place)]
+    data = [file for file in found if _DATA.fullmatch(file.name) and _is_ours(file)]
+    return Removal(tuple(data), raw, (), _stored_bytes(data))
+
+
+def _stored_bytes(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a data file or block device begins like one of a store."""
+    with path.open("rb") as file:
+        return any(os.pread(file.fileno(), len(MAGIC), at) == MAGIC for at in COPY_OFFSETS)
 
 
 def remove(removal: Removal) -> None:

@@ -107,9 +107,14 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     """
     state = state_dir or next((d for d in directories if has_manifest(d)), None)
     if state is None or not has_manifest(state):
-        looked = ", ".join(map(str, [state_dir] if state_dir else directories))
+        looked = [state_dir] if state_dir else directories
+        if not looked:
+            raise StoreError("name the devices of a store; ssdkv ls lists those that need no name")
+        for path in looked:
+            if not path.exists():
+                raise StoreError(f"{path} does not exist: is it mounted?")
         raise StoreError(
-            f"no {NAME} in {looked or 'no directory at all'}: name the devices of a store, or its "
+            f"no {NAME} in {', '.join(map(str, looked))}: name the devices of a store, or its "
             "state directory with --state-dir"
         )
     manifest, damage = _read_manifest(state)
