@@ -309,7 +309,8 @@ BATCH_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "batch_errors",
         "errors",
-        "Times the batch runner could not read or write its files; it tries again.",
+        "Times the batch runner could not read or write its files, or vLLM aborted one of its "
+        "requests, as `/pause` does; it tries again.",
     ),
 )
 """Metrics of the Batch API. They live in the API server, not in the engine."""

@@ -298,6 +298,7 @@ class Simulation:
             "_in_contexts",
             "_failed_loads",
             "_seats",
+            "_arriving",
         ):
             assert not getattr(self.ours, name), name
         assert all(not rank.contexts for rank in self.ranks)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.connector.events import Make, begin, end, gauges, hits, prompt, stored
 from tests.connector.rank import BLOCK
 from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
-from vllm_ssdkv.connector.messages import RankReport
+from vllm_ssdkv.connector.messages import BACKGROUND, RankReport
 from vllm_ssdkv.errors import StoreFailedError
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.journal import Journal
@@ -99,6 +101,33 @@ def test_a_stored_prompt_hits(page: Make, reuse: Make, depth: int) -> None:
         run.add("b", prompt(64) + prompt(9, 1), 4)
         end(run, *"ab")
         assert (hits(run, "a"), hits(run, "b")) == ([6], [4])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_was_decoded_is_stored(page: Make, reuse: Make, depth: int) -> None:
+    """Also where a block is complete before its last token is known here."""
+    for make in (page, reuse):
+        run = make(depth=depth)
+        request = run.add("a", prompt(40), 100)
+        end(run, "a")
+        assert len(run.index.lookup(run.ours.keys_of(request))) == (40 + 99) // BLOCK
+
+
+def test_what_is_still_being_loaded_is_nobody_elses(page: Make) -> None:
+    """Workers know the checksums of a context when it has arrived."""
+    run = page(slots=60, hbm_blocks=40)
+    stored(run, prompt(150))
+    run.add("hit", prompt(150), 4)
+    run.step()
+    other = run.add("computed", prompt(150), 4)
+    other.skip_reading_prefix_cache = True
+    theirs = {slot for plan in run.plans for load in plan.loads for slot in load.slots.tolist()}
+    assert len(theirs) > 4
+    for _ in range(3):
+        run.step()
+    assert run.ours._requests["computed"].slots
+    assert not theirs & set(run.ours._requests["computed"].slots)
+    end(run, "hit", "computed")
 
 
 def test_salts_keep_prompts_apart(reuse: Make) -> None:
@@ -488,6 +517,37 @@ def test_the_engine_keeps_stepping_until_writes_are_known(reuse: Make) -> None:
     assert not run.scheduler.has_requests()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_is_kept_while_the_engine_is_paused_asks_for_no_steps(
+    page: Make, reuse: Make, depth: int
+) -> None:
+    for make in (page, reuse):
+        run = make(depth=depth)
+        for name in "ab":
+            run.add(name, prompt(100, ord(name)), 50)
+        for _ in range(6):
+            run.step()
+        run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for _ in range(8):
+            run.step()
+            run.end_io()
+        assert run.ours._requests
+        assert not run.ours.unfinished()
+        run.scheduler.set_pause_state(PauseState.UNPAUSED)
+        end(run, *"ab")
+
+
+def test_a_reset_waits_for_loads_of_requests_only(reuse: Make) -> None:
+    run = reuse()
+    slots = np.zeros(0, dtype=np.int64)
+    for name in BACKGROUND:
+        run.ours._loading[name] = slots
+    assert run.ours.forget_all()
+    run.ours._loading["a"] = slots
+    assert not run.ours.forget_all()
+    run.ours._loading.clear()
+
+
 # ---- slots that the scrub found bad ----
 
 
@@ -508,6 +568,11 @@ def test_a_bad_slot_is_dropped_once_whoever_tells(reuse: Make) -> None:
     )
     assert run.ours.counters.total("slots_dropped", cause="read_error") == 1
     assert run.index.gauges()["ready"] == 5
+    # Whoever told of it hears that it was stored; nobody hears so of a copy in an old life.
+    mended = [(0, RankReport(mended=[(stored[0], 1), (stored[1], 9)]))]
+    run.ours.reported(mended, ())
+    plan = run.ours.plan(SchedulerOutput.make_empty())
+    assert plan.believed == [(slot, epoch), (stored[0], 1)]
     for rank in run.ranks:
         rank.broken.add(slot)
     run.scheduler.reset_prefix_cache()

@@ -12,6 +12,10 @@ class NoReplyError(SSDKVError):
     """The engine ended before the answer: the request has none, and may be sent again."""
 
 
+class AbortedError(NoReplyError):
+    """The engine goes on, but has aborted the request, as when somebody pauses it."""
+
+
 class Answering(Protocol):
     """Something that answers requests, on the event loop."""
 
@@ -20,4 +24,5 @@ class Answering(Protocol):
 
         Raises:
             NoReplyError: the engine has ended.
+            AbortedError: it has aborted this request only.
         """

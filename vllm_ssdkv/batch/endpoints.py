@@ -20,7 +20,7 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_ssdkv.batch.answering import NoReplyError
+from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, Usage
 from vllm_ssdkv.batch.lines import CHAT, COMPLETIONS, EMBEDDINGS
 
@@ -94,6 +94,7 @@ class Endpoints:
 
         Raises:
             NoReplyError: the engine has ended.
+            AbortedError: it has aborted this request only.
         """
         adapter, handler = self._handlers[endpoint]
         if self._priority is not None:
@@ -108,7 +109,12 @@ class Endpoints:
         if task is not None and task.cancelling():
             # vLLM makes an error response of a cancellation ("Client disconnected").
             raise asyncio.CancelledError
-        reply = _reply(result)
+        try:
+            reply = _reply(result)
+        except AbortedError:
+            if not self._engine.errored:
+                raise
+            raise NoReplyError("the engine has ended") from None
         if self._engine.errored and not reply.succeeded:
             raise NoReplyError("the engine has ended")
         return reply
@@ -132,7 +138,7 @@ def _reply(result: Any) -> Reply:  # noqa: ANN401 - what vLLM's serving objects 
         return Reply(status, content)
     body = msgspec.json.decode(content, type=_Body)
     if any(choice.finish_reason == "abort" for choice in body.choices or ()):
-        raise NoReplyError("the engine has aborted the request")
+        raise AbortedError("the engine has aborted a request")
     usage = body.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
     return Reply(

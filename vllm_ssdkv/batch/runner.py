@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from vllm_ssdkv.batch.answering import Answering, NoReplyError
+from vllm_ssdkv.batch.answering import AbortedError, Answering, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, answer_line, failure_line
 from vllm_ssdkv.batch.jobs import Finished, Pending
 from vllm_ssdkv.batch.lines import MAX_LINE, LineError, parse_request
@@ -140,7 +140,7 @@ class Runner:
     async def _pause(self, error: Exception) -> None:
         """After an error that may pass: the disk is full, or does not answer."""
         self._counters.add("batch_errors")
-        expected = isinstance(error, OSError | sqlite3.Error)
+        expected = isinstance(error, OSError | sqlite3.Error | AbortedError)
         logger.warning("batches: %s; trying again", error, exc_info=None if expected else error)
         await asyncio.sleep(RETRY_S)
 
@@ -298,6 +298,10 @@ class Runner:
     async def _send(self, active: _Active, pending: Pending) -> None:
         try:
             answer = await self._answer(active, pending)
+        except AbortedError as error:
+            # Somebody has paused the engine, or reset it: it will answer when it is asked again.
+            await self._pause(error)
+            active.queue.appendleft(pending)
         except NoReplyError as error:
             if not self._interrupted:
                 logger.warning("batches: %s; the next start of the server goes on", error)

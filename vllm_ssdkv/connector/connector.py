@@ -127,8 +127,8 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Results of a step."""
         meta = connector_output.kv_connector_worker_meta
         reports = meta.reports if isinstance(meta, SSDKVWorkerMetadata) else []
-        self.scheduler.reported(reports, connector_output.finished_recving or ())
         self.scheduler.load_failed(connector_output.failed_recving or ())
+        self.scheduler.reported(reports, connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
+from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.restripe import Restriper
 
 logger = logging.getLogger(__name__)
@@ -22,12 +25,19 @@ class DeviceShares:
         self._worth: dict[tuple[int, int], float] = {}
         self._even = False
 
-    def lose(self, device: int) -> bool:
-        """A device is out of use; False when that was known. :meth:`reweigh` comes next."""
+    def lose(self, device: int, index: SlotIndex) -> int:
+        """A device is out of use: what lies nowhere else is dropped. How many blocks that were; 0
+        when it was known. Takes time that grows with the store, once."""
         if device in self._lost:
-            return False
+            return 0
         self._lost.add(device)
-        return True
+        self.reweigh()
+        everything = np.arange(index.num_slots, dtype=np.int64)
+        lost = self._restriper.placement.lost(self._restriper.out_of_use(), everything)
+        dropped = index.quarantine(everything[lost])
+        self._restriper.step()
+        logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
+        return dropped
 
     def value(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
         """A rank says which part of their weight (device, part) devices are worth."""

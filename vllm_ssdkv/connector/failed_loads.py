@@ -27,6 +27,10 @@ class FailedLoads:
         """The load of this request failed: vLLM asks again."""
         self._again.add(request_id)
 
+    def failed(self, request_id: str) -> bool:
+        """Whether the request has still to ask again."""
+        return request_id in self._again
+
     def scheduled(self, request_id: str) -> None:
         """The request runs."""
         self._trying.discard(request_id)

@@ -174,6 +174,8 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Slots whose frames are worthless: dropped, or never to be committed."""
     segments: tuple[Segment, ...] | None = None
     """Where the slots of this and later plans are; None: as before."""
+    believed: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, epoch) pairs that are or were stored, of those that were said to be bad or mended."""
     trim: SlotArray | None = None
     """Slots that hold nothing any more, after many were dropped at once."""
     timed: bool = False
@@ -194,6 +196,8 @@ class RankReport:
     """Saves that found no frame (reuse mode)."""
     bad: list[tuple[int, int]] = field(default_factory=list)
     """Slots whose bytes are wrong or cannot be read."""
+    mended: list[tuple[int, int]] = field(default_factory=list)
+    """Slots of which one copy was wrong, found by the scrub."""
     poisoned: list[str] = field(default_factory=list)
     """Requests whose context could not be read this step; they must be computed again."""
     lost_devices: list[int] = field(default_factory=list)
@@ -222,6 +226,7 @@ class RankReport:
             or self.failed_writes
             or self.skipped
             or self.bad
+            or self.mended
             or self.poisoned
             or self.lost_devices
             or self.speeds

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.arriving import ArrivingContexts
 from vllm_ssdkv.connector.asked import AskedOptions
 from vllm_ssdkv.connector.background import BackgroundLoads
 from vllm_ssdkv.connector.cache_spec import TieredManager
@@ -99,6 +100,7 @@ class SSDKVScheduler:
         self._contexts: list[ContextDelta] = []
         self._forget: list[str] = []
         self._discard: list[int] = []
+        self._believed: list[tuple[int, int]] = []
         self._trim: NDArray[np.int64] | None = None
         self._saves: list[tuple[int, int, int]] = []
         self._commits: list[tuple[int, int, bytes]] = []
@@ -108,6 +110,7 @@ class SSDKVScheduler:
         self._moves = Moves(index, restriper, policy, counters, self._writing, self._unpin)
         # Page mode: how many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
+        self._arriving = ArrivingContexts()
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
@@ -167,14 +170,15 @@ class SSDKVScheduler:
         needed = self._blocks_needed(request)
         if self._index.available() >= needed:
             return True
-        self._restriper.step()
+        in_use = any(state.reserved or state.slots for state in self._requests.values())
+        # Slots that are being written or loaded are free again soon.
+        soon = bool(in_use or self._writing or self._loading)
+        self._restriper.step(patient=soon)
         if self._restriper.under_way:
             return False
         if self._index.available() >= needed:  # what was striped anew has come back
             return True
-        in_use = any(state.reserved or state.slots for state in self._requests.values())
-        # Slots that are being written or loaded are free again soon.
-        if not (in_use or self._writing or self._loading or self._shares.even_out()):
+        if not (soon or self._shares.even_out()):
             raise StoreFailedError(
                 f"request {request.request_id} needs {needed} slots, {self._index.available()} "
                 f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "
@@ -216,6 +220,7 @@ class SSDKVScheduler:
             self._index.pin(slots)
             state.slots = slots.tolist()
             self._in_contexts.update(state.slots)
+            self._arriving.add(state.request_id, state.slots)
             self._index.unreserve(count)
             state.reserved -= count
             self._contexts.append(ContextDelta(state.request_id, 0, slots))
@@ -276,7 +281,9 @@ class SSDKVScheduler:
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
-        busy = self._requests or self._writing or self._loading or self._moves.unfinished
+        plan.believed, self._believed = self._believed, []
+        # Not requests that wait for more input, or because the engine is paused: nobody works.
+        busy = self._writing or self._loading or self._moves.unfinished
         plan.settled = plan.idle and not busy
         self._settled = plan.settled
         plan.segments = self._restriper.take_segments()
@@ -321,9 +328,9 @@ class SSDKVScheduler:
             found = self._index.find(keys[block - begin]) if known else None
             # A session that goes on with more input needs more than it was admitted with.
             reserved = state.reserved > 0
-            if found is not None and found in self._in_contexts:
-                # Another running request has this block. One that nobody runs with is no help:
-                # the workers do not know its checksums.
+            if found is not None and found in self._in_contexts and found not in self._arriving:
+                # Another running request has this block. One that nobody runs with, or that is
+                # still being loaded, is no help: the workers do not know its checksums.
                 self._index.pin(np.array([found], dtype=np.int64))
                 self._index.unreserve(int(reserved))
                 new.append(found)
@@ -352,7 +359,7 @@ class SSDKVScheduler:
         if not state.request.num_preemptions:
             self._policy.see(keys)
         admitted = self._policy.admitted(keys).tolist()
-        state.published = end
+        state.published = first + len(keys)  # the last tokens may still be on their way here
         for block, key in enumerate(keys, first):
             if state.block_ids[block] == 0 or self._index.find(key) is not None:
                 continue
@@ -434,7 +441,8 @@ class SSDKVScheduler:
             if report.streamed and PROMOTION not in self._loading:
                 self._background.promote(self._requests, report.streamed)
             for device in report.lost_devices:
-                self._lose_device(device)
+                dropped = self._shares.lose(device, self._index)
+                self.counters.add("slots_dropped", dropped, cause="device_lost")
             self._shares.value(rank, report.speeds)
             for slot, epoch in report.durable:
                 if self._writing.done(slot, epoch):
@@ -444,6 +452,8 @@ class SSDKVScheduler:
             for slot, epoch in report.skipped:
                 self._write_failed(slot, epoch)
                 self._send_back_users(slot, epoch)
+            told = [pair for pair in (*report.bad, *report.mended) if self._index.holds(*pair)]
+            self._believed.extend(told)
             for slot, epoch in report.bad:
                 if epoch in (-1, self._index.epoch(slot)):
                     self._drop(slot, "read_error")
@@ -457,11 +467,13 @@ class SSDKVScheduler:
             slots = self._loading.pop(request_id, None)
             if slots is not None:
                 self._choice.ended(request_id)
+                if not self._failed_loads.failed(request_id):
+                    self._arriving.end(request_id)
                 self._moves.read(slots, fetched=request_id == FETCH)
                 self._unpin(slots.tolist())
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
-        """Loads that failed: vLLM asks again."""
+        """Loads that failed: vLLM asks again. Comes before :meth:`reported` of their end."""
         for request_id in request_ids:
             if request_id in self._requests:  # else it was given up meanwhile
                 self.counters.add("recomputed_requests", 1, cause="hit")
@@ -494,7 +506,7 @@ class SSDKVScheduler:
 
     def _drop(self, slot: int, cause: str) -> None:
         # Several ranks, or a load and the scrub, may tell of the same slot.
-        if self._index.state(slot) in (SlotState.READY, SlotState.WRITING):
+        if self._index.holds(slot, self._index.epoch(slot)):
             self._index.drop(slot)
             self.counters.add("slots_dropped", 1, cause=cause)
 
@@ -503,19 +515,6 @@ class SSDKVScheduler:
         # What became free without having been evicted holds nothing that anybody will read.
         gone = (SlotState.FREE, SlotState.LOST)
         self._discard.extend(slot for slot in slots if self._index.state(slot) in gone)
-
-    def _lose_device(self, device: int) -> None:
-        if not self._shares.lose(device):
-            return
-        everything = np.arange(self._index.num_slots, dtype=np.int64)
-        self._shares.reweigh()
-        lost = self._restriper.placement.lost(self._restriper.out_of_use(), everything)
-        dropped = self._index.quarantine(everything[lost])
-        self._restriper.step()
-        self.counters.add("slots_dropped", dropped, cause="device_lost")
-        logger.error(
-            "ssdkv: %d stored blocks on %s are out of reach", dropped, self._shares.paths[device]
-        )
 
     # ---- the end of a request ----
 
@@ -536,6 +535,7 @@ class SSDKVScheduler:
         if not self._paged:
             return
         self._forget.append(state.request_id)
+        self._arriving.end(state.request_id)
         self._contexts = [c for c in self._contexts if c.request_id != state.request_id]
         self._policy.held_back(len(state.private), len(self._writing))
         for slot in state.private.values():
@@ -560,7 +560,7 @@ class SSDKVScheduler:
 
         What is stored from now on is found until this engine ends: after a restart, the weights
         are those on disk again. Requests that run keep what they hold; vLLM preempts them before
-        it asks for this. False when a load of old blocks is under way.
+        it asks for this. False when a request's load of old blocks is under way.
         """
         self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
         self._trim = self._index.free_slots()
@@ -569,7 +569,7 @@ class SSDKVScheduler:
                 "ssdkv: the cache was reset; blocks stored from now on will not survive a restart"
             )
         self._forgetful = True
-        return not self._loading
+        return not self._loading.keys() - BACKGROUND
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""

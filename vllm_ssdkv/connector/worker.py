@@ -203,6 +203,8 @@ class SSDKVWorker:
             store.discard(np.array(plan.discard, dtype=np.int64))
         if plan.trim is not None:
             store.trim(plan.trim)
+        if plan.believed:
+            store.believe(plan.believed)
         if plan.rows:
             self.step = PagedStep(
                 store,
@@ -354,6 +356,7 @@ class SSDKVWorker:
             self._report.steps.extend(self._timer.take())
         self._report_writes()
         self._report.bad.extend(self._store.take_scrubbed())
+        self._report.mended.extend(self._store.take_mended())
         self._report.lost_devices.extend(self._opened.files.health.take_news())
         self._report.speeds.extend(self._opened.files.speed.take_news())
 

@@ -140,6 +140,11 @@ class SlotIndex:
         """What the slot is now."""
         return SlotState(self._table.state(slot))
 
+    def holds(self, slot: int, epoch: int) -> bool:
+        """Whether the slot holds a block of this epoch, or is being filled with it."""
+        filled = self.state(slot) in (SlotState.READY, SlotState.WRITING)
+        return filled and epoch == self.epoch(slot)
+
     def order(self) -> I64:
         """Evictable slots, the least recently used first; int64, shape [n]."""
         return self._table.order()

@@ -115,6 +115,10 @@ class SlotLoader:
         """Jobs queued or running whose outcome was not taken yet."""
         return self._active
 
+    def running(self) -> int:
+        """Those of them that have not ended."""
+        return self._active - self._outcomes.qsize()
+
     def close(self, timeout_s: float) -> bool:
         """End the thread; jobs that are queued fail. False when a read did not end in time."""
         self._stopping = True

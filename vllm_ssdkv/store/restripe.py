@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -44,6 +45,10 @@ MOST_AHEAD = 8
 WORTH_MOVING = 1.15
 """Blocks move for reads that are so many times faster. Not for less: each move is a write. One
 device of eight that is as fast again as the others, or a ninth one, gives 1.13."""
+
+LOOK_SHARE = 20
+"""Looking for segments that can be emptied takes a twentieth of the time at most while it is in
+vain: it takes as long as the store is large."""
 
 _RETRY_S = 5.0
 
@@ -145,8 +150,10 @@ class Restriper:
         saver: SegmentSaver,
         counters: Counters,
         replicas: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """``weights`` by device, 0 for one that is not there; ``replicas`` of each slot."""
+        """``weights`` by device, 0 for one that is not there; ``replicas`` of each slot;
+        ``clock``: monotonic seconds."""
         self.placement = placement
         self.weights = list(weights)
         self._replicas = replicas
@@ -166,6 +173,8 @@ class Restriper:
         """Slots handed out, at most, between two steps while segments had the wrong lanes."""
         self._news = False
         self._look = True
+        self._clock = clock
+        self._look_from = 0.0
         self._sources: list[Segment] = []
         """Segments that blocks are to move out of, by ascending number."""
         self._firsts = np.zeros(0, dtype=np.int64)
@@ -191,8 +200,10 @@ class Restriper:
         """Which devices are not there, or are to be used no more; bool, [devices]."""
         return np.array([not weight for weight in self.weights], dtype=np.bool_)
 
-    def step(self) -> None:
-        """Do what is due. Never blocks."""
+    def step(self, *, patient: bool = True) -> None:
+        """Do what is due. Never blocks. ``patient``: what takes long and was in vain last time is
+        not tried again at once: where every segment holds something that is in use, looking at all
+        slots in every step would take more time than the step."""
         if self._stale or self._successors:
             allocated = self._index.counters["allocated"]
             self._at_once = max(self._at_once, allocated - self._looked)
@@ -200,7 +211,7 @@ class Restriper:
         if self._successors and self._saver.saved():
             self._finish()
         if self._stale and not self._successors:
-            self._begin()
+            self._begin(patient=patient)
 
     def settle(self, timeout_s: float) -> None:
         """Do what can be done now, and wait for the manifest: at start, nothing else waits.
@@ -354,7 +365,7 @@ class Restriper:
         rush = min(soon, self.placement.slots // MOST_AHEAD)
         return max(max(s.slots for s in self._stale) // AHEAD, rush)
 
-    def _begin(self) -> None:
+    def _begin(self, *, patient: bool) -> None:
         """Empty the segments that hold nothing, and those whose place is needed."""
         index = self._index
         wanted = self._ahead() + self._extra
@@ -364,6 +375,9 @@ class Restriper:
             # of which the same is true, are given up.
             coming = index.gauges()["free"] - self._room.slots
         if coming > wanted and not self._look:
+            return
+        began = self._clock()
+        if patient and not self._look and began < self._look_from:
             return
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
@@ -393,6 +407,8 @@ class Restriper:
                 dropped,
             )
         self._spent = None
+        ended = self._clock()
+        self._look_from = ended + LOOK_SHARE * (ended - began)
         if self._successors:
             self._begun = index.counters["allocated"]
             self._saver.put(self._wanted())
@@ -437,5 +453,6 @@ class Restriper:
         self._news = True
         handed_out = self._index.counters["allocated"] - self._begun
         self._handed_out = max(self._handed_out, handed_out)
-        self._index.restore(slots)
+        # Devices may have been lost meanwhile: what lies on them stays out of use.
+        self._index.restore(slots[~self.placement.lost(self.out_of_use(), slots)])
         self._judge()

@@ -3,7 +3,9 @@
 A bit that has flipped on a drive is found before a request asks for the block, and a drive that
 fails is noticed while it is idle. Which slots hold a block is the scheduler's knowledge; here a
 slot counts if its header is one of this store's. What is wrong is reported with the epoch that the
-header names, so that a report about an older life of a slot has no effect.
+header names, so that a report about an older life of a slot has no effect: a free slot of a segment
+that was striped anew may have its old header, and other bytes behind it. So no device is accused
+before the scheduler has said that the slot is stored (:meth:`Scrubber.believe`).
 
 Of slots with two copies both are read. One that is wrong, or older than the other, is written anew
 from the one that is right: so a drive that was away, or was replaced, is filled again.
@@ -15,8 +17,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +44,45 @@ PASS_S = 3600.0
 
 _LOOK_S = 0.05
 """How often the thread looks whether the devices are idle."""
+
+_MOST_SUSPECTS = 256
+"""Slots with faults that nobody has believed; the oldest are forgotten."""
+
+_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What is wrong with a slot, or one copy of it, and the read that brought it."""
+
+    text: str
+    batch: SlotBatch | None = None
+    pages: NDArray[np.intp] = field(default_factory=lambda: _NO_PAGE)
+    header: bool = False
+
+    def accuse(self, files: SlotFiles) -> None:
+        """The slot is stored: count it, and hold it against the devices it came from."""
+        files.counters.add("header_mismatches", int(self.header))
+        if self.batch is not None and len(self.pages):
+            geometry = files.geometry
+            offsets = geometry.header_bytes + self.pages * geometry.page_bytes
+            wrong = np.zeros(len(self.pages), dtype=np.intp)
+            self.batch.verified(np.zeros(1, dtype=np.bool_), wrong, offsets)
+            files.counters.add("checksum_failures", len(self.pages))
+            files.counters.add("scrub_bad_pages", len(self.pages))
+
+
+_UNREADABLE = _Fault("it cannot be read")
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    """Faults of a slot that holds a block, if it is of this epoch."""
+
+    epoch: int
+    faults: Sequence[_Fault]
+    lost: bool
+    """Whether no copy is right."""
 
 
 class Scrubber:
@@ -83,6 +124,9 @@ class Scrubber:
         self._visit = visit
         self._lock = threading.Lock()
         self._bad: list[tuple[int, int]] = []
+        self._mended: list[tuple[int, int]] = []
+        self._suspects: dict[int, _Suspect] = {}
+        """By slot, until they are believed."""
         self._known: dict[int, int] = {}
         """Slots that were reported, with their epochs."""
         self._stop = threading.Event()
@@ -94,6 +138,28 @@ class Scrubber:
         with self._lock:
             bad, self._bad = self._bad, []
             return bad
+
+    def take_mended(self) -> list[tuple[int, int]]:
+        """(slot, epoch) pairs of which a copy was wrong, since the last call: are they stored? Any
+        thread; never blocks."""
+        with self._lock:
+            mended, self._mended = self._mended, []
+            return mended
+
+    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+        """These (slot, epoch) pairs, of those that were told, are stored. Any thread; never
+        blocks."""
+        for slot, epoch in stored:
+            with self._lock:
+                suspect = self._suspects.get(slot)
+                if suspect is None or suspect.epoch != epoch:
+                    continue
+                del self._suspects[slot]
+            for fault in suspect.faults:
+                fault.accuse(self._files)
+            if suspect.lost:
+                text = suspect.faults[0].text
+                logger.error("ssdkv: slot %d is dropped by the scrub: %s", slot, text)
 
     def close(self, timeout_s: float) -> bool:
         """End the thread. Blocks; False when a read did not end in time."""
@@ -153,25 +219,29 @@ class Scrubber:
         epoch = epoch_of(reader.view, slot)
         if epoch is None or self._known.get(slot) == epoch:
             return
-        if reader.read_whole() and reader.judge(final=False) is None:
+        if reader.read_whole() and reader.judge() is None:
             return
         if reader.hopeless() or self._writing(slot):
             return
-        fault = "it cannot be read"
+        fault = _UNREADABLE
         if reader.read_whole():
-            found = reader.judge(final=True)
+            found = reader.judge()
             if found is None or epoch_of(reader.view, slot) != epoch:
                 return
             fault = found
         elif reader.hopeless():
             return
-        self._report(slot, epoch, fault)
+        self._report(slot, _Suspect(epoch, [fault], lost=True))
 
-    def _report(self, slot: int, epoch: int, fault: str) -> None:
-        logger.error("ssdkv: slot %d is dropped by the scrub: %s", slot, fault)
-        self._known[slot] = epoch
+    def _report(self, slot: int, suspect: _Suspect) -> None:
+        if suspect.lost:
+            self._known[slot] = suspect.epoch
         with self._lock:
-            self._bad.append((slot, epoch))
+            self._suspects.pop(slot, None)
+            self._suspects[slot] = suspect
+            if len(self._suspects) > _MOST_SUSPECTS:
+                del self._suspects[next(iter(self._suspects))]
+            (self._bad if suspect.lost else self._mended).append((slot, suspect.epoch))
 
     def _verify_copies(self, slot: int, reader: _Reader) -> None:
         """Look at both copies of a slot, and mend what is wrong.
@@ -179,7 +249,7 @@ class Scrubber:
         What is wrong is looked at again while nobody can write it, so that no newer content is
         taken for damage, or overwritten.
         """
-        found = reader.look(COPIES, final=False)
+        found = reader.look(COPIES)
         epoch = _newest(found)
         if epoch is None or self._known.get(slot) == epoch:
             return
@@ -198,21 +268,24 @@ class Scrubber:
             raise failures[0]
 
     def _mend(self, slot: int, reader: _Reader) -> None:
-        found = reader.look(COPIES, final=True)
+        found = reader.look(COPIES)
         if any(look.hopeless for look in found):
             return
         sources = list(COPIES)
         if all(look.fault for look in found):
             # Each copy may lie on several devices, of which one alone is bad.
             sources += [Source(0, without=(device,)) for device in reader.devices()]
-            found += reader.look(sources[len(COPIES) :], final=False)
+            found += reader.look(sources[len(COPIES) :])
         epoch = _newest(found)
         if epoch is None:
             return
         right = [look.right(epoch) for look in found]
+        faults = [look.fault for look in found[: len(COPIES)] if look.fault is not None]
         if not any(right):
-            self._report(slot, epoch, found[0].fault or found[1].fault)
+            self._report(slot, _Suspect(epoch, faults, lost=True))
             return
+        if faults:
+            self._report(slot, _Suspect(epoch, faults, lost=False))
         good = right.index(True)
         for copy in COPIES:
             look = found[copy.copy]
@@ -228,25 +301,25 @@ class Scrubber:
                 "ssdkv: copy %d of slot %d is written anew from the other one: %s",
                 copy.copy,
                 slot,
-                look.fault or "it was out of date",
+                "it was out of date" if look.fault is None else look.fault.text,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was seen of one copy of a slot; ``fault`` is empty when it is right."""
+    """What was seen of one copy of a slot."""
 
     epoch: int | None
-    fault: str
+    fault: _Fault | None
     hopeless: bool
 
     def right(self, epoch: int) -> bool:
-        return self.epoch == epoch and not self.fault
+        return self.epoch == epoch and self.fault is None
 
 
 def _newest(looks: Sequence[_Look]) -> int | None:
     """Epoch of the slot's content: of a copy that is right, or of what claims to be one."""
-    right = [look.epoch for look in looks if look.epoch is not None and not look.fault]
+    right = [look.epoch for look in looks if look.epoch is not None and look.fault is None]
     return max(right or [look.epoch for look in looks if look.epoch is not None], default=None)
 
 
@@ -275,22 +348,22 @@ class _Reader:
         copies = self._files.placement.copies(slots, 0, self._files.geometry.slot_bytes)
         return sorted({int(d) for extents in copies if extents is not None for d in extents.device})
 
-    def look(self, sources: Sequence[Source], *, final: bool) -> list[_Look]:
+    def look(self, sources: Sequence[Source]) -> list[_Look]:
         """Read and verify the slot from each of these; none is read while the memory hangs."""
-        return [self._look_at(source, final=final) for source in sources]
+        return [self._look_at(source) for source in sources]
 
-    def _look_at(self, source: Source, *, final: bool) -> _Look:
+    def _look_at(self, source: Source) -> _Look:
         if self._batch is not None and bool(self._batch.held().any()):
-            return _Look(None, "it cannot be read", True)
+            return _Look(None, _UNREADABLE, True)
         if not self.read(self._files.geometry.header_bytes, source):
-            return _Look(None, "it cannot be read", self.hopeless())
+            return _Look(None, _UNREADABLE, self.hopeless())
         epoch = epoch_of(self.view, self._slot)
         if epoch is None:
-            return _Look(None, "it has no header", False)
+            return _Look(None, _Fault("it has no header"), False)
         if not self.read(self._files.geometry.slot_bytes, source):
-            return _Look(epoch, "it cannot be read", self.hopeless())
-        fault = self.judge(final=final) or ""
-        if not fault:
+            return _Look(epoch, _UNREADABLE, self.hopeless())
+        fault = self.judge()
+        if fault is None:
             self._remember(right=True)
         return _Look(epoch, fault, False)
 
@@ -298,7 +371,7 @@ class _Reader:
         """Read the whole slot from this source; whether this epoch's content arrived, right."""
         return (
             self.read(self._files.geometry.slot_bytes, source)
-            and self.judge(final=False) is None
+            and self.judge() is None
             and epoch_of(self.view, self._slot) == epoch
         )
 
@@ -339,9 +412,10 @@ class _Reader:
         else:
             pieces.lend(self._piece, self._batch.held(), self._batch)
 
-    def judge(self, *, final: bool) -> str | None:
-        """What is wrong with the slot that was read, None for nothing; counted when ``final``."""
-        geometry, counters = self._files.geometry, self._files.counters
+    def judge(self) -> _Fault | None:
+        """What is wrong with the slot that was read; None: nothing, which its devices are given
+        credit for."""
+        geometry = self._files.geometry
         try:
             header = decode(
                 self.view,
@@ -351,18 +425,12 @@ class _Reader:
                 rank=self._files.rank,
             )
         except FormatError as error:
-            if final:
-                counters.add("header_mismatches", 1)
-            return str(error)
+            return _Fault(str(error), header=True)
         first = self._address + np.uint64(geometry.header_bytes)
         _, wrong = wrong_pages(geometry, first, header.checksums[None, :])
-        if self._batch is not None and (final or not len(wrong)):
-            right = np.array([not len(wrong)])
-            offsets = geometry.header_bytes + wrong * geometry.page_bytes
-            self._batch.verified(right, np.zeros(len(wrong), dtype=np.intp), offsets)
         if not len(wrong):
+            if self._batch is not None:
+                self._batch.verified(np.ones(1, dtype=np.bool_), wrong, wrong)
             return None
-        if final:
-            counters.add("checksum_failures", len(wrong))
-            counters.add("scrub_bad_pages", len(wrong))
-        return f"{len(wrong)} page(s) do not match their checksums"
+        text = f"{len(wrong)} page(s) do not match their checksums"
+        return _Fault(text, self._batch, wrong)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -330,7 +330,7 @@ class TieredStore:
 
     def busy(self) -> bool:
         """Whether writes or loads are under way."""
-        return self._writer.pending() > 0 or self._loader.active() > 0
+        return self._writer.pending() > 0 or self._loader.running() > 0
 
     def idle(self) -> bool:
         """Whether nothing is under way, and nobody has asked for anything for a while."""
@@ -340,6 +340,15 @@ class TieredStore:
     def take_scrubbed(self) -> list[tuple[int, int]]:
         """(slot, epoch) pairs that the scrub found bad since the last call."""
         return [] if self._scrubber is None else self._scrubber.take_bad()
+
+    def take_mended(self) -> list[tuple[int, int]]:
+        """(slot, epoch) pairs of which the scrub found a copy bad, since the last call."""
+        return [] if self._scrubber is None else self._scrubber.take_mended()
+
+    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+        """Of the pairs that the scrub has told, these are stored: it was right."""
+        if self._scrubber is not None:
+            self._scrubber.believe(stored)
 
     # ---- contexts (page mode) ----
 

@@ -97,14 +97,16 @@ class SlotTrimmer:
     def add(self, slots: I64) -> None:
         """These slots hold nothing any more."""
         if self._fds:
-            self._waiting[slots] = True
-            self._count = int(self._waiting.sum())
+            new = np.unique(slots[~self._waiting[slots]])
+            self._waiting[new] = True
+            self._count += len(new)
 
     def keep(self, slots: I64) -> None:
         """These will be written: leave them alone."""
         if self._count:
-            self._waiting[slots] = False
-            self._count = int(self._waiting.sum())
+            gone = np.unique(slots[self._waiting[slots]])
+            self._waiting[gone] = False
+            self._count -= len(gone)
 
     def wait_s(self) -> float | None:
         """Seconds until the next batch may go, or None when there is none."""
@@ -115,10 +117,10 @@ class SlotTrimmer:
 
         ``busy`` are slots that an I/O may still write to; they are given up.
         """
-        self._waiting[list(busy)] = False
+        self.keep(np.array(busy, dtype=np.int64))
         batch = np.flatnonzero(self._waiting)[: max(1, BATCH_BYTES // self._slot_bytes)]
         self._waiting[batch] = False
-        self._count = int(self._waiting.sum())
+        self._count -= len(batch)
         self._due_at = self._clock() + len(batch) * self._slot_bytes / BYTES_PER_SECOND
         return batch
 

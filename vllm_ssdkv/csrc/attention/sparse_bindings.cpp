@@ -346,7 +346,8 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
       require(first >= 0 && first <= last && last <= extent(pages.shape(0)),
               "a list reaches beyond the pages");
       for (std::int64_t at = first; at < last; ++at) {
-        require(pages.data()[at] >= 0 && (pages.data()[at] + 1) * page_tokens <= context,
+        const std::int64_t page = pages.data()[at];
+        require(page >= 0 && (page + 1) * page_tokens <= context,
                 "a page lies outside its row's context");
       }
     }

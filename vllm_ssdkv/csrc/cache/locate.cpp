@@ -1,5 +1,6 @@
 #include "cache/locate.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +16,9 @@ LocatedPages locate(const ContextBlocks& context, const PageShape& shape,
   if (begin.front() != 0 || static_cast<size_t>(begin.back()) != pages.size()) {
     throw std::invalid_argument("lists are not those of the pages");
   }
+  if (!std::is_sorted(begin.begin(), begin.end())) {
+    throw std::invalid_argument("lists are not ascending");
+  }
   LocatedPages found;
   found.slots.resize(pages.size());
   found.pages.resize(pages.size());
@@ -22,7 +26,6 @@ LocatedPages locate(const ContextBlocks& context, const PageShape& shape,
   found.position.resize(pages.size());
   found.blocks.resize(pages.size());
   for (size_t list = 0; list < rows * heads; ++list) {
-    if (begin[list] > begin[list + 1]) throw std::invalid_argument("lists are not ascending");
     const int64_t first = context.first[list / heads];
     const int64_t inside = shape.first_page + static_cast<int64_t>(list % heads) * shape.groups;
     for (auto i = static_cast<size_t>(begin[list]); i < static_cast<size_t>(begin[list + 1]); ++i) {

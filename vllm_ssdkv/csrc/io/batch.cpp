@@ -53,8 +53,11 @@ void Batch::notify(int eventfd) {
 }
 
 void Batch::write_notice() noexcept {
-  // A full counter already says that something has ended.
-  if (notice_.get() >= 0) (void)!eventfd_write(notice_.get(), 1);
+  // Once: notify() may see the end before who ends the last request comes to tell of it. A full
+  // counter already says that something has ended.
+  if (notice_.get() >= 0 && !std::exchange(noticed_, true)) {
+    (void)!eventfd_write(notice_.get(), 1);
+  }
 }
 
 bool Batch::wait_until(Clock::time_point deadline) {

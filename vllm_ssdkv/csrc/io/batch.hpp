@@ -69,6 +69,7 @@ class Batch {
   std::mutex mutex_;
   std::condition_variable ended_;
   Descriptor notice_;
+  bool noticed_ = false;
 };
 
 }  // namespace ssdkv

@@ -44,7 +44,7 @@ Intake::Intake(const SlotShape& shape, std::vector<Slot> slots, std::vector<Part
       states_(slots_.size(), State::kAwaited) {
   shape_.header.check();
   const size_t marks = shape_.header.fixed_bytes + shape_.pages * sizeof(uint64_t);
-  if (marks > shape_.header.used_bytes || shape_.pages == 0 ||
+  if (marks > shape_.header.used_bytes || shape_.pages == 0 || shape_.page_bytes == 0 ||
       shape_.payload_bytes > shape_.page_bytes || sample_.step == 0) {
     throw std::invalid_argument("what is said of the slots of a batch does not fit together");
   }

@@ -47,6 +47,7 @@ SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const in
   if (offsets.size() != 1 && offsets.size() != slots.size()) {
     throw std::invalid_argument("slots and offsets differ in length");
   }
+  if (copy < 0) throw std::invalid_argument("no copy " + std::to_string(copy));
   SlotRequests found;
   for (size_t i = 0; i < slots.size(); ++i) {
     const StripedRange& range = range_of(ranges, slots[i]);
