@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_ssdkv.batch.answering import NoReplyError
+from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, Usage
 from vllm_ssdkv.batch.lines import CHAT, ENDPOINTS
 from vllm_ssdkv.batch.plugin import RUNNER, BatchPlugin, running
@@ -33,6 +33,7 @@ from vllm_ssdkv.config_batch import BatchConfig
 
 DEADLINE_S = 120.0
 KEYS = ("key-a", "key-b")
+ABORT = -1
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -43,7 +44,7 @@ class Model:
     Attributes:
         seen: Last messages in the order of coming.
         errors: Statuses to answer with, per last message, one after the other; 0 is an answer, and
-            None that the engine has ended.
+            None that the engine has ended, ``ABORT`` that it has aborted the request.
         most: Largest number of requests that were under way together.
     """
 
@@ -73,6 +74,8 @@ class Model:
         status = self.errors[last].pop(0) if self.errors.get(last) else 0
         if status is None:
             raise NoReplyError("the engine has ended")
+        if status == ABORT:
+            raise AbortedError("the engine has aborted a request")
         if status:
             return Reply(status, json.dumps({"error": {"message": f"no {last}"}}).encode())
         return Reply(200, json.dumps({"echo": last}).encode(), Usage(10, 4, 2))

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from tests.batch.served import (
+    ABORT,
     Model,
     Served,
     chat_line,
@@ -221,6 +222,24 @@ def test_when_the_engine_ends_nothing_is_called_failed(tmp_path: Path) -> None:
     served(tmp_path, first, model=dying, concurrency=1)
     assert dying.seen == [f"q{i}" for i in range(5)]
     served(tmp_path, second)
+
+
+def test_what_a_paused_engine_aborts_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.01)
+    model = Model(errors={"q2": [ABORT, ABORT], "q3": [ABORT]})
+
+    async def work(server: Served) -> None:
+        client = server.client()
+        batch = await submit(client, [chat_line(str(i), f"q{i}") for i in range(6)])
+        counts = (await ended(client, batch)).request_counts
+        assert counts is not None
+        assert (counts.total, counts.completed, counts.failed) == (6, 6, 0)
+        assert server.metric("batch_errors_total") == 3
+
+    served(tmp_path, work, model=model)
+    assert sorted(model.seen) == ["q0", "q1", *["q2"] * 3, *["q3"] * 2, "q4", "q5"]
 
 
 def test_two_processes_share_a_directory_and_one_runs(tmp_path: Path) -> None:

@@ -188,6 +188,9 @@ void refuses_what_does_not_fit() {
   refused({{0, kSlotBytes + 1, 1}}, "behind the slot");
   refused({{0, 0, 4096}, {0, 4095, 4096}}, "some bytes twice");
   refused({{1, 0, 4096}, {0, 0, 4096}}, "slots in no order");
+  SlotShape nothing = kShape;
+  nothing.page_bytes = nothing.payload_bytes = 0;
+  check_throws<std::invalid_argument>([&] { Intake(nothing, {}, {}, {}, {}); }, "empty pages");
   Batch other(Op::kRead, std::vector<Request>(2));
   Intake intake = desk.intake({{0, 0, 4096}});
   check_throws<std::invalid_argument>([&] { intake.follow(other, deadline_after(0.0)); },

@@ -130,6 +130,9 @@ void locate_pages() {
   const std::vector<int32_t> far{0, 3, 1, 2, 4};
   check_throws<std::out_of_range>([&] { locate({first, slots, frames}, shape, far, begin); },
                                   "a block too far");
+  const std::vector<int32_t> wild{0, 1000000, 3, 3, 5};
+  check_throws<std::invalid_argument>([&] { locate({first, slots, frames}, shape, pages, wild); },
+                                      "a list that ends behind the pages");
 }
 
 }  // namespace

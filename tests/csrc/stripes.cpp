@@ -50,6 +50,9 @@ void refuses_hostile_numbers() {
   for (const int64_t length : {int64_t{0}, int64_t{-1}, int64_t{8193}, kMost, -kMost}) {
     refused(10, 0, length);
   }
+  const std::vector<int64_t> slot{10}, from{0};
+  check_throws<std::invalid_argument>([&] { find_slots(ranges, slot, from, 1, -1, true, 0); },
+                                      "no such copy");
   StripeTable wrong = two_devices();
   wrong.device[1] = 2;
   check_throws<std::invalid_argument>([&] { wrong.check(); }, "no such device");

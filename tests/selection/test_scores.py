@@ -345,6 +345,20 @@ def test_coverage_is_the_softmax_of_what_is_chosen(
                 assert_near(alpha[row], want, 1e-5)
 
 
+def test_coverage_of_pages_beyond_a_context_is_refused() -> None:
+    problem = Contexts(LAYOUT, 2, [Row(2, 3), Row(1, 1)])
+    logits, first = KERNELS.channel_logits(problem.query, problem.summaries, problem.scale, 3)
+    heads = problem.query.shape[1]
+    scores = KERNELS.score_tokens(logits, first, heads, problem.summaries, LAYOUT.page_tokens)
+    assert scores.tokens is not None
+    one = np.ones(2, dtype=np.int32)
+    chosen = KERNELS.choose(scores, one, one)
+    for page in (-1, 2 * LAYOUT.block_tokens, 2**31 - 1):
+        wrong = replace(chosen, pages=np.full_like(chosen.pages, page))
+        with pytest.raises(ValueError, match="outside its row's context"):
+            KERNELS.cover(wrong, scores.tokens, problem.summaries)
+
+
 def test_long_contexts_are_cut_over_threads_to_the_same_bits() -> None:
     layout = BlockLayout.unpadded(16, 16, 1, 64, torch.bfloat16)
     problem = Contexts(layout, 4, [Row(700, 3), Row(2, 1)])

@@ -40,3 +40,20 @@ def test_what_is_left_is_what_has_not_ended() -> None:
     one.values[2] = 16
     assert asked.pending().tolist() == [0, 0, 0]
     assert asked._batches == []
+
+
+def test_what_nobody_asks_about_is_forgotten_all_the_same() -> None:
+    asked = InFlight(1)
+    one = np.zeros(1, dtype=np.uint16), np.full(1, 8, dtype=np.uint32)
+    going = Going(1)
+    asked.add(going, *one)
+    for _ in range(10_000):
+        ended = Going(1)
+        ended.values[0] = 8
+        asked.add(ended, *one)
+        assert len(asked._batches) <= 64
+    assert asked.pending().tolist() == [8]
+    many = [Going(1) for _ in range(1000)]
+    for batch in many:
+        asked.add(batch, *one)
+    assert asked.pending().tolist() == [8 * 1001]

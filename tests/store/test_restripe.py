@@ -16,7 +16,7 @@ from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import restripe
 from vllm_ssdkv.store import segments as dividing
-from vllm_ssdkv.store.index import SlotIndex, SlotState
+from vllm_ssdkv.store.index import SlotIndex, SlotState, Usage
 from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
@@ -77,7 +77,12 @@ class Store:
         numbers = np.arange(self.index.num_slots, dtype=np.int64)
         self.index.quarantine(~self.placement.holds(numbers))
         self.restriper = Restriper(
-            self.index, self.placement, self.weights, self.saver, self.counters
+            self.index,
+            self.placement,
+            self.weights,
+            self.saver,
+            self.counters,
+            clock=lambda: 0.0,
         )
         self.disk: dict[tuple[int, int], bytes] = {}
         self.names = 0
@@ -296,6 +301,46 @@ def test_pinned_slots_are_left_alone() -> None:
     store.restriper.step()
     store.restriper.step()
     assert store.placement.segments != segments
+
+
+def test_looking_in_vain_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as the store is large, and steps come one after the other."""
+    store, now, looks = Store(), [100.0], [0]
+    usage = store.index.usage
+
+    def slow_usage(first: int, count: int) -> Usage:
+        now[0] += 0.01
+        looks[0] += 1
+        return usage(first, count)
+
+    monkeypatch.setattr(store.index, "usage", slow_usage)
+    store.restriper._clock = lambda: now[0]
+    store.begin(store.placement.slots)
+    segments = len(store.placement.segments)
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    for _ in range(100):
+        store.restriper.step()
+    assert looks == [segments]
+    store.restriper.step(patient=False)
+    assert looks == [2 * segments]
+    now[0] += restripe.LOOK_SHARE * 0.01 * segments + 0.001
+    store.restriper.step()
+    assert looks == [3 * segments]
+
+
+def test_what_is_lost_while_the_manifest_is_saved_is_not_handed_out() -> None:
+    store = Store(saver=Saver(at_once=False))
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.restriper.step()
+    assert store.restriper.under_way
+    # So much is promised that what comes back cannot be taken out of use again at once.
+    store.index.quarantine(store.placement.touches(2, np.arange(store.index.num_slots)))
+    store.weights[2] = 0.0
+    store.restriper.weights[2] = 0.0
+    store.saver.save()
+    store.restriper._finish()
+    free = store.index.free_slots()
+    assert not store.placement.lost(store.restriper.out_of_use(), free).any()
 
 
 def test_what_running_requests_were_promised_is_left_to_them() -> None:

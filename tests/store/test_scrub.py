@@ -22,12 +22,14 @@ from tests.store.conftest import (
     array,
     until,
 )
-from vllm_ssdkv.store import scrub, tiers
+from vllm_ssdkv.store import layout, scrub, tiers
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.scrub import PIECES, Scrubber, _Reader
+from vllm_ssdkv.store.segments import Striping, restriped
 from vllm_ssdkv.store.staging import Staging
 
 FAST = 1 << 40
+FAULTS = ("scrub_bad_pages", "checksum_failures", "header_mismatches")
 SLOTS = 16
 NAMES = {slot: 100 + slot for slot in (0, 1, 5, 9, 15)}
 
@@ -63,6 +65,7 @@ def filled(make_store: MakeStore, geometry: SlotGeometry = PAGED) -> StoreRig:
 def scrubbing(
     rig: StoreRig,
     *,
+    slots: int = SLOTS,
     rate: float = FAST,
     idle: Callable[[], bool] = lambda: True,
     writing: Callable[[int], bool] = lambda _: False,
@@ -75,7 +78,7 @@ def scrubbing(
         rig.files,
         rig.store.arena,
         pieces,
-        SLOTS,
+        slots,
         rate,
         idle=idle,
         writing=writing,
@@ -86,6 +89,10 @@ def scrubbing(
     finally:
         assert scrubber.close(PATIENCE_S)
         assert len(pieces._free) == PIECES
+
+
+def faults(rig: StoreRig) -> list[float]:
+    return [rig.total(name) for name in FAULTS]
 
 
 def pass_bytes(rig: StoreRig, wrong: int = 0) -> int:
@@ -101,7 +108,11 @@ def one_pass(rig: StoreRig, wrong: int = 0, **options: object) -> list[tuple[int
         until(lambda: rig.total("scrub_bytes") >= end, "a pass of the scrub")
         time.sleep(0.01)
         assert rig.total("scrub_bytes") == end
-        return scrubber.take_bad()
+        counted = faults(rig)
+        bad = scrubber.take_bad()
+        assert faults(rig) == counted, "nobody has said yet that they are stored"
+        scrubber.believe(bad)
+        return bad
 
 
 @pytest.mark.parametrize("geometry", [PAGED, OPAQUE, PAGED_ENCRYPTED])
@@ -171,14 +182,19 @@ def test_a_bad_slot_is_said_once(rig: StoreRig) -> None:
     passes = 3
     with scrubbing(rig) as scrubber:
         until(lambda: rig.total("scrub_bytes") > passes * pass_bytes(rig), "three passes")
-        assert scrubber.take_bad() == [(9, 1)]
+        bad = scrubber.take_bad()
+        assert bad == [(9, 1)]
         assert scrubber.take_bad() == []
+        scrubber.believe([(9, 2), (8, 1)])
+        assert faults(rig) == [0, 0, 0]
+        scrubber.believe(bad)
+        scrubber.believe(bad)
         assert rig.total("scrub_bad_pages") == 1
         assert rig.total("checksum_failures") == 1
         # The slot's next life is looked at again.
         rig.write({9: 777}, epoch=2)
         rig.flip(9, PAGED.page_offset(1))
-        bad: list[tuple[int, int]] = []
+        bad = []
         until(lambda: bool(bad.extend(scrubber.take_bad()) or bad), "the second report")
         assert bad == [(9, 2)]
 
@@ -253,8 +269,37 @@ def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
     rig = make_store(slots=SLOTS, devices=1, scrub_rate=1)
     rig.write({slot: 500 + slot for slot in range(SLOTS)})
     rig.faults({"kind": "corrupt", "op": "read"})
-    with scrubbing(rig):
-        until(lambda: 0 in rig.files.health.quarantined, "the end of the device")
+    with scrubbing(rig) as scrubber:
+
+        def believed() -> bool:
+            scrubber.believe(scrubber.take_bad())
+            return 0 in rig.files.health.quarantined
+
+        until(believed, "the end of the device")
+
+
+@pytest.mark.usefixtures("restless")
+def test_old_headers_of_free_slots_accuse_nobody(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment that was striped anew has headers where they were, and other bytes behind them."""
+    monkeypatch.setattr(layout, "STRIPE_UNIT", 8192)
+    geometry = SlotGeometry("paged", layers=4, heads=4, groups=2, payload_bytes=8000)
+    rig = make_store(geometry, slots=SLOTS, frames=SLOTS, scrub_rate=1)
+    assert rig.store._scrubber is not None
+    rig.store._scrubber._stop.set()
+    rig.write({slot: 500 + slot for slot in range(SLOTS)})
+    (old,) = rig.files.placement.segments
+    assert len(set(old.lanes)) == 4
+    new = restriped(geometry, old, Striping((0, 1, 2), 1), 4)
+    rig.files.placement.change([new])
+    with scrubbing(rig, slots=new.slots) as scrubber:
+        before = rig.total("scrub_bytes")
+        until(lambda: rig.total("scrub_bytes") > before + 40 * geometry.slot_bytes, "some passes")
+        assert scrubber.take_bad(), "the scheduler knows better"
+    assert faults(rig) == [0, 0, 0]
+    assert rig.files.health._wrong == [0.0] * 4
+    assert not rig.files.health.quarantined
 
 
 @pytest.mark.usefixtures("restless")

@@ -68,6 +68,16 @@ def test_a_bad_copy_is_mended(
     assert here.load(NAMES, list(range(1, len(NAMES) + 1))).complete
     assert here.store.take_scrubbed() == []
     assert len(here.files.replicas.in_doubt()) == 0
+    # The device that it came from is accused when the scheduler knows that the slot is stored.
+    assert here.total("scrub_bad_pages") == 0
+    mended = here.store.take_mended()
+    assert mended == [(4, 1)]
+    here.store.believe([(4, 2), (5, 1)])
+    assert here.total("scrub_bad_pages") == 0
+    here.store.believe(mended)
+    found = here.total("scrub_bad_pages"), here.total("header_mismatches")
+    # Without its magic it is no header of ours.
+    assert found == {"page": (1, 0), "magic": (0, 0)}.get(where, (0, 1))
 
 
 def test_what_is_bad_twice_is_reported(make_store: MakeStore) -> None:
