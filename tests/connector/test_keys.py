@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from vllm_ssdkv.connector.keys import BlockKeys
@@ -17,7 +18,7 @@ SECRET = bytes(range(32))
 
 
 def request(adapter: Path | None = None) -> Request:
-    lora = None if adapter is None else SimpleNamespace(lora_path=str(adapter))
+    lora = None if adapter is None else LoRARequest("an adapter", 1, str(adapter))
     return cast(Request, SimpleNamespace(block_hashes=HASHES, lora_request=lora))
 
 

@@ -151,6 +151,26 @@ def adapter_keys(run: Simulation, path: Path) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
+def test_an_adapter_that_is_loaded_again_is_read_again(reuse: Make, tmp_path: Path) -> None:
+    """vLLM has other weights then; what it computed with the old ones is other KV."""
+    run, weights = reuse(), tmp_path / "adapter_model.safetensors"
+
+    def keys(number: int, *, inplace: bool = False) -> tuple[bytes, ...]:
+        lora = LoRARequest("an adapter", number, str(tmp_path), load_inplace=inplace)
+        request = run.add(str(len(run.requests)), prompt(64), 1, lora_request=lora)
+        return tuple(run.ours.keys_of(request))
+
+    weights.write_bytes(b"1")
+    old = keys(1)
+    weights.write_bytes(b"22")
+    assert keys(1) == old, "the engine still has the old ones"
+    unloaded = keys(2)
+    assert not set(unloaded) & set(old)
+    assert keys(1, inplace=True) == unloaded
+    weights.write_bytes(b"333")
+    assert not set(keys(1, inplace=True)) & {*old, *unloaded}
+
+
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
 def test_keys_belong_to_an_adapters_content(reuse: Make, tmp_path: Path, file: str) -> None:
     base = reuse().add("base", prompt(64), 1)

@@ -201,6 +201,17 @@ def weights_identity(model: str, revision: str | None) -> str:
     return f"weights:{digest.hexdigest()}" if files else f"{root.resolve()}@{revision or 'main'}"
 
 
+def _adapter_files(root: Path) -> list[Path]:
+    patterns = (*_WEIGHTS, "adapter_config.json")
+    return sorted({f for pattern in patterns for f in root.glob(pattern)}) if root.is_dir() else []
+
+
+def adapter_version(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Changes when somebody writes the adapter's files anew: their names, sizes and times."""
+    stats = [(file.name, file.stat()) for file in _adapter_files(Path(path))]
+    return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+
+
 def adapter_identity(path: str) -> bytes:
     """Names a LoRA adapter: by content for a local directory, else by its path; 32 bytes.
 
@@ -208,8 +219,7 @@ def adapter_identity(path: str) -> bytes:
     """
     root = Path(path)
     digest = hashlib.blake2b(digest_size=32)
-    patterns = (*_WEIGHTS, "adapter_config.json")
-    files = sorted({f for pattern in patterns for f in root.glob(pattern)}) if root.is_dir() else []
+    files = _adapter_files(root)
     for file in files:
         digest.update(f"{file.name}:{file.stat().st_size}:".encode())
         with file.open("rb") as stream:
