@@ -184,19 +184,24 @@ def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> Non
     assert runs == []
 
 
+def _processes(directory: Path) -> list[Path]:
+    """Those that have a directory in their command lines: the bench, and its engine."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [file] * (str(directory).encode() in file.read_bytes())
+    return found
+
+
 def test_who_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     """Neither an engine nor its stores, which are gigabytes."""
     command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "bench", "decode"]
     process = subprocess.Popen([*command, "--dir", str(tmp_path), "--contexts", "512"])
-    until(lambda: list(tmp_path.glob("ssdkv-bench-*/engine.log")) != [], "the engine's start")
+    until(lambda: len(_processes(tmp_path)) == 2, "the engine's start")
     process.terminate()
     assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
-    left = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            left += [file] * (str(tmp_path).encode() in file.read_bytes())
-    assert left == []
+    assert _processes(tmp_path) == []
 
 
 def test_a_file_that_is_no_picture_is_refused(runs: Runs, tmp_path: Path) -> None:

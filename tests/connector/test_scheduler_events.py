@@ -105,7 +105,6 @@ def test_a_stored_prompt_hits(page: Make, reuse: Make, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_was_decoded_is_stored(page: Make, reuse: Make, depth: int) -> None:
-    """Also where a block is complete before its last token is known here."""
     for make in (page, reuse):
         run = make(depth=depth)
         request = run.add("a", prompt(40), 100)
@@ -152,7 +151,6 @@ def adapter_keys(run: Simulation, path: Path) -> tuple[bytes, ...]:
 
 
 def test_an_adapter_that_is_loaded_again_is_read_again(reuse: Make, tmp_path: Path) -> None:
-    """vLLM has other weights then; what it computed with the old ones is other KV."""
     run, weights = reuse(), tmp_path / "adapter_model.safetensors"
 
     def keys(number: int, *, inplace: bool = False) -> tuple[bytes, ...]:
