@@ -197,7 +197,9 @@ def test_who_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     """Neither an engine nor its stores, which are gigabytes."""
     command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "bench", "decode"]
     process = subprocess.Popen([*command, "--dir", str(tmp_path), "--contexts", "512"])
-    until(lambda: len(_processes(tmp_path)) == 2, "the engine's start")
+    logs = tmp_path.glob
+    until(lambda: any(f.stat().st_size for f in logs("*/engine.log")), "the engine's start")
+    assert len(_processes(tmp_path)) == 2
     process.terminate()
     assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []

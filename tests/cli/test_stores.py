@@ -148,10 +148,11 @@ def test_a_device_that_is_away_is_said(tmp_devices: Callable[[int], list[Path]])
     # When it is back, what is left on it goes.
     away.rename(devices[1])
     (devices[1] / "notes").write_text("mine")
-    result = ssdkv("rm", devices[1], "--yes")
+    assert f"no {NAME} in {devices[1]}" in ssdkv("rm", devices[1], "--yes").stderr
+    result = ssdkv("rm", devices[1], "--yes", "--left-over")
     assert result.exit_code == 0, result.output
     assert [file.name for file in devices[1].iterdir()] == ["notes"]
-    assert f"no {NAME} in {devices[1]}" in ssdkv("rm", devices[1], "--yes").stderr
+    assert "nothing of a store" in ssdkv("rm", devices[1], "--yes", "--left-over").stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "quota", "inspect", "fsck", "rm"])

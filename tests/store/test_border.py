@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tests.store.border_rig import DEADLINE_S, DEEP, GEOMETRY, SLOTS, Rig, wanted
 from tests.store.chosen_pages import bring, context
-from tests.store.conftest import SUMMED, MakeStore, array
+from tests.store.conftest import PATIENCE_S, SUMMED, MakeStore, array
 from vllm_ssdkv.store import lender
 from vllm_ssdkv.store.arena_plan import KEPT_SHARE, ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cache import NO_FRAME, FrameState
@@ -412,6 +412,7 @@ def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(deep: Ri
         deep.busy = False
 
     loader = threading.Timer(0.02, end)
+    deep.border._deadline_s = PATIENCE_S
     loader.start()
     deep.border.choose(contexts, [0])
     loader.join()

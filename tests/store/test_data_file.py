@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
@@ -48,6 +48,7 @@ def take(
     fingerprint: Fingerprint = MODEL,
     geometry: SlotGeometry = GEOMETRY,
     renamed: Callable[[str], None] = lambda _: None,
+    elsewhere: Container[str] = (),
 ) -> str:
     return claim(
         device,
@@ -58,6 +59,7 @@ def take(
         fingerprint=fingerprint,
         key_id=bytes(16),
         renamed=renamed,
+        elsewhere=elsewhere,
     )
 
 
@@ -110,7 +112,7 @@ def test_what_belongs_to_somebody_else_is_refused_untouched(
     name = take(device)
     before = device.path.read_bytes()
     with pytest.raises(error, match=text) as caught:
-        take(device, **{"known": name} | change)  # type: ignore[arg-type]  # any of its arguments
+        take(device, **{"known": name, "elsewhere": {name}} | change)  # type: ignore[arg-type]  # any of its arguments
     assert str(device.path) in str(caught.value)
     assert device.path.read_bytes() == before
 

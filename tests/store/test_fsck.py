@@ -35,6 +35,7 @@ from vllm_ssdkv.store.open import open_index, open_rank
 from vllm_ssdkv.store.placement import Extent, Segment
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.removal import plan_removal, remove
+from vllm_ssdkv.store.repair import repair
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS
 
 
@@ -297,6 +298,42 @@ def test_a_lost_data_file_costs_what_was_on_it(store: FilledStore, loss: str) ->
             os.truncate(data, size)
             expected = {"superblock": 1, "header": len(gone)}
     assert mended(store, **expected) == set(SLOTS) - gone
+
+
+def test_the_state_directory_is_no_device(tmp_path: Path) -> None:
+    """Named alone it stands for the store, also where that has one device."""
+    device, state = tmp_path / "ssd", tmp_path / "state"
+    for place in (device, state):
+        place.mkdir()
+    store = FilledStore((device,), state, (0, 1, 2), ranks=1)
+    store.fill()
+    for named in ([state], [state, device], [device, state]):
+        with examined(named, write=True) as found:
+            assert found.report.clean, found.report.problems
+            assert found.report.stored == 3
+            repair(found)
+    assert store.served() == {0, 1, 2}
+    assert store.data(0, 0) in plan_removal([state]).files
+
+
+def test_devices_that_have_changed_places_are_found(tmp_path: Path) -> None:
+    """By what their files say: repairing them in the wrong order would cost everything."""
+    store = make(tmp_path)
+    first, second = store.devices
+    spare = first.with_name("spare")
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
+    with examined([], store.state, write=True) as found:
+        assert found.store.paths == (second, first)
+        assert found.report.clean, found.report.problems
+        repair(found)
+    # A directory with files of both is for people to sort out.
+    shutil.copy(second / "rank0.data", first / "rank0.data")
+    for rank in range(RANKS):
+        (second / f"rank{rank}.data").unlink()
+    with pytest.raises(FormatError, match="is a data file of"), examined([], store.state):
+        pass
 
 
 def test_short_and_long_files(store: FilledStore) -> None:

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import PAGED, array
-from tests.store.opening import CAPACITY, Opened, close, fill, found, place, used
-from vllm_ssdkv.errors import (
-    DeviceError,
-)
+from tests.store.opening import CAPACITY, Opened, close, fill, found, impatient, place, used
+from vllm_ssdkv.errors import DeviceError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store import file_lock
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.open import open_index, open_rank
 
@@ -188,6 +187,51 @@ def test_the_processes_of_one_engine_see_the_same_devices(
     index.close()
     close(first)
     assert len(opened(place(devices, run="three")).devices) == 2
+
+
+def test_who_comes_second_changes_nothing(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the manifest: the engine that runs, in another process, counts on it."""
+    monkeypatch.setattr(file_lock.os, "getpid", lambda: 1)
+    devices = tmp_devices(2)
+    first = opened(place(devices))
+    manifest = (devices[0] / "store.json").read_bytes()
+    larger = [{"path": d, "capacity": 2 * CAPACITY, "weight": 1} for d in devices]
+    for other in (place(devices[::-1]), place(devices, devices=larger), place(devices[:1])):
+        with impatient(), pytest.raises(StoreLockedError, match="in use"):
+            other.manifest()
+        assert (devices[0] / "store.json").read_bytes() == manifest
+    close(first)
+    place(devices[::-1]).manifest()
+
+
+def test_a_file_that_the_manifest_does_not_know_is_no_second_device(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """As when a start was killed, or a drive is back in the place of what was made without it."""
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    keys = fill(index, index.num_slots)
+    numbers = index.num_slots
+    index.close()
+    data = devices[1] / "rank0.data"
+    away = data.with_name("away")
+    data.rename(away)
+    close(opened(place(devices)))  # makes another one
+    index, _ = open_index(place(devices))
+    assert found(index, keys) < set(keys)
+    index.close()
+    away.rename(data)  # and here is the first one again
+    for _ in range(2):
+        close(opened(place(devices)))
+        index, _ = open_index(place(devices))
+        assert index.num_slots == numbers
+        index.close()
+    manifest = place(devices).stored()
+    assert [device.path for device in manifest.devices] == [str(d) for d in devices]
+    assert all(device.present for device in manifest.devices)
 
 
 def test_copies_of_a_drive_are_refused(

@@ -105,13 +105,16 @@ def test_what_only_looks_like_ours_stays(store: FilledStore) -> None:
         (store.state / name).unlink()
     theirs = store.devices[0] / "rank7.data"
     theirs.write_bytes(b"mine" * 1000)
-    found = plan_removal(store.devices)
+    with pytest.raises(StoreError, match=f"no {NAME}"):  # perhaps its state is elsewhere
+        plan_removal(store.devices)
+    found = plan_removal(store.devices, left_over=True)
     assert set(found.files) == content(store) - {theirs}
     assert found.nbytes > 0
     remove(found)
     assert content(store) == {theirs}
-    with pytest.raises(StoreError, match=f"no {NAME}"):
-        plan_removal(store.devices)
+    store.fill()
+    with pytest.raises(StoreError, match="manifest"):
+        plan_removal([*store.devices, store.state], left_over=True)
 
 
 def test_a_raw_device_is_as_new(store: FilledStore) -> None:

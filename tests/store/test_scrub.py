@@ -278,6 +278,43 @@ def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
         until(believed, "the end of the device")
 
 
+def test_what_was_right_between_faults_counts(make_store: MakeStore) -> None:
+    """A few flipped bits on a large drive do not condemn it, whenever somebody hears of them."""
+    rig = make_store(slots=64, devices=1, scrub_rate=1)
+    rig.write({slot: 500 + slot for slot in range(64)})
+    bad = []
+    with scrubbing(rig, slots=64) as scrubber:
+        scrubber._stop.set()
+        scrubber._thread.join(PATIENCE_S)
+        for fault in range(12):
+            slot = 5 * fault
+            rig.flip(slot, PAGED.page_offset(1))
+            for other in range(64):
+                scrubber._scrub(other)
+            rig.flip(slot, PAGED.page_offset(1))
+        bad = scrubber.take_bad()
+        assert len(bad) == 12
+        scrubber.believe(bad)
+    assert rig.total("scrub_bad_pages") == 12
+    assert not rig.files.health.quarantined
+
+
+@pytest.mark.usefixtures("restless")
+def test_it_rests_while_nobody_hears_what_it_found(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub, "_MOST_UNTOLD", 2)
+    rig = make_store(slots=SLOTS, devices=1, scrub_rate=1)
+    rig.write({slot: 500 + slot for slot in range(SLOTS)})
+    for slot in range(0, SLOTS, 2):
+        rig.flip(slot, PAGED.page_offset(1))
+    with scrubbing(rig) as scrubber:
+        until(lambda: scrubber._untold() == 2, "two reports")
+        time.sleep(0.05)
+        assert len(scrubber.take_bad()) == 2
+        until(lambda: scrubber._untold() == 2, "two more")
+
+
 @pytest.mark.usefixtures("restless")
 def test_old_headers_of_free_slots_accuse_nobody(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch

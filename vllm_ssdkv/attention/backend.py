@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheLayout,
-    MLAAttentionSpec,
 )
 
 from vllm_ssdkv.attention import active
@@ -102,6 +101,10 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
 
+def _is_given(value: object) -> bool:
+    return True if isinstance(value, torch.Tensor) else bool(value)
+
+
 class PagedAttentionImpl(AttentionImpl):
     """Attention over a window in HBM and a context in the store, one object per layer."""
 
@@ -129,7 +132,7 @@ class PagedAttentionImpl(AttentionImpl):
             "attention sinks": sinks,
             **unknown,
         }
-        found = [name for name, value in refused.items() if value]
+        found = [name for name, value in refused.items() if _is_given(value)]
         if attn_type != AttentionType.DECODER:
             found.append(f"{attn_type} attention")
         if kv_cache_dtype != "auto":
@@ -228,7 +231,7 @@ class PagedAttentionImpl(AttentionImpl):
 
 def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
     """The layer's KV cache spec, with only a window in HBM."""
-    if isinstance(spec, MLAAttentionSpec) or not isinstance(spec, FullAttentionSpec):
+    if type(spec) is not FullAttentionSpec:  # those derived from it attend in other ways
         raise UnsupportedError(
             f'page mode cannot serve a layer with {type(spec).__name__}; use mode "reuse"'
         )

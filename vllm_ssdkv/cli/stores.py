@@ -187,15 +187,22 @@ def remove(
     directories: _Directories = None,
     state_dir: _StateDir = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    left_over: Annotated[
+        bool,
+        typer.Option(
+            "--left-over",
+            help="Remove data files whose store was removed while their drive was away.",
+        ),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
 
     Exits with 1 when it is in use, when the answer is no, or when one of its devices is not there:
-    what is on that one is removed by naming it when it is back.
+    what is on that one is removed with --left-over when it is back.
     """
     with _errors():
-        removal = plan_removal(_absolute(directories), _state(state_dir))
+        removal = plan_removal(_absolute(directories), _state(state_dir), left_over=left_over)
         if not (removal.files or removal.raw):
             raise StoreError("nothing of a store is there")
         if not yes:
@@ -205,7 +212,7 @@ def remove(
     for path in removal.missing:
         typer.echo(
             f"{path} is not there, and nothing was removed from it: when it is back, remove what "
-            f"is left with ssdkv rm {path}",
+            f"is left with ssdkv rm --left-over {path}",
             err=True,
         )
     if as_json:

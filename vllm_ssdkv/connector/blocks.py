@@ -93,6 +93,13 @@ class PagedPort:
         return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
 
 
+def _as_it_lies(cache: torch.Tensor) -> torch.Tensor:
+    """The same cache, [num_blocks, ...], a block's dimensions in the order of memory: vLLM shows
+    one order, [block, head, token, channel], whatever order a backend has asked for."""
+    inner = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
+    return cache.permute(0, *inner)
+
+
 def _blocks_of(
     caches: Sequence[torch.Tensor],
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
@@ -117,14 +124,15 @@ class OpaquePort:
 
     def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameCache):
         """Raises UnsupportedError when a block is not one stretch of memory."""
-        self._caches = list(caches)
+        self._caches = [_as_it_lies(cache) for cache in caches]
         self._geometry = geometry
         self._frames = frames
         for cache in self._caches:
             if not cache[0].is_contiguous():
                 raise UnsupportedError(
-                    f"a block of the KV cache is not contiguous (strides {cache.stride()}); choose "
-                    "another --attention-backend"
+                    f"a block of the KV cache is not one stretch of memory (shape "
+                    f"{tuple(cache.shape)}, strides {cache.stride()}); choose another "
+                    "--attention-backend"
                 )
             held = cache[0].numel() * cache.itemsize
             if held > geometry.payload_bytes:

@@ -32,8 +32,8 @@ class FailedLoads:
         return request_id in self._again
 
     def scheduled(self, request_id: str) -> None:
-        """The request runs."""
-        self._trying.discard(request_id)
+        """The request runs: nobody waits for it any more."""
+        self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

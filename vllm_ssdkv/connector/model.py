@@ -67,7 +67,18 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
         )
     spec = groups[0].kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
+        specs = list(spec.kv_cache_specs.values())
+        spec = max(specs, key=lambda one: one.page_size_bytes)
+        if any(one.page_size_bytes != spec.page_size_bytes for one in specs):
+            raise UnsupportedError(
+                "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
+                "layers are alike"
+            )
+    if getattr(spec, "non_causal", False):
+        raise UnsupportedError(
+            "the model's attention is not causal: KV of a prefix depends on what follows it, and "
+            "cannot be used again"
+        )
     if not isinstance(spec, AttentionSpec):
         raise UnsupportedError(
             f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,8 @@ from vllm_ssdkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,6 +38,8 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
         problems.append("--decode-context-parallel-size must be 1")
     if parallel.prefill_context_parallel_size > 1:
         problems.append("--prefill-context-parallel-size must be 1")
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        problems.append("kv_role must be kv_both: blocks are stored and loaded by one engine")
     if config.mode == "page":
         problems += _page_mode(config, vllm_config)
     if problems:
@@ -64,9 +69,12 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
             f"--block-size {cache.block_size} is not a multiple of page_tokens "
             f"({config.page_tokens}): change one of them"
         )
-    if config.selector != "exact" and not current_platform.is_cpu():
-        problems.append(
-            f'selector "{config.selector}" runs on the CPU only so far: use selector "exact"'
+    if vllm_config.parallel_config.use_ubatching:
+        problems.append("steps are cut into micro-batches: leave out --enable-dbo, --ubatch-size")
+    if not current_platform.is_cpu():
+        logger.warning(
+            "ssdkv: mode page on CUDA was tested in Triton's interpreter only, and never on a GPU: "
+            "compare some answers with those of vLLM alone"
         )
     if config.window_tokens < cache.block_size:
         problems.append(

@@ -574,11 +574,11 @@ class SSDKVScheduler:
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
         owed = self._writing or self._moves.unfinished or self._loading.keys() & BACKGROUND
-        return bool(owed or self._discard or self._forget or not self._settled)
+        return bool(owed or self._discard or self._forget or self._believed or not self._settled)
 
     def take_stats(self) -> SSDKVStats | None:
         """What was counted in all processes of the engine, when it is time to tell."""
-        if not self._collector.due(running=bool(self._requests)):
+        if not self._collector.due(running=bool(self._requests) and not self._settled):
             return None
         self.update_gauges()
         return self._collector.take()

@@ -126,7 +126,8 @@ class KeptSelections:
         if kept is None or not len(stay):
             selection = choose(again)
             tokens = _most_tokens(selection, layout)
-            now = _Kept(selection, query, sizes.position, sizes.pages, tokens)
+            # vLLM's own buffer, which the next layer or step may write to.
+            now = _Kept(selection, query.clone(), sizes.position, sizes.pages, tokens)
         else:
             more = sizes.pages[stay] - kept.pages
             parts = [(stay, carried_on(kept.selection, kept.pages, more, layout.kv_heads))]

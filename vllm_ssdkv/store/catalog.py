@@ -11,11 +11,11 @@ from typing import Literal
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.data_file import read_copies
 from vllm_ssdkv.store.file_lock import is_locked
+from vllm_ssdkv.store.manifest import has_manifest
 from vllm_ssdkv.store.removal import files_of_store
 from vllm_ssdkv.store.stored import (
     StoredJournal,
     StoredStore,
-    has_manifest,
     open_data_file,
     open_journal,
     read_journal,

@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -118,6 +118,7 @@ def claim(
     fingerprint: Fingerprint,
     key_id: bytes,
     renamed: Callable[[str], None],
+    elsewhere: Container[str] = (),
 ) -> str:
     """Check that the file is this store's, or make it so if it is new. Blocks on I/O.
 
@@ -128,7 +129,10 @@ def claim(
         key_id: As in the superblock.
         renamed: Told the new UUID of a file that the manifest knows and that is made anew, before
             it is: the manifest must have it first. A kill between leaves an empty file, which the
-            next start makes anew; the other way round it would leave one that nobody knows.
+            next start makes anew; the other way round it would leave one that nobody knows. Also
+            told that of a file of this store that the manifest does not know: whatever is in it,
+            nobody counts on it.
+        elsewhere: UUIDs of files that belong to other devices.
 
     Returns:
         The UUID of the file; other than ``known`` when the file is new.
@@ -139,8 +143,9 @@ def claim(
     """
     found = read_superblock(device)
     mine = uuid.UUID(known) if known and found is not None else uuid.uuid4()
-    if found is not None and not known:
-        mine = found.device  # we were killed before the manifest was saved
+    stranger = found is not None and found.store == store and str(found.device) not in elsewhere
+    if found is not None and (not known or stranger):
+        mine = found.device  # we were killed before the manifest was saved, or it was here before
     expected = Superblock(
         store=store,
         device=mine,
@@ -153,6 +158,13 @@ def claim(
     )
     if found is not None:
         found.require(expected, str(device.path))
+        if known and str(mine) != known:
+            logger.error(
+                "ssdkv: the data file %s is not the one that was here last: what was stored on "
+                "either is computed again",
+                device.path,
+            )
+            renamed(str(mine))
     elif known:
         logger.error(
             "ssdkv: the data file %s is missing or empty: it is made anew, what was stored on it "

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_ssdkv.errors import DeviceError, StoreLockedError
@@ -47,6 +48,24 @@ def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
         except OSError as error:
             raise DeviceError(f"{what}: cannot lock {path}: {error.strerror}") from error
         return
+
+
+def require_unlocked(files: Iterable[Path], deadline: float) -> None:
+    """Wait until no other process holds the lock of any of these files, or :func:`lock_file`'s
+    errors.
+
+    Files that cannot be opened are skipped: whoever needs them says what is wrong.
+    """
+    for file in files:
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if lock_holder(fd) != os.getpid():
+                lock_file(fd, file, "store", deadline)
+        finally:
+            os.close(fd)
 
 
 def is_locked(fd: int) -> bool:

@@ -253,6 +253,7 @@ def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) 
     if checked.identity is None and not any(copy.strip(b"\0") for copy in copies):
         return  # made, but not claimed yet
     wrong: list[str] = []
+    elsewhere = this.store.manifest.files_besides(checked.device)
     for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
         try:
             block = Superblock.decode(copy)
@@ -261,6 +262,11 @@ def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) 
             continue
         identity = checked.identity or block.device
         if identity != block.device:
+            if str(block.device) in elsewhere:
+                raise FormatError(
+                    f"{file.path} is a data file of {elsewhere[str(block.device)]}: name the "
+                    "directories where the devices are now"
+                )
             wrong.append("the manifest knows another file here, this one was made anew")
             identity = block.device
         block.require(

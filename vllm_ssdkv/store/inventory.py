@@ -101,7 +101,7 @@ def matched(devices: Sequence[ManifestDevice], sights: Sequence[Sight]) -> list[
                 "them in devices"
             )
     for i, sight in enumerate(sights):
-        if found[i] is None and not sight.names:
+        if found[i] is None:  # nothing of ours, or data files of which the manifest knows nothing
             known = (k for k, d in enumerate(devices) if d.path == sight.path and k not in found)
             found[i] = next(known, None)
     return found

@@ -27,6 +27,7 @@ from vllm_ssdkv.errors import (
     StoreError,
 )
 from vllm_ssdkv.store.checksum import checksum_bytes
+from vllm_ssdkv.store.device import data_file_path
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
@@ -298,6 +299,20 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Weight of each device; 0 for one that is not present."""
         return [device.weight if device.present else 0.0 for device in self.devices]
 
+    def files_besides(self, device: int) -> dict[str, str]:
+        """UUIDs of the data files of all other devices, and their paths."""
+        others = (d for i, d in enumerate(self.devices) if i != device)
+        return {name: d.path for d in others for name in d.files if name}
+
+    def data_files(self) -> list[Path]:
+        """Data files of the devices that the store was last opened with, and block devices."""
+        places = [Path(device.path) for device in self.present()]
+        return [
+            place if place.is_block_device() else data_file_path(place, rank)
+            for place in places
+            for rank in range(self.tp_size)
+        ]
+
     def present(self) -> list[ManifestDevice]:
         """Devices that the store was last opened with."""
         return [device for device in self.devices if device.present]
@@ -318,6 +333,11 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         except ValueError as error:
             paths = ", ".join(device.path for device in self.devices)
             raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether this is the state directory of a store."""
+    return any((directory / name).exists() for name in (NAME, COPY))
 
 
 def sealed(data: bytes) -> bytes:

@@ -26,6 +26,7 @@ from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.data_file import claim
 from vllm_ssdkv.store.device import OpenDevice, open_device
 from vllm_ssdkv.store.engine.open import open_engine
+from vllm_ssdkv.store.file_lock import require_unlocked
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.health import DeviceHealth
@@ -34,7 +35,7 @@ from vllm_ssdkv.store.inventory import Sight, look, matched, renumbered
 from vllm_ssdkv.store.journal import Journal, journal_bytes
 from vllm_ssdkv.store.key_source import read_key
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
-from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice, locked
+from vllm_ssdkv.store.manifest import Manifest, ManifestDevice, has_manifest, locked
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
@@ -111,8 +112,7 @@ class StorePlace:
         """Where the state is: the order of devices may change, and with it the default."""
         if self.config.state_dir is not None:
             return default
-        holding = (Path(p) for p in self.paths if os.path.exists(Path(p, NAME)))
-        return next(holding, default)
+        return next((Path(p) for p in self.paths if has_manifest(Path(p))), default)
 
     def prepare(self) -> None:
         """Make the directories that nobody named by hand. Those that somebody did must exist, or
@@ -141,6 +141,7 @@ class StorePlace:
         Raises:
             FingerprintMismatchError, KeyMismatchError, FormatError, StoreError: it does not fit
                 these options.
+            StoreLockedError: another engine runs on it.
             ConfigError: the devices have no room for a single slot.
         """
         with locked(self.state):
@@ -152,6 +153,9 @@ class StorePlace:
             found.check(self.fingerprint)
             found.check_key(self.key_id)
             if found.run != self.run:
+                # What another engine counts on must not be changed under it.
+                files = [self.state / JOURNAL, *found.data_files()]
+                require_unlocked(files, time.monotonic() + LOCK_TIMEOUT_S)
                 self._arrange(found)
                 found.run = self.run
                 found.save(self.state)
@@ -520,6 +524,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
             fingerprint=place.fingerprint,
             key_id=place.key_id or bytes(KEY_ID_BYTES),
             renamed=renamed,
+            elsewhere=manifest.files_besides(index),
         )
         if not known:  # found again, should we be killed here: its superblock names the store
             entry.files[rank] = found
@@ -569,6 +574,7 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
         manifest.model = place.model
         manifest.opened += 1
         manifest.last_opened = int(time.time())
+        index.flush()  # a power loss must not bring back what the manifest calls gone
         manifest.save(place.state)
     counters = counters or Counters()
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
 from vllm_ssdkv.store.durable import sync_directory
 from vllm_ssdkv.store.file_lock import lock_file
-from vllm_ssdkv.store.manifest import COPY, NAME
+from vllm_ssdkv.store.manifest import COPY, NAME, has_manifest
 from vllm_ssdkv.store.open import JOURNAL
-from vllm_ssdkv.store.stored import find_store, has_manifest, is_raw
+from vllm_ssdkv.store.stored import find_store, is_raw
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, MAGIC
 from vllm_ssdkv.store.wear import NAME as WEAR
 
@@ -62,29 +62,29 @@ class Removal:
     nbytes: int
 
 
-def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> Removal:
+def plan_removal(
+    directories: Sequence[Path], state_dir: Path | None = None, *, left_over: bool = False
+) -> Removal:
     """What belongs to the store on these devices. Blocks on I/O.
 
-    Where no manifest can be read, it is what lies in the directories named. Where there is none,
-    it is data files of ours there: the store was removed while these devices were away.
+    Where no manifest can be read, it is what lies in the directories named.
 
     Args:
         directories: See :func:`vllm_ssdkv.store.stored.find_store`; likewise ``state_dir``.
+        left_over: It is data files of ours there, whose manifest is gone: their store was removed
+            while these devices were away.
 
     Raises:
-        StoreError: there is no store.
+        StoreError: there is no store; or, if it is ``left_over``, there is one.
     """
+    if left_over:
+        return _left_over(directories)
     named = [*directories, *([] if state_dir is None else [state_dir])]
     try:
         store = find_store(directories, state_dir)
         places = dict.fromkeys((*store.paths, store.state))
     except FormatError:
         places = dict.fromkeys(named)
-    except StoreError:
-        left = _left_over(named)
-        if any(map(has_manifest, named)) or not (left.files or left.raw):
-            raise
-        return left
     raw = tuple(place for place in places if is_raw(place))
     missing = tuple(place for place in places if not place.exists())
     found = [file for place in places for file in files_of_store(place)]
@@ -94,6 +94,9 @@ def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> 
 
 def _left_over(places: Sequence[Path]) -> Removal:
     """What stores without a manifest have left there, and nothing that only has such a name."""
+    for place in places:
+        if has_manifest(place):
+            raise StoreError(f"{place} has the manifest of a store: it is no left-over")
     raw = tuple(place for place in places if is_raw(place) and _is_ours(place))
     found = [file for place in places for file in files_of_store(place)]
     data = [file for file in found if _DATA.fullmatch(file.name) and _is_ours(file)]

@@ -41,6 +41,7 @@ def repair(this: Examination) -> None:
     """
     if this.report.clean:
         return
+    _note_new_files(this)
     for checked in this.files:
         _repair_superblocks(this, checked)
         _repair_size(this, checked)
@@ -56,6 +57,24 @@ def repair(this: Examination) -> None:
     _rewrite_journal(this)
 
 
+def _is_empty(file: DataFile) -> bool:
+    return not any(copy.strip(b"\0") for copy in read_copies(file))
+
+
+def _note_new_files(this: Examination) -> None:
+    """Files that are missing or empty will be new ones: the manifest must know it first, or copies
+    that are not on them would be believed to be."""
+    manifest, noted = this.store.manifest, False
+    for checked in this.files:
+        if checked.problem is not None and (checked.file is None or _is_empty(checked.file)):
+            entry = manifest.devices[checked.device]
+            entry.fresh = sorted({*entry.fresh, checked.rank})
+            entry.missed(0, manifest.opened + 1)
+            noted = True
+    if noted:
+        manifest.save(this.store.state)
+
+
 def _repair_superblocks(this: Examination, checked: CheckedFile) -> None:
     file = checked.file
     if checked.problem is None:
@@ -64,8 +83,7 @@ def _repair_superblocks(this: Examination, checked: CheckedFile) -> None:
         checked.identity = None  # the next start makes it
         this.report.repaired(checked.problem)
         return
-    empty = not any(copy.strip(b"\0") for copy in read_copies(file))
-    if not (checked.epoch or checked.proven or empty):
+    if not (checked.epoch or checked.proven or _is_empty(file)):
         return  # it may be anybody's
     identity = checked.identity or uuid4()
     checked.identity = identity

@@ -73,7 +73,7 @@ class BackgroundSaver:
     """Saves in a thread: the scheduler must not wait for a disk. One thread calls the methods."""
 
     def __init__(self, save: Callable[[Sequence[Segment]], None], counters: Counters):
-        """``save`` blocks, and raises StoreError when it fails; it is tried again then."""
+        """``save`` blocks, and raises when it fails; it is tried again then."""
         self._save = save
         self._counters = counters
         self._wake = threading.Condition()
@@ -132,7 +132,7 @@ class BackgroundSaver:
     def _failed(self, segments: Sequence[Segment]) -> bool:
         try:
             self._save(segments)
-        except StoreError:
+        except Exception:  # whatever it is, the slots of these segments wait for it
             self._counters.add("manifest_errors", 1)
             logger.exception("ssdkv: store.json cannot be saved; it is tried again")
             return True

@@ -48,6 +48,13 @@ _LOOK_S = 0.05
 _MOST_SUSPECTS = 256
 """Slots with faults that nobody has believed; the oldest are forgotten."""
 
+_MOST_UNTOLD = 32
+"""So many faults are found before the engine, which may be idle, hears of them: whether the devices
+are to be trusted is for it to say."""
+
+_MOST_CREDIT = 256
+"""Right pieces of each device that count for it before a fault: more make up for any."""
+
 _NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 
@@ -83,6 +90,8 @@ class _Suspect:
     faults: Sequence[_Fault]
     lost: bool
     """Whether no copy is right."""
+    credit: NDArray[np.int64]
+    """Pieces of each device that were right since the fault before, [devices]."""
 
 
 class Scrubber:
@@ -127,6 +136,8 @@ class Scrubber:
         self._mended: list[tuple[int, int]] = []
         self._suspects: dict[int, _Suspect] = {}
         """By slot, until they are believed."""
+        self._right = np.zeros(len(files.health.paths), dtype=np.int64)
+        """Pieces of each device that were right since the last fault."""
         self._known: dict[int, int] = {}
         """Slots that were reported, with their epochs."""
         self._stop = threading.Event()
@@ -155,11 +166,18 @@ class Scrubber:
                 if suspect is None or suspect.epoch != epoch:
                     continue
                 del self._suspects[slot]
+            devices = np.arange(len(suspect.credit), dtype=np.intp)
+            credit = np.repeat(devices, suspect.credit)
+            self._files.health.judge_content(credit, devices[:0])
             for fault in suspect.faults:
                 fault.accuse(self._files)
             if suspect.lost:
                 text = suspect.faults[0].text
                 logger.error("ssdkv: slot %d is dropped by the scrub: %s", slot, text)
+
+    def _untold(self) -> int:
+        with self._lock:
+            return len(self._bad) + len(self._mended)
 
     def close(self, timeout_s: float) -> bool:
         """End the thread. Blocks; False when a read did not end in time."""
@@ -174,7 +192,7 @@ class Scrubber:
         left = self._num_slots
         pass_end = time.monotonic() + PASS_S
         while not self._stop.is_set():
-            if not self._idle():
+            if not self._idle() or self._untold() >= _MOST_UNTOLD:
                 self._stop.wait(_LOOK_S)
                 continue
             if left == 0:
@@ -197,7 +215,7 @@ class Scrubber:
         if taken is None:  # reads that do not end hold the memory
             self._stop.wait(1.0)
             return 0
-        reader = _Reader(self._files, self._arena, slot, taken)
+        reader = _Reader(self._files, self._arena, slot, taken, self._right)
         try:
             if self._files.placement.doubled(np.array([slot], dtype=np.int64))[0]:
                 self._verify_copies(slot, reader)
@@ -231,9 +249,11 @@ class Scrubber:
             fault = found
         elif reader.hopeless():
             return
-        self._report(slot, _Suspect(epoch, [fault], lost=True))
+        self._report(slot, epoch, [fault], lost=True)
 
-    def _report(self, slot: int, suspect: _Suspect) -> None:
+    def _report(self, slot: int, epoch: int, faults: Sequence[_Fault], *, lost: bool) -> None:
+        suspect = _Suspect(epoch, faults, lost, self._right.clip(max=_MOST_CREDIT))
+        self._right[:] = 0
         if suspect.lost:
             self._known[slot] = suspect.epoch
         with self._lock:
@@ -282,10 +302,10 @@ class Scrubber:
         right = [look.right(epoch) for look in found]
         faults = [look.fault for look in found[: len(COPIES)] if look.fault is not None]
         if not any(right):
-            self._report(slot, _Suspect(epoch, faults, lost=True))
+            self._report(slot, epoch, faults, lost=True)
             return
         if faults:
-            self._report(slot, _Suspect(epoch, faults, lost=False))
+            self._report(slot, epoch, faults, lost=False)
         good = right.index(True)
         for copy in COPIES:
             look = found[copy.copy]
@@ -326,7 +346,16 @@ def _newest(looks: Sequence[_Look]) -> int | None:
 class _Reader:
     """Reads one slot into one piece of memory, one read after the other."""
 
-    def __init__(self, files: SlotFiles, arena: Arena, slot: int, piece: NDArray[np.uint64]):
+    def __init__(
+        self,
+        files: SlotFiles,
+        arena: Arena,
+        slot: int,
+        piece: NDArray[np.uint64],
+        right: NDArray[np.int64],
+    ):
+        """``right`` counts the pieces that are, [devices]."""
+        self._right = right
         self._files = files
         self._slot = slot
         self._piece = piece
@@ -431,6 +460,7 @@ class _Reader:
         if not len(wrong):
             if self._batch is not None:
                 self._batch.verified(np.ones(1, dtype=np.bool_), wrong, wrong)
+                self._right += np.bincount(self._batch.extents.device, minlength=len(self._right))
             return None
         text = f"{len(wrong)} page(s) do not match their checksums"
         return _Fault(text, self._batch, wrong)

@@ -17,7 +17,7 @@ from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.inventory import look, matched
 from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest
 from vllm_ssdkv.store.open import JOURNAL
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.records import HEADER_BYTES, check_header, is_whole
@@ -66,8 +66,12 @@ class StoredStore:
         return path if is_raw(path) else path / f"rank{rank}.data"
 
     def absent(self, device: int) -> bool:
-        """Whether there is no device where this one should be, like one that is not mounted."""
-        return not self.paths[device].exists()
+        """Whether there is no device where this one should be, like one that is not mounted, or
+        one in whose place there is another one now."""
+        path = self.paths[device]
+        if not self.manifest.devices[device].present and self.paths.count(path) > 1:
+            return True
+        return not path.exists()
 
     def data_bytes(self, device: int) -> int:
         """Size that a data file has: what its slots need."""
@@ -118,15 +122,25 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
             "state directory with --state-dir"
         )
     manifest, damage = _read_manifest(state)
-    if len(directories) in (len(manifest.devices), len(manifest.present())):
-        return StoredStore(state, manifest, damage, _placed(manifest, directories))
-    if [d for d in directories if d != state]:
+    devices = [d for d in directories if d != state or _is_device(manifest, d)]
+    if len(devices) in (len(manifest.devices), len(manifest.present())):
+        return StoredStore(state, manifest, damage, _placed(manifest, devices))
+    if [d for d in devices if d != state]:
         raise StoreError(
             f"the store in {state} has {len(manifest.devices)} device(s) "
-            f"({', '.join(d.path for d in manifest.devices)}), {len(directories)} are named: name "
+            f"({', '.join(d.path for d in manifest.devices)}), {len(devices)} are named: name "
             "all of them, or only the state directory"
         )
-    return StoredStore(state, manifest, damage, tuple(Path(d.path) for d in manifest.devices))
+    # Where they were last; but paths may have changed places.
+    present = [Path(device.path) for device in manifest.present()]
+    return StoredStore(state, manifest, damage, _placed(manifest, present))
+
+
+def _is_device(manifest: Manifest, directory: Path) -> bool:
+    """Whether the state directory is one of the devices, too."""
+    if str(directory) in (device.path for device in manifest.devices):
+        return True
+    return bool(look(str(directory), manifest.tp_size, manifest.store).names)
 
 
 def _placed(manifest: Manifest, directories: Sequence[Path]) -> tuple[Path, ...]:
@@ -138,11 +152,6 @@ def _placed(manifest: Manifest, directories: Sequence[Path]) -> tuple[Path, ...]
     for directory, number in zip(directories, numbers, strict=True):
         paths[unseen.pop(0) if number is None else number] = directory
     return tuple(paths)
-
-
-def has_manifest(directory: Path) -> bool:
-    """Whether this is the state directory of a store."""
-    return any((directory / name).exists() for name in (NAME, COPY))
 
 
 def _read_manifest(state: Path) -> tuple[Manifest, str]:

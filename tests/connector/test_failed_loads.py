@@ -1,0 +1,36 @@
+"""Who waits for whom after loads have failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from vllm_ssdkv.connector.failed_loads import FailedLoads
+
+HBM = cast(
+    Any,
+    SimpleNamespace(
+        coordinator=SimpleNamespace(
+            single_type_managers=[SimpleNamespace(max_admission_blocks_per_request=None)]
+        ),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: 100),
+    ),
+)
+OTHER = cast(Any, SimpleNamespace(request_id="b", num_tokens=16))
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_nobody_waits_for_a_request_that_runs(failures: int) -> None:
+    loads = FailedLoads(16)
+    for _ in range(failures):
+        loads.add("a")
+        assert loads.failed("a")
+        assert loads.must_wait(OTHER, HBM, others=True)
+        if not loads.given_up("a"):
+            loads.ask("a")
+    assert loads.must_wait(OTHER, HBM, others=True)
+    loads.scheduled("a")
+    assert not loads.must_wait(OTHER, HBM, others=True)
+    assert not loads

@@ -1,0 +1,72 @@
+"""What cannot be served is refused at start, with a way out."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from vllm_ssdkv.attention.backend import _is_given, _tiered
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.model import attention_spec
+from vllm_ssdkv.connector.preflight import check_engine
+from vllm_ssdkv.errors import UnsupportedError
+
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+PAGE = SSDKVConfig.from_extra_config({"mode": "page", "hbm_window_tokens": 64})
+
+
+def refusal(config: VllmConfig, **changes: object) -> str:
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        part, name = path.split("__")
+        setattr(getattr(config, part), name, value)
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(PAGE, config)
+    return str(caught.value)
+
+
+def test_engines_that_only_store_or_cut_steps(configs: dict[str, VllmConfig]) -> None:
+    check_engine(PAGE, configs["page"])
+    assert "kv_both" in refusal(configs["page"], kv_transfer_config__kv_role="kv_producer")
+    assert "--enable-dbo" in refusal(configs["page"], parallel_config__enable_dbo=True)
+
+
+def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig
+    return cast(Any, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]))
+
+
+def test_layers_that_are_not_alike() -> None:
+    same = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": SPEC, "b": SPEC})
+    assert attention_spec(groups(same)) == SPEC
+    wide = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a": SPEC, "b": replace(SPEC, num_kv_heads=4)}
+    )
+    with pytest.raises(UnsupportedError, match="several sizes"):
+        attention_spec(groups(wide))
+
+
+def test_attention_that_is_not_causal() -> None:
+    with pytest.raises(UnsupportedError, match="not causal"):
+        attention_spec(groups(replace(SPEC, non_causal=True)))
+
+
+def test_specs_that_are_derived_from_full_attention() -> None:
+    class Special(FullAttentionSpec):
+        pass
+
+    assert _tiered(SPEC, PAGE).block_size == 16
+    with pytest.raises(UnsupportedError, match="Special"):
+        _tiered(Special(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32), PAGE)
+
+
+def test_a_tensor_is_a_feature_whatever_it_holds() -> None:
+    assert _is_given(torch.zeros(4))
+    assert not _is_given(None)
+    assert not _is_given("")
