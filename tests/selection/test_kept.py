@@ -46,6 +46,19 @@ def never(_: I64) -> Selection:
     raise AssertionError("nothing needs to be chosen")
 
 
+def test_the_query_is_the_callers_to_write_to() -> None:
+    """vLLM uses the memory again in the same step."""
+    kept = KeptSelections(1, LAYOUT, 4, 0.9)
+    query = torch.ones(1, HEADS * GROUP, SIZE)
+    chosen = selection_of([[0, 1], [0, 2]])
+    kept.select(0, ["a"], sizes(100, 12), query, lambda _: chosen)
+    again = query.clone()
+    query.neg_()
+    found, count = kept.select(0, ["a"], sizes(101, 12), again, never)
+    assert count == 1
+    assert lists_of(found) == [[0, 1], [0, 2]]
+
+
 @given(data=st.data(), steps=st.integers(2, 5), similarity=st.sampled_from([0.0, 0.7, 0.95]))
 @settings(max_examples=60, deadline=None)
 def test_it_is_what_the_oracle_says_whoever_else_is_there(
