@@ -108,7 +108,9 @@ class LiveStore:
         )
         self.slots = files.placement.slots
         wear = WearLedger(None, place.paths, self.counters)
-        policy = WritePolicy(config, wear, [0.0] * len(directories), self.slots, self.counters)
+        policy = WritePolicy(
+            config, config.devices, wear, [0.0] * len(directories), self.slots, self.counters
+        )
         self._writes = Writes(1)
         self._moves = Moves(
             self._index, self._restriper, policy, self.counters, self._writes, self._unpin

@@ -333,8 +333,23 @@ def test_an_upload_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "files").iterdir()) == []
 
 
-@pytest.mark.parametrize("lost", ["input", "output"])
-def test_files_that_somebody_damaged_end_the_batch(tmp_path: Path, lost: str) -> None:
+def test_a_batch_that_is_refused_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        for lines in ([b"nonsense"], [chat_line("a", "x"), chat_line("a", "y")], []):
+            assert (await ended(client, await submit(client, lines))).status == "failed"
+        after = await ended(client, await submit(client, [chat_line("a", "x")]))
+        assert after.status == "completed"
+
+    served(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("lost", "deleted"), [("input", True), ("output", False), ("output", True)]
+)
+def test_files_that_somebody_damaged_end_the_batch(
+    tmp_path: Path, lost: str, *, deleted: bool
+) -> None:
     async def scenario(server: Served) -> None:
         client = server.client()
         made = await submit(client, [chat_line(str(i), f"q{i}") for i in range(30)])
@@ -342,7 +357,7 @@ def test_files_that_somebody_damaged_end_the_batch(tmp_path: Path, lost: str) ->
         await until(lambda: server.metric("batch_requests_total", outcome="completed") >= 1)
         row = server.service.jobs.unended()[0]
         path = server.service.files.path(row[f"{lost}_file"])
-        if lost == "input":
+        if deleted:
             path.unlink()
         else:
             os.truncate(path, 1)

@@ -163,6 +163,7 @@ class Simulation:
             ),
             WritePolicy(
                 options,
+                options.devices,
                 WearLedger(None, paths, counters, clock=pace_clock),
                 [float(SLOT_BYTES / DEVICES * ranks)] * DEVICES,
                 self.index.num_slots,

@@ -6,6 +6,8 @@ import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, Pace
 from tests.connector.simulation import WINDOW, Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.startup import _write_policy
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import GIB, MIB
@@ -34,7 +37,9 @@ class Rig:
         devices: list[object] = [self.paths[0], {"path": self.paths[1], **second}]
         config = SSDKVConfig.from_extra_config({"devices": devices, "admission": admission})
         self.wear = WearLedger(None, self.paths, self.counters, clock=lambda: self.now)
-        self.policy = WritePolicy(config, self.wear, [1000.0, 1000.0], 100, self.counters)
+        self.policy = WritePolicy(
+            config, config.devices, self.wear, [1000.0, 1000.0], 100, self.counters
+        )
 
     def gauges(self) -> dict[str, float]:
         self.policy.update_gauges(self.paths)
@@ -114,11 +119,35 @@ def test_shares_are_shown_where_they_are_known(tmp_path: Path) -> None:
 def test_without_devices_in_the_options_bytes_are_counted_still() -> None:
     counters = Counters()
     wear = WearLedger(None, ["default"], counters)
-    policy = WritePolicy(SSDKVConfig(), wear, [1000.0], 100, counters)
+    policy = WritePolicy(SSDKVConfig(), [None], wear, [1000.0], 100, counters)
     policy.wrote([(0, 77)])
     assert not policy.used_up(0)
     policy.update_gauges(["/default"])
     assert counters.take_gauges() == {"wear_bytes|device=/default": 77.0}
+
+
+def test_options_stay_with_their_device_when_another_one_is_missing(tmp_path: Path) -> None:
+    """The manifest has those first that are there."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    devices = [
+        {"path": a, "tbw": "1TB", "daily_write_budget": BUDGET},
+        {"path": b, "tbw": "4TB"},
+    ]
+    config = SSDKVConfig.from_extra_config({"devices": devices})
+    there = [SimpleNamespace(path=b, files=["1"], present=True)]
+    away = [SimpleNamespace(path=a, files=["2"], present=False)]
+    place = SimpleNamespace(
+        paths=(a, b), state=tmp_path, stored=lambda: SimpleNamespace(devices=there + away)
+    )
+    found: Any = SimpleNamespace(place=place, layout=SimpleNamespace(tp_size=1))
+    placement: Any = SimpleNamespace(devices=2, device_bytes=lambda _: 1000, slots=1)
+    counters = Counters()
+    policy = _write_policy(config, found, placement, 100, counters)
+    policy.wrote([(0, 10**12)])
+    assert not policy.used_up(10**9)
+    policy.update_gauges([b, a])
+    assert counters.take_gauges()[f"wear_used|device={b}"] == 0.25
+    policy.close()
 
 
 # ---- under vLLM's scheduler ----

@@ -174,8 +174,9 @@ class Runner:
     # ---- one round ----
 
     async def _step(self) -> None:
+        await self._sweep()  # first: what expires makes room for answers
         await self._commit()
-        await self._sweep()
+        self._end_validation()
         rows = await asyncio.to_thread(self._jobs.unended)
         self._counters.set("batches_unended", len(rows))
         now = self._clock()
@@ -196,7 +197,7 @@ class Runner:
     async def _advance(self, row: sqlite3.Row, now: float) -> None:
         """Take a batch one step further, whatever state it is in."""
         seq, status = int(row["seq"]), str(row["status"])
-        if self._is_being_validated(seq):
+        if self._validation is not None and self._validation[0] == seq:
             return
         if status == "finalizing":
             await self._end(seq, "completed")
@@ -215,16 +216,11 @@ class Runner:
             elif active.is_idle and not any(seq == other for other, _ in self._finished):
                 await self._end(seq, "completed")
 
-    def _is_being_validated(self, seq: int) -> bool:
-        """Whether the batch is in validation now; takes note of the end of that."""
-        if self._validation is None or self._validation[0] != seq:
-            return False
-        task = self._validation[1]
-        if not task.done():
-            return True
-        self._validation = None
-        task.result()  # an error of the disk: tried again after a pause
-        return False
+    def _end_validation(self) -> None:
+        """Take note of its end: of a batch that failed by it nobody will speak any more."""
+        if self._validation is not None and self._validation[1].done():
+            task, self._validation = self._validation[1], None
+            task.result()  # an error of the disk: tried again after a pause
 
     async def _validate(self, row: sqlite3.Row) -> None:
         try:
@@ -240,6 +236,7 @@ class Runner:
         except FileNotFoundError:
             lost = LineError("input_lost", "The input file is gone from the server's disk.")
             self._jobs.fail(seq, [error_object(lost)])
+            self._counters.add("batches_ended", outcome="failed")
             return
         if found.errors:
             self._jobs.fail(seq, found.errors)
@@ -360,7 +357,7 @@ class Runner:
             answers = [answer for _, answer in batch]
             try:
                 await asyncio.to_thread(self._jobs.record, seq, answers)
-            except StoreError as error:
+            except (StoreError, FileNotFoundError) as error:
                 self._active[seq].damage = str(error)
             else:
                 self._count(answers)

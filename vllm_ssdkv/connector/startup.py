@@ -180,7 +180,9 @@ def _write_policy(
     bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
     share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
     wear = WearLedger(found.place.state, names, counters)
-    return WritePolicy(config, wear, share, num_slots, counters)
+    given = dict(zip(found.place.paths, config.devices, strict=False))  # none, by default
+    devices = [given.get(d.path) if d.present else None for d in manifest.devices]
+    return WritePolicy(config, devices, wear, share, num_slots, counters)
 
 
 def _check_backend(

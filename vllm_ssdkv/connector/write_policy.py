@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config import DeviceConfig, SSDKVConfig
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.sketch import FrequencySketch
@@ -25,21 +25,23 @@ class WritePolicy:
     def __init__(
         self,
         config: SSDKVConfig,
+        devices: Sequence[DeviceConfig | None],
         wear: WearLedger,
         slot_bytes: Sequence[float],
         num_slots: int,
         counters: Counters,
     ):
-        """``slot_bytes``: what a slot takes on each device on average, all ranks."""
-        given = config.devices
+        """``devices``: options of each of the store's devices, in its order, which is another one
+        than that of the options where a device is missing; None for one that is not written to.
+        ``slot_bytes``: what a slot takes on each of them on average, all ranks."""
         self._wear = wear
-        self._paths = [str(device.path) for device in given]
-        self._budgets = [device.daily_write_budget for device in given]
-        self._endurance = [device.tbw for device in given]
+        self._paths = [None if given is None else str(given.path) for given in devices]
+        self._budgets = [None if given is None else given.daily_write_budget for given in devices]
+        self._endurance = [None if given is None else given.tbw for given in devices]
         self._slot_bytes = tuple(slot_bytes)
         self._counters = counters
         self._seen = FrequencySketch(num_slots) if config.admission == "second_use" else None
-        self._told_on = [-1] * len(given)
+        self._told_on = [-1] * len(devices)
 
     # ---- admission ----
 
