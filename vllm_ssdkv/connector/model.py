@@ -68,7 +68,7 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     spec = groups[0].kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs = list(spec.kv_cache_specs.values())
-        spec = max(specs, key=lambda one: one.page_size_bytes)
+        spec = specs[0]
         if any(one.page_size_bytes != spec.page_size_bytes for one in specs):
             raise UnsupportedError(
                 "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
