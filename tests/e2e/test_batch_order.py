@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SOAK_ROUNDS
 from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, reuse_mode
@@ -37,25 +38,22 @@ def bytes_read(engine: Engine) -> float:
 SLOW: dict[str, object] = {"bandwidth": "64MiB", "latency": 0.0005}
 """As much slower than a drive as this model's KV is smaller than that of one worth storing."""
 
+CASES = {"short prefixes": (512, []), "slow drives": (512, [SLOW])}
+if SOAK_ROUNDS:
+    CASES["long prefixes"] = (4096, [])  # which take as long to compute as ten other tests
 
-@pytest.mark.parametrize(
-    ("contexts", "questions", "prefix", "throttle"),
-    [
-        (8, 8, 512, []),
-        pytest.param(20, 30, 512, [], marks=pytest.mark.soak, id="short prefixes"),
-        pytest.param(20, 30, 4096, [], marks=pytest.mark.soak, id="long prefixes"),
-        pytest.param(20, 30, 512, [SLOW], marks=pytest.mark.soak, id="slow drives"),
-    ],
-)
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("prefix", "throttle"), CASES.values(), ids=CASES)
 def test_half_the_bytes_at_most(
     models: dict[str, Path],
     devices: Devices,
-    contexts: int,
-    questions: int,
+    soak_rounds: int,
     prefix: int,
     throttle: list[dict[str, object]],
 ) -> None:
     """DRAM holds two short contexts, HBM as much as runs at a time; the store holds all of them."""
+    contexts, questions = (20, 30) if soak_rounds >= 10 else (8, 8)
     prefixes = prompts([prefix] * contexts, seed=41)
     endings = prompts([QUESTION] * questions, seed=42)
     batch = [start + ending for start in prefixes for ending in endings]
