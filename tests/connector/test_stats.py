@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
+import json
 import os
 import pickle
 import subprocess
@@ -232,35 +234,46 @@ def test_info_names_what_is_in_force(prom: SSDKVPromMetrics) -> None:
 
 
 MULTIPROCESS = """
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client import multiprocess
+import json, sys
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
 from vllm_ssdkv.connector.stats import SSDKVPromMetrics, SSDKVStats
 class Config: kv_transfer_config = None
 prom = SSDKVPromMetrics(
     Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"],
     {0: ["tiny", "0"]})
-prom.observe(SSDKVStats.of({"slots_stored": 2}, {"rank0": {"slots_free": 8}}).to_dict())
-registry = CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
+for line in sys.stdin:
+    gauges = {"rank0": {"slots_free": int(line)}}
+    prom.observe(SSDKVStats.of({"slots_stored": 2}, gauges).to_dict())
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    labels = {"model_name": "tiny", "engine": "0"}
+    names = ("vllm:ssdkv_slots_stored_total", "vllm:ssdkv_slots_free")
+    print(json.dumps([registry.get_sample_value(name, labels) for name in names]), flush=True)
 """
 
 
 def test_several_api_servers_add_counters_and_show_the_newest_gauge(tmp_path: Path) -> None:
-    """Prometheus's multiprocess mode, as with ``vllm serve --api-server-count 2``."""
+    """Prometheus's multiprocess mode, as with ``vllm serve --api-server-count 2``. What a server
+    is told may be what it was told last, but not what the other one was."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    for expected in (2, 4):
-        done = subprocess.run(
-            [sys.executable, "-c", MULTIPROCESS],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        lines = done.stdout.splitlines()
-        start = 'vllm:ssdkv_slots_stored_total{engine="0",model_name="tiny"}'
-        assert [float(line.split()[-1]) for line in lines if line.startswith(start)] == [expected]
-        start = 'vllm:ssdkv_slots_free{engine="0",model_name="tiny"}'
-        assert [float(line.split()[-1]) for line in lines if line.startswith(start)] == [8]
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", MULTIPROCESS],
+                    env=environment,
+                    cwd=tmp_path,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for _ in range(2)
+        ]
+        for told, (server, free) in enumerate(((0, 8), (1, 7), (0, 8), (1, 7), (1, 6)), 1):
+            ask, answer = servers[server].stdin, servers[server].stdout
+            assert ask is not None
+            assert answer is not None
+            ask.write(f"{free}\n")
+            ask.flush()
+            assert json.loads(answer.readline()) == [2 * told, free]

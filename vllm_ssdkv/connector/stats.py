@@ -165,10 +165,9 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
         for key, parts in histograms.items():
             _observe_all(self._child(key, engine_idx), parse_key(key)[0].buckets, parts)
         known = self._last.setdefault(engine_idx, {})
-        newer = transfer_stats_data["gauges"]
-        if newer.items() <= known.items():
-            return
-        known.update(newer)
+        known.update(transfer_stats_data["gauges"])
+        # Unchanged ones, too: another API server may have been told other values meanwhile, and
+        # the newest are shown.
         for key, value in combine_gauges(list(known.values())).items():
             self._child(key, engine_idx).set(value)
 
