@@ -208,7 +208,7 @@ def _trouble(board: Dashboard) -> None:
         ),
         graph(
             "Loads that failed",
-            "Requests whose load did not bring everything, and those computed again, by what was "
+            "Loads that did not bring everything, and requests computed again, by what was "
             "missing. They are answered all the same.",
             "ops",
             (rate(ours("load_failures_total")), "failed loads"),

@@ -286,8 +286,8 @@ def _time(board: Dashboard) -> None:
     for panel in (
         graph(
             "Time in attention",
-            "Seconds per second, all layers and ranks: choosing, looking up and checking (fetch), "
-            "waiting for bytes, attending, merging. Prompts are in it.",
+            "Seconds per second, all layers, of the rank that takes longest: choosing, looking up "
+            "and checking (fetch), waiting for bytes, attending, merging. Prompts are in it.",
             "s",
             (by_part, "{{part}}"),
             stacked=True,

@@ -17,6 +17,7 @@ from vllm_ssdkv.metrics import (
     BATCH_METRICS,
     BY_NAME,
     METRICS,
+    MOST_OF_RANKS,
     Counters,
     bucket_keys,
     combine_gauges,
@@ -40,7 +41,11 @@ def test_every_metric_is_declared_well(metric: Metric) -> None:
         assert bool(label.values) != bool(label.bounded_by), "bounded in exactly one way"
         # vLLM's own labels on every metric of a connector.
         assert label.name not in {"model_name", "engine"}
-    assert not metric.adds_up or metric.combine == "sum"
+    assert metric.combine in {"counter": ("sum", "max"), "histogram": ("sum",)}.get(
+        metric.kind, ("sum", "max", "min")
+    )
+    free = any(label.bounded_by for label in metric.labels)
+    assert metric.kind != "counter" or metric.combine == "sum" or not free, "keys are known"
     assert bool(metric.buckets) == (metric.kind == "histogram")
     assert list(metric.buckets) == sorted(set(metric.buckets))
 
@@ -57,6 +62,14 @@ def test_exposed_name_is_what_prometheus_shows(metric: Metric) -> None:
     parts = ("_bucket", "_count", "_sum") if metric.kind == "histogram" else ("",)
     found = {line.partition("{")[0].partition(" ")[0] for line in samples}
     assert found == {metric.exposed_name + part for part in parts}
+
+
+def test_ranks_that_do_the_same_in_a_step_do_not_add_up() -> None:
+    assert {parse_key(key)[0].name for key in MOST_OF_RANKS} == {
+        *("write_stalls", "write_stall_seconds", "stores_skipped"),
+        *("sparse_rows_exact", "attention_seconds"),
+    }
+    assert counter_key("attention_seconds", part="wait") in MOST_OF_RANKS
 
 
 @given(st.text(max_size=40))

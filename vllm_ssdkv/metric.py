@@ -39,7 +39,9 @@ class Metric:
     Attributes:
         name: Short name; the code counts under it.
         unit: What the number counts, for the table.
-        combine: How the values of several ranks become one. Counters and histograms always add up.
+        combine: How the values of several ranks become one. Of a counter, ``max`` is for what all
+            ranks do in the same step: what the step counts is the most that any of them did.
+            Histograms add up.
         buckets: Upper bounds of a histogram, ascending, without infinity.
     """
 
@@ -78,9 +80,11 @@ class Metric:
         return of_one * math.prod(len(label.values) or 1 for label in self.labels)
 
 
-def counter(name: str, unit: str, help: str, *labels: Label) -> Metric:
+def counter(
+    name: str, unit: str, help: str, *labels: Label, combine: Literal["sum", "max"] = "sum"
+) -> Metric:
     """A counter."""
-    return Metric(name, "counter", unit, help, labels)
+    return Metric(name, "counter", unit, help, labels, combine)
 
 
 def gauge(

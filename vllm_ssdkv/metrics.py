@@ -78,7 +78,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "loads",
         "Reads beside a request that was computed, to see whether the devices are faster now.",
     ),
-    counter("load_failures", "requests", "Requests for which a load did not bring all its data."),
+    counter("load_failures", "loads", "Loads that did not bring all their data, on any rank."),
     counter(
         "recomputed_requests",
         "requests",
@@ -91,6 +91,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
         "had not seen them often enough, or a daily write budget was used up.",
         Label("cause", ("write_buffer", "store_full", "admission", "budget")),
+        combine="max",
     ),
     counter(
         "slot_waits",
@@ -98,8 +99,18 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Times that a request could not start because too few slots can be had; it asks again "
         "every step (page).",
     ),
-    counter("write_stalls", "steps", "Steps that waited for room in the write buffer (page)."),
-    counter("write_stall_seconds", "seconds", "Time that steps waited for the write buffer."),
+    counter(
+        "write_stalls",
+        "times",
+        "Times that steps waited for room in the write buffer (page).",
+        combine="max",
+    ),
+    counter(
+        "write_stall_seconds",
+        "seconds",
+        "Time that steps waited for the write buffer.",
+        combine="max",
+    ),
     counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
     counter(
         "context_blocks_promoted",
@@ -127,6 +138,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Time that the forward pass spent in attention (page): choosing pages, looking them up and "
         "checking them, reading ahead, waiting for bytes, attending, merging.",
         Label("part", ("select", "fetch", "ahead", "wait", "attend", "merge")),
+        combine="max",
     ),
     counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
     counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
@@ -195,7 +207,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Manifests that were damaged and restored, from their copy or from superblocks.",
     ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
-    counter("device_lost", "devices", "Times the device was taken out of service.", _DEVICE),
+    counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
     counter("manifest_errors", "errors", "Times the manifest could not be saved."),
     gauge("slots", "slots", "Slots that the store has."),
     gauge("slots_ready", "slots", "Slots that can be found."),
@@ -363,6 +375,15 @@ def _counter_key(name: str, items: tuple[tuple[str, str], ...]) -> str:
     if BY_NAME[name].kind != "counter":
         raise ValueError(f"cannot add to the {BY_NAME[name].kind} {name}")
     return key
+
+
+MOST_OF_RANKS: Final[frozenset[str]] = frozenset(
+    metric_key(metric.name, dict(zip(metric.label_names, values, strict=True)))
+    for metric in METRICS
+    if metric.kind == "counter" and metric.combine == "max"
+    for values in itertools.product(*(label.values for label in metric.labels))
+)
+"""Keys of the counters of which a step counts what the rank did that did most."""
 
 
 @functools.lru_cache(maxsize=4096)

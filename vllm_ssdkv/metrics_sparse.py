@@ -67,6 +67,7 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
         "rows",
         "Decoded tokens that attended to everything, because DRAM has no room for what the "
         "selector must know of their pages.",
+        combine="max",
     ),
     counter(
         "sparse_requests_refused",

@@ -352,6 +352,23 @@ def test_a_failed_load_teaches_nothing() -> None:
     assert not machine.choice.load.known
 
 
+def test_a_load_that_failed_on_any_rank_is_one_failure() -> None:
+    """Nor has it saved anything."""
+    machine = Machine(FAST, ranks=3)
+    machine.learn()
+    for tokens in ((0, 1024, 0), (1024, 1024, 1024)):
+        saved = machine.counters.total("seconds_saved", by="loading")
+        machine.ask(64)
+        machine.choice.planned("r", slots(64))
+        for rank, found in enumerate(tokens):
+            time = LoadTime("r", 0, found, 0.0, 0.0, 1e-3 if found else 0.0)
+            machine.choice.reported(rank, RankReport(loads=[time]))
+        machine.choice.ended("r")
+        more = machine.counters.total("seconds_saved", by="loading") - saved
+        assert (more > 0) is (0 not in tokens)
+        assert machine.counters.total("load_failures") == 1
+
+
 def test_a_sample_of_decode_steps_is_timed() -> None:
     machine = Machine(FAST)
     assert machine.step((0, 100), (50, 1))

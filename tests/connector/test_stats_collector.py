@@ -37,10 +37,10 @@ def test_nothing_is_told_of_nothing() -> None:
     rig = Rig()
     assert rig.collector.take() is None
     rig.counters.set("slots_ready", 5)
-    rig.collector.take_in(0, RankReport(gained={"slots_stored": 2}))
+    rig.collector.take_in([(0, RankReport(gained={"slots_stored": 2}))])
     assert rig.collector.take() is not None
     rig.counters.set("slots_ready", 5)
-    rig.collector.take_in(0, RankReport())
+    rig.collector.take_in([(0, RankReport())])
     assert rig.collector.take() is None
 
 
@@ -48,15 +48,32 @@ def test_gauges_that_have_not_changed_go_with_those_that_have() -> None:
     """With several API servers, one that was told nothing before hears of all."""
     rig = Rig()
     rig.counters.set("slots_ready", 5)
-    rig.collector.take_in(0, RankReport(gauges={"dram_frames_used": 3, "dram_frames": 9}))
-    rig.collector.take_in(1, RankReport(gauges={"dram_frames_used": 4}))
+    rig.collector.take_in([(0, RankReport(gauges={"dram_frames_used": 3, "dram_frames": 9}))])
+    rig.collector.take_in([(1, RankReport(gauges={"dram_frames_used": 4}))])
     first = rig.collector.take()
     assert first is not None
-    rig.collector.take_in(1, RankReport(gauges={"dram_frames_used": 8}))
+    rig.collector.take_in([(1, RankReport(gauges={"dram_frames_used": 8}))])
     second = rig.collector.take()
     assert second is not None
     assert first.reduce() == {"slots_ready": 5, "dram_frames_used": 7, "dram_frames": 9}
     assert second.reduce() == {"slots_ready": 5, "dram_frames_used": 11, "dram_frames": 9}
+
+
+def test_what_all_ranks_do_in_a_step_is_counted_once() -> None:
+    """A step waits as long as its slowest rank; what ranks read and write adds up."""
+    rig = Rig()
+    stall, read = "write_stall_seconds", "bytes_read|device=/a"
+    skipped = "stores_skipped|cause=write_buffer"
+    rig.counters.add("stores_skipped", 1, cause="store_full")
+    for gains in (
+        [{stall: 2.0, skipped: 3, read: 10}, {stall: 0.5, read: 20}, {stall: 1.0, skipped: 4}],
+        [{}, {stall: 0.25, skipped: 1, read: 5}, {}],
+    ):
+        rig.collector.take_in([(rank, RankReport(gained=dict(g))) for rank, g in enumerate(gains)])
+    told = rig.collector.take()
+    assert told is not None
+    expected = {stall: 2.25, skipped: 5, read: 35, "stores_skipped|cause=store_full": 1}
+    assert told.data["counters"] == expected
 
 
 steps = st.lists(
@@ -81,7 +98,7 @@ def test_no_count_is_lost_or_told_twice(steps: list[tuple[str, int] | str]) -> N
             if who == "scheduler":
                 rig.counters.add("slots_stored", gain)
             else:
-                rig.collector.take_in(int(who), RankReport(gained={"slots_stored": gain}))
+                rig.collector.take_in([(int(who), RankReport(gained={"slots_stored": gain}))])
     assert told.data["counters"].get("slots_stored", 0) == counted
     assert rig.collector.take() is None
 

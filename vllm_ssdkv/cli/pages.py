@@ -40,8 +40,9 @@ _METRICS_INTRO: Final = """\
 # Metrics
 
 These appear on vLLM's own `/metrics` page, with vLLM's labels `model_name` and `engine` beside
-those named here. Counters are those of all ranks together and start at 0 with the process. How the
-gauges of several ranks become one is named in the last column.
+those named here. Counters start at 0 with the process. How the numbers of several ranks become one
+is named in the last column: a counter with `max` takes from each step what the rank counted that
+counted most.
 """
 
 _BATCH_METRICS_INTRO: Final = """\

@@ -249,6 +249,9 @@ class LoadChoice:
             return
         now = self._clock()
         self._last_end = now
+        # Counted here, where what all ranks say of a load is together.
+        failed = any(time_of.failed for time_of in load.times)
+        self._counters.add("load_failures", int(failed))
         if not load.times or request_id in INTO_DRAM:  # which say nothing of how fast a hit is
             return
         slowest = max(load.times, key=lambda time_of: time_of.loading_s)
@@ -256,7 +259,7 @@ class LoadChoice:
         self.load.observe(slowest, None if request_id == PROBE else waited)
         if slowest.tokens_from_ssd:
             self._read_at = now
-        if load.compute_s and (slowest.tokens_from_dram or slowest.tokens_from_ssd):
+        if load.compute_s and not failed:
             gained = load.compute_s - waited
             if gained >= 0:
                 self._counters.add("seconds_saved", gained, by="loading")

@@ -115,6 +115,11 @@ class LoadTime:
     ssd_s: float
 
     @property
+    def failed(self) -> bool:
+        """Whether it did not bring everything."""
+        return not (self.tokens_from_dram or self.tokens_from_ssd)
+
+    @property
     def loading_s(self) -> float:
         """From the beginning of the load to its end."""
         return max(self.dram_s, self.ssd_s)

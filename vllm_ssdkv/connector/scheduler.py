@@ -431,11 +431,11 @@ class SSDKVScheduler:
 
     # ---- results ----
 
-    def reported(self, reports: Iterable[tuple[int, RankReport]], received: Iterable[str]) -> None:
+    def reported(self, reports: Sequence[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and which requests' loads have ended."""
         written: list[int] = []
+        self._collector.take_in(reports)
         for rank, report in reports:
-            self._collector.take_in(rank, report)
             self._policy.wrote(report.written)
             received = [*received, *self._choice.reported(rank, report)]
             if report.streamed and PROMOTION not in self._loading:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.stats import SSDKVStats
-from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
+from vllm_ssdkv.metrics import MOST_OF_RANKS, TELL_INTERVAL_S, Counters
 
 
 class StatsCollector:
@@ -26,12 +26,18 @@ class StatsCollector:
         self._changed = False
         self._due = clock()
 
-    def take_in(self, rank: int, report: RankReport) -> None:
-        """A worker's report."""
-        self._counters.add_keyed(report.gained, report.gained.values())
-        if report.gauges:
-            self._gauges.setdefault(f"rank{rank}", {}).update(report.gauges)
-            self._changed = True
+    def take_in(self, reports: Sequence[tuple[int, RankReport]]) -> None:
+        """The workers' reports of one step; what they counted is taken out of them."""
+        most: dict[str, float] = {}
+        for rank, report in reports:
+            gained = report.gained
+            for key in gained.keys() & MOST_OF_RANKS:
+                most[key] = max(most.get(key, 0.0), gained.pop(key))
+            self._counters.add_keyed(gained, gained.values())
+            if report.gauges:
+                self._gauges.setdefault(f"rank{rank}", {}).update(report.gauges)
+                self._changed = True
+        self._counters.add_keyed(most, most.values())
 
     def due(self, *, running: bool) -> bool:
         """Whether to tell now: at once when no request is ``running``, else in intervals."""

@@ -148,7 +148,6 @@ class SlotLoader:
         while hit.reads:  # it failed: take their memory back
             self._try(hit, self._finish)
         if not outcome.complete:
-            self._files.counters.add("load_failures", 1)
             outcome.tokens_from_dram = outcome.tokens_from_ssd = 0
         outcome.ended = time.monotonic()
         return outcome
