@@ -36,7 +36,8 @@ _IN_MEMORY: Final = share(
 _WAITING: Final = share(
     rate(ours("attention_seconds_total", 'part="wait"')), rate(ours("attention_seconds_total"))
 )
-_STEPS: Final = rate(theirs("iteration_tokens_total_count"))
+_CHOOSING_STEPS: Final = rate(ours("context_steps_total", 'attention="sparse"'))
+_EXACT_STEPS: Final = rate(ours("context_steps_total", 'attention="exact"'))
 _AMPLIFICATION: Final = share(rate(ours("bytes_read_total")), rate(ours("bytes_used_total")))
 
 
@@ -228,11 +229,11 @@ def _tiers(board: Dashboard) -> None:
         ),
         graph(
             "Pages per step",
-            "Context pages that a step of the engine needed: chosen ones, and those of exact "
-            "attention.",
+            "Context pages of all ranks that a step brought in: chosen ones, of the steps that "
+            "choose, and those of exact attention, of the steps that have such.",
             "none",
-            (share(_FETCHED, _STEPS), "chosen"),
-            (share(rate(ours("context_pages_streamed_total")), _STEPS), "exact"),
+            (share(_FETCHED, _CHOOSING_STEPS), "chosen"),
+            (share(rate(ours("context_pages_streamed_total")), _EXACT_STEPS), "exact"),
         ),
         graph(
             "Pages of exact attention",

@@ -113,6 +113,14 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
     counter(
+        "context_steps",
+        "steps",
+        "Steps that brought in pages of context for exact attention, and those in which tokens "
+        "chose pages; a step may be both (page).",
+        Label("attention", ("exact", "sparse")),
+        combine="max",
+    ),
+    counter(
         "context_blocks_promoted",
         "blocks",
         "Blocks that a running request read from the devices in every step, brought into DRAM when "

@@ -114,6 +114,10 @@ def test_an_eighth_of_the_context_is_enough(recall: Recall) -> None:
     # The first token of an answer comes from the prompt's last one.
     tokens = sum(len(question.answer) - 1 for question in QUESTIONS)
     assert engine.ssdkv("sparse_selections") == LISTS * tokens
+    longest = max(len(question.answer) for question in QUESTIONS) - 1
+    assert longest <= engine.ssdkv("context_steps", attention="sparse") <= tokens
+    chunks = sum(-(-len(question.prompt) // CHUNK) for question in QUESTIONS)
+    assert 0 < engine.ssdkv("context_steps", attention="exact") < chunks + tokens
     fetched = [engine.ssdkv("sparse_pages_fetched", tier=t) for t in ("dram", "page_cache", "ssd")]
     assert sum(fetched) == selected
     assert fetched[2] > 0

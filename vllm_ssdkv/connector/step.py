@@ -137,8 +137,8 @@ class PagedStep:
 
     def count(self, counters: Counters) -> None:
         """Add what the step did to the worker's counters."""
-        on_ssd = self._stream.pages_on_ssd
-        streamed = (self._stream.pages_in_dram, on_ssd, on_ssd * self._payload_bytes)
+        in_dram, on_ssd = self._stream.pages_in_dram, self._stream.pages_on_ssd
+        streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, on_ssd * self._payload_bytes)
         gains = (*streamed, self.left_out, *self.clock.seconds)
         counters.add_keyed(STEP_KEYS, gains)
         if self._decode is not None:
@@ -156,6 +156,7 @@ class PagedStep:
         in_dram = held - in_hbm + counts.scale_bytes
         # Written out: every step does this, behind a model that has emptied the caches.
         return (
+            counts.lists > 0,
             (ssd + channel.ssd) * self._payload_bytes,
             counts.lists,
             counts.kept,

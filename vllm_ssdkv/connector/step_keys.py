@@ -12,6 +12,7 @@ _TIERS: Final = ("hbm", "dram", "page_cache", "ssd")
 STEP_KEYS: Final[tuple[str, ...]] = (
     counter_key("context_pages_streamed", tier="dram"),
     counter_key("context_pages_streamed", tier="ssd"),
+    counter_key("context_steps", attention="exact"),
     counter_key("bytes_used"),
     counter_key("sparse_rows_exact"),
     *(counter_key("attention_seconds", part=part) for part in PARTS),
@@ -19,6 +20,7 @@ STEP_KEYS: Final[tuple[str, ...]] = (
 """Of the context that is streamed."""
 
 CHOICE_KEYS: Final[tuple[str, ...]] = (
+    counter_key("context_steps", attention="sparse"),
     counter_key("bytes_used"),
     counter_key("sparse_selections"),
     counter_key("sparse_selections_reused"),
