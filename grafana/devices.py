@@ -5,6 +5,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from vllm_ssdkv.grafana.panels import (
+    DEVICE_LEGEND,
+    EACH_DEVICE,
     graph,
     new_dashboard,
     of_device,
@@ -18,8 +20,7 @@ from vllm_ssdkv.grafana.panels import (
     with_engine_choice,
 )
 
-_LEGEND = "{{device}}"
-_DIRECTED = "{{device}} {{direction}}"
+_DIRECTED = f"{DEVICE_LEGEND} {{{{direction}}}}"
 
 
 def devices() -> Dashboard:
@@ -40,15 +41,15 @@ def _state(board: Dashboard) -> None:
     for panel in (
         graph(
             "In service",
-            "1 while the device is used, 0 once an engine has taken it out.",
+            "1 while the device is used, 0 once its engine has taken it out.",
             "none",
-            (f"min by (device) ({of_device('device_state')})", _LEGEND),
+            (total(of_device("device_state"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
             "Share of what is stored now",
             "Lowered while the device is slow or lost.",
             "percentunit",
-            (f"avg by (device) ({of_device('device_share')})", _LEGEND),
+            (total(of_device("device_share"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
             "Blocks that move",
@@ -62,8 +63,11 @@ def _state(board: Dashboard) -> None:
             "Errors",
             "Failed requests by kind, and refusals to be trimmed.",
             "ops",
-            (rate(of_device("io_errors_total"), "device", "kind"), "{{device}} {{kind}}"),
-            (rate(of_device("trim_errors_total"), "device"), "{{device}} trim"),
+            (
+                rate(of_device("io_errors_total"), *EACH_DEVICE, "kind"),
+                f"{DEVICE_LEGEND} {{{{kind}}}}",
+            ),
+            (rate(of_device("trim_errors_total"), *EACH_DEVICE), f"{DEVICE_LEGEND} trim"),
         ),
     ):
         board.with_panel(panel)
@@ -73,13 +77,13 @@ def _work(board: Dashboard) -> None:
     board.with_row(row("Work"))
     read, written = of_device("bytes_read_total"), of_device("bytes_written_total")
     for panel in (
-        graph("Read", "Bytes per second.", "Bps", (rate(read, "device"), _LEGEND)),
-        graph("Written", "Bytes per second.", "Bps", (rate(written, "device"), _LEGEND)),
+        graph("Read", "Bytes per second.", "Bps", (rate(read, *EACH_DEVICE), DEVICE_LEGEND)),
+        graph("Written", "Bytes per second.", "Bps", (rate(written, *EACH_DEVICE), DEVICE_LEGEND)),
         graph(
             "Requests",
             "I/O requests per second.",
             "iops",
-            (rate(of_device("io_requests_total"), "device", "direction"), _DIRECTED),
+            (rate(of_device("io_requests_total"), *EACH_DEVICE, "direction"), _DIRECTED),
         ),
         graph(
             "Bytes per request",
@@ -88,10 +92,12 @@ def _work(board: Dashboard) -> None:
             *(
                 (
                     share(
-                        rate(of_device(f"bytes_{past}_total"), "device"),
-                        rate(of_device("io_requests_total", f'direction="{direction}"'), "device"),
+                        rate(of_device(f"bytes_{past}_total"), *EACH_DEVICE),
+                        rate(
+                            of_device("io_requests_total", f'direction="{direction}"'), *EACH_DEVICE
+                        ),
                     ),
-                    f"{_LEGEND} {direction}",
+                    f"{DEVICE_LEGEND} {direction}",
                 )
                 for past, direction in (("read", "read"), ("written", "write"))
             ),
@@ -106,7 +112,7 @@ def _work(board: Dashboard) -> None:
             "Trimmed",
             "Bytes of dropped slots that were given back to the device.",
             "Bps",
-            (rate(of_device("bytes_trimmed_total"), "device"), _LEGEND),
+            (rate(of_device("bytes_trimmed_total"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
     ):
         board.with_panel(panel)
@@ -121,13 +127,13 @@ def _speed(board: Dashboard) -> None:
             "Latency, median",
             "Time that half of the requests spent in the device, at most.",
             "s",
-            (quantile(0.5, buckets, "device", "direction"), _DIRECTED),
+            (quantile(0.5, buckets, *EACH_DEVICE, "direction"), _DIRECTED),
         ),
         graph(
             "Latency, 99 %",
             "A device that is far above its neighbours is dying or does garbage collection.",
             "s",
-            (quantile(0.99, buckets, "device", "direction"), _DIRECTED),
+            (quantile(0.99, buckets, *EACH_DEVICE, "direction"), _DIRECTED),
         ),
         graph(
             "Queue depth",
@@ -135,12 +141,12 @@ def _speed(board: Dashboard) -> None:
             "none",
             (
                 share(
-                    rate(of_device("io_queue_depth_sum"), "device"),
-                    rate(of_device("io_queue_depth_count"), "device"),
+                    rate(of_device("io_queue_depth_sum"), *EACH_DEVICE),
+                    rate(of_device("io_queue_depth_count"), *EACH_DEVICE),
                 ),
-                f"{_LEGEND} mean",
+                f"{DEVICE_LEGEND} mean",
             ),
-            (quantile(0.95, depth, "device"), f"{_LEGEND} 95 %"),
+            (quantile(0.95, depth, *EACH_DEVICE), f"{DEVICE_LEGEND} 95 %"),
         ),
     ):
         board.with_panel(panel)
@@ -153,21 +159,24 @@ def _wear(board: Dashboard) -> None:
             "Data files",
             "Their size.",
             "decbytes",
-            (total(of_device("store_bytes"), "device"), _LEGEND),
+            (total(of_device("store_bytes"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
             "Written in the life of the store",
             "Bytes, and their share of the endurance where the option `tbw` gives it.",
             "decbytes",
-            (total(of_device("wear_bytes"), "device"), _LEGEND),
+            (total(of_device("wear_bytes"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
             "Endurance and budget used",
             "Bytes written as a share of `tbw`, and today's as a share of `daily_write_budget`. "
             "Empty without these options.",
             "percentunit",
-            (f"max by (device) ({of_device('wear_used')})", f"{_LEGEND} endurance"),
-            (f"max by (device) ({of_device('write_budget_used')})", f"{_LEGEND} today's budget"),
+            (total(of_device("wear_used"), *EACH_DEVICE), f"{DEVICE_LEGEND} endurance"),
+            (
+                total(of_device("write_budget_used"), *EACH_DEVICE),
+                f"{DEVICE_LEGEND} today's budget",
+            ),
         ),
     ):
         board.with_panel(panel)

@@ -24,6 +24,9 @@ OURS: Final = "vllm:ssdkv_"
 ENGINE: Final = 'model_name=~"$model_name",engine=~"$engine"'
 """Chooses the engines. Every panel's series are of these."""
 DEVICE: Final = f'{ENGINE},device=~"$device"'
+EACH_DEVICE: Final = ("instance", "engine", "device")
+"""Labels that tell devices apart: two servers, or two machines of one, may have the same paths."""
+DEVICE_LEGEND: Final = "{{instance}}/{{engine}} {{device}}"
 SERVER: Final = 'instance=~"$instance"'
 """Chooses the servers. Metrics of the Batch API name no engine."""
 

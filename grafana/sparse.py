@@ -8,6 +8,8 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from vllm_ssdkv.grafana.panels import (
+    DEVICE_LEGEND,
+    EACH_DEVICE,
     graph,
     new_dashboard,
     number,
@@ -218,7 +220,7 @@ def _tiers(board: Dashboard) -> None:
             "Read from SSDs",
             "All reads: chosen pages, exact attention, hits, bounds, scrub.",
             "Bps",
-            (rate(ours("bytes_read_total"), "device"), "{{device}}"),
+            (rate(ours("bytes_read_total"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
             "Read amplification",

@@ -56,6 +56,17 @@ def test_panels_name_declared_metrics_and_explain_themselves(name: str) -> None:
             assert ours <= exposed
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_is_told_from_those_of_the_same_path_elsewhere(name: str) -> None:
+    """On another server, or on another machine of the same server: there the engine is another."""
+    queries = [query for panel in read_board(name).panels for query in panel.queries]
+    for query in queries:
+        for labels in re.findall(r"by \(([^)]*)\)", query.expression):
+            assert "device" not in labels or {"instance", "engine"} <= set(labels.split(", "))
+        if "{{device}}" in query.legend:
+            assert {"{{instance}}", "{{engine}}"} <= set(re.findall(r"\{\{\w+\}\}", query.legend))
+
+
 def test_every_metric_of_sparse_attention_and_batches_is_drawn() -> None:
     names = {metric.exposed_name for metric in METRICS if metric.name.startswith("sparse_")}
     names |= {metric.exposed_name for metric in BATCH_METRICS}
