@@ -16,6 +16,7 @@ from vllm_ssdkv.metrics import BY_NAME
 URL = "http://host/metrics"
 
 BEFORE: dict[str, Any] = {
+    "hit_tokens_computed": {(): 200},
     "hit_tokens": {("dram",): 100, ("ssd",): 1000},
     "bytes_read": {("/a",): 1_000_000},
     "bytes_written": {("/a",): 0},
@@ -36,6 +37,7 @@ BEFORE: dict[str, Any] = {
 }
 AFTER: dict[str, Any] = {
     **BEFORE,
+    "hit_tokens_computed": {(): 400},
     "hit_tokens": {("dram",): 150, ("ssd",): 3000},
     "bytes_read": {("/a",): 5_000_000},
     "bytes_written": {("/a",): 2_000_000},
@@ -85,7 +87,7 @@ def test_rates_are_differences_over_the_time_between() -> None:
     assert found.generation_tokens_per_s == 20
     assert found.restored_tokens_per_s == {"dram": 25, "ssd": 1000}
     assert found.context_pages_per_s == {"dram": 0, "ssd": 32}
-    assert found.hit_rate == 0.75
+    assert found.hit_rate == 0.85, "what was found and computed is a hit"
     assert sample(4.0).prompt_tokens_per_s == 500
 
 
@@ -95,7 +97,7 @@ def test_what_is_there_is_that_of_the_later_page() -> None:
     assert found.in_force == ("page, uring, exact",)
     assert (found.requests_running, found.requests_waiting, found.hbm_used) == (3, 2, 0.25)
     assert found.restored_tokens == {"dram": 150, "ssd": 3000}
-    assert found.hit_rate_since_start == 0.625
+    assert found.hit_rate_since_start == 0.725
     assert (found.slots, found.slots_ready, found.slots_free, found.slots_pinned) == (
         *(100, 60, 30),
         10,
@@ -121,7 +123,7 @@ def test_a_device_that_does_nothing_has_no_latency() -> None:
     (device,) = found.devices
     assert (device.read_latency_s, device.write_latency_s, device.queue_depth) == (None,) * 3
     assert (device.reads_per_s, device.new_errors, found.hit_rate) == (0, 0, None)
-    assert found.hit_rate_since_start == 0.5
+    assert found.hit_rate_since_start == 0.6
 
 
 def test_a_device_out_of_use_on_any_rank_is_out() -> None:

@@ -54,7 +54,7 @@ def test_one_sample_for_people() -> None:
     for text in (
         "some/model  page, uring, exact",
         "3 running, 2 waiting",
-        "75.0% now, 62.5% since the start",
+        "85.0% now, 72.5% since the start",
         "ssd ",
         "70.0% of 100: 60 ready, 10 pinned, 30 free",
         "75.0% of 8 frames, 2 not yet written",
@@ -175,7 +175,7 @@ def test_ctrl_c_gives_the_terminal_back() -> None:
         )
         os.close(its)
         try:
-            seen = _read_until(ours, b"62.5% since the start")
+            seen = _read_until(ours, b"72.5% since the start")
             process.send_signal(signal.SIGINT)
             seen += _read_until(ours, b"\x1b[?1049l")
             assert process.wait(PATIENCE_S) == 0

@@ -268,8 +268,13 @@ def history(instance: str) -> str:
     now = int(time.time())
     times = range(now - 24 * 3600, now - 2400, 300)
     lines = []
-    for name, share in (("hits", 0.8), ("queries", 1.0)):
-        metric = f"vllm:external_prefix_cache_{name}"
+    shares = {
+        "external_prefix_cache_hits": 0.8,
+        "external_prefix_cache_queries": 1.0,
+        "ssdkv_hit_tokens_computed": 0.0,
+    }
+    for name, share in shares.items():
+        metric = f"vllm:{name}"
         labels = f'{{job="vllm",instance="{instance}",engine="0"}}'
         lines.append(f"# TYPE {metric} counter")
         lines += [f"{metric}_total{labels} {i * share * 1000} {at}" for i, at in enumerate(times)]

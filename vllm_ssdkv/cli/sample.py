@@ -66,7 +66,8 @@ class Sample:
         seconds: Between the two scrapes; every rate is a mean over this time.
         in_force: Mode, I/O engine and selector of the engines.
         prompt_tokens_per_s: Of prompts, restored ones included.
-        hit_rate: Share of the prompt tokens asked of the store that it had; None without any.
+        hit_rate: Share of the prompt tokens asked of the store that it had, computed all the same
+            or not; None without any.
         hit_rate_since_start: The same, since the server started.
         restored_tokens: Since the start, by tier.
         context_pages_per_s: Pages of context brought in, by tier (mode page).
@@ -118,7 +119,8 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
     def now_of(name: str) -> int:
         return round(newer.total(_ours(name)))
 
-    hits, queries = (_theirs(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
+    queries = _theirs("external_prefix_cache_queries_total")
+    found = (_theirs("external_prefix_cache_hits_total"), _ours("hit_tokens_computed"))
     infos = [labels for labels, _ in newer.series(_ours("info"))]
     return Sample(
         time=now,
@@ -133,8 +135,10 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         requests_waiting=round(newer.total(_theirs("num_requests_waiting"))),
         prompt_tokens_per_s=rate(_theirs("prompt_tokens_total")),
         generation_tokens_per_s=rate(_theirs("generation_tokens_total")),
-        hit_rate=_share(gained(older, newer, hits), gained(older, newer, queries)),
-        hit_rate_since_start=_share(newer.total(hits), newer.total(queries)),
+        hit_rate=_share(
+            sum(gained(older, newer, name) for name in found), gained(older, newer, queries)
+        ),
+        hit_rate_since_start=_share(sum(map(newer.total, found)), newer.total(queries)),
         restored_tokens={
             tier: round(newer.total(_ours("hit_tokens"), tier=tier))
             for tier in BY_NAME["hit_tokens"].labels[0].values
