@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sqlite3
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from tests.batch.served import (
     ABORT,
+    DEADLINE_S,
     Model,
     Served,
     chat_line,
@@ -180,6 +182,50 @@ def test_the_next_start_goes_on(tmp_path: Path) -> None:
     answered = set(before.seen) - set(after.seen)
     assert len(answered) == 30 - len(after.seen) >= 5
     assert len(after.seen) == len(set(after.seen))
+
+
+def test_a_stop_while_answers_are_made_final_costs_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, ended_once = (threading.Event() for _ in range(3))
+    record = Jobs.record
+
+    def slow(self: Jobs, *arguments: Any) -> None:  # noqa: ANN401
+        if begun.is_set():
+            # Another one at the same time would find answers that are recorded meanwhile.
+            assert ended_once.wait(DEADLINE_S)
+            return record(self, *arguments)
+        begun.set()
+        assert may_end.wait(DEADLINE_S)
+        record(self, *arguments)
+        ended_once.set()
+
+    monkeypatch.setattr(Jobs, "record", slow)
+
+    async def first(server: Served) -> None:
+        tested: runner.Runner = getattr(server.app.state, RUNNER)
+        task = asyncio.create_task(tested.run())
+        await submit(server.client(), [chat_line(str(i), f"q{i}") for i in range(9)])
+        await until(lambda: begun.is_set() and len(server.model.seen) == 4)
+        task.cancel()
+        for _ in range(10):  # it takes note of that
+            await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert server.metric("batch_errors_total") == 0
+        assert server.metric("batch_requests_total", outcome="completed") == 4
+
+    async def second(server: Served) -> None:
+        client = server.client()
+        (batch,) = [batch async for batch in client.batches.list()]
+        batch = await ended(client, batch)
+        good = await content(client, batch.output_file_id)
+        assert texts(good) == {str(i): f"q{i}" for i in range(9)}
+        assert len(server.model.seen) == 5
+
+    served(tmp_path, first, run=False)
+    served(tmp_path, second)
 
 
 def test_a_batch_in_validation_or_cancelled_is_seen_to_by_the_next_start(tmp_path: Path) -> None:

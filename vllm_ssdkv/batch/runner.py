@@ -15,10 +15,10 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vllm_ssdkv.batch.answering import AbortedError, Answering, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, answer_line, failure_line
@@ -109,7 +109,7 @@ class Runner:
             while True:
                 self._woken.clear()
                 try:
-                    await self._step()
+                    await _undivided(self._step())
                 except Exception as error:  # noqa: BLE001 - running must not end for all batches
                     await self._pause(error)
                 # Not wait_for: on Python 3.11 it forgets a cancellation that comes with the event.
@@ -147,7 +147,7 @@ class Runner:
     async def _until_it_works(self, call: Callable[[], None]) -> None:
         while True:
             try:
-                return await asyncio.to_thread(call)
+                return await _undivided(asyncio.to_thread(call))
             except (OSError, sqlite3.Error) as error:
                 await self._pause(error)
 
@@ -421,6 +421,18 @@ class Runner:
         self._finished = [entry for entry in self._finished if entry[0] != seq]
         for task in () if active is None else tuple(active.running):
             task.cancel()
+
+
+async def _undivided(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until it has ended, even when cancelled: a thread that it waits for would go on, and
+    write what somebody else writes by then.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 def _read_line(path: Path, pending: Pending) -> bytes:
