@@ -12,7 +12,7 @@ import sqlite3
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import openai
 import pytest
@@ -25,6 +25,7 @@ from tests.batch.served import (
     chat_line,
     content,
     ended,
+    jsonl,
     served,
     serving,
     submit,
@@ -36,6 +37,7 @@ from vllm_ssdkv.batch.files import Files
 from vllm_ssdkv.batch.jobs import Jobs
 from vllm_ssdkv.batch.order import BLOCK_BYTES
 from vllm_ssdkv.batch.plugin import RUNNER
+from vllm_ssdkv.batch.validation import Plan, plan
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.sizes import MIB
 
@@ -388,6 +390,81 @@ def test_a_batch_that_is_refused_keeps_no_other_one_waiting(tmp_path: Path) -> N
         assert after.status == "completed"
 
     served(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "unreadable"), RuntimeError("a defect")])
+def test_a_batch_that_cannot_be_validated_keeps_no_other_one_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    unreadable: set[str] = set()
+
+    def failing(file: BinaryIO, *arguments: Any) -> Plan:  # noqa: ANN401
+        if Path(file.name).name in unreadable:
+            raise error
+        return plan(file, *arguments)
+
+    monkeypatch.setattr(runner, "plan", failing)
+
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        server.model.open.clear()
+        first = await submit(client, [chat_line(str(i), "q") for i in range(50)])
+        await until(lambda: server.model.under_way == 4)
+        file = await client.files.create(file=jsonl([chat_line("a", "x")]), purpose="batch")
+        unreadable.add(file.id)
+        # Longer than this test may take: who waits for it does not come through.
+        monkeypatch.setattr(runner, "RETRY_S", 10 * DEADLINE_S)
+        bad = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        await until(lambda: server.metric("batch_errors_total") == 1)
+        server.model.open.set()
+        for batch in (first, await submit(client, [chat_line("b", "y")])):
+            assert (await ended(client, batch)).status == "completed"
+        assert server.metric("batch_errors_total") == 1
+        assert (await ended(client, await client.batches.cancel(bad.id))).status == "cancelled"
+
+    served(tmp_path, scenario)
+
+
+def test_what_could_not_be_validated_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EIO, "unreadable") for _ in range(3)]
+
+    def failing(*arguments: Any) -> Plan:  # noqa: ANN401
+        if failures:
+            raise failures.pop()
+        return plan(*arguments)
+
+    monkeypatch.setattr(runner, "plan", failing)
+
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        batch = await ended(client, await submit(client, [chat_line("a", "x")]))
+        assert batch.status == "completed"
+        assert server.metric("batch_errors_total") == 3
+
+    served(tmp_path, scenario)
+
+
+def test_a_batch_whose_input_is_gone_fails(tmp_path: Path) -> None:
+    async def first(server: Served) -> None:
+        batch = await submit(server.client(), [chat_line("a", "x")])
+        server.service.files.path(batch.input_file_id).unlink()
+
+    async def second(server: Served) -> None:
+        client = server.client()
+        (batch,) = [batch async for batch in client.batches.list()]
+        batch = await ended(client, batch)
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert [error.code for error in batch.errors.data] == ["input_lost"]
+        await until(lambda: server.metric("batches_ended_total", outcome="failed") == 1)
+
+    served(tmp_path, first, run=False)
+    served(tmp_path, second)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ POLL_S: Final = 1.0
 """How long it takes at most to see what another API server process wrote."""
 RETRY_S: Final = 2.0
 """Pause after an error of the disk, of the lock or of the engine."""
+ASIDE_S: Final = 60.0
+"""How long a batch is put aside at most whose validation failed again and again."""
 SWEEP_S: Final = 60.0
 ATTEMPTS: Final = 3
 """How often a request is sent that the engine answers with an error of its own."""
@@ -69,6 +71,14 @@ class _Active:
         return self.drained and not self.queue and not self.running
 
 
+@dataclass(frozen=True)
+class _Aside:
+    """A batch that could not be validated: when to try again, and the pause before."""
+
+    until: float
+    pause: float
+
+
 class Runner:
     """Runs all batches of a service. Everything but :meth:`wake` happens in :meth:`run`."""
 
@@ -92,6 +102,7 @@ class Runner:
         self._turns: Turns[int] = Turns()
         self._finished: list[tuple[int, Finished]] = []
         self._validation: tuple[int, asyncio.Task[None]] | None = None
+        self._aside: dict[int, _Aside] = {}
         self._interrupted = False
         self._waits_for_room = False
         self._next_sweep = 0.0
@@ -139,10 +150,13 @@ class Runner:
 
     async def _pause(self, error: Exception) -> None:
         """After an error that may pass: the disk is full, or does not answer."""
+        self._tell(error)
+        await asyncio.sleep(RETRY_S)
+
+    def _tell(self, error: Exception) -> None:
         self._counters.add("batch_errors")
         expected = isinstance(error, OSError | sqlite3.Error | AbortedError)
         logger.warning("batches: %s; trying again", error, exc_info=None if expected else error)
-        await asyncio.sleep(RETRY_S)
 
     async def _until_it_works(self, call: Callable[[], None]) -> None:
         while True:
@@ -206,7 +220,7 @@ class Runner:
         elif now >= row["expires_at"]:
             await self._end_early(row, "expired")
         elif status == "validating":
-            if self._validation is None:
+            if self._validation is None and not self._is_aside(seq):
                 task = asyncio.create_task(self._validate(row))
                 self._validation = (seq, task)
         else:
@@ -218,9 +232,19 @@ class Runner:
 
     def _end_validation(self) -> None:
         """Take note of its end: of a batch that failed by it nobody will speak any more."""
-        if self._validation is not None and self._validation[1].done():
-            task, self._validation = self._validation[1], None
-            task.result()  # an error of the disk: tried again after a pause
+        if self._validation is None or not self._validation[1].done():
+            return
+        (seq, task), self._validation = self._validation, None
+        before = self._aside.pop(seq, None)
+        try:
+            task.result()
+        except Exception as error:  # noqa: BLE001 - others must not wait for it
+            self._tell(error)
+            pause = RETRY_S if before is None else min(2 * before.pause, ASIDE_S)
+            self._aside[seq] = _Aside(time.monotonic() + pause, pause)
+
+    def _is_aside(self, seq: int) -> bool:
+        return seq in self._aside and time.monotonic() < self._aside[seq].until
 
     async def _validate(self, row: sqlite3.Row) -> None:
         try:
@@ -417,6 +441,7 @@ class Runner:
 
     def _leave(self, seq: int) -> None:
         self._turns.leave(seq)
+        self._aside.pop(seq, None)
         active = self._active.pop(seq, None)
         self._finished = [entry for entry in self._finished if entry[0] != seq]
         for task in () if active is None else tuple(active.running):
