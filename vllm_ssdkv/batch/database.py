@@ -6,6 +6,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,8 @@ from vllm_ssdkv.errors import FormatError, StoreError
 VERSION: Final = 1
 BUSY_S: Final = 30.0
 """How long a call waits for another process's transaction."""
+_AGAIN_S: Final = 0.01
+_DAMAGE: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _SCHEMA: Final = """
 CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -89,7 +92,7 @@ class Database:
         Raises:
             OSError: the file cannot be created.
             FormatError: it was made by another version.
-            StoreError: it is no database, or damaged.
+            StoreError: it is no database, or damaged; or it cannot be used now.
         """
         self._lock = threading.RLock()
         # SQLite gives its journal files the mode of the database.
@@ -102,9 +105,11 @@ class Database:
             self._prepare(path)
         except sqlite3.DatabaseError as error:
             self._connection.close()
-            raise StoreError(
-                f"{path}: {error}; move the directory away to begin with an empty one"
-            ) from error
+            if _code(error) in _DAMAGE:
+                raise StoreError(
+                    f"{path}: {error}; move the directory away to begin with an empty one"
+                ) from error
+            raise StoreError(f"{path}: {error}; start again when that is over") from error
         except FormatError:
             self._connection.close()
             raise
@@ -113,7 +118,7 @@ class Database:
         run = self._connection.execute
         # Before there is a table: space of what was deleted can then be given back.
         run("PRAGMA auto_vacuum = INCREMENTAL")
-        run("PRAGMA journal_mode = WAL")
+        self._switch_to_wal()
         run("PRAGMA synchronous = FULL")
         run("PRAGMA foreign_keys = ON")
         with self.transaction():
@@ -128,6 +133,19 @@ class Database:
                     f"{path}: version {version}, this program reads {VERSION}; give another "
                     "batch.directory, or move this one away"
                 )
+
+    def _switch_to_wal(self) -> None:
+        """SQLite does not wait here, as it does elsewhere, where several servers start at once."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                    raise
+            else:
+                return
+            time.sleep(_AGAIN_S)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -166,3 +184,8 @@ class Database:
         """Close it. Idempotent; nothing else may be called afterwards."""
         with self._lock:
             self._connection.close()
+
+
+def _code(error: sqlite3.DatabaseError) -> int:
+    """SQLite's primary result code: the rest of an extended one says only where it came up."""
+    return error.sqlite_errorcode & 0xFF
