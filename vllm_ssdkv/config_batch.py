@@ -54,8 +54,10 @@ class BatchConfig(OptionModel):
         Field(
             ge=1,
             le=1_000_000,
-            description="Batches that are remembered, ended ones included. The oldest ended one "
-            "makes room for a new one; when none has ended, a new one is refused.",
+            description="Batches that are remembered, ended ones included. A new one takes the "
+            "place of the oldest ended one of the API key that has the most batches. It is refused "
+            "when none has ended, or only of keys that have no more batches than its own has "
+            "unended.",
         ),
         Reason("A batch an hour for six weeks; a batch that has ended takes less than 2 KiB."),
     ] = 1_000

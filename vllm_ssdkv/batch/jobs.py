@@ -145,7 +145,7 @@ class Jobs:
         metadata = None if new.metadata is None else json.dumps(new.metadata)
         with self._database.transaction() as connection:
             self._files.get(owner, new.input_file)
-            self._make_room(connection)
+            self._make_room(connection, owner)
             connection.execute(
                 "INSERT INTO batches (id, owner, endpoint, input_file, completion_window, "
                 "metadata, output_expires_s, status, created_at, expires_at, output_file, "
@@ -166,21 +166,34 @@ class Jobs:
             )
         return self.get(owner, identifier)
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
+    def _make_room(self, connection: sqlite3.Connection, owner: bytes) -> None:
+        """Forget ended batches for a new one of ``owner``: the oldest of the key that has most.
+
+        Otherwise one key's many batches would push out all of another one's.
+        """
         (count,) = connection.execute("SELECT count(*) FROM batches").fetchone()
         excess = count + 1 - self._config.max_batches
         if excess <= 0:
             return
+        (unended,) = connection.execute(
+            f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {_UNENDED_SQL}", (owner,)
+        ).fetchone()
+        # Each key's batches are a pile: unended ones lowest, the new one on them, then those that
+        # have ended, newest first. What is highest goes; of another key only what is higher than
+        # the new one's place.
         gone = connection.execute(
-            f"DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE status NOT IN "
-            f"{_UNENDED_SQL} ORDER BY seq LIMIT ?)",
-            (excess,),
+            "DELETE FROM batches WHERE seq IN (SELECT seq FROM (SELECT seq, owner, status, "
+            "(owner = :owner) + row_number() OVER (PARTITION BY owner ORDER BY status IN "
+            f"{_UNENDED_SQL} DESC, seq DESC) AS height FROM batches) "
+            f"WHERE status NOT IN {_UNENDED_SQL} AND (owner = :owner OR height > :unended) "
+            "ORDER BY height DESC, seq LIMIT :excess)",
+            {"owner": owner, "unended": unended, "excess": excess},
         ).rowcount
         if gone < excess:
             raise ApiError(
                 429,
                 f"This server keeps {self._config.max_batches} batches (batch.max_batches), and "
-                "none has ended.",
+                "too few of yours have ended.",
                 code="too_many_batches",
             )
 
