@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
@@ -102,3 +104,22 @@ def test_options_come_from_the_connector() -> None:
     assert here.parent == default_root() / "batch"
     assert here != directory(BatchConfig(), "other")
     assert str(directory(BatchConfig(directory="/there"), "model")) == "/there"
+
+
+def test_a_local_model_is_known_by_its_real_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for place in ("a", "b"):
+        (tmp_path / place / "model").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / place)
+        found[place] = directory(BatchConfig(), "./model")
+    assert found["a"] != found["b"]
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path / "link" / "model")
+    for name in (tmp_path / "a" / "model", tmp_path / "link" / "model", "../model/", "."):
+        assert directory(BatchConfig(), str(name)) == found["a"]
+    # A name of the hub is the same everywhere.
+    named = directory(BatchConfig(), "owner/model")
+    monkeypatch.chdir(tmp_path)
+    assert directory(BatchConfig(), "owner/model") == named

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -107,6 +108,8 @@ def directory(config: BatchConfig, model: str) -> Path:
     """Where the jobs of a model's server lie."""
     if config.directory is not None:
         return Path(config.directory)
+    if os.path.exists(model):  # "./model" is another one elsewhere, and has other names, too
+        model = os.path.realpath(model)
     return default_root() / "batch" / hashlib.sha256(model.encode()).hexdigest()[:16]
 
 
