@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
+from starlette.responses import Response
 from vllm.entrypoints.launchers import run_batch
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -17,10 +21,18 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.plugins import ENDPOINT_PLUGINS_GROUP
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+from vllm.renderers.base import BaseRenderer
+from vllm.utils.async_utils import make_async
+from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
+from vllm_ssdkv.batch.answers import Reply
+from vllm_ssdkv.batch.endpoints import Endpoints
+from vllm_ssdkv.batch.lines import CHAT
 from vllm_ssdkv.batch.plugin import BatchPlugin, batch_config, directory
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.host import default_root
@@ -73,6 +85,74 @@ def test_serving_objects_take_a_request_alone_and_tell_cached_tokens() -> None:
     for serving in (OpenAIServingChat, OpenAIServingCompletion):
         assert "self.enable_prompt_tokens_details" in inspect.getsource(serving)
     assert "prompt_tokens_details" in UsageInfo.model_fields
+
+
+class _Renderer(BaseRenderer[Any]):
+    def render_messages(self, messages: Any, params: Any) -> Any:  # noqa: ANN401
+        raise NotImplementedError
+
+
+def test_while_a_server_drains_errors_are_no_answers() -> None:
+    """What vLLM ends first is what renders prompts; the engine runs on for as long as it may."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(renderer_num_workers=1, supports_multimodal_inputs=False),
+        parallel_config=SimpleNamespace(_api_process_rank=0),
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    async def render(request: ChatCompletionRequest) -> ErrorResponse:
+        await make_async(lambda: request, executor=renderer._executor)()
+        return create_error_response("it is too long")
+
+    def ask() -> Reply:
+        return asyncio.run(endpoints.answer(CHAT, body))
+
+    def drain(timeout: float) -> None:
+        with pytest.raises(NoReplyError):
+            ask()
+        drained.append(timeout)
+
+    drained: list[float] = []
+    renderer = _Renderer(cast("Any", config), None)
+    engine = SimpleNamespace(
+        errored=False,
+        renderer=renderer,
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs")),
+        engine_core=SimpleNamespace(shutdown=drain),
+    )
+    chat = SimpleNamespace(create_chat_completion=render)
+    endpoints = Endpoints(
+        cast("Any", SimpleNamespace(openai_serving_chat=chat)), cast("Any", engine)
+    )
+    assert ask().status == 400
+    AsyncLLM.shutdown(cast("Any", engine), timeout=7)
+    assert drained == [7]
+
+
+def test_what_a_drain_aborts_is_not_sent_again_to_it() -> None:
+    async def aborted(_: ChatCompletionRequest) -> Response:
+        return Response(b'{"choices": [{"finish_reason": "abort"}]}')
+
+    def ask() -> Reply:
+        return asyncio.run(endpoints.answer(CHAT, body))
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    pool = ThreadPoolExecutor(1)
+    engine = SimpleNamespace(
+        errored=False,
+        renderer=SimpleNamespace(_executor=pool),
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs")),
+    )
+    chat = SimpleNamespace(create_chat_completion=aborted)
+    endpoints = Endpoints(
+        cast("Any", SimpleNamespace(openai_serving_chat=chat)), cast("Any", engine)
+    )
+    with pytest.raises(AbortedError):
+        ask()
+    pool.shutdown()
+    with pytest.raises(NoReplyError) as stopped:
+        ask()
+    assert not isinstance(stopped.value, AbortedError)
 
 
 def test_requests_take_a_priority() -> None:

@@ -9,7 +9,7 @@ from vllm_ssdkv.errors import SSDKVError
 
 
 class NoReplyError(SSDKVError):
-    """The engine ended before the answer: the request has none, and may be sent again."""
+    """Engine or server end before the answer: the request has none, and may be sent again."""
 
 
 class AbortedError(NoReplyError):
@@ -23,6 +23,6 @@ class Answering(Protocol):
         """The reply of an endpoint, errors of the request included.
 
         Raises:
-            NoReplyError: the engine has ended.
+            NoReplyError: the engine has ended or the server is stopping.
             AbortedError: it has aborted this request only.
         """

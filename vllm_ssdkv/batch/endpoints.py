@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LAST: Final = 1_000_000
 """Priority of batches where vLLM schedules by priority; clients have 0, larger is later."""
 
+_STOPPING: Final = "the engine has ended or is about to"
+
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
@@ -93,7 +95,7 @@ class Endpoints:
         """The reply of an endpoint of :attr:`supported`.
 
         Raises:
-            NoReplyError: the engine has ended.
+            NoReplyError: the engine has ended or the server is stopping.
             AbortedError: it has aborted this request only.
         """
         adapter, handler = self._handlers[endpoint]
@@ -112,12 +114,26 @@ class Endpoints:
         try:
             reply = _reply(result)
         except AbortedError:
-            if not self._engine.errored:
+            if not self._is_stopping():
                 raise
-            raise NoReplyError("the engine has ended") from None
-        if self._engine.errored and not reply.succeeded:
-            raise NoReplyError("the engine has ended")
+            raise NoReplyError(_STOPPING) from None
+        if not reply.succeeded and self._is_stopping():
+            raise NoReplyError(_STOPPING)
         return reply
+
+    def _is_stopping(self) -> bool:
+        """Whether errors are those of the end.
+
+        A server that drains (``--shutdown-timeout``) lets the engine run on for what it has, but
+        has ended the threads that render prompts: new requests get an error until it ends.
+        """
+        if self._engine.errored:
+            return True
+        try:
+            self._engine.renderer._executor.submit(int)
+        except RuntimeError:
+            return True
+        return False
 
 
 def _detailed(serving: Any) -> Any:  # noqa: ANN401 - vLLM's serving objects
