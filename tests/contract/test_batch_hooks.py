@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from vllm_ssdkv.batch.answers import Reply
 from vllm_ssdkv.batch.endpoints import Endpoints
 from vllm_ssdkv.batch.lines import CHAT
 from vllm_ssdkv.batch.plugin import BatchPlugin, batch_config, directory
+from vllm_ssdkv.batch.routes import STATE
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.host import default_root
 
@@ -184,6 +186,29 @@ def test_options_come_from_the_connector() -> None:
     assert here.parent == default_root() / "batch"
     assert here != directory(BatchConfig(), "other")
     assert str(directory(BatchConfig(directory="/there"), "model")) == "/there"
+
+
+def test_what_batches_log_goes_the_way_of_vllms_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connector does the same in its own processes, but none of it is in an API server's."""
+    ours, theirs = logging.getLogger("vllm_ssdkv"), logging.getLogger("vllm")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    ours.handlers = []
+    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            kv_transfer_config=None,
+            model_config=SimpleNamespace(model="m"),
+            scheduler_config=SimpleNamespace(policy="fcfs", max_num_seqs=8),
+        )
+    )
+    state: Any = SimpleNamespace()
+    asyncio.run(BatchPlugin().init_state(cast("Any", engine), state, cast("Any", None)))
+    getattr(state, STATE).database.close()
+    assert ours.handlers == theirs.handlers
 
 
 def test_a_local_model_is_known_by_its_real_path(

@@ -25,6 +25,7 @@ from vllm_ssdkv.batch.service import open_service
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.host import default_root
+from vllm_ssdkv.log import show_log
 from vllm_ssdkv.plugin import CONNECTOR
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class BatchPlugin:
 
         if engine_client is None:
             return  # a server without an engine: the routes say that there is no batch API
+        show_log()
         vllm_config = engine_client.vllm_config
         config = batch_config(vllm_config)
         endpoints = Endpoints(state, engine_client)
@@ -88,7 +90,10 @@ class BatchPlugin:
         setattr(state, STATE, service)
         setattr(state, RUNNER, runner)
         logger.info(
-            "batches: in %s; %d requests at a time; %s", place, concurrency, endpoints.supported
+            "batches: in %s; %d requests at a time; %s",
+            place,
+            concurrency,
+            ", ".join(sorted(endpoints.supported)),
         )
 
 

@@ -28,6 +28,7 @@ from vllm_ssdkv.connector.messages import SSDKVMetadata, SSDKVWorkerMetadata
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.stats import Payload, SSDKVPromMetrics, SSDKVStats
 from vllm_ssdkv.connector.worker import SSDKVWorker
+from vllm_ssdkv.log import show_log
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +56,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
                 text names the way out.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        startup.show_log()
+        show_log()
         self.config = SSDKVConfig.from_extra_config(
             vllm_config.kv_transfer_config.kv_connector_extra_config
         )
