@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(60)
+
+    def stop(self) -> None:
+        """Ask it to end, and wait until it has."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(DEADLINE_S)
 
     def client(self, key: str = KEYS[0]) -> openai.OpenAI:
         return openai.OpenAI(
@@ -330,6 +337,26 @@ def test_kills_of_a_server(server: Server, soak_rounds: int) -> None:
     batch = wait(client, batch, lambda b: b.status == "completed")
     assert completed(batch) == len(requests)
     check_answers(client, batch, requests)
+
+
+def test_a_server_that_drains_calls_no_request_failed(server: Server) -> None:
+    server.kill()
+    server.start(shutdown_timeout=300)
+    client = server.client()
+    requests = bodies(prefixes=6, questions=20, max_tokens=64, seed=5)
+    body = {"model": "tiny", "prompt": "a long answer", "max_tokens": 4000}
+    with ThreadPoolExecutor(1) as pool:
+        # What the engine has to end takes longer than a request is tried with errors.
+        long = pool.submit(client.completions.create, **body, extra_body={"ignore_eos": True})
+        batch = wait(client, submit(client, requests), lambda b: completed(b) >= 4)
+        server.stop()
+        long.exception(DEADLINE_S)
+    assert "is about to; the next start" in (server.root / "serve.log").read_text()
+    server.start()
+    batch = client.batches.retrieve(batch.id)
+    assert 4 <= completed(batch) < len(requests)
+    batch = wait(client, batch, lambda b: b.status == "completed")
+    assert completed(batch) == len(requests)
 
 
 def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
