@@ -343,8 +343,8 @@ def test_a_server_that_drains_calls_no_request_failed(server: Server) -> None:
     server.kill()
     server.start(shutdown_timeout=300)
     client = server.client()
-    requests = bodies(prefixes=6, questions=20, max_tokens=64, seed=5)
-    body = {"model": "tiny", "prompt": "a long answer", "max_tokens": 4000}
+    requests = bodies(prefixes=4, questions=10, max_tokens=64, seed=5)
+    body = {"model": "tiny", "prompt": "a long answer", "max_tokens": 2500}
     with ThreadPoolExecutor(1) as pool:
         # What the engine has to end takes longer than a request is tried with errors.
         long = pool.submit(client.completions.create, **body, extra_body={"ignore_eos": True})
