@@ -21,6 +21,7 @@ from tests.conftest import disk_directory
 from tests.store.checked_store import SLOTS, check, kinds, make, mended, on_device
 from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_devices
+from tests.store.test_journal import of_version
 from vllm_ssdkv.errors import DeadlineError, FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import fsck as checking
@@ -33,7 +34,7 @@ from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, StripeMap
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import open_index, open_rank
 from vllm_ssdkv.store.placement import Extent, Segment
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, VERSION
 from vllm_ssdkv.store.removal import plan_removal, remove
 from vllm_ssdkv.store.repair import repair
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS
@@ -493,6 +494,11 @@ def test_other_stores_files_are_never_repaired(store: FilledStore, original: Fil
         shutil.copyfile(other.state / "journal", store.state / "journal")
         with pytest.raises(StoreError, match="is not the journal of this store"):
             check(store, mend=True)
+        later = of_version((original.state / "journal").read_bytes(), VERSION + 1)
+        (store.state / "journal").write_bytes(later)
+        with pytest.raises(FormatError, match=f"has format version {VERSION + 1}, this release"):
+            check(store, mend=True)
+        assert (store.state / "journal").read_bytes() == later
     swapped = original.moved(original.devices[::-1], original.state)
     assert check(swapped).clean
 

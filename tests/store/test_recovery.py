@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.test_journal import DIGEST, SLOTS, Owner, key, open_journal
+from tests.store.test_journal import DIGEST, SLOTS, Owner, key, of_version, open_journal
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store import journal_file, recovery
 from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, VERSION
 
 RECORDS = 6
 
@@ -111,6 +111,20 @@ def test_a_header_cut_or_changed_at_every_byte(path: Path) -> None:
         assert recovered(path, "quiet") == []
         assert path.with_name("journal.rejected").read_bytes() == bad
         assert recovered(path, "strict") == []
+
+
+def test_another_version_is_refused_and_stays(path: Path) -> None:
+    """It is no damage: the release that made it can read it."""
+    data = of_version(path.read_bytes(), VERSION + 1)
+    path.write_bytes(data)
+    text = f"journal has format version {VERSION + 1}, this release reads {VERSION}: use another"
+    for mode in ("strict", "quiet"):
+        with pytest.raises(FormatError, match=text):
+            recovered(path, mode)
+        assert path.read_bytes() == data
+        assert not path.with_name("journal.rejected").exists()
+    assert recovered(path, "none") == []  # as was asked for
+    assert path.with_name("journal.rejected").read_bytes() == data
 
 
 def test_an_empty_file_is_a_new_journal(path: Path) -> None:

@@ -128,7 +128,8 @@ class Journal:
             slack_records: Records beyond twice the live ones that start a rewrite.
 
         Raises:
-            FormatError: it is damaged or not this store's, and ``recover`` is ``strict``.
+            FormatError: it is damaged or not this store's, and ``recover`` is ``strict``; or it is
+                of another version, and ``recover`` is not ``none``.
             StoreLockedError: another process holds it.
             DeviceError: the file system has no locks.
             StoreError: it cannot be opened, read or created.

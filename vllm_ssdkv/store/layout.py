@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.lanes import partners
 
 U16: TypeAlias = NDArray[np.uint16]
@@ -60,6 +62,14 @@ def format_version(summary_pages: int) -> int:
     """Of superblock and manifest: 1; 4 where slots have a tail. It was before the pages of KV in
     version 1, and in 2 and 3, which had channel pages."""
     return 4 if summary_pages else 1
+
+
+def of_another_version(path: Path, version: str, known: str) -> FormatError:
+    """What refuses a file that another release made: it is not damaged, and not ours to replace."""
+    return FormatError(
+        f"{path} has format version {version}, this release reads {known}: use another directory "
+        "or the release that made it, or delete this one's content"
+    )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from vllm_ssdkv.store.device import data_file_path
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.layout import SlotGeometry, of_another_version
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
@@ -356,11 +356,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def _of_another(path: Path, version: str) -> FormatError:
-    known = ", ".join(map(str, VERSIONS))
-    return FormatError(
-        f"{path} has format version {version}, this release reads {known}: use another directory, "
-        "or delete this one's content"
-    )
+    return of_another_version(path, version, ", ".join(map(str, VERSIONS)))
 
 
 def _check_seal(data: bytes) -> None:

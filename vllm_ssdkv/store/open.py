@@ -540,7 +540,7 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
 
     Raises:
         StoreLockedError: another engine uses it.
-        FormatError: the option recover is ``strict``, and the journal is damaged.
+        FormatError: the journal is of another version, or damaged with the option ``strict``.
         StoreError: the journal cannot be opened.
     """
     place.prepare()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from uuid import UUID
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm_ssdkv._index import encode_records as native_encode_records
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
+from vllm_ssdkv.store.layout import of_another_version
 
 MAGIC = b"SSDKVJNL"
 VERSION = 1
@@ -76,6 +78,17 @@ def check_header(data: bytes, store: UUID, fingerprint: bytes) -> None:
             raise FormatError(f"journal: {field} is {found}, expected {expected}")
     if data[:HEADER_BYTES] != encode_header(store, fingerprint):
         raise FormatError("journal: bytes that are zero in this version are not")
+
+
+def refuse_another_version(data: bytes, path: Path) -> None:
+    """Refuse the first bytes of a journal file that is whole, and that another release made.
+
+    Raises:
+        FormatError: names the file, the versions and the way out.
+    """
+    magic, version, *_ = _HEADER.unpack_from(data.ljust(HEADER_BYTES, b"\0"))
+    if is_whole(data) and magic == MAGIC and version != VERSION:
+        raise of_another_version(path, str(version), str(VERSION))
 
 
 def is_whole(data: bytes) -> bool:

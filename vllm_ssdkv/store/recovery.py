@@ -1,6 +1,8 @@
 """What a start does with the journal it finds: read it, refuse it, or begin anew.
 
 ``strict`` refuses a damaged journal, ``quiet`` goes on with what is whole, ``none`` reads nothing.
+One of another format version is no damage: unless nothing is read, it is refused, and stays as it
+is for the release that made it.
 A record that was cut at the end of the file is no damage: a kill or a power loss in the middle of
 an append leaves it, and nobody was told that it is safe.
 """
@@ -16,7 +18,13 @@ from uuid import UUID
 from vllm_ssdkv._index import Replay
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.journal_file import JournalFile
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, check_header, encode_header
+from vllm_ssdkv.store.records import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    check_header,
+    encode_header,
+    refuse_another_version,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +78,8 @@ def recover_journal(
         What it says, and whether a file was set aside as ``<name>.rejected`` (one is kept).
 
     Raises:
-        FormatError: ``strict``, and the file is damaged or not this store's.
+        FormatError: ``strict``, and the file is damaged or not this store's; or it is of another
+            version.
         OSError: it cannot be read or started.
     """
     replay = Replay(num_slots)
@@ -106,8 +115,10 @@ def _is_usable(file: JournalFile, store: UUID, fingerprint: bytes, recover: Reco
             file.path.name,
         )
         return False
+    header = file.header(HEADER_BYTES)
+    refuse_another_version(header, file.path)
     try:
-        check_header(file.header(HEADER_BYTES), store, fingerprint)
+        check_header(header, store, fingerprint)
     except FormatError as exc:
         if recover == "strict":
             raise FormatError(f"{file.path}: {exc}: {WAY_OUT}") from exc

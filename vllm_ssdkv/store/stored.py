@@ -20,7 +20,12 @@ from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest
 from vllm_ssdkv.store.open import JOURNAL
 from vllm_ssdkv.store.placement import Placement
-from vllm_ssdkv.store.records import HEADER_BYTES, check_header, is_whole
+from vllm_ssdkv.store.records import (
+    HEADER_BYTES,
+    check_header,
+    is_whole,
+    refuse_another_version,
+)
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 from vllm_ssdkv.store.superblock import Superblock
 
@@ -282,6 +287,7 @@ def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
     against the header of its slot before anybody believes it.
 
     Raises:
+        FormatError: it is of another version.
         StoreError: it cannot be read, or is whole, but not this store's.
     """
     replay = Replay(store.manifest.numbers)
@@ -298,6 +304,7 @@ def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
     if not nbytes:  # of a store that no scheduler has opened yet, or lost
         lost = f"{store.journal} is {'missing' if fd is None else 'empty'}"
         return StoredJournal(replay, lost if store.manifest.opened else "", 0)
+    refuse_another_version(head, store.journal)
     damage = ""
     try:
         check_header(head, UUID(store.manifest.store), store.fingerprint.digest)
