@@ -18,6 +18,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import file_lock
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.open import open_index, open_rank
+from vllm_ssdkv.store.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -27,15 +28,23 @@ def widths(index: SlotIndex, restriper: Any) -> set[frozenset[int]]:  # noqa: AN
     return {frozenset(s.lanes) for s in restriper.placement.segments if s.slots}
 
 
+def filled(
+    devices: list[Path], opened: Opened, share: float = 1
+) -> tuple[dict[int, bytes], Placement]:
+    """A new store of which so much is filled, closed again: its slots with their keys, and where
+    they are."""
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    keys = fill(index, int(share * index.num_slots))
+    index.close()
+    return keys, restriper.placement
+
+
 def test_the_order_of_devices_and_their_paths_do_not_matter(
     tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = tmp_devices(3)
-    close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    keys = fill(index, index.num_slots)
-    before = restriper.placement
-    index.close()
+    keys, before = filled(devices, opened)
     where = {s: before.extents(array([s]), 0, PAGED.slot_bytes) for s in (0, 1, 2)}
     moved = devices[2].with_name("elsewhere")
     devices[2].rename(moved)
@@ -60,10 +69,7 @@ def test_two_devices_that_change_places(
 ) -> None:
     """By path alone each would be taken for the other."""
     devices = tmp_devices(3)
-    close(opened(place(devices)))
-    index, _ = open_index(place(devices))
-    keys = fill(index, 20)
-    index.close()
+    keys, _ = filled(devices, opened, 0.5)
     spare = devices[1].with_name("spare")
     devices[1].rename(spare)
     devices[2].rename(devices[1])
@@ -79,13 +85,10 @@ def test_a_removed_device_costs_what_touched_it_and_comes_back(
     tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = tmp_devices(3)
-    close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    keys = fill(index, index.num_slots // 2)
-    placement, total = restriper.placement, index.num_slots
+    keys, placement = filled(devices, opened, 0.5)
+    total = placement.slots
     touched = {s for s in keys if placement.touches(2, array([s]))[0]}
     assert 0 < len(touched) < len(keys)
-    index.close()
 
     store = opened(place(devices[:2]))
     assert [d.path.parent for d in store.devices] == devices[:2]
@@ -114,11 +117,7 @@ def test_an_added_device_adds_its_room_and_loses_nothing(
     tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = tmp_devices(3)
-    close(opened(place(devices[:2])))
-    index, restriper = open_index(place(devices[:2]))
-    total = index.num_slots
-    keys = fill(index, total // 2)
-    index.close()
+    keys, before = filled(devices[:2], opened, 0.5)
     with caplog.at_level(logging.INFO):
         close(opened(place(devices)))
         index, restriper = open_index(place(devices))
@@ -126,7 +125,7 @@ def test_an_added_device_adds_its_room_and_loses_nothing(
     assert found(index, keys) == set(keys)
     assert {frozenset({0, 1}), frozenset({0, 1, 2})} <= widths(index, restriper)
     gauges = index.gauges()
-    assert gauges["ready"] + gauges["free"] == restriper.placement.slots > total
+    assert gauges["ready"] + gauges["free"] == restriper.placement.slots > before.slots
     assert max(used(devices)) <= CAPACITY
     # Slots handed out now use all three; those of the old kind come last.
     slots = index.allocate(5)
@@ -134,10 +133,10 @@ def test_an_added_device_adds_its_room_and_loses_nothing(
     assert new[2].any()
     index.close()
     # Opened once more, nothing changes.
-    before = restriper.placement.segments
+    segments = restriper.placement.segments
     close(opened(place(devices)))
     index, restriper = open_index(place(devices))
-    assert restriper.placement.segments == before
+    assert restriper.placement.segments == segments
     assert found(index, keys) == set(keys)
     index.close()
 
@@ -149,10 +148,7 @@ def test_a_device_that_is_gone_does_not_keep_the_store_from_starting(
     devices = [root / "a", root / "b", root / "mnt" / "c"]
     for device in devices:
         device.mkdir(parents=True)
-    close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    placement, keys = restriper.placement, fill(index, 30)
-    index.close()
+    keys, placement = filled(devices, opened, 0.5)
     (root / "mnt").rename(root / "pulled")
     counters = Counters()
     store = opened(place(devices), counters=counters)
@@ -211,11 +207,7 @@ def test_a_file_that_the_manifest_does_not_know_is_no_second_device(
 ) -> None:
     """As when a start was killed, or a drive is back in the place of what was made without it."""
     devices = tmp_devices(2)
-    close(opened(place(devices)))
-    index, _ = open_index(place(devices))
-    keys = fill(index, index.num_slots)
-    numbers = index.num_slots
-    index.close()
+    keys, placement = filled(devices, opened)
     data = devices[1] / "rank0.data"
     away = data.with_name("away")
     data.rename(away)
@@ -227,7 +219,7 @@ def test_a_file_that_the_manifest_does_not_know_is_no_second_device(
     for _ in range(2):
         close(opened(place(devices)))
         index, _ = open_index(place(devices))
-        assert index.num_slots == numbers
+        assert index.num_slots == placement.slots
         index.close()
     manifest = place(devices).stored()
     assert [device.path for device in manifest.devices] == [str(d) for d in devices]
@@ -248,10 +240,7 @@ def test_other_weights_change_new_slots_only(
     tmp_devices: Callable[[int], list[Path]], opened: Opened
 ) -> None:
     devices = tmp_devices(2)
-    close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    keys = fill(index, index.num_slots // 2)
-    index.close()
+    keys, _ = filled(devices, opened, 0.5)
     heavy = [
         {"path": d, "capacity": CAPACITY, "weight": w} for d, w in zip(devices, (3, 1), strict=True)
     ]
