@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.store.conftest import PAGED, array
+from tests.store.conftest import PAGED, PATIENCE_S, array
 from tests.store.opening import CAPACITY, Opened, close, fill, found, impatient, place, used
 from vllm_ssdkv.errors import DeviceError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store import file_lock
+from vllm_ssdkv.store import file_lock, journal
+from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.open import open_index, open_rank
+from vllm_ssdkv.store.journal import Journal
+from vllm_ssdkv.store.journal_file import JournalFile
+from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.open import JOURNAL, open_index, open_rank
 from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.records import HEADER_BYTES
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -249,4 +256,67 @@ def test_other_weights_change_new_slots_only(
     assert found(index, keys) == set(keys)
     shares = {s.lanes.count(1) / len(s.lanes) for s in restriper.placement.segments}
     assert {0.25, 0.5} <= shares
+    index.close()
+
+
+# ---- a power loss ----
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the journal that no sync had made safe yet, each time that a manifest was saved."""
+    found: list[int] = []
+    synced: dict[int, int] = {}
+    sync, save = JournalFile.sync, Manifest.save
+
+    def sync_told(file: JournalFile) -> None:
+        status = os.fstat(file._fd)
+        sync(file)
+        synced[status.st_ino] = status.st_size
+
+    def save_told(manifest: Manifest, state: Path) -> None:
+        if (state / JOURNAL).exists():
+            status = (state / JOURNAL).stat()
+            found.append(status.st_size - synced.get(status.st_ino, HEADER_BYTES))
+        save(manifest, state)
+
+    monkeypatch.setattr(JournalFile, "sync", sync_told)
+    monkeypatch.setattr(Manifest, "save", save_told)
+    # Only who asks has the journal synced.
+    monkeypatch.setattr(journal, "SYNC_INTERVAL_S", 1e6)
+    monkeypatch.setattr(opening, "Journal", partial(Journal, sync_interval_s=1e6))
+    return found
+
+
+def test_what_a_lost_device_held_stays_gone(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, unsynced: list[int]
+) -> None:
+    """The next start takes the device for one that is back: only the journal knows better."""
+    devices = tmp_devices(2)
+    filled(devices, opened, 0.5)
+    close(opened(place(devices[:1])))
+    unsynced.clear()
+    index, _ = open_index(place(devices[:1]))
+    assert index.counters["dropped"] > 0
+    assert unsynced
+    assert not any(unsynced)
+    index.close()
+
+
+def test_what_is_given_up_for_a_segment_stays_gone(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened, unsynced: list[int]
+) -> None:
+    """By its new lanes the header of a slot may be where it was, and what follows elsewhere."""
+    devices = tmp_devices(2)
+    close(opened(place(devices)))
+    index, restriper = open_index(place(devices))
+    fill(index, index.num_slots)
+    assert index.flush()
+    unsynced.clear()
+    restriper.reweigh([3.0, 1.0])
+    restriper.settle(PATIENCE_S)
+    assert index.counters["quarantined"] > 0
+    assert unsynced
+    assert not any(unsynced)
+    restriper.close()
     index.close()

@@ -84,8 +84,9 @@ def journal_bytes(num_slots: int, slack_records: int = SLACK_RECORDS) -> int:
 class Journal:
     """An open, locked journal file.
 
-    All methods belong to one thread, the scheduler's. The background thread, and only it when
-    there is one, syncs and writes rewrites out.
+    All methods belong to one thread, the scheduler's; where there is a background thread, others
+    may call :meth:`sync`, too. That thread, and only it when there is one, syncs and writes
+    rewrites out.
 
     Attributes:
         path: The file.

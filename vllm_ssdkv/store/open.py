@@ -579,6 +579,7 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     counters = counters or Counters()
 
     def save(segments: Sequence[Segment]) -> None:
+        index.flush(LOCK_TIMEOUT_S / 2)  # likewise, of what these segments held
         place.save_segments(segments, restriper.weights)
 
     saver = BackgroundSaver(save, counters)

@@ -7,9 +7,9 @@ slots can be read, and new ones go there last. Blocks that are read again move o
 are read faster elsewhere (``connector/moves.py``), to where there is room for them
 (``moving_room.py``); a segment that they have emptied is striped anew when that is used up.
 
-The journal is told that the old slots are gone before the manifest has the new segment, and the new
-slots are handed out after the manifest has it. So a restart at any instant finds each slot where it
-was written, or not at all.
+The journal is told that the old slots are gone, and synced, before the manifest has the new
+segment, and the new slots are handed out after the manifest has it. So a restart at any instant
+finds each slot where it was written, or not at all.
 """
 
 from __future__ import annotations
