@@ -115,6 +115,12 @@ def test_what_only_looks_like_ours_stays(store: FilledStore) -> None:
     store.fill()
     with pytest.raises(StoreError, match="manifest"):
         plan_removal([*store.devices, store.state], left_over=True)
+    with pytest.raises(StoreError, match=f"{store.state} has the manifest"):
+        plan_removal(store.devices, store.state, left_over=True)
+    for name in (NAME, COPY):
+        (store.state / name).unlink()
+    found = plan_removal(store.devices[:1], store.devices[1], left_over=True)
+    assert set(found.files) == {store.data(d, rank) for d in (0, 1) for rank in range(RANKS)}
 
 
 def test_a_raw_device_is_as_new(store: FilledStore) -> None:

@@ -77,9 +77,9 @@ def plan_removal(
     Raises:
         StoreError: there is no store; or, if it is ``left_over``, there is one.
     """
-    if left_over:
-        return _left_over(directories)
     named = [*directories, *([] if state_dir is None else [state_dir])]
+    if left_over:
+        return _left_over(list(dict.fromkeys(named)))
     try:
         store = find_store(directories, state_dir)
         places = dict.fromkeys((*store.paths, store.state))
