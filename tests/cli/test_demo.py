@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -170,14 +171,30 @@ def test_a_failed_process_is_told(text: str, reason: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("close", ["", "events.close()\n"])
-def test_a_hanging_process_is_ended_with_its_children(close: str, tmp_path: Path) -> None:
+def test_a_hanging_process_is_ended_with_its_children(
+    close: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = f"""
 inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(inner.pid, os.getpid(), flush=True)
+print('{{"event": "ready"}}', file=events, flush=True)
 {close}time.sleep(600)
 """
-    with pytest.raises(PhaseError, match="did not end within 3 s"):
-        child(text, tmp_path / "log", timeout_s=3.0)
+    read, late = demo_child._events, 0.0
+
+    def events(fd: int, deadline: float) -> Iterator[Event]:
+        """Its time is up when it has said that it is ready, or has closed the pipe."""
+        nonlocal late
+        for event in read(fd, deadline):
+            late = 0.0 if close else 60.0
+            yield event
+        late = 60.0
+
+    monkeypatch.setattr(demo_child, "_events", events)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late)
+    monkeypatch.setattr(demo_child, "time", clock)
+    with pytest.raises(PhaseError, match="did not end within 60 s"):
+        child(text, tmp_path / "log")
     pids = [int(pid) for pid in demo_child.tail(tmp_path / "log").split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 30

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
+from tests.store.conftest import until
 from vllm_ssdkv.attention import active
+from vllm_ssdkv.connector import worker
 
 WINDOW, CHUNK, BLOCK = 128, 256, 32
 SHORT, LONG = prompts((1500, 1700), seed=53)
@@ -21,9 +25,10 @@ Devices = Callable[..., list[dict[str, str]]]
 
 
 def test_what_is_streamed_is_kept_when_there_is_room(
-    models: dict[str, Path], stock: Stock, devices: Devices
+    models: dict[str, Path], stock: Stock, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed beside the other one, then as a hit; tokens are stock vLLM's."""
+    monkeypatch.setattr(worker, "PROMOTION_PAUSE_S", 0.0)
     (wanted,) = stock.answers("llama", [LONG], max_tokens=TOKENS)
     with Engine(
         models["llama"],
@@ -36,10 +41,12 @@ def test_what_is_streamed_is_kept_when_there_is_room(
             read: list[int] = []
 
             def after_step(_: int, read: list[int] = read) -> None:
-                worker = active.worker()
-                assert worker is not None
-                stream = worker.store._stream
+                mine = active.worker()
+                assert mine is not None
+                stream = mine.store._stream
                 read.append(0 if stream is None else stream.pages_on_ssd)
+                # Steps are many enough, however long a promotion takes.
+                until(lambda: not mine.store.busy(), "the end of a promotion")
 
             before = engine.ssdkv("context_blocks_promoted")
             engine.add(f"short {turn}", SHORT, max_tokens=20)

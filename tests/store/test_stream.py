@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.conftest import (
     PAGED,
     PAGED_ENCRYPTED,
     PATIENCE_S,
     MakeStore,
+    Slots,
     StoreRig,
     array,
     until,
 )
+from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.unsealer import Unsealing
 
@@ -94,15 +97,26 @@ def test_tiny_staging_carries_a_long_context(make_store: MakeStore) -> None:
     rig.assert_no_leak()
 
 
-def test_frames_that_are_attended_to_cannot_be_taken(make_store: MakeStore) -> None:
+def test_frames_that_are_attended_to_cannot_be_taken(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Meanwhile the loader wants frames for another request."""
     rig = make_store(frames=8)
     names = stored(rig, range(16))
     context(rig, {slot: names[slot] for slot in range(8)})
     stream = rig.store.stream([array(range(8))])
     assert stream.pages_in_dram == 8 * PAGED.pages
+    wait, taken = rig.store.frames.wait_for_frames, []
+
+    def wait_told(slots: Slots, state: FrameState, deadline: float) -> NDArray[np.int32]:
+        if not taken:
+            taken.append(len(rig.store.frames.take(slots, state)))
+        return wait(slots, state, deadline)
+
+    monkeypatch.setattr(rig.store.frames, "wait_for_frames", wait_told)
     rig.start_load({slot: names[slot] for slot in range(8, 16)}, range(1, 9), request="other")
-    time.sleep(0.05)
+    until(lambda: bool(taken), "a look for frames")
+    assert taken == [0]
     for layer in range(PAGED.layers):
         (piece,) = stream.pieces(layer)
         for index, base in zip(piece.index.tolist(), piece.base.tolist(), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -114,9 +114,20 @@ def test_a_crash_loses_an_interval_at_most(ledger: Open, tmp_path: Path) -> None
     until(lambda: ledger().written(0) == 111, "the second count")
 
 
+class Turns(threading.Event):
+    """What ends the thread, which counts how often that has waited for it."""
+
+    taken = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.taken += 1
+        return super().wait(timeout)
+
+
 def test_nothing_new_is_not_written(ledger: Open, tmp_path: Path) -> None:
     wear = ledger(interval_s=0.01)
-    time.sleep(0.05)
+    wear._end = turns = Turns()
+    until(lambda: turns.taken > 2, "some turns of the thread")
     assert wear.close()
     assert not (tmp_path / NAME).exists()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.header import decode
 from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.writer import Pending
 
 
 def results(rig: StoreRig, count: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
@@ -239,7 +239,7 @@ def started(rig: StoreRig, requests: int) -> None:
 
 @pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED])
 def test_a_slot_given_anew_waits_for_its_older_write(
-    make_store: MakeStore, geometry: SlotGeometry
+    make_store: MakeStore, geometry: SlotGeometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two writes to one place may land in any order: the new one must not start before."""
     rig = make_store(geometry)
@@ -250,7 +250,15 @@ def test_a_slot_given_anew_waits_for_its_older_write(
     rig.store.discard(array([0]))
     rig.hold({0: 2})
     rig.commit({0: 2}, epoch=2)
-    time.sleep(0.05)
+    writer, looks = rig.store._writer, []
+    next_items = writer._next_items
+
+    def look() -> list[Pending]:
+        looks.append(1)
+        return next_items()
+
+    monkeypatch.setattr(writer, "_next_items", look)
+    until(lambda: len(looks) > 2, "some looks of the writer's thread")
     counts = rig.files.engine.statistics()
     assert counts[f"fault_stall.{rig.device_of(0)}"] == 1
     assert rig.store.frames.count(FrameState.LOST) == 1
