@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -108,6 +110,24 @@ def test_close_waits_only_for_the_piece_that_is_populated(monkeypatch: pytest.Mo
     assert begun.wait(60)
     arena.close()
     assert asked == [32 * MIB]
+
+
+def test_a_process_may_end_while_memory_is_populated() -> None:
+    """Small pieces: the thread comes back from native code again and again."""
+    script = """
+from vllm_ssdkv.store import arena
+arena._POPULATED_AT_ONCE = 1 << 16
+made = arena.Arena(1 << 29)
+made.populate()
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_populating_what_is_not_mapped_is_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from tests.store.border_rig import DEADLINE_S, DEEP, GEOMETRY, SLOTS, Rig, wanted
 from tests.store.chosen_pages import bring, context
 from tests.store.conftest import PATIENCE_S, SUMMED, MakeStore, array
-from vllm_ssdkv.store import lender
+from vllm_ssdkv.store import border, lender
 from vllm_ssdkv.store.arena_plan import KEPT_SHARE, ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cache import NO_FRAME, FrameState
 from vllm_ssdkv.store.summaries import row_bytes
@@ -394,14 +395,25 @@ def test_prompts_that_will_be_chosen_from_are_lent_places_and_no_rows(deep: Rig)
     assert deep.border.lent > len(deep.plan.page_runs.firsts)
 
 
-def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(deep: Rig) -> None:
+def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(
+    deep: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(border, "time", clock)
     deep.border.make_room(array(range(SLOTS)))
     frames = deep.frames.take(array(range(SLOTS)), FrameState.LOADING)
     few = deep.summaries.open_rows
     contexts = [array(range(SLOTS))]
-    begun = time.monotonic()
     deep.border.choose(contexts, [0])  # nothing is under way that would end their use
     assert deep.summaries.open_rows == few
+    assert slept == []
+    begun = time.monotonic()
     deep.busy = True
     deep.border.choose(contexts, [0])
     assert time.monotonic() - begun >= DEADLINE_S

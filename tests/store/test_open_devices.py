@@ -26,6 +26,7 @@ from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.open import JOURNAL, open_index, open_rank
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.records import HEADER_BYTES
+from vllm_ssdkv.store.stored import find_store
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -68,6 +69,22 @@ def test_the_order_of_devices_and_their_paths_do_not_matter(
         assert (2 - new.device).tolist() == old.device.tolist()
         assert new.offset.tolist() == old.offset.tolist()
     assert not restriper._stale
+    index.close()
+
+
+def test_a_copy_of_the_manifest_says_where_the_state_is(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """In another order of the devices the first one would get a state of its own."""
+    devices = tmp_devices(2)
+    keys, _ = filled(devices, opened, 0.5)
+    (devices[0] / "store.json").unlink()
+    turned = place(devices[::-1])
+    assert turned.state == find_store(devices[::-1]).state == devices[0]
+    close(opened(turned))
+    assert turned.counters.total("manifest_restores") == 1
+    index, _ = open_index(turned)
+    assert found(index, keys) == set(keys)
     index.close()
 
 

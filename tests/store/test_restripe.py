@@ -391,7 +391,9 @@ def test_settling_waits_for_the_manifest() -> None:
 # ---- the thread that saves ----
 
 
-def test_saving_goes_on_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [StoreError("of a test"), ValueError("of a test")])
+def test_saving_goes_on_until_it_works(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Whatever went wrong: the slots of these segments wait for it."""
     monkeypatch.setattr(restripe, "_RETRY_S", 0.01)
     counters = Counters()
     tried: list[Sequence[Segment]] = []
@@ -401,7 +403,7 @@ def test_saving_goes_on_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(segments)
         go.wait(20)
         if len(tried) == 1:
-            raise StoreError("of a test")
+            raise error
 
     saver = BackgroundSaver(save, counters)
     assert saver.saved()
