@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -201,6 +203,29 @@ print('{{"event": "ready"}}', file=events, flush=True)
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.05)
+
+
+def test_a_signal_in_the_middle_of_a_start_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401 - handed on
+        started.append(popen(*arguments, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[0]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(demo_child.subprocess, "Popen", start)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            child("time.sleep(600)", tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    left = started[0].poll() is None
+    started[0].kill()
+    assert not left
 
 
 def alive(pid: int) -> bool:

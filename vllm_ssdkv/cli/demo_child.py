@@ -68,21 +68,24 @@ def run_process(
     deadline = time.monotonic() + timeout_s
     reading, writing = os.pipe()
     result: Event | None = None
+    process: subprocess.Popen[bytes] | None = None
     with os.fdopen(reading, "rb", buffering=0) as events, log.open("wb") as output:
         try:
-            # A session of its own: engines start processes, and all must end with the phase.
-            process = subprocess.Popen(
-                [*command, str(writing)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=dict(variables),
-                pass_fds=(writing,),
-                start_new_session=True,
-            )
-        finally:
-            os.close(writing)
-        try:
+            try:
+                with _signals_held_back():
+                    # A session of its own: engines start processes, and all must end with the
+                    # phase.
+                    process = subprocess.Popen(
+                        [*command, str(writing)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env=dict(variables),
+                        pass_fds=(writing,),
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(writing)
             for event in _events(events.fileno(), deadline):
                 watch(event)
                 if event["event"] == "result":
@@ -91,11 +94,31 @@ def run_process(
         except (TimeoutError, subprocess.TimeoutExpired):
             raise PhaseError(f"did not end within {timeout_s:.0f} s") from None
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
     if code != 0 or result is None:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise PhaseError(f"failed with {how}{'' if result else ', without a result'}")
     return result
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Signals that end this process come when this is over: their handlers raise, and in the middle
+    of a start nobody would know what was started. Not by a mask: other threads would take them.
+    """
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def tail(log: Path) -> str:
