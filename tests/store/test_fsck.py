@@ -21,7 +21,7 @@ from tests.conftest import disk_directory
 from tests.store.checked_store import SLOTS, check, kinds, make, mended, on_device
 from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_devices
-from tests.store.test_journal import of_version
+from tests.store.test_recovery import of_version
 from vllm_ssdkv.errors import DeadlineError, FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import fsck as checking

@@ -17,7 +17,6 @@ import pytest
 
 from vllm_ssdkv.errors import FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.store import journal_file
-from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, Kind, encode_records
 
@@ -48,12 +47,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the journal's thread did not get there"
         time.sleep(0.002)
-
-
-def of_version(data: bytes, version: int) -> bytes:
-    """A journal as another release would write it, whole."""
-    head = data[:8] + version.to_bytes(4, "little") + data[12 : HEADER_BYTES - 8]
-    return head + checksum_bytes(head).to_bytes(8, "little") + data[HEADER_BYTES:]
 
 
 class Owner:

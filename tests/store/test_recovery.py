@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.test_journal import DIGEST, SLOTS, Owner, key, of_version, open_journal
+from tests.store.test_journal import DIGEST, SLOTS, Owner, key, open_journal
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store import journal_file, recovery
+from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.journal import Journal
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES, VERSION
 
@@ -42,6 +43,12 @@ def damage(path: Path, offset: int) -> bytes:
     data[offset] ^= 1
     path.write_bytes(data)
     return bytes(data)
+
+
+def of_version(data: bytes, version: int) -> bytes:
+    """A journal as another release would write it, whole."""
+    head = data[:8] + version.to_bytes(4, "little") + data[12 : HEADER_BYTES - 8]
+    return head + checksum_bytes(head).to_bytes(8, "little") + data[HEADER_BYTES:]
 
 
 def test_a_whole_journal_is_read_in_every_mode_but_none(path: Path) -> None:
