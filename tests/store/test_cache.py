@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -361,3 +363,31 @@ class Frames(RuleBasedStateMachine):
 
 TestFrames = Frames.TestCase
 TestFrames.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_process_may_end_while_a_thread_waits() -> None:
+    """As after a device that hangs: the thread comes back from native code again and again."""
+    script = """
+import subprocess
+import sys
+import threading
+import numpy as np
+from vllm_ssdkv.store.arena import Arena
+from vllm_ssdkv.store.cache import FrameCache, FrameState
+
+frames = FrameCache(Arena(1 << 20), 0, 4096, 1, 8)
+slots, begun = np.arange(2, dtype=np.int64), threading.Event()
+frames.take(slots[:1], FrameState.HELD)
+
+def wait():
+    while True:
+        frames.wait_for_frames(slots[1:], FrameState.LOADING, 0.0)
+        begun.set()
+
+threading.Thread(target=wait, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], check=False, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

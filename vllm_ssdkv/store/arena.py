@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import mmap
 import os
@@ -77,22 +76,9 @@ class Arena:
             self._populating = threading.Thread(
                 target=self._populate, name="ssdkv-memory", daemon=True
             )
-            # Python aborts the process when a thread comes back from native code during its exit.
-            atexit.register(self._end_populating)
             self._populating.start()
 
-    def _end_populating(self) -> None:
-        self._closing.set()
-        if self._populating is not None:
-            self._populating.join()
-
     def _populate(self) -> None:
-        try:
-            self._use_all()
-        finally:
-            atexit.unregister(self._end_populating)
-
-    def _use_all(self) -> None:
         for at in range(0, self.nbytes, _POPULATED_AT_ONCE):
             if self._closing.is_set():
                 return
@@ -127,7 +113,8 @@ class Arena:
         mapping, self._mapping, self._bytes = self._mapping, None, None
         if mapping is None:
             return
-        self._end_populating()
+        if self._populating is not None:
+            self._populating.join()
         try:
             mapping.close()
         except BufferError:

@@ -16,6 +16,7 @@
 #include "attention/isa.hpp"
 #include "attention/team.hpp"
 #include "attention/transfer.hpp"
+#include "unlocked.hpp"
 
 namespace ssdkv::attention {
 namespace {
@@ -105,7 +106,7 @@ void py_attend(std::uint64_t q_address, int q_dtype, std::int64_t q_stride_bytes
   p.row_query_begin = row_query_begin.data();
   p.row_query_count = row_query_count.data();
   p.row_first_position = row_first_position.data();
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   attend(active_kernels(), p, rows, threads);
 }
 
@@ -142,7 +143,7 @@ void py_attend_pages(std::uint64_t q_address, int q_dtype, std::int64_t q_stride
   p.row_query_begin = query_token.data();
   p.row_query_count = ones.data();
   p.row_first_position = query_position.data();
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   attend(active_kernels(), p, rows, threads);
 }
 
@@ -169,7 +170,7 @@ void py_finish(ConstMatrix m, ConstMatrix l, ConstCube acc, std::uint64_t out_ad
   }
   const std::int64_t tokens = extent(m.shape(0));
   if (o.query_heads * o.head_size == 0) return;
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   finish(active_kernels(), o, tokens, threads);
 }
 
@@ -195,7 +196,7 @@ void py_store_kv(std::uint64_t key_address, std::uint64_t value_address, int dty
   s.cache = reinterpret_cast<std::byte*>(cache_address);
   s.block_stride = block_stride_bytes;
   const std::int64_t tokens = extent(slot_mapping.shape(0));
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   scatter_tokens(s, tokens, threads);
 }
 
@@ -212,7 +213,7 @@ void py_copy(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& d
                       pages,
                       {payload_bytes, source_stride, destination_stride, clear_padding}};
   const std::int64_t items = extent(source.shape(0));
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   copy_pages(copy, items, threads);
 }
 

@@ -13,6 +13,7 @@
 #include "attention/arguments.hpp"
 #include "attention/packing.hpp"
 #include "attention/sparse.hpp"
+#include "unlocked.hpp"
 
 namespace ssdkv::attention {
 namespace {
@@ -74,7 +75,7 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
       check_targets(scales, blocks),
       check_targets(value_sum, blocks),
   };
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   summarize_blocks(s, blocks, threads);
 }
 
@@ -114,7 +115,7 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
       kv_heads * (channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1));
   require(summary_pages * page_tokens >= p.layers * records,
           "summary_pages are too few for the records");
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   pack_summarized(p, threads);
 }
 
@@ -154,7 +155,7 @@ void py_bound_logits(ConstCube query, double scale, Vector<std::int32_t> row_beg
   s.bounds = bounds.data();
   s.first_column = first_page.data();
   s.logits = logits.data();
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   score_bounds(s, rows, threads);
 }
 
@@ -177,7 +178,7 @@ void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
   const ChannelChoice choice{kv_heads,     q_heads,         head_size,
                              count,        together,        static_cast<float>(scale),
                              query.data(), channels.data(), reduced.data()};
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   choose_channels(choice, rows);
 }
 
@@ -236,7 +237,7 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
   s.window_tokens = window_tokens.data();
   s.first_column = first_token.data();
   s.logits = logits.data();
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   score_channels(s, rows, threads);
 }
 
@@ -263,7 +264,7 @@ void py_weigh(Vector<float> logits, Vector<std::int64_t> first_page,
                     window_lse ? window_lse->data() : nullptr,
                     weights.data(),
                     window_mass.data()};
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   weigh_columns(w, rows, threads);
 }
 
@@ -291,7 +292,7 @@ void py_score_tokens(Vector<float> logits, Vector<std::int64_t> first_token,
                        first_token.data(), logits.data(), first_column.data(),
                        score.data(),       mass.data(),   lse.data(),
                        window_mass.data()};
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   score_tokens(s, rows, threads);
 }
 
@@ -312,7 +313,7 @@ nb::tuple py_choose(Vector<float> score, Vector<float> mass, ConstMatrix window_
                             score.data(), mass.data(), window_mass.data()};
   ChosenColumns chosen;
   {
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     chosen = choose_columns(choice, rows, threads);
   }
   return nb::make_tuple(to_numpy(std::move(chosen.columns)), to_numpy(std::move(chosen.begin)),
@@ -368,7 +369,7 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
     c.token_mask = token_mask->data();
   }
   c.alpha = alpha.data();
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   cover_pages(c, rows, threads);
 }
 

@@ -8,6 +8,7 @@
 #include "cache/locate.hpp"
 #include "cache/page_cache.hpp"
 #include "io/bindings.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,7 +48,7 @@ void bind_page_cache(nb::module_& m) {
              const ArrayIn<uint64_t>& frames) {
             AskedPages asked;
             {
-              const nb::gil_scoped_release unlocked;
+              const Unlocked unlocked;
               asked = cache.ask(span(slots), span(pages), span(frames));
             }
             return to_tuple(std::move(asked));
@@ -60,7 +61,7 @@ void bind_page_cache(nb::module_& m) {
              const ArrayIn<uint16_t>& devices, const ArrayIn<int64_t>& quota) {
             AskedPages asked;
             {
-              const nb::gil_scoped_release unlocked;
+              const Unlocked unlocked;
               asked = cache.guess(span(slots), span(pages), span(frames), span(begin), limit,
                                   span(devices), span(quota));
             }
@@ -84,7 +85,7 @@ void bind_page_cache(nb::module_& m) {
              const ArrayIn<int32_t>& places) {
             FoundPages found;
             {
-              const nb::gil_scoped_release unlocked;
+              const Unlocked unlocked;
               found = cache.find(span(pages), span(frames), span(which), span(keys), span(places));
             }
             return nb::make_tuple(to_numpy(std::move(found.address)),
@@ -97,7 +98,7 @@ void bind_page_cache(nb::module_& m) {
           [](const PageCache& cache, const ArrayIn<int64_t>& slots, const ArrayIn<int64_t>& pages) {
             std::vector<uint8_t> held;
             {
-              const nb::gil_scoped_release unlocked;
+              const Unlocked unlocked;
               held = cache.holds(span(slots), span(pages));
             }
             return to_numpy(std::move(held));
@@ -145,7 +146,7 @@ void bind_page_cache(nb::module_& m) {
          int64_t first_page) {
         LocatedPages found;
         {
-          const nb::gil_scoped_release unlocked;
+          const Unlocked unlocked;
           found = locate({span(first), span(slots), span(frames)},
                          {heads, groups, page_tokens, first_page}, span(pages), span(begin));
         }

@@ -14,6 +14,7 @@
 #include "index/record.hpp"
 #include "index/replay.hpp"
 #include "index/slot_table.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -91,7 +92,7 @@ void bind_replay(nb::module_& m) {
           "feed",
           [](Replay& self, const nb::bytes& data) {
             const auto* const first = static_cast<const std::byte*>(data.data());
-            const nb::gil_scoped_release unlocked;
+            const Unlocked unlocked;
             self.feed(first, data.size());
           },
           "data"_a)
@@ -151,7 +152,7 @@ nb::tuple walk(SlotTable& self, uint64_t first_sequence, size_t budget) {
   std::vector<Record> records;
   bool more = false;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     more = self.walk(first_sequence, budget, records);
   }
   return nb::make_tuple(to_bytes(records), more);
@@ -172,8 +173,8 @@ nb::dict counts(const SlotTable& self) {
 
 void bind_table(nb::module_& m) {
   nb::class_<SlotTable>(m, "SlotTable")
-      .def(nb::init<uint64_t>(), "num_slots"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("recover", &SlotTable::recover, "replay"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::init<uint64_t>(), "num_slots"_a, nb::call_guard<Unlocked>())
+      .def("recover", &SlotTable::recover, "replay"_a, nb::call_guard<Unlocked>())
       .def(
           "find",
           [](const SlotTable& self, const nb::bytes& key) { return self.find(to_key(key)); },
@@ -265,7 +266,7 @@ void bind_table(nb::module_& m) {
           },
           "mask"_a.noconvert())
       .def("set_last_epoch", &SlotTable::set_last_epoch, "epoch"_a)
-      .def("begin_walk", &SlotTable::begin_walk, nb::call_guard<nb::gil_scoped_release>())
+      .def("begin_walk", &SlotTable::begin_walk, nb::call_guard<Unlocked>())
       .def("walk", &walk, "first_sequence"_a, "budget"_a = kWalkBudget)
       .def_prop_ro("obtainable", &SlotTable::obtainable)
       .def_prop_ro("free", &SlotTable::free)

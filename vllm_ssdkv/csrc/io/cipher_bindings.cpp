@@ -10,6 +10,7 @@
 #include "io/bindings.hpp"
 #include "io/cipher.hpp"
 #include "io/libcrypto.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,7 +59,7 @@ ArrayOut<uint8_t> py_seal(const Matrix<uint8_t>& keys, const Matrix<uint8_t>& id
   const SlotPages what = checked(keys, identities, first_page, source, target, nbytes);
   std::vector<uint8_t> tags(what.n * what.pages * kTagBytes);
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     seal(what, threads, tags.data());
   }
   return to_numpy(std::move(tags));
@@ -73,7 +74,7 @@ ArrayOut<uint8_t> py_open(const Matrix<uint8_t>& keys, const Matrix<uint8_t>& id
   }
   std::vector<uint8_t> good(what.n * what.pages);
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     open(what, threads, tags.data(), good.data());
   }
   return to_numpy(std::move(good));
@@ -88,7 +89,7 @@ ArrayOut<uint8_t> py_authenticate(const Matrix<uint8_t>& keys, uint32_t page,
   check_text(nbytes);
   std::vector<uint8_t> tags(n * kTagBytes);
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     for (size_t i = 0; i < n; ++i) {
       authenticate(keys.data() + i * kKeyBytes, page, data.data() + i * nbytes, nbytes,
                    tags.data() + i * kTagBytes);
@@ -103,7 +104,7 @@ ArrayOut<uint8_t> py_hmac_sha256(const ArrayIn<uint8_t>& key, const Matrix<uint8
   check_text(key.shape(0));
   std::vector<uint8_t> out(n * kHashBytes);
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     for (size_t i = 0; i < n; ++i) {
       hmac_sha256(key.data(), key.shape(0), data.data() + i * nbytes, nbytes,
                   out.data() + i * kHashBytes);

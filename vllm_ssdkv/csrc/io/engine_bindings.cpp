@@ -7,6 +7,7 @@
 #include "io/file.hpp"
 #include "io/interruptible.hpp"
 #include "io/threads_engine.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -65,7 +66,7 @@ void bind_engines(nb::module_& m) {
       "device"_a.noconvert(), "offset"_a.noconvert(), "length"_a.noconvert(),
       "buffer"_a.noconvert(), "devices"_a, "arena_bytes"_a);
 
-  m.def("preallocate", &preallocate, "fd"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+  m.def("preallocate", &preallocate, "fd"_a, "nbytes"_a, nb::call_guard<Unlocked>(),
         "fallocate(2) of the first nbytes; returns 0 or an errno.");
 }
 

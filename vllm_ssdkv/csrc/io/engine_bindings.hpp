@@ -11,6 +11,7 @@
 #include "io/bindings.hpp"
 #include "io/request.hpp"
 #include "io/totals.hpp"
+#include "unlocked.hpp"
 
 namespace ssdkv {
 
@@ -35,8 +36,7 @@ void bind_protocol(nanobind::class_<Engine>& engine) {
           "op"_a, "device"_a.noconvert(), "offset"_a.noconvert(), "length"_a.noconvert(),
           "buffer"_a.noconvert())
       .def("statistics", [](const Engine& self) { return to_dict(self.statistics()); })
-      .def("close", &Engine::close, "timeout_s"_a,
-           nanobind::call_guard<nanobind::gil_scoped_release>());
+      .def("close", &Engine::close, "timeout_s"_a, nanobind::call_guard<Unlocked>());
 }
 
 }  // namespace ssdkv

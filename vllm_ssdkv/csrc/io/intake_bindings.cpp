@@ -9,6 +9,7 @@
 #include "io/bindings.hpp"
 #include "io/intake.hpp"
 #include "io/interruptible.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,7 +45,7 @@ ArrayOut<uint8_t> right_headers(const U64& addresses, const U8& fixed, const Slo
   check_addresses(addresses);
   std::vector<uint8_t> right(n);
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     for (size_t i = 0; i < n; ++i) {
       const auto* header = reinterpret_cast<const std::byte*>(addresses.data()[i]);
       const std::byte* wanted = bytes_of(fixed) + i * shape.header.fixed_bytes;
@@ -89,7 +90,7 @@ class PyIntake {
 
   void take(const I32& results) {
     const auto given = span(results);
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     intake_.take(given);
   }
 

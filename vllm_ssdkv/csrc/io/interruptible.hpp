@@ -7,6 +7,7 @@
 #include <chrono>
 
 #include "io/batch.hpp"
+#include "unlocked.hpp"
 
 namespace ssdkv {
 
@@ -21,7 +22,7 @@ bool wait_for(double timeout_s, Step&& step) {
   for (;;) {
     const auto until = std::min(deadline, Clock::now() + kSignalPoll);
     {
-      const nanobind::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       if (step(until)) return true;
     }
     if (until == deadline) return false;

@@ -4,6 +4,7 @@
 
 #include "io/bindings.hpp"
 #include "io/memory.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,7 +30,7 @@ ArrayOut<uint64_t> py_checksum(const U64& addresses, size_t nbytes, unsigned thr
   check_not_null(addresses.data(), n, nbytes);
   std::vector<uint64_t> out(n);
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     checksum(addresses.data(), n, nbytes, threads, out.data());
   }
   return to_numpy(std::move(out));
@@ -42,7 +43,7 @@ ArrayOut<int64_t> py_verify(const U64& addresses, const U64& expected, size_t nb
   check_not_null(addresses.data(), n, nbytes);
   std::vector<int64_t> wrong;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     wrong = verify(addresses.data(), expected.data(), n, nbytes, threads);
   }
   return to_numpy(std::move(wrong));
@@ -60,7 +61,7 @@ void copy_pieces(const U64& src, const U64& dst, const uint64_t* nbytes, uint64_
     check_not_null(&piece.dst, 1, piece.nbytes);
     if (piece.nbytes != 0) pieces.push_back(piece);
   }
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   copy(pieces, threads);
 }
 
@@ -71,7 +72,7 @@ void bind_memory(nb::module_& m) {
         "xxh3-64 (seed 0) of nbytes at each absolute address.");
   m.def("verify", &py_verify, "addresses"_a.noconvert(), "expected"_a.noconvert(), "nbytes"_a,
         "threads"_a = 0, "Positions whose xxh3-64 differs from the expected one.");
-  m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+  m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<Unlocked>(),
         "Give a range of memory its pages now; 0 or an errno.");
   m.def(
       "copy",
