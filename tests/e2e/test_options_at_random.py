@@ -1,0 +1,288 @@
+"""Any options together, under requests that come, go and are preempted at random, with faults, and
+a restart after damage: tokens stay those of stock vLLM, and nothing is left over.
+
+Selectors have a budget of everything, so that they choose, fetch and attend to page by page without
+changing a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from tests.conftest import SOAK_ROUNDS
+from tests.e2e.engine import Engine
+from tests.e2e.stock import Stock
+from tests.e2e.test_turmoil import ANSWER, PROMPTS, loading
+from tests.e2e.workload import kv_tokens
+from tests.store.conftest import until
+from tests.store.unhurried import open_unhurried_engines
+from vllm_ssdkv.errors import ConfigError, StoreFailedError, UnsupportedError
+from vllm_ssdkv.store.cache import FrameState
+
+ACTIONS = 50
+SELECTORS = ("exact", "bounds", "sparf", "adaptive", "window")
+FAULTS: tuple[dict[str, Any], ...] = (
+    {"kind": "eio", "probability": 0.05, "count": 6},
+    {"kind": "short", "probability": 0.05, "count": 6},
+    {"kind": "corrupt", "op": "read", "probability": 0.05, "count": 6},
+    {"kind": "latency", "probability": 0.2, "count": 40, "seconds": 0.02},
+    {"kind": "enospc", "op": "write", "probability": 0.05, "count": 6},
+    {"kind": "stall", "seconds": 3.0, "count": 1},
+    {"kind": "dead"},
+)
+
+Devices = Callable[..., list[dict[str, Any]]]
+
+
+def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
+    """Which lose nothing."""
+    options: dict[str, object] = {
+        "budget": 1,
+        "mass": 1,
+        "exact_below": source.choice([0, 500]),
+        "dense_layers": source.choice([0, 0, 1, 4]),
+        "reuse_steps": source.choice([1, 1, 3]),
+        "page_policy": source.choice(["lru", "frequency"]),
+        "prefetch": source.choice([True, False]),
+        "sink_tokens": source.choice([0, 16, 100]),
+    }
+    if source.random() < 0.3:
+        options["hbm_pages"] = source.choice(["1MiB", "8MiB"])
+    if selector == "adaptive":
+        options["scorer"] = source.choice(["bounds", "sparf"])
+    if selector == "sparf" or options.get("scorer") == "sparf":
+        options["channel_pages"] = source.choice(["dram", "ssd", "hbm"])
+        options["channel_dtype"] = source.choice(["as_k", "int8"])
+        options["channel_group"] = source.choice([1, 2])
+    if selector == "sparf":
+        options["granularity"] = source.choice(["page", "token"])
+    return options
+
+
+def drawn(source: random.Random, places: list[dict[str, Any]], control: Path) -> dict[str, object]:
+    """Options of a connector."""
+    mode = source.choice(["page", "page", "reuse"])
+    options: dict[str, object] = {
+        "mode": mode,
+        "devices": places,
+        "dram_gib": source.choice(["12MiB", "18MiB", "32MiB", "96MiB"]),
+        "replicas": source.choice([1, 2]) if len(places) > 1 else 1,
+        "io": {
+            "staging": "4MiB",
+            "deadline": 2.0,
+            "fault_file": str(control),
+            "engine": source.choice(["auto", "uring", "threads"]),
+            "queue_depth": source.choice([1, 4, 16]),
+            "scrub_rate": source.choice([None, None, "4MiB"]),
+        },
+    }
+    if source.random() < 0.25:
+        options["encryption"] = {"key_env": "SSDKV_TEST_KEY"}
+    if source.random() < 0.2:
+        options["trim"] = True
+    if mode == "reuse":
+        options["load"] = source.choice(["always", "auto"])
+        options["admission"] = source.choice(["all", "all", "second_use"])
+        return options
+    options["hbm_window_tokens"] = source.choice([64, 96, 128, 256])
+    options["page_tokens"] = source.choice([16, 16, 32])
+    selector = options["selector"] = source.choice(SELECTORS)
+    if selector != "exact":
+        options["sparse"] = sparse_options(source, selector)
+    return options
+
+
+def change(source: random.Random, options: dict[str, object], places: list[dict[str, Any]]) -> str:
+    """Between two lives, what may change without losing the store, or loses a part of it."""
+    what = source.choice(["nothing", "order", "bits", "journal", "manifest", "file", "memory"])
+    files = [Path(place["path"], "rank0.data") for place in places]
+    state = Path(places[0]["path"])
+    if what == "order":
+        source.shuffle(places)
+        options["state_dir"] = str(state)
+    elif what == "bits":
+        file = source.choice(files)
+        with file.open("r+b") as data:
+            for _ in range(40):
+                data.seek(source.randrange(file.stat().st_size))
+                byte = data.read(1)
+                data.seek(-1, 1)
+                data.write(bytes([byte[0] ^ 1 << source.randrange(8)]))
+    elif what == "journal":
+        journal = state / "journal"
+        os.truncate(journal, source.randrange(journal.stat().st_size + 1))
+    elif what == "manifest":
+        (state / "store.json").unlink()
+    elif what == "file":
+        source.choice(files).unlink()
+    elif what == "memory":
+        options["dram_gib"] = "48MiB"
+    return what
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_any_options(
+    models: dict[str, Path],
+    stock: Stock,
+    devices: Devices,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    soak_rounds: int,
+) -> None:
+    open_unhurried_engines(monkeypatch)
+    monkeypatch.setenv("SSDKV_TEST_KEY", "ab" * 32)
+    wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS, ANSWER)]
+    first = random.SystemRandom().randrange(1 << 30) if SOAK_ROUNDS else 0
+    for seed in range(first, first + soak_rounds):
+        control = tmp_path / f"faults{seed}.json"
+        live_twice(seed, models["llama"], devices, control, wanted)
+
+
+def live_twice(
+    seed: int, model: Path, devices: Devices, control: Path, wanted: list[tuple[int, ...]]
+) -> None:
+    """Engines with the options of one draw follow each other on one store."""
+    source = random.Random(seed)
+    count = source.choice([1, 2, 3, 4])
+    places = devices(count, source.choice(["24MiB", "64MiB"]))
+    options = drawn(source, places, control)
+    window = options.get("hbm_window_tokens", 96)
+    assert isinstance(window, int)
+    block = 32
+    if options["mode"] == "page":
+        page = options["page_tokens"]
+        assert isinstance(page, int)
+        block = source.choice([size for size in (16, 32, 64, 128) if page <= size <= window])
+    chunk = source.choice([128, 256])
+    settings: dict[str, Any] = {
+        "block_size": block,
+        "kv_tokens": source.choice([1, 2, 3]) * kv_tokens(window, chunk, block)
+        if options["mode"] == "page"
+        else 2400,
+        "max_num_batched_tokens": chunk,
+        "max_model_len": 2048,
+        "max_num_seqs": source.choice([1, 3, 5, 8]),
+        "async_scheduling": source.choice([True, False]),
+        "scheduling_policy": source.choice(["fcfs", "priority"]),
+    }
+    print(f"seed {seed}: {json.dumps(options)} {settings}")
+    quiet = source.random() < 0.4
+    asks: list[dict[str, object] | None] = [None]
+    if options.get("selector", "exact") != "exact":
+        asks += [None, {"selector": "exact"}, {"selector": "window", "budget": 1}]
+    for life in range(2):
+        control.write_text("[]")
+        if life:
+            print("  then", change(source, options, places))
+        try:
+            engine = Engine(model, ssdkv=options, **settings)
+        except (ConfigError, UnsupportedError) as error:
+            print(f"  refused: {error}")
+            return
+        with engine:
+            try:
+                Life(engine, source, control, len(places), quiet, wanted, asks).live()
+            except StoreFailedError as error:
+                if "out of use" not in str(error):  # page mode needs a device that works
+                    raise
+                print(f"  gave up: {error}")
+
+
+@dataclass
+class Life:
+    """What one engine is asked. ``quiet``: without faults; ``wanted``: answers to ``PROMPTS``;
+    ``asks``: what requests may choose for themselves."""
+
+    engine: Engine
+    source: random.Random
+    control: Path
+    devices: int
+    quiet: bool
+    wanted: list[tuple[int, ...]]
+    asks: Sequence[dict[str, object] | None]
+    asked: dict[str, int] = field(default_factory=dict)
+    alive: set[str] = field(default_factory=set)
+    got: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def live(self) -> None:
+        """Do as the numbers say, then look at what is left."""
+        source, engine = self.source, self.engine
+        for number in range(ACTIONS):
+            action = source.choices(
+                ["add", "step", "abort", "preempt", "fault", "reset", "settle"],
+                [5, 8, 1, 2, 0 if self.quiet else 1, 0.3, 0.5],
+            )[0]
+            if action == "add":
+                name, which = str(number), source.randrange(len(PROMPTS))
+                self.asked[name] = which
+                self.alive.add(name)
+                asked = source.choice(self.asks)
+                engine.add(name, PROMPTS[which], ANSWER, asked, priority=source.randrange(3))
+            elif action == "step":
+                for _ in range(source.randrange(1, 30)):
+                    self.step()
+            elif action == "abort" and self.alive:
+                name = source.choice(sorted(self.alive))
+                engine.abort(name)
+                self.alive.discard(name)
+                self.got.pop(name, None)
+            elif action == "preempt":
+                while loading(engine):
+                    self.step()
+                engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+            elif action == "fault":
+                rule = dict(source.choice(FAULTS))
+                if rule["kind"] == "dead" and (self.devices == 1 or source.random() < 0.7):
+                    continue
+                rule["device"] = source.randrange(self.devices)
+                rule["seed"] = number
+                self.faults([rule])
+            elif action == "settle":
+                self.run()
+                self.faults([])
+            elif action == "reset":
+                self.run()
+                engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        self.run()
+        self.faults([])
+        finished = {name: tokens for name, tokens in self.got.items() if len(tokens) == ANSWER}
+        wrong = {
+            name: self.asked[name]
+            for name, tokens in finished.items()
+            if tokens != self.wanted[self.asked[name]]
+        }
+        assert not wrong
+        assert not self.alive, "requests that did not end"
+        store = get_kv_transfer_group().worker.store
+        dirty = (FrameState.HELD, FrameState.WRITING)
+        until(lambda: store.frames.count(*dirty) == 0, "the end of writes that hung")
+        store.frames.audit()
+        gauges = engine.scheduler.connector.scheduler._index.gauges()
+        assert gauges["pinned"] == gauges["reserved"] == gauges["writing"] == 0
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert engine.scheduler.connector.scheduler._requests == {}
+
+    def step(self) -> None:
+        self.got |= self.engine.step()
+        self.alive -= {n for n in self.alive & self.got.keys() if len(self.got[n]) == ANSWER}
+
+    def run(self) -> None:
+        while self.engine.llm.llm_engine.has_unfinished_requests():
+            self.step()
+        self.engine.settle()
+
+    def faults(self, rules: list[dict[str, Any]]) -> None:
+        fresh = self.control.with_suffix(".new")
+        fresh.write_text(json.dumps(rules))
+        fresh.rename(self.control)
