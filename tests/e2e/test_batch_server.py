@@ -62,6 +62,7 @@ class Server:
             "max-model-len": 4096,
             "max-num-seqs": SEATS,
             "block-size": 32,
+            "shutdown-timeout": 300,
             "kv-cache-memory-bytes": 64 << 20,
             "chat-template": TEMPLATE,
             "kv-transfer-config": json.dumps(transfer),
@@ -340,8 +341,6 @@ def test_kills_of_a_server(server: Server, soak_rounds: int) -> None:
 
 
 def test_a_server_that_drains_calls_no_request_failed(server: Server) -> None:
-    server.kill()
-    server.start(shutdown_timeout=300)
     client = server.client()
     requests = bodies(prefixes=4, questions=10, max_tokens=64, seed=5)
     body = {"model": "tiny", "prompt": "a long answer", "max_tokens": 2500}

@@ -27,14 +27,11 @@ def test_no_option_at_all(models: dict[str, Path], stock: Stock, cache_home: Pat
     wanted = [a.tokens for a in stock.answers("llama", SHORT)]
     with environment(XDG_CACHE_HOME=str(cache_home)):
         for cached in ([0] * len(SHORT), [(len(p) - 1) // BLOCK * BLOCK for p in SHORT]):
-            with Engine(
-                models["llama"], ssdkv={}, kv_tokens=16384, block_size=None, in_process=False
-            ) as engine:
+            with Engine(models["llama"], ssdkv={}, kv_tokens=16384, block_size=None) as engine:
                 got = engine.answers(SHORT)
                 assert [a.tokens for a in got] == wanted
                 assert [a.cached for a in got] == cached
-                # Another step: by then the engine core has taken in the reports of all writes.
-                engine.answers(SHORT[-1:], 2)
+                engine.settle()
                 assert engine.ssdkv("info", mode="reuse") == 1
     (store,) = Path(cache_home, "ssdkv").iterdir()
     assert {file.name for file in store.iterdir()} >= {"store.json", "journal", "rank0.data"}
