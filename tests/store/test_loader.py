@@ -82,9 +82,9 @@ def test_time_is_told_apart_by_where_the_bytes_were(make_store: MakeStore) -> No
     def timed(names: dict[int, int], blocks: list[int]) -> LoadOutcome:
         begin = time.monotonic()
         outcome = rig.load(names, blocks)
-        # No second is counted twice.
-        parts = outcome.queued_s + outcome.dram_s + outcome.ssd_s
-        assert parts <= time.monotonic() - begin
+        # What is copied while the rest is being read counts for both.
+        longest = max(outcome.dram_s, outcome.ssd_s)
+        assert outcome.queued_s + longest <= time.monotonic() - begin
         return outcome
 
     read = timed({1: 101}, [11])
