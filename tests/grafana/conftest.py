@@ -38,9 +38,9 @@ LENGTH = 1536
 CROWD = 12
 """More requests of ``MAX_LEN`` than the store has slots for."""
 BATCH_CAPACITY = 4 * MIB
-LOOKS_BACK = {"5m": "15s", "10m": "15s", "1h": "15s"}
-"""What the rules look back at here, instead of what is committed. The half hour and the day of the
-hit rate stay: :func:`history`."""
+LOOKS_BACK = {"5m": "15s", "10m": "15s", "30m": "1m", "1h": "15s"}
+"""What the rules look back at here, instead of what is committed. The day of the hit rate stays:
+:func:`history`."""
 
 
 def wait_for(what: str, holds: Callable[[], bool], between: Callable[[], object] = object) -> None:
