@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode, reuse_mode
+from tests.faults import set_faults
 
 WINDOW, CHUNK, BLOCK = 128, 256, 32
 PROMPTS = prompts((3000, 2100, 1000, 300, 1500), seed=21)
@@ -79,9 +79,7 @@ class Bench:
 
     def faults(self, *rules: dict[str, Any]) -> None:
         """Have exactly these faults from now on."""
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(rules))
-        fresh.rename(self.control)
+        set_faults(self.control, *rules)
 
     def ask(self, after_step: AfterStep | None = None) -> None:
         """All prompts; every request must end, in time, with the right tokens."""
@@ -108,13 +106,8 @@ class Bench:
             return 0.0
 
     def assert_clean(self) -> None:
-        """Once idle: nothing is pinned or reserved, no slot and no HBM block is missing."""
-        index = self.scheduler._index
-        gauges = index.gauges()
-        assert gauges["pinned"] == gauges["reserved"] == gauges["writing"] == 0
-        assert gauges["free"] + gauges["ready"] == index.num_slots - gauges["lost"]
-        pool = self.engine.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        """Once idle: nothing is held that nobody uses."""
+        self.engine.assert_nothing_held()
 
     # ---- damage ----
 

@@ -285,6 +285,16 @@ class Engine:
 
     # ---- what can be seen ----
 
+    def assert_nothing_held(self) -> None:
+        """In process, once idle: nothing is pinned or reserved, no slot and no HBM block is
+        missing."""
+        index = self.scheduler.connector.scheduler._index
+        gauges = index.gauges()
+        assert gauges["pinned"] == gauges["reserved"] == gauges["writing"] == 0
+        assert gauges["free"] + gauges["ready"] == index.num_slots - gauges["lost"]
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
     @property
     def scheduler(self) -> Any:  # noqa: ANN401 - vLLM's scheduler, in this process
         """vLLM's scheduler; in process only."""

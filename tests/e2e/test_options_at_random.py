@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,12 @@ import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.conftest import SOAK_ROUNDS
+from tests.e2e.bench import flip_bit
 from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
-from tests.e2e.test_turmoil import ANSWER, PROMPTS, loading
+from tests.e2e.turmoil import ANSWER, PROMPTS, Turmoil
 from tests.e2e.workload import kv_tokens
+from tests.faults import set_faults
 from tests.store.conftest import until
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.errors import ConfigError, StoreFailedError, UnsupportedError
@@ -30,16 +31,6 @@ from vllm_ssdkv.store.cache import FrameState
 
 ACTIONS = 50
 SELECTORS = ("exact", "bounds", "sparf", "adaptive", "window")
-FAULTS: tuple[dict[str, Any], ...] = (
-    {"kind": "eio", "probability": 0.05, "count": 6},
-    {"kind": "short", "probability": 0.05, "count": 6},
-    {"kind": "corrupt", "op": "read", "probability": 0.05, "count": 6},
-    {"kind": "latency", "probability": 0.2, "count": 40, "seconds": 0.02},
-    {"kind": "enospc", "op": "write", "probability": 0.05, "count": 6},
-    {"kind": "stall", "seconds": 3.0, "count": 1},
-    {"kind": "dead"},
-)
-
 Devices = Callable[..., list[dict[str, Any]]]
 
 
@@ -111,12 +102,8 @@ def change(source: random.Random, options: dict[str, object], places: list[dict[
         options["state_dir"] = str(state)
     elif what == "bits":
         file = source.choice(files)
-        with file.open("r+b") as data:
-            for _ in range(40):
-                data.seek(source.randrange(file.stat().st_size))
-                byte = data.read(1)
-                data.seek(-1, 1)
-                data.write(bytes([byte[0] ^ 1 << source.randrange(8)]))
+        for _ in range(40):
+            flip_bit(file, source.randrange(file.stat().st_size), source.randrange(8))
     elif what == "journal":
         journal = state / "journal"
         os.truncate(journal, source.randrange(journal.stat().st_size + 1))
@@ -176,12 +163,14 @@ def live_twice(
         "scheduling_policy": source.choice(["fcfs", "priority"]),
     }
     print(f"seed {seed}: {json.dumps(options)} {settings}")
-    quiet = source.random() < 0.4
+    faults = source.choice([0, 0, 1, 1, 1])
+    likely = {"add": 5, "step": 8, "abort": 1, "preempt": 2, "fault": faults}
+    likely |= {"reset": 0.3, "settle": 0.5}
     asks: list[dict[str, object] | None] = [None]
     if options.get("selector", "exact") != "exact":
         asks += [None, {"selector": "exact"}, {"selector": "window", "budget": 1}]
     for life in range(2):
-        control.write_text("[]")
+        set_faults(control)
         if life:
             print("  then", change(source, options, places))
         try:
@@ -190,99 +179,17 @@ def live_twice(
             print(f"  refused: {error}")
             return
         with engine:
+            turmoil = Turmoil(engine, source, wanted, likely, asks, control, len(places))
             try:
-                Life(engine, source, control, len(places), quiet, wanted, asks).live()
+                turmoil.run(ACTIONS)
             except StoreFailedError as error:
                 if "out of use" not in str(error):  # page mode needs a device that works
                     raise
                 print(f"  gave up: {error}")
-
-
-@dataclass
-class Life:
-    """What one engine is asked. ``quiet``: without faults; ``wanted``: answers to ``PROMPTS``;
-    ``asks``: what requests may choose for themselves."""
-
-    engine: Engine
-    source: random.Random
-    control: Path
-    devices: int
-    quiet: bool
-    wanted: list[tuple[int, ...]]
-    asks: Sequence[dict[str, object] | None]
-    asked: dict[str, int] = field(default_factory=dict)
-    alive: set[str] = field(default_factory=set)
-    got: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def live(self) -> None:
-        """Do as the numbers say, then look at what is left."""
-        source, engine = self.source, self.engine
-        for number in range(ACTIONS):
-            action = source.choices(
-                ["add", "step", "abort", "preempt", "fault", "reset", "settle"],
-                [5, 8, 1, 2, 0 if self.quiet else 1, 0.3, 0.5],
-            )[0]
-            if action == "add":
-                name, which = str(number), source.randrange(len(PROMPTS))
-                self.asked[name] = which
-                self.alive.add(name)
-                asked = source.choice(self.asks)
-                engine.add(name, PROMPTS[which], ANSWER, asked, priority=source.randrange(3))
-            elif action == "step":
-                for _ in range(source.randrange(1, 30)):
-                    self.step()
-            elif action == "abort" and self.alive:
-                name = source.choice(sorted(self.alive))
-                engine.abort(name)
-                self.alive.discard(name)
-                self.got.pop(name, None)
-            elif action == "preempt":
-                while loading(engine):
-                    self.step()
-                engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
-            elif action == "fault":
-                rule = dict(source.choice(FAULTS))
-                if rule["kind"] == "dead" and (self.devices == 1 or source.random() < 0.7):
-                    continue
-                rule["device"] = source.randrange(self.devices)
-                rule["seed"] = number
-                self.faults([rule])
-            elif action == "settle":
-                self.run()
-                self.faults([])
-            elif action == "reset":
-                self.run()
-                engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
-        self.run()
-        self.faults([])
-        finished = {name: tokens for name, tokens in self.got.items() if len(tokens) == ANSWER}
-        wrong = {
-            name: self.asked[name]
-            for name, tokens in finished.items()
-            if tokens != self.wanted[self.asked[name]]
-        }
-        assert not wrong
-        assert not self.alive, "requests that did not end"
-        store = get_kv_transfer_group().worker.store
-        dirty = (FrameState.HELD, FrameState.WRITING)
-        until(lambda: store.frames.count(*dirty) == 0, "the end of writes that hung")
-        store.frames.audit()
-        gauges = engine.scheduler.connector.scheduler._index.gauges()
-        assert gauges["pinned"] == gauges["reserved"] == gauges["writing"] == 0
-        pool = engine.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert engine.scheduler.connector.scheduler._requests == {}
-
-    def step(self) -> None:
-        self.got |= self.engine.step()
-        self.alive -= {n for n in self.alive & self.got.keys() if len(self.got[n]) == ANSWER}
-
-    def run(self) -> None:
-        while self.engine.llm.llm_engine.has_unfinished_requests():
-            self.step()
-        self.engine.settle()
-
-    def faults(self, rules: list[dict[str, Any]]) -> None:
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(rules))
-        fresh.rename(self.control)
+                continue
+            frames = get_kv_transfer_group().worker.store.frames
+            dirty = (FrameState.HELD, FrameState.WRITING)
+            until(lambda: frames.count(*dirty) == 0, "the end of writes that hung")  # noqa: B023
+            frames.audit()
+            engine.assert_nothing_held()
+            assert engine.scheduler.connector.scheduler._requests == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from tests.attention.newest import values_at
 from tests.e2e.engine import Engine
 from tests.e2e.workload import kv_tokens, page_mode
+from tests.faults import set_faults
 from vllm_ssdkv.attention import active
 from vllm_ssdkv.attention.backend import PagedAttentionImpl, PagedMetadata
 from vllm_ssdkv.cli.recall import MODEL_DIR, Question, Task, ask
@@ -87,9 +87,7 @@ class Recall:
             return 0.0
 
     def faults(self, *rules: dict[str, Any]) -> None:
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(rules))
-        fresh.rename(self.control)
+        set_faults(self.control, *rules)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ import pytest
 from openai.types import Batch
 
 from tests.conftest import disk_directory
+from tests.faults import set_faults
 from tests.serving import Running, free_port, server
 from vllm_ssdkv.batch.files import SMALLEST
 from vllm_ssdkv.cli import recall
@@ -88,9 +89,7 @@ class Server:
 
     def faults(self, *rules: dict[str, Any]) -> None:
         """Have exactly these faults from now on."""
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(rules))
-        fresh.rename(self.control)
+        set_faults(self.control, *rules)
 
     def ask(self, seed: int) -> str:
         """The answer to a prompt that ``seed`` chooses."""

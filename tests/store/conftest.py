@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.faults import set_faults
 from tests.store.tails import NOTHING, Tails, tail_of
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
@@ -201,9 +201,7 @@ class StoreRig:
 
     def faults(self, *rules: dict[str, Any]) -> None:
         """Have exactly these faults from now on."""
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(rules))
-        fresh.rename(self.control)
+        set_faults(self.control, *rules)
 
     def deadline(self, seconds: float) -> None:
         """I/O that is submitted from now on has this deadline; only faults make it late."""

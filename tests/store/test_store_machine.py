@@ -6,7 +6,6 @@ twin and from changes to the files.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -29,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from tests.conftest import disk_directory
+from tests.faults import set_faults
 from tests.store.tails import Tails
 from tests.store.unhurried import UnhurriedEngine
 from vllm_ssdkv.config import SSDKVConfig
@@ -287,9 +287,7 @@ class Store:
         return None if poisoned else found
 
     def faults(self, *rules: dict[str, Any]) -> None:
-        fresh = self.control.with_suffix(".new")
-        fresh.write_text(json.dumps(rules))
-        fresh.rename(self.control)
+        set_faults(self.control, *rules)
 
     def close(self) -> None:
         self.faults()

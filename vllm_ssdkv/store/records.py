@@ -86,8 +86,10 @@ def refuse_another_version(data: bytes, path: Path) -> None:
     Raises:
         FormatError: names the file, the versions and the way out.
     """
-    magic, version, *_ = _HEADER.unpack_from(data.ljust(HEADER_BYTES, b"\0"))
-    if is_whole(data) and magic == MAGIC and version != VERSION:
+    if not is_whole(data):
+        return
+    magic, version, *_ = _HEADER.unpack_from(data)
+    if magic == MAGIC and version != VERSION:
         raise of_another_version(path, str(version), str(VERSION))
 
 
