@@ -10,6 +10,7 @@ I/O ends when the test says so, well or badly.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -27,12 +28,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, Pace, Rank
-from tests.connector.symbols import Symbols, answer, extend, next_token
+from tests.connector.symbols import Symbols, accepted, answer, extend
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
@@ -42,6 +43,7 @@ from vllm_ssdkv.connector.messages import (
 )
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
+from vllm_ssdkv.connector.speculation import Speculation
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
@@ -78,6 +80,13 @@ def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
         skip_tokenizer_init=True,
         kv_transfer_config=transfer,
     ).create_engine_config()
+
+
+def drafts_like(method: str, count: int = 3) -> SpeculativeConfig:
+    """Options of speculative decoding, with the scheduler's half of a method."""
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=count, prompt_lookup_max=3)
+    drafts.method = method
+    return drafts
 
 
 class SavedAtOnce:
@@ -123,7 +132,9 @@ class Simulation:
         index: SlotIndex | None = None,
         pace: Pace | None = None,
         frames: int = 0,
+        drafts: SpeculativeConfig | None = None,
     ):
+        config.speculative_config = drafts
         extra = config.kv_transfer_config.kv_connector_extra_config
         self.paged = extra["mode"] == "page"
         geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
@@ -169,6 +180,7 @@ class Simulation:
                 self.index.num_slots,
                 counters,
             ),
+            speculation=Speculation.of(config, BLOCK),
         )
         config.cache_config.num_gpu_blocks = hbm_blocks
         config.scheduler_config.async_scheduling = depth > 1
@@ -201,8 +213,12 @@ class Simulation:
         self.finished: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.preempted = 0
+        self.accepted = 0
+        """Drafts that were right."""
         self.plans: list[SSDKVMetadata] = []
         self._known: dict[str, int] = {}
+        self._decoding: set[str] = set()
+        self._guesses = random.Random(0)
         self._depth = depth
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._aggregator = KVOutputAggregator(ranks)
@@ -320,22 +336,30 @@ class Simulation:
         fresh = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
         for name in fresh:
             self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
+            self._decoding.discard(name)
         rows = {row.request_id: row for row in plan.rows}
         spoiled: list[set[int]] = [set() for _ in self.ranks]
         sampled: list[list[int]] = []
         for name, count in output.num_scheduled_tokens.items():
+            tokens, drafts = self.tokens[name], self._drafted(name, output)
             start = starts[name]
+            if name in self._decoding:
+                # Before outputs are known vLLM believes that every draft was accepted.
+                assert len(tokens) - 1 == start or self._depth > 1
+                start = len(tokens) - 1
             row = rows.get(name) or Row(name, 0, 0, start, 0)
-            good = self._compute(name, start, count, row)
+            symbols = extend(0, [*tokens, *drafts][: start + count])
+            good = self._compute(name, start, symbols, row)
             for rank, slots in zip(self.ranks, spoiled, strict=True):
                 if self.paged and not good:
                     slots.update(rank.poison(row) if rank.number in self._blind else ())
-            tokens = self.tokens[name]
             sampled.append([])
-            if start + count == len(tokens):
-                last = extend(0, tokens)[-1] if good else GARBAGE
-                sampled[-1].append(next_token(last))
-                tokens.append(next_token(last))
+            if start + count >= len(tokens):
+                self._decoding.add(name)
+                last = symbols[len(tokens) - 1 :] if good else [GARBAGE]
+                sampled[-1] += accepted(last, drafts)
+                tokens += sampled[-1]
+                self.accepted += len(sampled[-1]) - 1
         seconds = output.total_num_scheduled_tokens * self.pace.token_s
         self.pace.now += seconds
         for rank, slots in zip(self.ranks, spoiled, strict=True):
@@ -356,9 +380,22 @@ class Simulation:
         assert joined is not None
         return joined
 
-    def _compute(self, name: str, start: int, count: int, row: Row) -> bool:
-        """Attend and write KV; whether every rank could read the context."""
-        right = extend(0, self.tokens[name][: start + count])
+    def _drafted(self, name: str, output: SchedulerOutput) -> list[int]:
+        """The drafts that a request's step looks at."""
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        if -1 in drafts:  # Those of the step before, which vLLM's scheduler has not seen.
+            return self._guess(name)[: len(drafts)]
+        return drafts
+
+    def _guess(self, name: str) -> list[int]:
+        """What may follow the request's tokens, in which every other guess is right."""
+        count = self.scheduler.num_spec_tokens
+        right = answer(self.tokens[name], count)
+        return [token if self._guesses.random() < 0.6 else 1 for token in right]
+
+    def _compute(self, name: str, start: int, right: Symbols, row: Row) -> bool:
+        """Attend and write KV, ``right`` from ``start`` on; whether every rank could read the
+        context."""
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         if self.paged:
             assert row.first_position == start
@@ -375,7 +412,7 @@ class Simulation:
             ]
             held = right[row.hbm_start * BLOCK : start]
             assert window[: len(held)] == held, f"{name}: HBM holds KV of other tokens"
-        for position in range(start, start + count):
+        for position in range(start, len(right)):
             block = blocks[position // BLOCK]
             assert block, "KV is written to the null block"
             at = position % BLOCK
@@ -404,3 +441,7 @@ class Simulation:
                     self.finished.add(one.request_id)
         for name in output.num_scheduled_tokens:
             self._learn(name)
+        if self.scheduler.num_spec_tokens and self._depth == 1:
+            names = list(output.num_scheduled_tokens)
+            guesses = [self._guess(name) for name in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))

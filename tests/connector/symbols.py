@@ -30,3 +30,14 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
         tokens.append(next_token(symbols[-1]))
         symbols += extend(symbols[-1], tokens[-1:])
     return tokens
+
+
+def accepted(after: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """Tokens that a step samples: the drafts that are right, and one more. ``after`` stands for
+    the KV of the last token before them and of each of them."""
+    tokens: list[int] = []
+    for symbol, draft in zip(after, [*drafts, None], strict=False):
+        tokens.append(next_token(symbol))
+        if tokens[-1] != draft:
+            break
+    return tokens

@@ -34,3 +34,13 @@ def test_nobody_waits_for_a_request_that_runs(failures: int) -> None:
     loads.scheduled("a")
     assert not loads.must_wait(OTHER, HBM, others=True)
     assert not loads
+
+
+@pytest.mark.parametrize(("step_blocks", "waits"), [(0, False), (1, True)])
+def test_room_for_drafts_is_needed_beside_a_load(step_blocks: int, waits: bool) -> None:
+    """As vLLM wants it: else it would not admit the request, and look at nobody behind it."""
+    loads = FailedLoads(16, step_blocks)
+    loads.add("a")
+    whole = cast(Any, SimpleNamespace(request_id="a", num_tokens=100 * 16))
+    assert loads.must_wait(whole, HBM, others=True) == waits
+    assert not loads.must_wait(whole, HBM, others=False)

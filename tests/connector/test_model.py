@@ -15,6 +15,7 @@ from vllm_ssdkv.errors import UnsupportedError
 
 ENGINE: Any = SimpleNamespace(
     parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    speculative_config=None,
     model_config=SimpleNamespace(
         model="m",
         revision=None,
@@ -69,6 +70,33 @@ def test_a_store_of_one_type_of_channels_is_not_one_of_the_other() -> None:
         ("sparf", "int8"): "int8 channels",
         ("bounds", "as_k"): None,
     }
+
+
+def draft(method: str, model: str, width: int, *, kv: bool) -> Any:  # noqa: ANN401 - of vLLM
+    """vLLM's configuration of a drafter."""
+    shape = SimpleNamespace(to_dict=lambda: {"width": width})
+    return SimpleNamespace(
+        method=method,
+        uses_draft_kv_cache=lambda: kv,
+        draft_model_config=SimpleNamespace(model=model, revision=None, hf_config=shape),
+    )
+
+
+def test_a_drafters_layers_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = config("bounds"), caches(128, torch.float16)
+    drafters = [
+        None,
+        draft("eagle", "head", 64, kv=True),
+        draft("eagle", "other", 64, kv=True),
+        draft("eagle", "head", 32, kv=True),
+        draft("draft_model", "head", 64, kv=True),
+    ]
+    digests = []
+    for drafter in [*drafters, draft("ngram", "m", 64, kv=False)]:
+        monkeypatch.setattr(ENGINE, "speculative_config", drafter)
+        digests.append(fingerprint(made, ENGINE, layout(made), kept).digest)
+    assert len(set(digests)) == len(drafters)
+    assert digests[-1] == digests[0], "n-grams have no KV of their own"
 
 
 @pytest.mark.parametrize(

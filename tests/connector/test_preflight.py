@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
+from tests.connector.simulation import drafts_like
 from vllm_ssdkv.attention.backend import _is_given, _tiered
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.model import attention_spec
@@ -36,6 +37,14 @@ def test_engines_that_only_store_or_cut_steps(configs: dict[str, VllmConfig]) ->
     check_engine(PAGE, configs["page"])
     assert "kv_both" in refusal(configs["page"], kv_transfer_config__kv_role="kv_producer")
     assert "--enable-dbo" in refusal(configs["page"], parallel_config__enable_dbo=True)
+
+
+def test_drafts_are_for_reuse_mode(configs: dict[str, VllmConfig]) -> None:
+    config = copy.deepcopy(configs["page"])
+    config.speculative_config = drafts_like("ngram")
+    with pytest.raises(UnsupportedError, match="--speculative-config"):
+        check_engine(PAGE, config)
+    check_engine(SSDKVConfig.from_extra_config({}), config)
 
 
 def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig

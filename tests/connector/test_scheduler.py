@@ -10,10 +10,10 @@ import random
 from pathlib import Path
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 
 from tests.connector.rank import Pace
-from tests.connector.simulation import Simulation, engine_config
+from tests.connector.simulation import Simulation, drafts_like, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.errors import StoreFailedError
 
@@ -42,6 +42,7 @@ class Turmoil:
         depth: int,
         faulty: bool,
         slots: tuple[int, ...] = (17, 20, 30, 60),
+        drafts: SpeculativeConfig | None = None,
     ):
         self.random = random.Random(seed)
         self.times = random.Random(seed)
@@ -55,6 +56,7 @@ class Turmoil:
             slots=self.random.choice(slots),
             hbm_blocks=self.random.choice(hbm),
             pace=self.times.choice([Pace(), Pace(0.001, 0.001), Pace(0.001, 0.1)]),
+            drafts=drafts,
         )
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5
@@ -162,3 +164,23 @@ def test_answers_are_right_while_things_fail(config: VllmConfig, depth: int) -> 
         except StoreFailedError:
             # Allowed only when a lost device has left too few slots.
             assert turmoil.lost
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_answers_are_right_with_drafts(model: Path, depth: int, method: str) -> None:
+    """Also while things fail, and what is stored is never KV of a draft that was rejected."""
+    config, right, loaded = engine_config(model, "reuse"), 0, 0
+    for seed in range(300, 300 + RUNS):
+        turmoil = Turmoil(config, seed, depth=depth, faulty=True, drafts=drafts_like(method))
+        try:
+            turmoil.play(60)
+        except StoreFailedError:
+            assert turmoil.lost
+        run = turmoil.run
+        for slot in (slot for rank in run.ranks for slot in rank.slots.values() if slot.key):
+            assert slot.symbols == run.content[slot.key]
+        loaded += sum(len(load.slots) for plan in run.plans for load in plan.loads)
+        right += run.accepted
+    assert right > 0
+    assert loaded > 0

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -265,7 +266,7 @@ def test_a_step_brings_what_the_plan_needs() -> None:
         (
             SchedulerOutput,
             {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"}
-            | {"preempted_req_ids", "finished_req_ids"},
+            | {"preempted_req_ids", "finished_req_ids", "scheduled_spec_decode_tokens"},
         ),
         (
             KVConnectorOutput,
@@ -298,6 +299,30 @@ def test_the_metadata_is_bound_before_the_forward_pass() -> None:
         )
     ]
     assert order == sorted(order)
+
+
+def test_a_step_with_drafts_ends_for_us_after_the_drafter() -> None:
+    """A block's KV in the drafter's layers is complete only then."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(GPUModelRunner)
+    assert "defer_kv_connector_finalize = self.speculative_config is not None" in source
+    sampled = inspect.getsource(GPUModelRunner.sample_tokens)
+    assert sampled.rindex("propose_draft_token_ids(") < sampled.index("finalize_kv_connector()")
+    second = inspect.getsource(RunnerV2.sample_tokens)
+    assert second.index("speculator.propose(") < second.rindex("kv_connector.post_forward(")
+
+
+def test_speculative_decoding_says_what_we_ask_it() -> None:
+    for name in ("use_eagle_block_drop", "uses_draft_kv_cache"):
+        assert parameters(getattr(SpeculativeConfig, name)) == ["self"]
+    for name in (
+        "num_speculative_tokens",
+        "num_lookahead_tokens",
+        "num_prefill_lookahead_tokens",
+    ):
+        assert isinstance(inspect.getattr_static(VllmConfig, name), property)
 
 
 def test_our_attention_refuses_what_it_does_not_compute() -> None:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.conftest import SOAK_ROUNDS
 from tests.e2e.bench import flip_bit
+from tests.e2e.drafters import draft_model, eagle
 from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.turmoil import ANSWER, PROMPTS, Turmoil
@@ -129,14 +130,23 @@ def test_any_options(
     open_unhurried_engines(monkeypatch)
     monkeypatch.setenv("SSDKV_TEST_KEY", "ab" * 32)
     wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS, ANSWER)]
+    drafters = [
+        draft_model(models["llama"], tmp_path / "draft"),
+        eagle(models["llama"], tmp_path / "head"),
+    ]
     first = random.SystemRandom().randrange(1 << 30) if SOAK_ROUNDS else 0
     for seed in range(first, first + soak_rounds):
         control = tmp_path / f"faults{seed}.json"
-        live_twice(seed, models["llama"], devices, control, wanted)
+        live_twice(seed, models["llama"], devices, control, wanted, drafters)
 
 
 def live_twice(
-    seed: int, model: Path, devices: Devices, control: Path, wanted: list[tuple[int, ...]]
+    seed: int,
+    model: Path,
+    devices: Devices,
+    control: Path,
+    wanted: list[tuple[int, ...]],
+    drafters: list[dict[str, Any]],
 ) -> None:
     """Engines with the options of one draw follow each other on one store."""
     source = random.Random(seed)
@@ -162,6 +172,9 @@ def live_twice(
         "async_scheduling": source.choice([True, False]),
         "scheduling_policy": source.choice(["fcfs", "priority"]),
     }
+    if options["mode"] == "reuse" and source.random() < 0.5:
+        settings["speculative_config"] = source.choice(drafters)
+        settings["kv_tokens"] *= 2  # for the drafter's layers
     print(f"seed {seed}: {json.dumps(options)} {settings}")
     faults = source.choice([0, 0, 1, 1, 1])
     likely = {"add": 5, "step": 8, "abort": 1, "preempt": 2, "fault": faults}

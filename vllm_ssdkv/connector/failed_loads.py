@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 class FailedLoads:
     """Remembers them until they run or end. Used by the scheduler's thread."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block = block_tokens
+    def __init__(self, block_tokens: int, step_blocks: int = 0) -> None:
+        """``step_blocks``: :attr:`Speculation.step_blocks`."""
+        self._block, self._step_blocks = block_tokens, step_blocks
         self._again: set[str] = set()
         """Those that have not asked again yet."""
         self._trying: set[str] = set()
@@ -74,4 +75,5 @@ class FailedLoads:
         needed = -(-request.num_tokens // self._block)
         if manager.max_admission_blocks_per_request is not None:
             needed = min(needed, manager.max_admission_blocks_per_request)
+        needed += self._step_blocks
         return others and needed > hbm.block_pool.get_num_free_blocks()

@@ -24,7 +24,8 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.summaries import with_summaries
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from transformers import PretrainedConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _SAMPLE_BYTES = 64 * 1024
@@ -157,10 +158,9 @@ def fingerprint(
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
-    identity = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     fields: dict[str, str | int] = {
         "model": weights_identity(model.model, model.revision),
-        "hf_config": hashlib.blake2b(identity.encode(), digest_size=16).hexdigest(),
+        "hf_config": _config_digest(model.hf_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(layout.dtype),
@@ -174,6 +174,10 @@ def fingerprint(
         "tp_size": layout.tp_size,
         "block_hash": str(cache.prefix_caching_hash_algo),
     }
+    draft = vllm_config.speculative_config
+    if draft is not None and draft.uses_draft_kv_cache():
+        # The drafter's layers are layers of the slots.
+        fields["draft"] = _draft_identity(draft)
     if config.selector != "exact":
         # KV of tokens that were decoded from a part of their context is not what exact attention
         # would have made. Selectors and budgets share a store all the same: their users have chosen
@@ -189,6 +193,17 @@ def fingerprint(
         if fields["device"] == "cpu":
             fields["cpu"] = torch.backends.cpu.get_cpu_capability()
     return Fingerprint(fields)
+
+
+def _draft_identity(draft: SpeculativeConfig) -> str:
+    model = draft.draft_model_config
+    weights = weights_identity(model.model, model.revision)
+    return f"{draft.method} {weights} {_config_digest(model.hf_config)}"
+
+
+def _config_digest(hf_config: PretrainedConfig) -> str:
+    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def weights_identity(model: str, revision: str | None) -> str:

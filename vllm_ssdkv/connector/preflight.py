@@ -27,11 +27,6 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
     """
     parallel = vllm_config.parallel_config
     problems = []
-    if vllm_config.speculative_config is not None:
-        problems.append(
-            "speculative decoding writes KV of tokens that may be rejected: start without "
-            "--speculative-config"
-        )
     if parallel.pipeline_parallel_size > 1:
         problems.append("--pipeline-parallel-size must be 1; use --tensor-parallel-size")
     if parallel.decode_context_parallel_size > 1:
@@ -53,6 +48,11 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reuse = 'use mode "reuse", which works with any attention'
     problems = []
+    if vllm_config.speculative_config is not None:
+        problems.append(
+            "speculative decoding is not served in page mode: start without --speculative-config, "
+            'or use mode "reuse"'
+        )
     if model.use_mla:
         problems.append(f"the model uses MLA, which page mode does not serve: {reuse}")
     if model.is_hybrid or model.is_attention_free:

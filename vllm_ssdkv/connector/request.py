@@ -6,6 +6,9 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ssdkv.config_request import RequestOptions
+from vllm_ssdkv.connector.messages import Row
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -51,6 +54,23 @@ class RequestState:
         while self._live_from < len(self.block_ids) and self.block_ids[self._live_from] == 0:
             self._live_from += 1
         return self._live_from
+
+    def row(
+        self,
+        computed: int,
+        count: int,
+        block_tokens: int,
+        window_tokens: int,
+        asked: RequestOptions | None,
+    ) -> Row:
+        """Page mode: what the workers must know of this request in a step that computes ``count``
+        tokens after the first ``computed``."""
+        start = max(0, computed - window_tokens + 1) // block_tokens
+        start = max(start, self.first_live_block())
+        fence = self.block_ids[(computed - 1) // block_tokens] if computed else 0
+        block = self.block_ids[computed // block_tokens]
+        of_prompt = computed < self.request.num_prompt_tokens
+        return Row(self.request_id, block, fence, computed, start, count, asked, of_prompt)
 
 
 def being_computed(

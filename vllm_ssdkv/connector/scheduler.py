@@ -32,7 +32,6 @@ from vllm_ssdkv.connector.messages import (
     ContextDelta,
     Load,
     RankReport,
-    Row,
     Save,
     SSDKVMetadata,
 )
@@ -40,6 +39,7 @@ from vllm_ssdkv.connector.moves import Moves
 from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
 from vllm_ssdkv.connector.request import RequestState, being_computed
 from vllm_ssdkv.connector.seats import Seats
+from vllm_ssdkv.connector.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.write_policy import WritePolicy
@@ -74,6 +74,7 @@ class SSDKVScheduler:
         choice: LoadChoice,
         policy: WritePolicy,
         name_key: bytes = b"",
+        speculation: Speculation = NO_SPECULATION,
     ):
         """``name_key``: :meth:`StorePlace.name_key`."""
         self._config = config
@@ -114,7 +115,8 @@ class SSDKVScheduler:
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
-        self._failed_loads = FailedLoads(block_tokens)
+        self._speculation = speculation
+        self._failed_loads = FailedLoads(block_tokens, speculation.step_blocks)
         self.asked = AskedOptions(config, counters)
 
     def bind_hbm(self, hbm: KVCacheManager) -> None:
@@ -149,7 +151,8 @@ class SSDKVScheduler:
             beginning = self.keys_of(request, min(first + 1, last), first)
             if len(self._index.lookup(beginning)):
                 return None
-        slots = self._index.lookup(self.keys_of(request, last)[first:])
+        found = self._index.lookup(self.keys_of(request, last)[first:])
+        slots = self._speculation.usable(found)
         self._failed_loads.ask(request.request_id)
         running = being_computed(self._requests.values(), self._loading)
         blocks = self._choice.blocks(
@@ -298,21 +301,16 @@ class SSDKVScheduler:
         self._failed_loads.scheduled(state.request_id)
         count = output.num_scheduled_tokens[state.request_id]
         after = state.computed = computed + count
-        self._shape.append((computed, count))
+        drafts = len(output.scheduled_spec_decode_tokens.get(state.request_id, ()))
+        # Drafts read the context as so many tokens that are decoded do.
+        self._shape += [(computed, 1)] * count if count == 1 + drafts else [(computed, count)]
         if self._paged:
-            plan.rows.append(self._row(state, computed, count))
+            asked, window = self.asked.of(state.request_id), self._config.window_tokens
+            plan.rows.append(state.row(computed, count, self._block, window, asked))
             self._save_paged(state, computed // self._block, after // self._block)
         else:
-            self._save_known(state, after // self._block)
-
-    def _row(self, state: RequestState, computed: int, count: int) -> Row:
-        start = max(0, computed - self._config.window_tokens + 1) // self._block
-        start = max(start, state.first_live_block())
-        fence = state.block_ids[(computed - 1) // self._block] if computed else 0
-        block = state.block_ids[computed // self._block]
-        asked = self.asked.of(state.request_id)
-        of_prompt = computed < state.request.num_prompt_tokens
-        return Row(state.request_id, block, fence, computed, start, count, asked, of_prompt)
+            final = self._speculation.final(after, state.request.num_tokens)
+            self._save_known(state, final // self._block)
 
     def _save_paged(self, state: RequestState, begin: int, end: int) -> None:
         """Every completed block gets a slot: it will be read from there when the window leaves."""

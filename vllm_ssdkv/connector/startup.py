@@ -16,6 +16,7 @@ from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv
 from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
+from vllm_ssdkv.connector.speculation import Speculation
 from vllm_ssdkv.connector.worker import SSDKVWorker
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
@@ -138,6 +139,7 @@ def open_scheduler(
         ),
         _write_policy(config, found, restriper.placement, index.num_slots, counters),
         found.place.name_key(),
+        Speculation.of(vllm_config, found.layout.block_tokens),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()

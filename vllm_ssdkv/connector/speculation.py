@@ -1,0 +1,60 @@
+"""What speculative decoding means for the blocks of a request that are stored and found again.
+
+A block is stored once all of its tokens are known, so no token that was drafted and rejected is in
+it. What is left are the layers of a drafter that works from the model's hidden states (EAGLE, MTP):
+their KV at a position depends on the tokens after it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """As vLLM handles its own prefix cache (``KVCacheCoordinator``, ``use_eagle_block_drop``).
+
+    Attributes:
+        drops_last: The last block of a hit is computed again: the drafter needs the hidden states
+            before the first new token, and its KV there belongs to what came next at that time.
+        not_final: Of the tokens computed last, so many have KV that a later step writes anew: a
+            chain of MTP modules looks as far ahead.
+        step_blocks: Blocks that vLLM wants free beside a request that it admits for a load, for
+            the drafts of one step.
+    """
+
+    drops_last: bool = False
+    not_final: int = 0
+    step_blocks: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, block_tokens: int) -> Speculation:
+        """What this engine does."""
+        speculative = vllm_config.speculative_config
+        if speculative is None:
+            return NO_SPECULATION
+        drafts = vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens
+        return cls(
+            drops_last=speculative.use_eagle_block_drop(),
+            not_final=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
+            step_blocks=-(-(1 + drafts) // block_tokens),
+        )
+
+    def usable(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of a hit's slots, [n], that are to be loaded."""
+        return slots[:-1] if self.drops_last else slots
+
+    def final(self, computed: int, known: int) -> int:
+        """How many tokens have their last KV when the steps scheduled so far have ended, of
+        ``computed``, drafts among them, of which the first ``known`` are the request's."""
+        return max(0, min(computed, known) - self.not_final)
+
+
+NO_SPECULATION = Speculation()
