@@ -27,13 +27,19 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, Pace, Rank
-from tests.connector.symbols import Symbols, accepted, answer, extend
+from tests.connector.symbols import Symbols, accepted, answer, extend, of_group
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
@@ -89,6 +95,20 @@ def drafts_like(method: str, count: int = 3) -> SpeculativeConfig:
     return drafts
 
 
+def specs(windows: Sequence[int | None], *, paged: bool) -> list[AttentionSpec]:
+    """What vLLM knows of the layers of each group."""
+    shape: Any = {
+        "block_size": BLOCK,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float32,
+    }
+    full = FullAttentionSpec(**shape)
+    if paged:
+        return [TieredAttentionSpec.from_full(full, WINDOW)]
+    return [full if w is None else SlidingWindowSpec(**shape, sliding_window=w) for w in windows]
+
+
 class SavedAtOnce:
     """A manifest that takes no time."""
 
@@ -133,8 +153,11 @@ class Simulation:
         pace: Pace | None = None,
         frames: int = 0,
         drafts: SpeculativeConfig | None = None,
+        windows: Sequence[int | None] = (None,),
     ):
+        """``windows``: of each KV cache group in reuse mode; None is full attention."""
         config.speculative_config = drafts
+        self.windows = windows
         extra = config.kv_transfer_config.kv_connector_extra_config
         self.paged = extra["mode"] == "page"
         geometry = SlotGeometry("opaque", 2, 1, 1, 4096)
@@ -185,13 +208,14 @@ class Simulation:
         config.cache_config.num_gpu_blocks = hbm_blocks
         config.scheduler_config.async_scheduling = depth > 1
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
-        full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        spec = TieredAttentionSpec.from_full(full, WINDOW) if self.paged else full
-        group = KVCacheGroupSpec(["layer"], spec)
+        groups = [
+            KVCacheGroupSpec([f"layer{g}"], spec)
+            for g, spec in enumerate(specs(windows, paged=self.paged))
+        ]
         with mock.patch.object(startup, "open_scheduler", return_value=self.ours):
             self.scheduler = (AsyncScheduler if depth > 1 else Scheduler)(
                 vllm_config=config,
-                kv_cache_config=KVCacheConfig(hbm_blocks, [], [group]),
+                kv_cache_config=KVCacheConfig(hbm_blocks, [], groups),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,
                 hash_block_size=BLOCK,
@@ -245,9 +269,10 @@ class Simulation:
 
     def preempt_all(self) -> None:
         """As an operator's reset of the prefix cache does; vLLM cannot while a load fills HBM."""
-        (group,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         running = {request.request_id for request in self.scheduler.running}
-        if group.req_to_blocks.keys() <= running and not self._queue:
+        groups = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        holders = {name for group in groups for name in group.req_to_blocks}
+        if holders <= running and not self._queue:
             self.preempted += len(self.scheduler.running)
             assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
@@ -396,10 +421,10 @@ class Simulation:
     def _compute(self, name: str, start: int, right: Symbols, row: Row) -> bool:
         """Attend and write KV, ``right`` from ``start`` on; whether every rank could read the
         context."""
-        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        groups = self.scheduler.kv_cache_manager.get_block_ids(name)
         if self.paged:
             assert row.first_position == start
-            assert row.write_block == blocks[start // BLOCK]
+            assert row.write_block == groups[0][start // BLOCK]
         contexts = [rank.context(row) if self.paged else [] for rank in self.ranks]
         self._blind = {i for i, context in enumerate(contexts) if context is None}
         good = not self._blind
@@ -407,17 +432,21 @@ class Simulation:
             # One rank alone may read what another knows to be bad: its output is not used.
             for context in contexts:
                 assert context == right[: row.hbm_start * BLOCK if self.paged else 0], name
-            window = [
-                s for block in blocks[row.hbm_start : -(-start // BLOCK)] for s in self.hbm[block]
-            ]
-            held = right[row.hbm_start * BLOCK : start]
-            assert window[: len(held)] == held, f"{name}: HBM holds KV of other tokens"
-        for position in range(start, len(right)):
-            block = blocks[position // BLOCK]
-            assert block, "KV is written to the null block"
-            at = position % BLOCK
-            symbol = right[position] if good else GARBAGE
-            self.hbm[block] = [*self.hbm.get(block, [])[:at], symbol]
+        for group, blocks in enumerate(groups):
+            symbols, first = of_group(right, group), row.hbm_start
+            window = self.windows[group]
+            if window is not None and not self.paged:
+                first = max(0, start - window + 1) // BLOCK
+            if good:
+                held = [s for block in blocks[first : -(-start // BLOCK)] for s in self.hbm[block]]
+                wanted = symbols[first * BLOCK : start]
+                assert held[: len(wanted)] == wanted, f"{name}: HBM holds KV of other tokens"
+            for position in range(start, len(right)):
+                block = blocks[position // BLOCK]
+                assert block, "KV is written to the null block"
+                at = position % BLOCK
+                symbol = symbols[position] if good else GARBAGE
+                self.hbm[block] = [*self.hbm.get(block, [])[:at], symbol]
         return good
 
     def _learn(self, name: str) -> None:
@@ -427,9 +456,11 @@ class Simulation:
         keys = self.ours.keys_of(request)
         if len(keys) > known:
             symbols = extend(0, request.all_token_ids[: len(keys) * BLOCK])
-            for block in range(known, len(keys)):
-                right = symbols[block * BLOCK : (block + 1) * BLOCK]
-                assert self.content.setdefault(keys[block], right) == right
+            for group in range(len(self.windows)):
+                named = self.ours._groups.keys(keys, group)
+                for block in range(known, len(keys)):
+                    right = of_group(symbols[block * BLOCK : (block + 1) * BLOCK], group)
+                    assert self.content.setdefault(named[block], right) == right
             self._known[name] = len(keys)
 
     def _deliver(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:

@@ -17,6 +17,11 @@ def extend(previous: int, tokens: Iterable[int]) -> Symbols:
     return found
 
 
+def of_group(symbols: Symbols, group: int) -> Symbols:
+    """What stands for the KV of these tokens in the layers of a KV cache group."""
+    return [hash((symbol, group)) for symbol in symbols] if group else symbols
+
+
 def next_token(last: int) -> int:
     """What the model samples after the KV that ``last`` stands for."""
     return 3 + last % VOCAB

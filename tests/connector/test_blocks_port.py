@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ssdkv.connector.blocks import OpaquePort
+from vllm_ssdkv.connector.blocks import OpaquePort, check_overlay
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameCache, FrameState
@@ -61,3 +61,12 @@ def test_blocks_with_gaps_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="not one stretch of memory"):
         OpaquePort([wide], geometry, frames)
     arena.close()
+
+
+def test_groups_must_share_the_memory_of_their_blocks() -> None:
+    ours = caches((0, 1, 2, 3))
+    check_overlay(ours, ours)
+    check_overlay(ours, ours[:1])
+    for theirs in (ours[1:], ours[::-1], caches((0, 1, 2, 3)), [ours[0][:, :1]]):
+        with pytest.raises(UnsupportedError, match="--disable-hybrid-kv-cache-manager"):
+            check_overlay(ours, theirs)

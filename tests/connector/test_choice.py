@@ -393,3 +393,28 @@ def test_gauges_say_what_is_believed() -> None:
     assert seen["estimated_prefill_tokens_per_second"] == pytest.approx(rate, rel=0.3)
     assert seen["estimated_load_tokens_per_second"] == pytest.approx(1 / TOKEN, rel=0.3)
     assert seen["estimated_load_latency_seconds"] == pytest.approx(0.002, abs=0.002)
+
+
+def test_what_a_hit_brings_with_it_counts() -> None:
+    """Windows of other layers."""
+    machine = Machine(TOKEN / 2)
+    machine.learn()
+    total = 64 * BLOCK + 1
+
+    def ask(beside: int) -> int:
+        return machine.choice.blocks("r", slots(64), 0, total, (), slots(beside, 5000))
+
+    assert (ask(0), ask(16), ask(640)) == (64, 64, 0)
+
+
+def test_no_part_is_loaded_that_some_layers_could_not_go_on_from() -> None:
+    machine = Machine(SLOW, frames=100)
+    machine.learn()
+    machine.load("warm", slots(50))
+    total = 80 * BLOCK + 1
+
+    def ask(ends: set[int]) -> int:
+        return machine.choice.blocks("r", slots(80), 0, total, (), follows=ends.__contains__)
+
+    assert machine.ask(80) == 50, "the head is in DRAM"
+    assert (ask({50}), ask({80})) == (50, 0)

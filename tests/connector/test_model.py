@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.model import KVLayout, fingerprint, kv_layout
@@ -97,6 +102,44 @@ def test_a_drafters_layers_are_part_of_what_is_stored(monkeypatch: pytest.Monkey
         digests.append(fingerprint(made, ENGINE, layout(made), kept).digest)
     assert len(set(digests)) == len(drafters)
     assert digests[-1] == digests[0], "n-grams have no KV of their own"
+
+
+def mixed(windows: list[int | None], layers: list[int]) -> KVCacheConfig:
+    """Groups of so many layers each, with full attention or a sliding window."""
+    shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
+    groups = []
+    for number, (window, count) in enumerate(zip(windows, layers, strict=True)):
+        full = FullAttentionSpec(**shape)
+        spec = full if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+        names = [f"{number}.{layer}" for layer in range(count)]
+        groups.append(KVCacheGroupSpec(names, spec))
+    return KVCacheConfig(8, [], groups)
+
+
+def test_groups_lie_over_each_other() -> None:
+    reuse = SSDKVConfig.from_extra_config({})
+    found = kv_layout(reuse, ENGINE, mixed([64, 64, None], [2, 1, 3]))
+    assert found.layer_names == ("2.0", "2.1", "2.2")
+    assert found.overlaid == (("0.0", "0.1"), ("1.0",))
+    assert found.geometry == kv_layout(reuse, ENGINE, mixed([None], [3])).geometry
+
+
+def test_groups_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINE, "device_config", SimpleNamespace(device_type="cuda"), raising=False)
+    monkeypatch.setattr(ENGINE, "attention_config", SimpleNamespace(backend=None), raising=False)
+    reuse, digests = SSDKVConfig.from_extra_config({}), set()
+    for windows, layers in (
+        ([64, None], [2, 2]),
+        ([None, 64], [2, 2]),
+        ([32, None], [2, 2]),
+        ([64, None], [1, 2]),
+        ([None], [2]),
+    ):
+        kept = mixed(windows, layers)
+        made = fingerprint(reuse, ENGINE, kv_layout(reuse, ENGINE, kept), kept)
+        assert ("groups" in made.fields) is (len(windows) > 1)
+        digests.add(made.digest)
+    assert len(digests) == 5
 
 
 @pytest.mark.parametrize(

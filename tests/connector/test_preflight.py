@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from tests.connector.simulation import drafts_like
+from tests.messages import entry_for
 from vllm_ssdkv.attention.backend import _is_given, _tiered
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.model import attention_spec
@@ -59,6 +60,29 @@ def test_layers_that_are_not_alike() -> None:
     )
     with pytest.raises(UnsupportedError, match="several sizes"):
         attention_spec(groups(wide))
+
+
+def several(*specs: object) -> Any:  # noqa: ANN401 - a KVCacheConfig
+    return cast(
+        Any, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs])
+    )
+
+
+def test_groups_whose_blocks_are_not_alike() -> None:
+    shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    window = SlidingWindowSpec(**shape, sliding_window=64)
+    assert attention_spec(several(window, SPEC, window)) == window
+
+    class Special(FullAttentionSpec):
+        pass
+
+    for other in (replace(SPEC, block_size=32), replace(SPEC, head_size=16), Special(**shape)):
+        with pytest.raises(UnsupportedError, match="--disable-hybrid-kv-cache-manager") as caught:
+            attention_spec(several(window, other))
+        assert "2 KV cache groups" in str(caught.value)
+        assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+    with pytest.raises(UnsupportedError, match="Mamba"):
+        attention_spec(several(SPEC, SimpleNamespace()))
 
 
 def test_attention_that_is_not_causal() -> None:

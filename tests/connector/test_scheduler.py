@@ -43,12 +43,14 @@ class Turmoil:
         faulty: bool,
         slots: tuple[int, ...] = (17, 20, 30, 60),
         drafts: SpeculativeConfig | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ):
         self.random = random.Random(seed)
         self.times = random.Random(seed)
         paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
         config.scheduler_config.policy = self.times.choice(["fcfs", "priority"])
         hbm = [10 if depth > 1 else 8, 12, 24, 40] if paged else [17, 24, 40]
+        hbm = [len(windows) * blocks for blocks in hbm]
         self.run = Simulation(
             config,
             depth=depth,
@@ -57,6 +59,7 @@ class Turmoil:
             hbm_blocks=self.random.choice(hbm),
             pace=self.times.choice([Pace(), Pace(0.001, 0.001), Pace(0.001, 0.1)]),
             drafts=drafts,
+            windows=windows,
         )
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5
@@ -183,4 +186,32 @@ def test_answers_are_right_with_drafts(model: Path, depth: int, method: str) -> 
         loaded += sum(len(load.slots) for plan in run.plans for load in plan.loads)
         right += run.accepted
     assert right > 0
+    assert loaded > 0
+
+
+@pytest.mark.parametrize("drafts", [None, "eagle"])
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("windows", [(None, 40), (24, None, 3), (40,)])
+def test_answers_are_right_with_sliding_windows(
+    model: Path, windows: tuple[int | None, ...], depth: int, drafts: str | None
+) -> None:
+    config, loaded = engine_config(model, "reuse"), 0
+    for seed in range(400, 400 + RUNS):
+        turmoil = Turmoil(
+            config,
+            seed,
+            depth=depth,
+            faulty=True,
+            slots=(60, 100, 300),
+            drafts=drafts_like(drafts) if drafts else None,
+            windows=windows,
+        )
+        try:
+            turmoil.play(60)
+        except StoreFailedError:
+            assert turmoil.lost
+        run = turmoil.run
+        for slot in (slot for rank in run.ranks for slot in rank.slots.values() if slot.key):
+            assert slot.symbols == run.content[slot.key]
+        loaded += sum(len(load.slots) for plan in run.plans for load in plan.loads)
     assert loaded > 0

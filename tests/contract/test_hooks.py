@@ -26,6 +26,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
     SingleTypeKVCacheManager,
     SlidingWindowManager,
     register_all_kvcache_specs,
@@ -180,6 +181,32 @@ def test_no_block_is_enough_for_a_request_that_is_sent_back(manager: TieredManag
     assert manager.get_num_blocks_to_allocate("r", **question) == 1
     ours = parameters(SingleTypeKVCacheManager.get_num_blocks_to_allocate)
     assert ours[1] == "request_id"
+
+
+def test_managers_say_what_is_behind_a_window() -> None:
+    """Of a hit, that is what is not loaded; of what is computed, what cannot be stored any more."""
+    assert parameters(SingleTypeKVCacheManager.get_num_skipped_tokens)[1:] == [
+        "num_computed_tokens"
+    ]
+    pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
+    shape: Any = {
+        "block_pool": pool,
+        "enable_caching": True,
+        "kv_cache_group_id": 0,
+        "scheduler_block_size": BLOCK,
+    }
+    full = FullAttentionManager(full_spec(), **shape)
+    assert full.get_num_skipped_tokens(1 << 40) == 0
+    spec = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=WINDOW
+    )
+    window = SlidingWindowManager(spec, **shape)
+    assert window.get_num_skipped_tokens(WINDOW - 1) == 0
+    assert window.get_num_skipped_tokens(1000) == 1000 - WINDOW + 1
+    window.allocate_new_blocks("r", 160, 160)
+    window.remove_skipped_blocks("r", 160)
+    held = [not block.is_null for block in window.req_to_blocks["r"]]
+    assert held.index(True) == (160 - WINDOW + 1) // BLOCK
 
 
 def test_freeing_goes_through_the_method_we_override() -> None:

@@ -16,6 +16,8 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -43,6 +45,7 @@ MLP_GAIN = 1.4
 ROUTER_GAIN = 2.0
 LOGIT_GAIN = 3.0
 BIAS_STD = 0.1
+GEMMA3_WINDOW = 64
 POSITION_STD = 0.5
 
 
@@ -223,11 +226,39 @@ def make_mixtral(
     return _save(MixtralForCausalLM(config), path, seed)
 
 
+def make_gemma3(
+    path: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
+) -> Path:
+    """Sliding windows in three of five layers, which vLLM puts into two groups."""
+    hidden = heads * head_dim // 2
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=5,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        sliding_window=GEMMA3_WINDOW,
+        layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")
+        ],
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return _save(Gemma3ForCausalLM(config), path, seed)
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "qwen3": make_qwen3,
     "opt": make_opt,
     "mixtral": make_mixtral,
+    "gemma3": make_gemma3,
 }
 
 

@@ -129,7 +129,10 @@ def test_any_options(
 ) -> None:
     open_unhurried_engines(monkeypatch)
     monkeypatch.setenv("SSDKV_TEST_KEY", "ab" * 32)
-    wanted = [answer.tokens for answer in stock.answers("llama", PROMPTS, ANSWER)]
+    wanted = {
+        name: [answer.tokens for answer in stock.answers(name, PROMPTS, ANSWER)]
+        for name in ("llama", "gemma3")
+    }
     drafters = [
         draft_model(models["llama"], tmp_path / "draft"),
         eagle(models["llama"], tmp_path / "head"),
@@ -137,15 +140,15 @@ def test_any_options(
     first = random.SystemRandom().randrange(1 << 30) if SOAK_ROUNDS else 0
     for seed in range(first, first + soak_rounds):
         control = tmp_path / f"faults{seed}.json"
-        live_twice(seed, models["llama"], devices, control, wanted, drafters)
+        live_twice(seed, models, devices, control, wanted, drafters)
 
 
 def live_twice(
     seed: int,
-    model: Path,
+    models: dict[str, Path],
     devices: Devices,
     control: Path,
-    wanted: list[tuple[int, ...]],
+    wanted: dict[str, list[tuple[int, ...]]],
     drafters: list[dict[str, Any]],
 ) -> None:
     """Engines with the options of one draw follow each other on one store."""
@@ -172,10 +175,13 @@ def live_twice(
         "async_scheduling": source.choice([True, False]),
         "scheduling_policy": source.choice(["fcfs", "priority"]),
     }
-    if options["mode"] == "reuse" and source.random() < 0.5:
-        settings["speculative_config"] = source.choice(drafters)
-        settings["kv_tokens"] *= 2  # for the drafter's layers
-    print(f"seed {seed}: {json.dumps(options)} {settings}")
+    model = "llama"
+    if options["mode"] == "reuse":
+        model = source.choice(["llama", "llama", "gemma3"])
+        if model == "llama" and source.random() < 0.5:
+            settings["speculative_config"] = source.choice(drafters)
+            settings["kv_tokens"] *= 2  # for the drafter's layers
+    print(f"seed {seed}: {model} {json.dumps(options)} {settings}")
     faults = source.choice([0, 0, 1, 1, 1])
     likely = {"add": 5, "step": 8, "abort": 1, "preempt": 2, "fault": faults}
     likely |= {"reset": 0.3, "settle": 0.5}
@@ -187,12 +193,12 @@ def live_twice(
         if life:
             print("  then", change(source, options, places))
         try:
-            engine = Engine(model, ssdkv=options, **settings)
+            engine = Engine(models[model], ssdkv=options, **settings)
         except (ConfigError, UnsupportedError) as error:
             print(f"  refused: {error}")
             return
         with engine:
-            turmoil = Turmoil(engine, source, wanted, likely, asks, control, len(places))
+            turmoil = Turmoil(engine, source, wanted[model], likely, asks, control, len(places))
             try:
                 turmoil.run(ACTIONS)
             except StoreFailedError as error:

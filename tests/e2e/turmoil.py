@@ -42,8 +42,8 @@ def loading(engine: Engine) -> bool:
     A load may be filling them, also for a request that was aborted, or may have filled them and the
     request waits for its turn.
     """
-    (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    holders = {name for name, blocks in manager.req_to_blocks.items() if blocks}
+    groups = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    holders = {name for group in groups for name, blocks in group.req_to_blocks.items() if blocks}
     return not holders <= {request.request_id for request in engine.scheduler.running}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.connector.groups import GroupLoad
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import FETCH, PROBE, PROMOTION, SlotArray
 from vllm_ssdkv.connector.request import RequestState
@@ -16,8 +17,10 @@ from vllm_ssdkv.store.index import SlotIndex
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-StartLoad = Callable[[str, SlotArray, Sequence[bytes], NDArray[np.int64]], None]
-"""Plans the load of slots under a name, with keys and HBM blocks; pinned until it has ended."""
+StartLoad = Callable[[str, GroupLoad], None]
+"""Plans a load under a name; its slots are pinned until it has ended."""
+
+_NOWHERE = np.zeros(0, dtype=np.int64)
 
 
 class BackgroundLoads:
@@ -38,15 +41,12 @@ class BackgroundLoads:
         """Read these blocks of a request to learn how long it takes."""
         keys = self._keys_of(request, blocks.stop, blocks.start)
         slots = self._index.lookup(keys)
-        self._index.pin(slots)
-        self._start(PROBE, slots, keys, np.zeros(len(slots), dtype=np.int64))
+        self._begin(PROBE, slots, keys[: len(slots)], np.zeros(len(slots), dtype=np.int64))
 
     def fetch(self, slots: SlotArray) -> None:
         """Bring stored blocks into DRAM, from where they move on."""
         if len(slots):
-            keys = tuple(self._index.key(slot) for slot in slots.tolist())
-            self._index.pin(slots)
-            self._start(FETCH, slots, keys, slots[:0])
+            self._begin(FETCH, slots, [self._index.key(slot) for slot in slots.tolist()])
 
     def promote(
         self, requests: Mapping[str, RequestState], streamed: Sequence[tuple[str, SlotArray]]
@@ -63,5 +63,14 @@ class BackgroundLoads:
                     (keys[state.slots[block]],) = self._keys_of(state.request, block + 1, block)
         slots = np.array(list(keys), dtype=np.int64)
         if len(slots):
-            self._index.pin(slots)
-            self._start(PROMOTION, slots, tuple(keys.values()), slots[:0])
+            self._begin(PROMOTION, slots, list(keys.values()))
+
+    def _begin(
+        self,
+        name: str,
+        slots: SlotArray,
+        keys: Sequence[bytes],
+        block_ids: NDArray[np.int64] = _NOWHERE,
+    ) -> None:
+        self._index.pin(slots)
+        self._start(name, GroupLoad(slots, tuple(keys), block_ids, len(slots)))

@@ -110,6 +110,17 @@ def _blocks_of(
     return np.array(base, np.uint64), np.array(step, np.uint64), np.array(size, np.uint64)
 
 
+def check_overlay(caches: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedError unless the layers of another KV cache group, ``others``, lie where
+    the first of ``caches`` do: then a block is the same memory whatever its group."""
+    for ours, theirs in zip(_blocks_of(caches[: len(others)]), _blocks_of(others), strict=True):
+        if not np.array_equal(ours, theirs):
+            raise UnsupportedError(
+                "the model's KV cache groups do not share their blocks' memory; start with "
+                "--disable-hybrid-kv-cache-manager"
+            )
+
+
 def plain_stretches(caches: Sequence[torch.Tensor], geometry: SlotGeometry) -> _io.Stretches | None:
     """What :meth:`OpaquePort.load` copies, where plain copies in memory are all that it does."""
     if caches[0].device.type != "cpu":

@@ -40,6 +40,7 @@ _DECODES_PER_TIMING = 16
 """Of steps that only decode, one in so many is timed."""
 
 I64 = NDArray[np.int64]
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class LoadChoice:
         computed: int,
         total: int,
         running: Iterable[tuple[int, int]],
+        beside: I64 = _NO_SLOTS,
+        follows: Callable[[int], bool] = lambda count: True,
     ) -> int:
         """How many of a hit's blocks to load.
 
@@ -118,6 +121,8 @@ class LoadChoice:
             total: Tokens of the request.
             running: (computed, all) tokens of the requests that vLLM computes already; asked for
                 only where they matter.
+            beside: Slots that a load of any part brings with it, for layers with windows, [m].
+            follows: Whether those layers could go on after so many blocks.
         """
         hits = len(slots)
         known = self.prefill.known and self.load.known
@@ -128,13 +133,17 @@ class LoadChoice:
         end = computed + hits * self._block
         backlog = self.prefill.backlog(running)
         queue = self._queue() + self.load.way
+        resident = self._resident.which(beside)
+        with_it = int(resident.sum()), int((~resident).sum())
         best, least = 0, 0.0
         for count in self._ends(in_dram):
+            if 0 < count < hits and not follows(count):
+                continue
             begin = computed + count * self._block
             seconds = backlog
             if count:
                 from_dram = int(in_dram[:count].sum())
-                service = self._service(from_dram, count - from_dram)
+                service = self._service(from_dram + with_it[0], count - from_dram + with_it[1])
                 seconds = max(queue + service, backlog)
             seconds += self.prefill.seconds(begin, end, total - end)
             # With equal times loading is better: it leaves the time to other requests.
@@ -147,7 +156,7 @@ class LoadChoice:
             hits,
             best,
             self.prefill.seconds(computed, computed + loaded * self._block, total - end),
-            queue + self._service(from_dram, loaded - from_dram),
+            queue + self._service(from_dram + with_it[0], loaded - from_dram + with_it[1]),
             computed // self._block + best + np.flatnonzero(~in_dram[best:]),
         )
         return best

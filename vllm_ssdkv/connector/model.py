@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.config import SSDKVConfig
@@ -33,7 +41,11 @@ _SAMPLE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The KV of one rank: one KV cache group, its layers in order of execution."""
+    """The KV of one rank: the layers of its largest KV cache group, in order of execution.
+
+    ``overlaid``: layers of each other group, the first of which lies where the first of the largest
+    group does, and so on.
+    """
 
     layer_names: tuple[str, ...]
     block_tokens: int
@@ -42,6 +54,7 @@ class KVLayout:
     dtype: torch.dtype
     geometry: SlotGeometry
     tp_size: int
+    overlaid: tuple[tuple[str, ...], ...] = ()
 
 
 @functools.lru_cache(maxsize=8)
@@ -53,20 +66,31 @@ def block_layout(layout: KVLayout, page_tokens: int) -> BlockLayout:
 
 
 def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
-    """The one spec of the model's KV cache group.
+    """The spec of the model's attention layers; of several KV cache groups, that of the first.
 
     Raises:
-        UnsupportedError: several groups, or layers without attention.
+        UnsupportedError: groups that do not share their blocks, or layers without attention.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = sorted({type(g.kv_cache_spec).__name__ for g in groups})
-        raise UnsupportedError(
-            f"the model has {len(groups)} KV cache groups ({', '.join(kinds)}); SSDKVConnector "
-            "serves models with one. If it mixes full and sliding-window attention, start with "
-            "--disable-hybrid-kv-cache-manager; Mamba hybrids cannot be served"
-        )
-    spec = groups[0].kv_cache_spec
+    specs = [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    first = specs[0]
+    if len(specs) > 1:
+        for spec in specs:
+            alike = (spec.block_size, spec.page_size_bytes) == (
+                first.block_size,
+                first.page_size_bytes,
+            )
+            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec) or not alike:
+                kinds = sorted({type(s).__name__ for s in specs})
+                raise UnsupportedError(
+                    f"the model has {len(specs)} KV cache groups ({', '.join(kinds)}); of several "
+                    "SSDKVConnector serves full and sliding-window attention whose blocks are "
+                    "alike. Start with --disable-hybrid-kv-cache-manager; Mamba hybrids cannot "
+                    "be served"
+                )
+    return first
+
+
+def _group_spec(spec: KVCacheSpec) -> AttentionSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs = list(spec.kv_cache_specs.values())
         spec = specs[0]
@@ -82,7 +106,8 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
         )
     if not isinstance(spec, AttentionSpec):
         raise UnsupportedError(
-            f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV"
+            f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV. "
+            "Mamba hybrids cannot be served"
         )
     return spec
 
@@ -97,7 +122,8 @@ def kv_layout(
             head of groups of channels, or its channels cannot be read in part.
     """
     spec = attention_spec(kv_cache_config)
-    names = tuple(kv_cache_config.kv_cache_groups[0].layer_names)
+    layers = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    names = max(layers, key=len)
     if config.mode == "page":
         if spec.block_size % config.page_tokens:
             raise UnsupportedError(
@@ -134,6 +160,7 @@ def kv_layout(
         spec.dtype,
         geometry,
         vllm_config.parallel_config.tensor_parallel_size,
+        tuple(others for others in layers if others is not names),
     )
 
 
@@ -174,6 +201,10 @@ def fingerprint(
         "tp_size": layout.tp_size,
         "block_hash": str(cache.prefix_caching_hash_algo),
     }
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1:
+        # Which of a slot's layers are whose, and which keys are of which group.
+        fields["groups"] = "; ".join(_group_identity(group) for group in groups)
     draft = vllm_config.speculative_config
     if draft is not None and draft.uses_draft_kv_cache():
         # The drafter's layers are layers of the slots.
@@ -193,6 +224,11 @@ def fingerprint(
         if fields["device"] == "cpu":
             fields["cpu"] = torch.backends.cpu.get_cpu_capability()
     return Fingerprint(fields)
+
+
+def _group_identity(group: KVCacheGroupSpec) -> str:
+    window = getattr(group.kv_cache_spec, "sliding_window", None)
+    return f"{len(group.layer_names)} layers, window {window}"
 
 
 def _draft_identity(draft: SpeculativeConfig) -> str:

@@ -19,7 +19,8 @@ class RequestState:
 
     Attributes:
         request: vLLM's request; its ``block_hashes`` grow as tokens become known.
-        block_ids: HBM block of each block index; 0, the null block, behind the window.
+        block_ids: Of each KV cache group, the HBM block of each block index; 0, the null block, or
+            one that vLLM has taken back since, behind the window.
         published: Blocks looked at for storing so far.
         computed: Tokens computed when the steps scheduled so far have ended.
         slots: Page mode: slot of each completed block, pinned for the request.
@@ -31,7 +32,7 @@ class RequestState:
     """
 
     request: Request
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
     published: int = 0
     computed: int = 0
     slots: list[int] = field(default_factory=list)
@@ -51,7 +52,8 @@ class RequestState:
 
         After a hit the blocks before the window are null from the start.
         """
-        while self._live_from < len(self.block_ids) and self.block_ids[self._live_from] == 0:
+        (block_ids,) = self.block_ids
+        while self._live_from < len(block_ids) and block_ids[self._live_from] == 0:
             self._live_from += 1
         return self._live_from
 
@@ -67,8 +69,9 @@ class RequestState:
         tokens after the first ``computed``."""
         start = max(0, computed - window_tokens + 1) // block_tokens
         start = max(start, self.first_live_block())
-        fence = self.block_ids[(computed - 1) // block_tokens] if computed else 0
-        block = self.block_ids[computed // block_tokens]
+        (block_ids,) = self.block_ids
+        fence = block_ids[(computed - 1) // block_tokens] if computed else 0
+        block = block_ids[computed // block_tokens]
         of_prompt = computed < self.request.num_prompt_tokens
         return Row(self.request_id, block, fence, computed, start, count, asked, of_prompt)
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.admission import PageAdmission
 from vllm_ssdkv.connector.arriving import ArrivingContexts
 from vllm_ssdkv.connector.asked import AskedOptions
 from vllm_ssdkv.connector.background import BackgroundLoads
@@ -21,6 +22,7 @@ from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.device_shares import DeviceShares
 from vllm_ssdkv.connector.failed_loads import FailedLoads
+from vllm_ssdkv.connector.groups import BlockGroups, GroupLoad
 from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
@@ -36,7 +38,7 @@ from vllm_ssdkv.connector.messages import (
     SSDKVMetadata,
 )
 from vllm_ssdkv.connector.moves import Moves
-from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
+from vllm_ssdkv.connector.recomputation import Recomputations
 from vllm_ssdkv.connector.request import RequestState, being_computed
 from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.speculation import NO_SPECULATION, Speculation
@@ -44,7 +46,7 @@ from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.connector.writes import Writes
-from vllm_ssdkv.errors import StoreFailedError, StoreFullError
+from vllm_ssdkv.errors import StoreFullError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
 from vllm_ssdkv.store.restripe import Restriper
@@ -83,7 +85,16 @@ class SSDKVScheduler:
         self._restriper = restriper
         self._shares = DeviceShares(restriper, device_paths)
         self._recomputations = Recomputations(counters)
-        self._block, self._max_tokens = block_tokens, max_model_len
+        self._admission = PageAdmission(
+            index,
+            restriper,
+            self._shares,
+            self._recomputations,
+            counters,
+            block_tokens,
+            max_model_len,
+        )
+        self._block = block_tokens
         self._seats = seats
         self.counters = counters
         self._choice, self._policy = choice, policy
@@ -96,6 +107,7 @@ class SSDKVScheduler:
         self._requests: dict[str, RequestState] = {}
         self._step = 0
         self._hbm: KVCacheManager | None = None
+        self._groups = BlockGroups((), index, block_tokens)
         # What the next plan carries.
         self._loads: list[Load] = []
         self._contexts: list[ContextDelta] = []
@@ -122,7 +134,9 @@ class SSDKVScheduler:
     def bind_hbm(self, hbm: KVCacheManager) -> None:
         """vLLM's block manager; in page mode a part of it can send requests back."""
         self._hbm = hbm
-        for manager in hbm.coordinator.single_type_managers:
+        managers = hbm.coordinator.single_type_managers
+        self._groups = BlockGroups(managers, self._index, self._block)
+        for manager in managers:
             if isinstance(manager, TieredManager):
                 self._recomputations.manager = manager
 
@@ -151,44 +165,25 @@ class SSDKVScheduler:
             beginning = self.keys_of(request, min(first + 1, last), first)
             if len(self._index.lookup(beginning)):
                 return None
-        found = self._index.lookup(self.keys_of(request, last)[first:])
-        slots = self._speculation.usable(found)
+        keys = self.keys_of(request, last)
+        slots = self._speculation.usable(self._index.lookup(keys[first:]))
+        hit = self._groups.hit(keys, first, slots)
         self._failed_loads.ask(request.request_id)
-        running = being_computed(self._requests.values(), self._loading)
         blocks = self._choice.blocks(
-            request.request_id, slots, computed, request.num_tokens, running
+            request.request_id,
+            hit.slots,
+            computed,
+            request.num_tokens,
+            being_computed(self._requests.values(), self._loading),
+            hit.beside,
+            lambda count: self._groups.follows(keys, first, first + count),
         )
         return blocks * self._block
 
-    def _blocks_needed(self, request: Request) -> int:
-        tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_tokens)
-        return int(tokens) // self._block + 1
-
     def _can_admit(self, request: Request) -> bool:
-        if self._recomputations.too_often(request.request_id):
-            raise StoreFailedError(
-                f"the context of request {request.request_id} was lost {MAX_RECOMPUTATIONS} times "
-                f"in a row; devices out of use: {self._shares.lost_paths()}"
-            )
-        needed = self._blocks_needed(request)
-        if self._index.available() >= needed:
-            return True
         in_use = any(state.reserved or state.slots for state in self._requests.values())
-        # Slots that are being written or loaded are free again soon.
         soon = bool(in_use or self._writing or self._loading)
-        self._restriper.step(patient=soon)
-        if self._restriper.under_way:
-            return False
-        if self._index.available() >= needed:  # what was striped anew has come back
-            return True
-        if not (soon or self._shares.even_out()):
-            raise StoreFailedError(
-                f"request {request.request_id} needs {needed} slots, {self._index.available()} "
-                f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "
-                "restart, or raise their capacity"
-            )
-        self.counters.add("slot_waits")
-        return False
+        return self._admission.admits(request, soon=soon)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has allocated HBM blocks; ``external`` tokens are to come from the store."""
@@ -200,7 +195,7 @@ class SSDKVScheduler:
         self._requests[request_id] = state
         self._seats.wait(request_id)
         if self._paged:
-            state.reserved = self._blocks_needed(request)
+            state.reserved = self._admission.blocks_needed(request)
             self._index.reserve(state.reserved)
         if external:
             self._plan_load(state, blocks, external)
@@ -209,16 +204,13 @@ class SSDKVScheduler:
             self._background.probe(request, unread)
 
     def _plan_load(self, state: RequestState, blocks: KVCacheBlocks, external: int) -> None:
-        (block_ids,) = blocks.get_block_ids()
-        end = len(block_ids)
-        count = external // self._block
+        block_ids = blocks.get_block_ids()
+        end, count = len(block_ids[0]), external // self._block
         keys = self.keys_of(state.request, end)
-        slots = self._index.lookup(keys[end - count : end])
-        if len(slots) != count:
-            raise RuntimeError("the index changed between lookup and allocation")
+        load = self._groups.load(keys, end - count, block_ids, whole=self._paged)
+        slots = load.slots
         self._index.touch(slots)
         self._index.pin(slots)
-        targets = np.array(block_ids[end - count : end], dtype=np.int64)
         if self._paged:
             self._index.pin(slots)
             state.slots = slots.tolist()
@@ -227,20 +219,18 @@ class SSDKVScheduler:
             self._index.unreserve(count)
             state.reserved -= count
             self._contexts.append(ContextDelta(state.request_id, 0, slots))
-            live = np.flatnonzero(targets)
-            targets = targets[live[0] :] if len(live) else targets[:0]
-        self._start_load(state.request_id, slots, keys[end - count : end], targets)
+        self._start_load(state.request_id, load)
 
-    def _start_load(
-        self, name: str, slots: NDArray[np.int64], keys: Sequence[bytes], targets: NDArray[np.int64]
-    ) -> None:
-        self._loading[name] = slots
-        self._choice.planned(name, slots)
-        state, epochs = self._requests.get(name), self._index.epochs(slots)
+    def _start_load(self, name: str, load: GroupLoad) -> None:
+        self._loading[name] = load.slots
+        self._choice.planned(name, load.slots)
+        state, epochs = self._requests.get(name), self._index.epochs(load.slots)
         whole = name in INTO_DRAM
         if state is not None:
             whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
-        self._loads.append(Load(name, slots, epochs, tuple(keys), targets, whole))
+        self._loads.append(
+            Load(name, load.slots, epochs, load.keys, load.block_ids, load.chain, whole)
+        )
 
     # ---- the plan of a step ----
 
@@ -256,16 +246,17 @@ class SSDKVScheduler:
         plan = SSDKVMetadata(self._step, idle=output.total_num_scheduled_tokens == 0)
         for new in output.scheduled_new_reqs:
             state = self._requests[new.req_id]
-            state.block_ids = list(new.block_ids[0])
+            state.block_ids = [list(ids) for ids in new.block_ids]
             self._schedule(plan, state, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             state = self._requests[request_id]
             new_ids = cached.new_block_ids[i]
             if request_id in cached.resumed_req_ids:
-                state.block_ids = list(new_ids[0]) if new_ids else []
+                state.block_ids = [list(ids) for ids in new_ids or ()]
             elif new_ids:
-                state.block_ids.extend(new_ids[0])
+                for ids, more in zip(state.block_ids, new_ids, strict=True):
+                    ids.extend(more)
             self._schedule(plan, state, cached.num_computed_tokens[i], output)
         self._commit_known()
         plan.timed = self._choice.step(self._step, self._shape)
@@ -310,7 +301,7 @@ class SSDKVScheduler:
             self._save_paged(state, computed // self._block, after // self._block)
         else:
             final = self._speculation.final(after, state.request.num_tokens)
-            self._save_known(state, final // self._block)
+            self._save_known(state, computed, final // self._block)
 
     def _save_paged(self, state: RequestState, begin: int, end: int) -> None:
         """Every completed block gets a slot: it will be read from there when the window leaves."""
@@ -340,7 +331,7 @@ class SSDKVScheduler:
                     break
                 self._index.pin(np.array([slot], dtype=np.int64))
                 self._held[slot] = self._index.epoch(slot)
-                self._saves.append((slot, self._held[slot], state.block_ids[block]))
+                self._saves.append((slot, self._held[slot], state.block_ids[0][block]))
                 state.private[block] = slot
                 new.append(slot)
             state.reserved -= reserved
@@ -348,7 +339,7 @@ class SSDKVScheduler:
         self._in_contexts.update(new)
         state.slots.extend(new)
 
-    def _save_known(self, state: RequestState, end: int) -> None:
+    def _save_known(self, state: RequestState, computed: int, end: int) -> None:
         """Reuse mode: blocks that are computed, whose tokens are known and that are not stored."""
         first = state.published
         if first >= end:
@@ -358,22 +349,27 @@ class SSDKVScheduler:
             self._policy.see(keys)
         admitted = self._policy.admitted(keys).tolist()
         state.published = first + len(keys)  # the last tokens may still be on their way here
-        for block, key in enumerate(keys, first):
-            if state.block_ids[block] == 0 or self._index.find(key) is not None:
-                continue
-            if not admitted[block - first]:
-                self._policy.skip(1, "admission")
-                continue
-            if self._policy.used_up(len(self._writing)):
-                self._policy.skip(1, "budget")
-                continue
+        for group, block_ids in enumerate(state.block_ids):
+            # vLLM has taken back what was behind the group's window before this step.
+            held = max(first, self._groups.first_held(group, computed))
+            named = self._groups.keys(keys[held - first :], group)
+            for block, key in enumerate(named, held):
+                if block_ids[block] and self._index.find(key) is None:
+                    self._save_block(block_ids[block], key, admitted[block - first])
+
+    def _save_block(self, block_id: int, key: bytes, admitted: bool) -> None:
+        if not admitted:
+            self._policy.skip(1, "admission")
+        elif self._policy.used_up(len(self._writing)):
+            self._policy.skip(1, "budget")
+        else:
             try:
                 slot = int(self._index.allocate(1)[0])
             except StoreFullError:
                 self._policy.skip(1, "store_full")
-                continue
+                return
             self._held[slot] = self._index.epoch(slot)
-            self._saves.append((slot, self._held[slot], state.block_ids[block]))
+            self._saves.append((slot, self._held[slot], block_id))
             self._publish(slot, key)
 
     def _commit_known(self) -> None:
@@ -524,8 +520,8 @@ class SSDKVScheduler:
         if state is not None:
             self._release(state)
             if not self._paged:
-                # Slots were unpinned one by one; as a chain, tails are evicted before heads.
-                self._index.touch(self._index.lookup(self.keys_of(request)))
+                # Slots were unpinned one by one.
+                self._groups.touch(self.keys_of(request))
 
     def _release(self, state: RequestState) -> None:
         state.running = False

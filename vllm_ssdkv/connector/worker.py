@@ -18,7 +18,13 @@ from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort, plain_stretches
+from vllm_ssdkv.connector.blocks import (
+    BlockPort,
+    OpaquePort,
+    PagedPort,
+    check_overlay,
+    plain_stretches,
+)
 from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.engine_metrics import EngineMetrics
@@ -120,6 +126,8 @@ class SSDKVWorker:
             UnsupportedError: the cache cannot be stored as it lies.
         """
         caches = [kv_caches[name] for name in self.layout.layer_names]
+        for group in self.layout.overlaid:
+            check_overlay(caches, [kv_caches[name] for name in group])
         self._store = TieredStore(
             self._opened.files,
             self._opened.arena,
@@ -320,7 +328,9 @@ class SSDKVWorker:
     def _load(self, load: Load) -> None:
         self._loading.add(load.request_id)
         self.store.load(
-            LoadJob(load.request_id, load.slots, load.epochs, load.keys, load.block_ids),
+            LoadJob(
+                load.request_id, load.slots, load.epochs, load.keys, load.block_ids, load.chain
+            ),
             whole=load.whole,
         )
 
@@ -346,8 +356,8 @@ class SSDKVWorker:
                 self._background_ended(outcome)
                 continue
             self._finished.add(outcome.request_id)
-            self._count_request("hit_tokens", outcome.tokens_from_dram, tier="dram")
-            self._count_request("hit_tokens", outcome.tokens_from_ssd, tier="ssd")
+            self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
+            self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
             self._count_request("load_seconds", outcome.dram_s, tier="dram")
             self._count_request("load_seconds", outcome.ssd_s, tier="ssd")
             if not outcome.complete:

@@ -16,18 +16,25 @@ from vllm_ssdkv.store.slot_batch import SlotBatch
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """One request's hit. The last ``len(block_ids)`` slots go to HBM; 0 is no block."""
+    """One request's hit. The last ``len(block_ids)`` slots go to HBM; 0 is no block. The first
+    ``chain`` are its tokens, the others what other layers have of the same; None: all are."""
 
     request_id: str
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
     keys: tuple[bytes, ...]
     block_ids: NDArray[np.int64]
+    chain: int | None = None
 
     @property
     def first_in_hbm(self) -> int:
         """Index of the first slot that goes to HBM."""
         return len(self.slots) - len(self.block_ids)
+
+    def tokens_of(self, which: NDArray[np.int64], block_tokens: int) -> int:
+        """Tokens of the hit in slots ``which``, indices of its slots."""
+        chain = len(self.slots) if self.chain is None else self.chain
+        return int(np.count_nonzero(which < chain)) * block_tokens
 
 
 @dataclass(slots=True)
@@ -37,6 +44,7 @@ class LoadOutcome:
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
     for what was found in frames; copies to HBM included. Frames are copied while the first reads
     are under way, which counts for both. ``ended`` is when that was, of the monotonic clock.
+    ``tokens`` are of any layers, ``hit_tokens`` those of the request.
     """
 
     request_id: str
@@ -44,6 +52,8 @@ class LoadOutcome:
     bad: list[tuple[int, int]] = field(default_factory=list)
     tokens_from_dram: int = 0
     tokens_from_ssd: int = 0
+    hit_tokens_from_dram: int = 0
+    hit_tokens_from_ssd: int = 0
     queued_s: float = 0.0
     dram_s: float = 0.0
     ssd_s: float = 0.0

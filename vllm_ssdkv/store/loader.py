@@ -149,6 +149,7 @@ class SlotLoader:
             self._try(hit, self._finish)
         if not outcome.complete:
             outcome.tokens_from_dram = outcome.tokens_from_ssd = 0
+            outcome.hit_tokens_from_dram = outcome.hit_tokens_from_ssd = 0
         outcome.ended = time.monotonic()
         return outcome
 
@@ -168,6 +169,7 @@ class SlotLoader:
         hit.frames = self._frames.borrow(hit.job.slots)
         hit.todo = np.flatnonzero(hit.frames == NO_FRAME)
         outcome.tokens_from_ssd = len(hit.todo) * self._block_tokens
+        outcome.hit_tokens_from_ssd = hit.job.tokens_of(hit.todo, self._block_tokens)
         self._read_ahead(hit, wait=False)
 
     def _load_all(self, hit: Hit) -> None:
@@ -177,6 +179,7 @@ class SlotLoader:
             self._prepare(hit)
             found = np.flatnonzero(frames != NO_FRAME)
             outcome.tokens_from_dram = len(found) * self._block_tokens
+            outcome.hit_tokens_from_dram = hit.job.tokens_of(found, self._block_tokens)
             for end in range(len(found), 0, -GROUP):
                 which = found[max(0, end - GROUP) : end]
                 self._use_frames(hit, which, frames[which])

@@ -1,0 +1,146 @@
+"""Hits of models whose layers are in several KV cache groups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ssdkv.connector.groups import BlockGroups
+from vllm_ssdkv.store.index import SlotIndex, SlotState
+
+BLOCK = 16
+BLOCKS = 12
+KEYS = [bytes([block]) * 32 for block in range(BLOCKS)]
+
+
+def manager(window: int | None) -> Any:  # noqa: ANN401 - of vLLM
+    """What vLLM says of the tokens that a group's layers do not attend to any more."""
+
+    def skipped(computed: int) -> int:
+        return 0 if window is None else max(0, computed - window + 1)
+
+    return cast(Any, SimpleNamespace(get_num_skipped_tokens=skipped))
+
+
+def groups_of(windows: list[int | None], index: SlotIndex | None = None) -> BlockGroups:
+    return BlockGroups([manager(w) for w in windows], index or SlotIndex(100, None), BLOCK)
+
+
+def store(index: SlotIndex, key: bytes) -> int:
+    slot = int(index.allocate(1)[0])
+    assert index.publish(slot, key)
+    index.durable(slot)
+    index.unpin(np.array([slot], dtype=np.int64))
+    return slot
+
+
+def needed(window: int | None, first: int, end: int) -> range:
+    """Blocks that a group with this window must have, the first of which are in HBM, to go on after
+    block ``end``: those with a token that the next one attends to."""
+    if window is None:
+        return range(first, end)
+    oldest = max(0, end * BLOCK - window + 1)
+    return range(max(first, oldest // BLOCK), end)
+
+
+@pytest.mark.parametrize(
+    ("windows", "chain"), [([None], 0), ([40, None], 1), ([40, None, None], 1), ([40, 8], 0)]
+)
+def test_the_chain_is_the_first_group_that_keeps_everything(
+    windows: list[int | None], chain: int
+) -> None:
+    assert groups_of(windows).chain == chain
+
+
+def test_groups_have_keys_of_their_own() -> None:
+    groups = groups_of([40, None, 40])
+    assert groups.keys(KEYS, 1) == KEYS, "as in a store of a model with one group"
+    every = [key for group in range(3) for key in groups.keys(KEYS, group)]
+    assert len(set(every)) == 3 * BLOCKS
+    assert all(len(key) == 32 for key in every)
+
+
+@given(
+    windows=st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=3),
+    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_size=8),
+    first=st.integers(0, BLOCKS),
+)
+def test_the_longest_hit_that_every_group_can_follow(
+    windows: list[int | None], missing: set[tuple[int, int]], first: int
+) -> None:
+    index = SlotIndex(100, None)
+    groups = groups_of(windows, index)
+    stored = {}
+    for group in range(len(windows)):
+        for block, key in enumerate(groups.keys(KEYS, group)):
+            if (group, block) not in missing:
+                stored[group, block] = store(index, key)
+    others = [group for group in range(len(windows)) if group != groups.chain]
+
+    def fits(end: int) -> bool:
+        return all((groups.chain, block) in stored for block in range(first, end)) and all(
+            (group, block) in stored
+            for group in others
+            for block in needed(windows[group], first, end)
+        )
+
+    end = max(end for end in range(first, BLOCKS + 1) if end == first or fits(end))
+    hit = groups.hit(KEYS, first, index.lookup(KEYS[first:]))
+    assert hit.slots.tolist() == [stored[groups.chain, b] for b in range(first, end)]
+    beside = [stored[g, b] for g in others for b in needed(windows[g], first, end)]
+    assert hit.beside.tolist() == (beside if end > first else [])
+    for count in range(1, len(hit.slots) + 1):
+        assert groups.follows(KEYS, first, first + count) == fits(first + count)
+
+
+def test_what_is_loaded_goes_where_vllm_has_blocks() -> None:
+    index = SlotIndex(100, None)
+    groups = groups_of([40, None], index)
+    full = [store(index, key) for key in KEYS]
+    window = [store(index, key) for key in groups.keys(KEYS, 0)]
+    ids = [[0] * 9 + [7, 8, 9], list(range(20, 32))]
+    load = groups.load(KEYS, 4, ids, whole=False)
+    assert load.slots.tolist() == full[4:] + window[9:]
+    assert load.block_ids.tolist() == [*range(24, 32), 7, 8, 9]
+    assert load.keys == (*KEYS[4:], *groups.keys(KEYS, 0)[9:])
+    assert load.chain == 8
+    index.drop(window[10])
+    with pytest.raises(RuntimeError, match="the index changed"):
+        groups.load(KEYS, 4, ids, whole=False)
+
+
+def test_a_context_of_which_hbm_has_a_window() -> None:
+    """Page mode: the slots of all of it, the HBM blocks of its end."""
+    index = SlotIndex(100, None)
+    slots = [store(index, key) for key in KEYS]
+    load = groups_of([40], index).load(KEYS, 0, [[0] * 9 + [7, 8, 9]], whole=True)
+    assert load.slots.tolist() == slots
+    assert load.block_ids.tolist() == [7, 8, 9]
+
+
+def test_a_window_alone_is_loaded_where_it_is() -> None:
+    index = SlotIndex(100, None)
+    slots = [store(index, key) for key in KEYS]
+    load = groups_of([40], index).load(KEYS, 0, [[0] * 9 + [7, 8, 9]], whole=False)
+    assert load.slots.tolist() == slots[9:]
+    assert load.chain == 3
+
+
+def test_the_end_of_a_request_goes_last() -> None:
+    """First what no request could go on from, then the tail of the chain."""
+    index = SlotIndex(2 * BLOCKS, None)
+    groups = groups_of([40, None], index)
+    chain = [store(index, key) for key in KEYS]
+    window = [store(index, key) for key in groups.keys(KEYS, 0)]
+    index.touch(np.array([*chain, *window], dtype=np.int64))
+    groups.touch(KEYS)
+    end = needed(40, 0, BLOCKS)
+    order = index.order().tolist()
+    assert set(order[: end.start]) == set(window[: end.start])
+    assert order[end.start :] == [*reversed(chain), *reversed(window[end.start :])]
+    assert index.state(chain[0]) is SlotState.READY
