@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ssdkv.connector.blocks import OpaquePort, check_overlay
+from vllm_ssdkv.connector import device_blocks
+from vllm_ssdkv.connector.blocks import OpaquePort, _as_it_lies, check_overlay
+from vllm_ssdkv.connector.device_blocks import DeviceBlocks
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import FrameCache, FrameState
@@ -51,6 +53,55 @@ def test_blocks_are_stored_as_they_lie(order: tuple[int, ...]) -> None:
         assert torch.equal(new[4], old[2])
         assert not new[[0, 2, 3, 5]].any()
     arena.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1)])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
+    order: tuple[int, ...], together: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors of the CPU for the GPU's. ``together``: in one allocation, as vLLM does it."""
+    payload = HEADS * TOKENS * SIZE * 4
+    geometry = SlotGeometry("opaque", LAYERS, 1, 1, payload)
+    arena = Arena(round_up(8 * geometry.frame_bytes, PAGE_ALIGN))
+    frames = FrameCache(arena, 0, geometry.frame_bytes, 8, 20)
+    source, target = caches(order), [torch.zeros_like(one) for one in caches(order)]
+    if together:
+        source, target = in_one_allocation(source), in_one_allocation(target)
+    ids = np.array([5, 2, 0], dtype=np.int64)
+    wanted = frames.take(np.array([1, 2, 3], dtype=np.int64), FrameState.HELD)
+    found = frames.take(np.array([4, 5, 6], dtype=np.int64), FrameState.HELD)
+    OpaquePort(source, geometry, frames).save(ids, wanted, np.zeros(0, dtype=np.uint64))
+    page = geometry.page_bytes
+    monkeypatch.setattr(device_blocks, "BUFFER_BYTES", at_once * LAYERS * page)
+    begin = geometry.layer_offset(0)
+    memory = [torch.from_numpy(frames.view(frame)[begin:]) for frame in found.tolist()]
+    lying = [_as_it_lies(cache) for cache in source]
+    blocks = DeviceBlocks(lying, page)
+    assert (blocks._all is not None) is together
+    blocks.save(torch.from_numpy(ids), memory)
+    for one, other in zip(wanted.tolist(), found.tolist(), strict=True):
+        for layer in range(LAYERS):
+            part = slice(geometry.layer_offset(layer), geometry.layer_offset(layer) + payload)
+            np.testing.assert_array_equal(frames.view(one)[part], frames.view(other)[part])
+    to = torch.tensor([1, 4, 3])
+    DeviceBlocks([_as_it_lies(cache) for cache in target], page).load(memory, to)
+    for old, new in zip(source, target, strict=True):
+        assert torch.equal(new[to], old[torch.from_numpy(ids)])
+        assert not new[[0, 2, 5]].any()
+    arena.close()
+
+
+def in_one_allocation(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same layers one behind the other, with something between."""
+    size = layers[0].numel()
+    memory = torch.zeros(LAYERS, size + 64)
+    made = []
+    for layer, row in zip(layers, memory, strict=True):
+        there = row[:size].as_strided(layer.shape, layer.stride(), row.storage_offset())
+        made.append(there.copy_(layer))
+    return made
 
 
 def test_blocks_with_gaps_are_refused() -> None:

@@ -13,6 +13,7 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
+from vllm_ssdkv.connector.device_blocks import DeviceBlocks
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.cache import FrameCache
 from vllm_ssdkv.store.layout import SlotGeometry
@@ -152,6 +153,11 @@ class OpaquePort:
                     f"{geometry.payload_bytes}; this attention backend cannot be stored"
                 )
         self._base, self._step, self._size = _blocks_of(self._caches)
+        self._on_device: tuple[DeviceBlocks, DeviceBlocks] | None = None
+        if self._caches[0].device.type != "cpu":
+            # The thread of the forward pass saves, the loader's loads.
+            page = geometry.page_bytes
+            self._on_device = DeviceBlocks(self._caches, page), DeviceBlocks(self._caches, page)
 
     def save(
         self,
@@ -160,31 +166,23 @@ class OpaquePort:
         tails: NDArray[np.uint64],
     ) -> None:
         """See :class:`BlockPort`."""
-        if self._caches[0].device.type == "cpu":
+        if self._on_device is None:
             _io.copy(self._blocks(block_ids), self._pages(frames), self._sizes(len(frames)))
-            return
-        index = torch.from_numpy(block_ids).to(self._caches[0].device)
-        for layer, cache in enumerate(self._caches):
-            rows = cache.index_select(0, index).contiguous().view(torch.uint8)
-            host = rows.cpu().numpy().reshape(len(frames), -1)
-            for row, frame in zip(host, frames.tolist(), strict=True):
-                self._page(frame, layer)[:] = row
+        else:
+            self._on_device[0].save(torch.from_numpy(block_ids), self._stretches(frames))
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""
-        if self._caches[0].device.type == "cpu":
+        if self._on_device is None:
             _io.copy(self._pages(frames), self._blocks(block_ids), self._sizes(len(frames)))
-            return
-        index = torch.from_numpy(block_ids).to(self._caches[0].device)
-        for layer, cache in enumerate(self._caches):
-            host = np.stack([self._page(frame, layer) for frame in frames.tolist()])
-            rows = torch.from_numpy(host).to(cache.device).view(cache.dtype)
-            cache.index_copy_(0, index, rows.view(len(frames), *cache.shape[1:]))
-        wait_for(self._caches[0].device)
+        else:
+            self._on_device[1].load(self._stretches(frames), torch.from_numpy(block_ids))
 
-    def _page(self, frame: int, layer: int) -> NDArray[np.uint8]:
-        first = self._geometry.layer_offset(layer)
-        return self._frames.view(frame)[first : first + int(self._size[layer])]
+    def _stretches(self, frames: NDArray[np.int32]) -> list[torch.Tensor]:
+        """The pages of these frames."""
+        begin = self._geometry.layer_offset(0)
+        views = (self._frames.view(frame)[begin:] for frame in frames.tolist())
+        return [torch.from_numpy(view) for view in views]
 
     def _blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         ids = block_ids.astype(np.uint64)
