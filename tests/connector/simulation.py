@@ -341,6 +341,7 @@ class Simulation:
             "_failed_loads",
             "_seats",
             "_arriving",
+            "_keys",
         ):
             assert not getattr(self.ours, name), name
         assert all(not rank.contexts for rank in self.ranks)
@@ -454,6 +455,8 @@ class Simulation:
         request = self.requests[name]
         known = self._known.get(name, 0)
         keys = self.ours.keys_of(request)
+        if name in self.finished:
+            self.ours._keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
             symbols = extend(0, request.all_token_ids[: len(keys) * BLOCK])
             for group in range(len(self.windows)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
@@ -17,9 +18,12 @@ HASHES = [bytes([n]) * 32 for n in range(5)]
 SECRET = bytes(range(32))
 
 
-def request(adapter: Path | None = None) -> Request:
-    lora = None if adapter is None else LoRARequest("an adapter", 1, str(adapter))
-    return cast(Request, SimpleNamespace(block_hashes=HASHES, lora_request=lora))
+def request(adapter: Path | None = None, *, again: bool = False, name: str = "r") -> Request:
+    lora = None
+    if adapter is not None:
+        lora = LoRARequest("an adapter", 1, str(adapter), load_inplace=again)
+    found = SimpleNamespace(request_id=name, block_hashes=HASHES, lora_request=lora)
+    return cast(Request, found)
 
 
 def hidden(data: bytes) -> bytes:
@@ -40,3 +44,50 @@ def test_of_an_adapter_the_identity_is_hidden_too(tmp_path: Path) -> None:
     plain = [hashlib.blake2b(identity + h, digest_size=32).digest() for h in HASHES]
     assert BlockKeys().of(request(tmp_path)) == plain
     assert BlockKeys(SECRET).of(request(tmp_path)) == [hidden(identity + h) for h in HASHES]
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    write(tmp_path, b"old weights")
+    return tmp_path
+
+
+def write(adapter: Path, weights: bytes) -> None:
+    (adapter / "adapter_model.bin").write_bytes(weights)
+
+
+def test_what_is_found_and_what_is_loaded_have_one_key(adapter: Path) -> None:
+    keys, asked = BlockKeys(), request(adapter, again=True)
+    old = keys.of(asked)
+    write(adapter, b"other weights")
+    assert keys.of(asked) == old
+    new = keys.of(request(adapter, again=True, name="other"))
+    assert not set(new) & set(old)
+    keys.forget(asked.request_id)
+    assert keys.of(asked) == new, "a request that starts again computes with the new weights"
+
+
+def test_what_both_weights_computed_is_nobody_elses(adapter: Path) -> None:
+    keys, runs = BlockKeys(), request(adapter, again=True)
+    old = keys.of(runs)
+    keys.look_again(runs)
+    assert keys.of(runs) == old
+    write(adapter, b"other weights")
+    keys.look_again(runs)
+    mixed = keys.of(runs)
+    keys.look_again(runs)
+    assert keys.of(runs) == mixed
+    new = keys.of(request(adapter, again=True, name="other"))
+    assert len({*old, *mixed, *new}) == 3 * len(HASHES)
+    for name in ("r", "other"):
+        keys.forget(name)
+    assert not keys
+
+
+def test_an_adapter_that_vllm_does_not_read_again_keeps_its_keys(adapter: Path) -> None:
+    keys, runs = BlockKeys(), request(adapter)
+    old = keys.of(runs)
+    write(adapter, b"other weights")
+    keys.look_again(runs)
+    assert keys.of(runs) == keys.of(request(adapter, name="other")) == old

@@ -12,7 +12,7 @@ from vllm_ssdkv.connector.groups import GroupLoad
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import FETCH, PROBE, PROMOTION, SlotArray
 from vllm_ssdkv.connector.request import RequestState
-from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.index import SlotIndex, SlotState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -57,10 +57,9 @@ class BackgroundLoads:
             state = requests.get(request_id)
             if state is None:
                 continue
-            known = min(len(state.slots), len(state.request.block_hashes))
-            for block in blocks.tolist():
-                if block < known and block not in state.private:
-                    (keys[state.slots[block]],) = self._keys_of(state.request, block + 1, block)
+            for slot in (state.slots[b] for b in blocks.tolist() if b < len(state.slots)):
+                if self._index.state(slot) is SlotState.READY:
+                    keys[slot] = self._index.key(slot)
         slots = np.array(list(keys), dtype=np.int64)
         if len(slots):
             self._begin(PROMOTION, slots, list(keys.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm_ssdkv.connector.model import adapter_identity, adapter_version
@@ -11,15 +12,27 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
+Version = tuple[tuple[str, int, int], ...]
+"""Names, sizes and times of an adapter's files; empty where they are not read again."""
+
 
 class BlockKeys:
     """Makes keys of 32 bytes from vLLM's block hashes. Reads each adapter's files when it is new,
-    and when vLLM would read them again."""
+    and when vLLM would read them again.
+
+    A request keeps the identity that its adapter had when it was first asked for: what is found for
+    it and what is loaded are one answer. See :meth:`look_again`.
+    """
 
     def __init__(self, name_key: bytes = b"") -> None:
         """``name_key``: :meth:`StorePlace.name_key`; empty: keys are not hidden."""
         self._name_key = name_key
         self._adapters: dict[tuple[object, ...], bytes] = {}
+        self._of_requests: dict[str, tuple[Version, bytes]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request's identity is remembered."""
+        return bool(self._of_requests)
 
     def of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
         """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
@@ -28,16 +41,40 @@ class BlockKeys:
         if adapter is None and not hidden:
             return [bytes(h[:32]).ljust(32, b"\0") for h in hashes]
         # vLLM's block hash holds an adapter's name and path; other weights there are other KV.
-        identity = b"" if adapter is None else self._identity(adapter)
+        identity = b"" if adapter is None else self._identity(request.request_id, adapter)
         return [block_name(hidden, identity + bytes(h)) for h in hashes]
 
-    def _identity(self, adapter: LoRARequest) -> bytes:
-        path = adapter.lora_path
+    def _identity(self, request_id: str, adapter: LoRARequest) -> bytes:
+        known = self._of_requests.get(request_id)
+        if known is None:
+            version = _version(adapter)
+            known = version, self._read(adapter, version)
+            self._of_requests[request_id] = known
+        return known[1]
+
+    def _read(self, adapter: LoRARequest, version: Version) -> bytes:
         # One that was unloaded and loaded has another number; one that was loaded in its place has
         # not, but is read again for every request that says so (vLLM's add_adapter).
-        version = adapter_version(path) if adapter.load_inplace else ()
-        key = (adapter.lora_int_id, path, version)
+        key = (adapter.lora_int_id, adapter.lora_path, version)
         known = self._adapters.get(key)
         if known is None:
-            known = self._adapters[key] = adapter_identity(path)
+            known = self._adapters[key] = adapter_identity(adapter.lora_path)
         return known
+
+    def look_again(self, request: Request) -> None:
+        """A step is scheduled. Has the adapter's file been written anew, vLLM goes on with KV of
+        both weights once another request has it read; nobody else must find that."""
+        adapter = request.lora_request
+        if adapter is None or not adapter.load_inplace:
+            return
+        known = self._of_requests.get(request.request_id)
+        if known is not None and known[0] != _version(adapter):
+            self._of_requests[request.request_id] = _version(adapter), os.urandom(32)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or starts again from its beginning."""
+        self._of_requests.pop(request_id, None)
+
+
+def _version(adapter: LoRARequest) -> Version:
+    return adapter_version(adapter.lora_path) if adapter.load_inplace else ()

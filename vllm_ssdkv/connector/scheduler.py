@@ -100,9 +100,9 @@ class SSDKVScheduler:
         self._choice, self._policy = choice, policy
         self._index_metrics = IndexMetrics(index, counters)
         self._collector = StatsCollector(counters)
-        block_keys = BlockKeys(name_key)
-        self.keys_of = block_keys.of
-        self._background = BackgroundLoads(index, block_keys, self._start_load)
+        self._keys = BlockKeys(name_key)
+        self.keys_of = self._keys.of
+        self._background = BackgroundLoads(index, self._keys, self._start_load)
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
         self._step = 0
@@ -152,6 +152,7 @@ class SSDKVScheduler:
         if earlier is not None:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
             self._release(earlier)
+        self._keys.forget(request.request_id)
         if self._failed_loads.must_wait(request, self._hbm, bool(self._requests)) or (
             self._paged and not self._can_admit(request)
         ):
@@ -288,6 +289,7 @@ class SSDKVScheduler:
         self, plan: SSDKVMetadata, state: RequestState, computed: int, output: SchedulerOutput
     ) -> None:
         state.running = True
+        self._keys.look_again(state.request)
         self._seats.leave(state.request_id)
         self._failed_loads.scheduled(state.request_id)
         count = output.num_scheduled_tokens[state.request_id]
@@ -522,6 +524,7 @@ class SSDKVScheduler:
             if not self._paged:
                 # Slots were unpinned one by one.
                 self._groups.touch(self.keys_of(request))
+        self._keys.forget(request.request_id)
 
     def _release(self, state: RequestState) -> None:
         state.running = False
