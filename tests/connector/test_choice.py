@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.choice import PROBE_BLOCKS, PROBE_INTERVAL_S, LoadChoice
+from vllm_ssdkv.connector.choice import PROBE_BLOCKS, PROBE_INTERVAL_S, Besides, LoadChoice
 from vllm_ssdkv.connector.cost import pairs
 from vllm_ssdkv.connector.messages import PROBE, PROMOTION, LoadTime, RankReport
 from vllm_ssdkv.metrics import Counters
@@ -402,7 +402,8 @@ def test_what_a_hit_brings_with_it_counts() -> None:
     total = 64 * BLOCK + 1
 
     def ask(beside: int) -> int:
-        return machine.choice.blocks("r", slots(64), 0, total, (), slots(beside, 5000))
+        besides = Besides(slots(beside, 5000), 0, lambda count: True)
+        return machine.choice.blocks("r", slots(64), 0, total, (), besides)
 
     assert (ask(0), ask(16), ask(640)) == (64, 64, 0)
 
@@ -414,7 +415,23 @@ def test_no_part_is_loaded_that_some_layers_could_not_go_on_from() -> None:
     total = 80 * BLOCK + 1
 
     def ask(ends: set[int]) -> int:
-        return machine.choice.blocks("r", slots(80), 0, total, (), follows=ends.__contains__)
+        besides = Besides(slots(0), 0, ends.__contains__)
+        return machine.choice.blocks("r", slots(80), 0, total, (), besides)
 
     assert machine.ask(80) == 50, "the head is in DRAM"
     assert (ask({50}), ask({80})) == (50, 0)
+
+
+def test_what_is_behind_the_window_of_all_layers_costs_nothing() -> None:
+    """Such a hit has no parts."""
+    machine = Machine(TOKEN * 2, frames=100)
+    machine.learn()
+    total = 64 * BLOCK + 1
+
+    def ask(behind: int) -> int:
+        besides = Besides(slots(0), behind, lambda count: True)
+        return machine.choice.blocks("r", slots(64), 0, total, (), besides)
+
+    assert (ask(0), ask(56)) == (0, 64)
+    machine.load("warm", slots(50))
+    assert (ask(0), ask(4)) == (50, 64)

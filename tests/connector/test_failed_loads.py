@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from tests.connector.events import Make
+from tests.connector.simulation import drafts_like
 from vllm_ssdkv.connector.failed_loads import FailedLoads
 
 HBM = cast(
@@ -34,6 +36,16 @@ def test_nobody_waits_for_a_request_that_runs(failures: int) -> None:
     loads.scheduled("a")
     assert not loads.must_wait(OTHER, HBM, others=True)
     assert not loads
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40, 24)])
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_room_for_drafts_is_what_vllm_wants(
+    reuse: Make, windows: tuple[int | None, ...], method: str
+) -> None:
+    run = reuse(windows=windows, drafts=drafts_like(method))
+    ours = len(windows) * run.ours._failed_loads._step_blocks
+    assert ours == run.scheduler._spec_decode_step_blocks > 0
 
 
 @pytest.mark.parametrize(("step_blocks", "waits"), [(0, False), (1, True)])

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.connector.groups import BlockGroups
-from vllm_ssdkv.store.index import SlotIndex, SlotState
+from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.connector.speculation import NO_SPECULATION, Speculation
+from vllm_ssdkv.store.index import SlotIndex
 
 BLOCK = 16
 BLOCKS = 12
@@ -27,8 +29,13 @@ def manager(window: int | None) -> Any:  # noqa: ANN401 - of vLLM
     return cast(Any, SimpleNamespace(get_num_skipped_tokens=skipped))
 
 
-def groups_of(windows: list[int | None], index: SlotIndex | None = None) -> BlockGroups:
-    return BlockGroups([manager(w) for w in windows], index or SlotIndex(100, None), BLOCK)
+def groups_of(
+    windows: list[int | None],
+    index: SlotIndex | None = None,
+    speculation: Speculation = NO_SPECULATION,
+) -> BlockGroups:
+    managers = [manager(w) for w in windows]
+    return BlockGroups(managers, index or SlotIndex(100, None), BLOCK, speculation)
 
 
 def store(index: SlotIndex, key: bytes) -> int:
@@ -90,12 +97,14 @@ def test_the_longest_hit_that_every_group_can_follow(
         )
 
     end = max(end for end in range(first, BLOCKS + 1) if end == first or fits(end))
-    hit = groups.hit(KEYS, first, index.lookup(KEYS[first:]))
+    hit = groups.hit(KEYS, first)
     assert hit.slots.tolist() == [stored[groups.chain, b] for b in range(first, end)]
     beside = [stored[g, b] for g in others for b in needed(windows[g], first, end)]
-    assert hit.beside.tolist() == (beside if end > first else [])
+    assert hit.besides.slots.tolist() == (beside if end > first else [])
+    held = needed(windows[groups.chain], first, end)
+    assert hit.besides.behind == (held.start - first if end > first else 0)
     for count in range(1, len(hit.slots) + 1):
-        assert groups.follows(KEYS, first, first + count) == fits(first + count)
+        assert hit.besides.follows(count) == fits(first + count)
 
 
 def test_what_is_loaded_goes_where_vllm_has_blocks() -> None:
@@ -128,19 +137,72 @@ def test_a_window_alone_is_loaded_where_it_is() -> None:
     slots = [store(index, key) for key in KEYS]
     load = groups_of([40], index).load(KEYS, 0, [[0] * 9 + [7, 8, 9]], whole=False)
     assert load.slots.tolist() == slots[9:]
-    assert load.chain == 3
+    assert (load.chain, load.behind) == (3, 9)
 
 
-def test_the_end_of_a_request_goes_last() -> None:
-    """First what no request could go on from, then the tail of the chain."""
+def evict(index: SlotIndex, count: int) -> None:
+    """As new blocks do."""
+    for number in range(count):
+        index.unpin(index.allocate(1))
+        assert number < count
+
+
+@pytest.mark.parametrize("speculation", [NO_SPECULATION, Speculation(drops_last=True)])
+@pytest.mark.parametrize("last_is_stored", [True, False])
+def test_the_ends_of_a_request_go_last(speculation: Speculation, last_is_stored: bool) -> None:
+    """First what no request could go on from: the windows but for those at the end of what was
+    found, and of what was asked for."""
     index = SlotIndex(2 * BLOCKS, None)
+    groups = groups_of([40, None], index, speculation)
+    for key in KEYS if last_is_stored else KEYS[:-1]:
+        store(index, key)
+    for key in groups.keys(KEYS if last_is_stored else KEYS[:-1], 0):
+        store(index, key)
+    groups.touch(KEYS, 6)
+    whole = len(groups.hit(KEYS, 0).slots)
+    assert whole == BLOCKS - (not last_is_stored) - speculation.drops_last
+    # Windows of 3 blocks, and two more, at either end.
+    evict(index, index.free_now() + 2 * BLOCKS - BLOCKS - 10 - 2 * (not last_is_stored))
+    assert len(groups.hit(KEYS, 0).slots) == whole
+    assert len(groups.hit(KEYS[:6], 0).slots) == 6 - speculation.drops_last
+
+
+def test_windows_that_are_gone_are_not_looked_for_everywhere() -> None:
+    """A long chain of which some window has a block here and there."""
+    index = SlotIndex(1000, None)
     groups = groups_of([40, None], index)
-    chain = [store(index, key) for key in KEYS]
-    window = [store(index, key) for key in groups.keys(KEYS, 0)]
-    index.touch(np.array([*chain, *window], dtype=np.int64))
-    groups.touch(KEYS)
-    end = needed(40, 0, BLOCKS)
-    order = index.order().tolist()
-    assert set(order[: end.start]) == set(window[: end.start])
-    assert order[end.start :] == [*reversed(chain), *reversed(window[end.start :])]
-    assert index.state(chain[0]) is SlotState.READY
+    keys = [block.to_bytes(2, "big") * 16 for block in range(400)]
+    for key in keys:
+        store(index, key)
+    window = groups.keys(keys, 0)
+    for block in range(0, 400, 2):
+        store(index, window[block])
+    assert len(groups.hit(keys, 0).slots) == 0
+    for block in range(381, 399, 2):
+        store(index, window[block])
+    assert len(groups.hit(keys, 0).slots) == 399
+
+
+# ---- room in HBM ----
+
+
+def state(hit: int, tokens: int, *, running: bool = False) -> RequestState:
+    request = cast(Any, SimpleNamespace(num_tokens=tokens))
+    return RequestState(request, hit=hit, running=running)
+
+
+def test_a_load_needs_room_for_all_that_is_computed_after_it() -> None:
+    """As one request with a full group, and two whose windows need 3 and 5 blocks at a time."""
+    groups = groups_of([None, 40, 64])
+    for one, most in zip(groups._managers, (None, 5, 7), strict=True):
+        one.max_admission_blocks_per_request = most
+    # 20 blocks, and what is behind each window is not held.
+    needed = 20 + 5 + 7
+    assert groups.has_room(10, 320, [state(0, 100)], needed)
+    assert not groups.has_room(10, 320, [state(0, 100)], needed - 1)
+    assert groups.has_room(10, 320, [], 0), "alone it fits, or vLLM would not have started"
+    # One that was loaded has 10 + 3 + 4 blocks already; one that runs can be preempted.
+    assert not groups.has_room(10, 320, [state(10, 320)], 2 * needed - 18)
+    assert groups.has_room(10, 320, [state(10, 320)], 2 * needed - 17)
+    assert groups.has_room(10, 320, [state(10, 320, running=True)], needed)
+    assert groups_of([None]).has_room(10, 320, [state(0, 100)], 0), "vLLM counts that itself"

@@ -40,7 +40,6 @@ _DECODES_PER_TIMING = 16
 """Of steps that only decode, one in so many is timed."""
 
 I64 = NDArray[np.int64]
-_NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,25 @@ class _Chosen:
     load_s: float
     unread: I64
     """Blocks of the request that are computed although they are on devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Besides:
+    """What a hit is for layers with sliding windows.
+
+    Attributes:
+        slots: Loaded with any part of the hit, for layers that have windows where others have not.
+        behind: Blocks at the hit's beginning that are not loaded, as no layer attends to them. Such
+            a hit is loaded whole or not at all.
+        follows: Whether all layers could go on after so many blocks.
+    """
+
+    slots: I64
+    behind: int
+    follows: Callable[[int], bool]
+
+
+ALL_ATTEND_TO_ALL = Besides(np.zeros(0, dtype=np.int64), 0, lambda count: True)
 
 
 @dataclass(slots=True)
@@ -109,8 +127,7 @@ class LoadChoice:
         computed: int,
         total: int,
         running: Iterable[tuple[int, int]],
-        beside: I64 = _NO_SLOTS,
-        follows: Callable[[int], bool] = lambda count: True,
+        besides: Besides = ALL_ATTEND_TO_ALL,
     ) -> int:
         """How many of a hit's blocks to load.
 
@@ -121,8 +138,7 @@ class LoadChoice:
             total: Tokens of the request.
             running: (computed, all) tokens of the requests that vLLM computes already; asked for
                 only where they matter.
-            beside: Slots that a load of any part brings with it, for layers with windows, [m].
-            follows: Whether those layers could go on after so many blocks.
+            besides: What layers with windows need.
         """
         hits = len(slots)
         known = self.prefill.known and self.load.known
@@ -133,30 +149,34 @@ class LoadChoice:
         end = computed + hits * self._block
         backlog = self.prefill.backlog(running)
         queue = self._queue() + self.load.way
-        resident = self._resident.which(beside)
-        with_it = int(resident.sum()), int((~resident).sum())
+        windows = self._resident.which(besides.slots)
+        begin = besides.behind
+        ends = self._ends(in_dram) if not begin else [0, hits]
+
+        def service(count: int) -> float:
+            from_dram = int(in_dram[begin:count].sum())
+            from_ssd = count - begin - from_dram
+            return self._service(from_dram + int(windows.sum()), from_ssd + int((~windows).sum()))
+
         best, least = 0, 0.0
-        for count in self._ends(in_dram):
-            if 0 < count < hits and not follows(count):
+        for count in ends:
+            if 0 < count < hits and not besides.follows(count):
                 continue
-            begin = computed + count * self._block
+            first = computed + count * self._block
             seconds = backlog
             if count:
-                from_dram = int(in_dram[:count].sum())
-                service = self._service(from_dram + with_it[0], count - from_dram + with_it[1])
-                seconds = max(queue + service, backlog)
-            seconds += self.prefill.seconds(begin, end, total - end)
+                seconds = max(queue + service(count), backlog)
+            seconds += self.prefill.seconds(first, end, total - end)
             # With equal times loading is better: it leaves the time to other requests.
             if count == 0 or seconds <= least:
                 best, least = count, seconds
         loaded = best or hits
-        from_dram = int(in_dram[:loaded].sum())
         self._chosen = _Chosen(
             request_id,
             hits,
             best,
             self.prefill.seconds(computed, computed + loaded * self._block, total - end),
-            queue + self._service(from_dram + with_it[0], loaded - from_dram + with_it[1]),
+            queue + service(loaded),
             computed // self._block + best + np.flatnonzero(~in_dram[best:]),
         )
         return best

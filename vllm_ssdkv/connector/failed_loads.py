@@ -71,9 +71,9 @@ class FailedLoads:
             return False
         if request.request_id not in failed:
             return True
-        needed = self._step_blocks
+        needed = 0
         for manager in hbm.coordinator.single_type_managers:
             most = manager.max_admission_blocks_per_request
             blocks = -(-request.num_tokens // self._block)
-            needed += blocks if most is None else min(blocks, most)
+            needed += (blocks if most is None else min(blocks, most)) + self._step_blocks
         return others and needed > hbm.block_pool.get_num_free_blocks()

@@ -8,13 +8,16 @@ window needs the blocks that the next token attends to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.connector.choice import ALL_ATTEND_TO_ALL, Besides
+from vllm_ssdkv.connector.request import RequestState
+from vllm_ssdkv.connector.speculation import Speculation
 from vllm_ssdkv.store.index import SlotIndex
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ _NO_SLOTS = np.zeros(0, dtype=np.int64)
 _FAR = 1 << 40
 """More tokens than any window has."""
 
+_PLACES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
@@ -32,22 +37,24 @@ class GroupHit:
 
     Attributes:
         slots: Of the blocks of the *chain*, the group that keeps every block, [n].
-        beside: Of the blocks in the other groups' windows.
+        besides: What the other groups need, and where the chain has a window itself.
     """
 
     slots: Slots
-    beside: Slots
+    besides: Besides
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
     """Slots of a hit, [n], with their keys, and the HBM blocks that the last of them go to; those
-    of the chain, the first ``chain``, before those of other groups."""
+    of the chain, the first ``chain``, before those of other groups. ``behind``: see
+    :class:`Besides`."""
 
     slots: Slots
     keys: tuple[bytes, ...]
     block_ids: NDArray[np.int64]
     chain: int
+    behind: int = 0
 
 
 class BlockGroups:
@@ -58,17 +65,19 @@ class BlockGroups:
         managers: Sequence[SingleTypeKVCacheManager],
         index: SlotIndex,
         block_tokens: int,
+        speculation: Speculation,
     ):
         """``managers``: vLLM's, one per group."""
-        self._skipped: list[Callable[[int], int]] = [m.get_num_skipped_tokens for m in managers]
-        self._index, self._block = index, block_tokens
-        whole = [g for g, skipped in enumerate(self._skipped) if not skipped(_FAR)]
+        self._managers = managers
+        self._index, self._block, self._speculation = index, block_tokens, speculation
+        whole = [g for g, m in enumerate(managers) if not m.get_num_skipped_tokens(_FAR)]
         self.chain = whole[0] if whole else 0
         self._others = [g for g in range(len(managers)) if g != self.chain]
+        self._windows = len(whole) < len(managers)
 
     def first_held(self, group: int, computed: int) -> int:
         """The first block that vLLM keeps for a request with so many tokens computed."""
-        return self._skipped[group](computed) // self._block
+        return int(self._managers[group].get_num_skipped_tokens(computed)) // self._block
 
     def keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         """Keys of a group's blocks, of the same tokens as ``keys``, which are the chain's."""
@@ -87,20 +96,29 @@ class BlockGroups:
             least = min(least, begin + len(slots))
         return found, least
 
-    def hit(self, keys: Sequence[bytes], first: int, slots: Slots) -> GroupHit:
-        """The longest beginning of ``slots``, which the chain has from block ``first`` on, that
-        every group can follow."""
+    def hit(self, keys: Sequence[bytes], first: int) -> GroupHit:
+        """The longest beginning of blocks ``first`` on that every group has what it needs of.
+
+        Where the windows of a long chain are gone, not all places are looked at where one might be
+        left: nothing is found then.
+        """
+        slots = self._speculation.usable(self._index.lookup(keys[first:]))
         end = first + len(slots)
-        while end > first and self._others:
+        for _ in range(_PLACES):
             found, least = self._beside(keys, first, end)
             if least == end:
-                return GroupHit(slots[: end - first], np.concatenate(found))
+                behind = max(0, self.first_held(self.chain, end * self._block) - first)
+                besides = Besides(
+                    np.concatenate([_NO_SLOTS, *found]),
+                    behind,
+                    lambda count: self._follow(keys, first, first + count),
+                )
+                return GroupHit(slots[: end - first], besides)
             # No end between the two would do: windows that end later do not begin earlier.
             end = least
-        return GroupHit(slots[: end - first], _NO_SLOTS)
+        return GroupHit(_NO_SLOTS, ALL_ATTEND_TO_ALL)
 
-    def follows(self, keys: Sequence[bytes], first: int, end: int) -> bool:
-        """Whether every group has what it needs to go on after block ``end``."""
+    def _follow(self, keys: Sequence[bytes], first: int, end: int) -> bool:
         return self._beside(keys, first, end)[1] == end
 
     def load(
@@ -132,14 +150,62 @@ class BlockGroups:
             slots.append(found)
             named += wanted
             targets.append(ids[in_hbm:])
+        behind = len(block_ids[self.chain]) - first - len(slots[0])
         return GroupLoad(
-            np.concatenate(slots), tuple(named), np.concatenate(targets), len(slots[0])
+            np.concatenate(slots), tuple(named), np.concatenate(targets), len(slots[0]), behind
         )
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """A request with these blocks has ended. As a chain, tails are evicted before heads; the
-        windows that a longer one would need go last: without them the chain is of no use."""
+    def touch(self, keys: Sequence[bytes], hit: int) -> None:
+        """A request with these blocks has ended, of which ``hit`` were found.
+
+        As a chain, tails are evicted before heads. The windows that others need to go on from one
+        of the two places go last: without them the chain is of no use. Two blocks more, because
+        the newest one may not be stored, and a drafter may have another one computed again.
+        """
         self._index.touch(self._index.lookup(keys))
-        for group in self._others:
-            begin = self.first_held(group, len(keys) * self._block)
-            self._index.touch(self._index.lookup(self.keys(keys[begin:], group)))
+        for end in (hit, len(keys)):
+            for group in self._others:
+                begin = self.first_held(group, max(0, end - 2) * self._block)
+                self._index.touch(self._index.lookup(self.keys(keys[begin:end], group)))
+
+    # ---- HBM ----
+
+    def _needed(self, hit: int, tokens: int) -> int:
+        """HBM blocks that a request of so many tokens holds at a time, at most, from the end of
+        its hit on, in blocks."""
+        needed = 0
+        for manager in self._managers:
+            behind = int(manager.get_num_skipped_tokens(hit * self._block)) // self._block
+            blocks, most = (
+                -(-tokens // self._block) - behind,
+                manager.max_admission_blocks_per_request,
+            )
+            needed += (
+                blocks if most is None else min(blocks, most)
+            ) + self._speculation.step_blocks
+        return needed
+
+    def has_room(
+        self, hit: int, tokens: int, states: Iterable[RequestState], free_blocks: int
+    ) -> bool:
+        """Reuse mode: whether a request may be loaded beside those that have been, and do not run
+        yet. (In page mode :class:`TieredManager` has vLLM do this right.)
+
+        vLLM admits a load only if all of the prompt will fit. But of a group with a window it takes
+        a request's whole block table off what the request holds at a time, null blocks behind the
+        window included: after a hit that is longer than a window, nothing seems to be missing. With
+        loads admitted on that ground nobody may be left who can go on.
+        """
+        if not self._windows:
+            return True
+        needed = self._needed(hit, tokens)
+        others = False
+        for state in states:
+            others = True
+            if state.hit and not state.running:
+                held = sum(
+                    state.hit - self.first_held(group, state.hit * self._block)
+                    for group in range(len(self._managers))
+                )
+                needed += max(0, self._needed(state.hit, state.request.num_tokens) - held)
+        return needed <= free_blocks or not others

@@ -88,8 +88,9 @@ class Load:
     ``slots`` are verified against ``keys`` and ``epochs``; the last ``len(block_ids)`` of them are
     copied into those HBM blocks (reuse mode: all; page mode: the window). A block id of 0, vLLM's
     null block, means that vLLM keeps no block there. The first ``chain`` are the tokens of the
-    hit, the others what layers of other KV cache groups have of the same tokens. ``whole``: the
-    request will attend to all of it in every step.
+    hit, but for ``behind`` blocks behind the window of a model that has no other layers; the others
+    are what layers of other KV cache groups have of the same tokens. ``whole``: the request will
+    attend to all of it in every step.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class Load:
     keys: tuple[bytes, ...]
     block_ids: NDArray[np.int64]
     chain: int
+    behind: int = 0
     whole: bool = False
 
 

@@ -228,7 +228,8 @@ def fingerprint(
 
 def _group_identity(group: KVCacheGroupSpec) -> str:
     window = getattr(group.kv_cache_spec, "sliding_window", None)
-    return f"{len(group.layer_names)} layers, window {window}"
+    names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
+    return f"{len(group.layer_names)} layers {names}, window {window}"
 
 
 def _draft_identity(draft: SpeculativeConfig) -> str:

@@ -26,6 +26,7 @@ class RequestState:
         slots: Page mode: slot of each completed block, pinned for the request.
         private: Page mode: block index to slot, for blocks whose hash is not known yet.
         reserved: Page mode: slots set aside for blocks still to come.
+        hit: Blocks that were in HBM, or were loaded, when it began to compute.
         born: Step for which it was admitted; a preemption told later than that ended its
             previous life.
         running: Scheduled since it was admitted, and not preempted.
@@ -38,6 +39,7 @@ class RequestState:
     slots: list[int] = field(default_factory=list)
     private: dict[int, int] = field(default_factory=dict)
     reserved: int = 0
+    hit: int = 0
     born: int = 0
     running: bool = False
     _live_from: int = 0

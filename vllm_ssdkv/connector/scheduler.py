@@ -107,7 +107,8 @@ class SSDKVScheduler:
         self._requests: dict[str, RequestState] = {}
         self._step = 0
         self._hbm: KVCacheManager | None = None
-        self._groups = BlockGroups((), index, block_tokens)
+        self._speculation = speculation
+        self._groups = BlockGroups((), index, block_tokens, speculation)
         # What the next plan carries.
         self._loads: list[Load] = []
         self._contexts: list[ContextDelta] = []
@@ -127,7 +128,6 @@ class SSDKVScheduler:
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._forgetful = False
-        self._speculation = speculation
         self._failed_loads = FailedLoads(block_tokens, speculation.step_blocks)
         self.asked = AskedOptions(config, counters)
 
@@ -135,7 +135,7 @@ class SSDKVScheduler:
         """vLLM's block manager; in page mode a part of it can send requests back."""
         self._hbm = hbm
         managers = hbm.coordinator.single_type_managers
-        self._groups = BlockGroups(managers, self._index, self._block)
+        self._groups = BlockGroups(managers, self._index, self._block, self._speculation)
         for manager in managers:
             if isinstance(manager, TieredManager):
                 self._recomputations.manager = manager
@@ -167,18 +167,20 @@ class SSDKVScheduler:
             if len(self._index.lookup(beginning)):
                 return None
         keys = self.keys_of(request, last)
-        slots = self._speculation.usable(self._index.lookup(keys[first:]))
-        hit = self._groups.hit(keys, first, slots)
-        self._failed_loads.ask(request.request_id)
+        hit, states = self._groups.hit(keys, first), self._requests.values()
         blocks = self._choice.blocks(
             request.request_id,
             hit.slots,
             computed,
             request.num_tokens,
-            being_computed(self._requests.values(), self._loading),
-            hit.beside,
-            lambda count: self._groups.follows(keys, first, first + count),
+            being_computed(states, self._loading),
+            hit.besides,
         )
+        if blocks and self._hbm is not None and not self._paged:
+            free = self._hbm.block_pool.get_num_free_blocks()
+            if not self._groups.has_room(first + blocks, request.num_tokens, states, free):
+                return None
+        self._failed_loads.ask(request.request_id)
         return blocks * self._block
 
     def _can_admit(self, request: Request) -> bool:
@@ -206,7 +208,8 @@ class SSDKVScheduler:
 
     def _plan_load(self, state: RequestState, blocks: KVCacheBlocks, external: int) -> None:
         block_ids = blocks.get_block_ids()
-        end, count = len(block_ids[0]), external // self._block
+        end = state.hit = len(block_ids[0])
+        count = external // self._block
         keys = self.keys_of(state.request, end)
         load = self._groups.load(keys, end - count, block_ids, whole=self._paged)
         slots = load.slots
@@ -229,9 +232,8 @@ class SSDKVScheduler:
         whole = name in INTO_DRAM
         if state is not None:
             whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
-        self._loads.append(
-            Load(name, load.slots, epochs, load.keys, load.block_ids, load.chain, whole)
-        )
+        chain = load.chain, load.behind
+        self._loads.append(Load(name, load.slots, epochs, load.keys, load.block_ids, *chain, whole))
 
     # ---- the plan of a step ----
 
@@ -288,7 +290,8 @@ class SSDKVScheduler:
     def _schedule(
         self, plan: SSDKVMetadata, state: RequestState, computed: int, output: SchedulerOutput
     ) -> None:
-        state.running = True
+        if not state.running:
+            state.running, state.hit = True, computed // self._block
         self._keys.look_again(state.request)
         self._seats.leave(state.request_id)
         self._failed_loads.scheduled(state.request_id)
@@ -523,7 +526,7 @@ class SSDKVScheduler:
             self._release(state)
             if not self._paged:
                 # Slots were unpinned one by one.
-                self._groups.touch(self.keys_of(request))
+                self._groups.touch(self.keys_of(request), state.hit)
         self._keys.forget(request.request_id)
 
     def _release(self, state: RequestState) -> None:

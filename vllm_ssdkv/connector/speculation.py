@@ -26,8 +26,8 @@ class Speculation:
             before the first new token, and its KV there belongs to what came next at that time.
         not_final: Of the tokens computed last, so many have KV that a later step writes anew: a
             chain of MTP modules looks as far ahead.
-        step_blocks: Blocks that vLLM wants free beside a request that it admits for a load, for
-            the drafts of one step.
+        step_blocks: Blocks of each KV cache group that vLLM wants free beside a request that it
+            admits for a load, for the drafts of one step.
     """
 
     drops_last: bool = False

@@ -329,7 +329,13 @@ class SSDKVWorker:
         self._loading.add(load.request_id)
         self.store.load(
             LoadJob(
-                load.request_id, load.slots, load.epochs, load.keys, load.block_ids, load.chain
+                load.request_id,
+                load.slots,
+                load.epochs,
+                load.keys,
+                load.block_ids,
+                load.chain,
+                load.behind,
             ),
             whole=load.whole,
         )

@@ -17,7 +17,8 @@ from vllm_ssdkv.store.slot_batch import SlotBatch
 @dataclass(frozen=True, slots=True)
 class LoadJob:
     """One request's hit. The last ``len(block_ids)`` slots go to HBM; 0 is no block. The first
-    ``chain`` are its tokens, the others what other layers have of the same; None: all are."""
+    ``chain`` are its tokens, the others what other layers have of the same; None: all are. Of
+    ``behind`` blocks of the hit nothing is needed any more."""
 
     request_id: str
     slots: NDArray[np.int64]
@@ -25,6 +26,7 @@ class LoadJob:
     keys: tuple[bytes, ...]
     block_ids: NDArray[np.int64]
     chain: int | None = None
+    behind: int = 0
 
     @property
     def first_in_hbm(self) -> int:
@@ -32,9 +34,13 @@ class LoadJob:
         return len(self.slots) - len(self.block_ids)
 
     def tokens_of(self, which: NDArray[np.int64], block_tokens: int) -> int:
-        """Tokens of the hit in slots ``which``, indices of its slots."""
+        """Tokens of the hit in slots ``which``, indices of its slots; those behind a window count
+        with the first slot."""
         chain = len(self.slots) if self.chain is None else self.chain
-        return int(np.count_nonzero(which < chain)) * block_tokens
+        blocks = int(np.count_nonzero(which < chain))
+        if self.behind and (which == 0).any():
+            blocks += self.behind
+        return blocks * block_tokens
 
 
 @dataclass(slots=True)
