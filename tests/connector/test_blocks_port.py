@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_ssdkv.connector import device_blocks
-from vllm_ssdkv.connector.blocks import OpaquePort, _as_it_lies, check_overlay
+from vllm_ssdkv.connector.blocks import OpaquePort, _as_it_lies, check_overlay, whole_blocks
 from vllm_ssdkv.connector.device_blocks import DeviceBlocks
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.arena import Arena
@@ -102,6 +102,41 @@ def in_one_allocation(layers: list[torch.Tensor]) -> list[torch.Tensor]:
         there = row[:size].as_strided(layer.shape, layer.stride(), row.storage_offset())
         made.append(there.copy_(layer))
     return made
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_blocks_that_a_backend_has_cut_are_stored_whole(ratio: int) -> None:
+    """As FlashInfer does with large blocks: its kernels take smaller ones."""
+    payload = HEADS * TOKENS * SIZE * 4
+    geometry = SlotGeometry("opaque", LAYERS, 1, 1, payload)
+    arena = Arena(round_up(2 * geometry.frame_bytes, PAGE_ALIGN))
+    frames = FrameCache(arena, 0, geometry.frame_bytes, 2, 10)
+    whole = caches((0, 2, 1, 3))
+    cut = [one.permute(0, 2, 1, 3).reshape(BLOCKS * ratio, -1, HEADS, SIZE) for one in whole]
+    taken = frames.take(np.array([7], dtype=np.int64), FrameState.HELD)
+    OpaquePort([whole_blocks(one, BLOCKS) for one in cut], geometry, frames).save(
+        np.array([3], dtype=np.int64), taken, np.zeros(0, dtype=np.uint64)
+    )
+    for layer, cache in enumerate(whole):
+        first = geometry.layer_offset(layer)
+        held = frames.view(int(taken[0]))[first : first + payload].view(np.float32)
+        memory = cache[3].permute(1, 0, 2).contiguous().numpy().ravel()
+        np.testing.assert_array_equal(held, memory)
+    arena.close()
+
+
+def test_caches_of_other_numbers_of_blocks_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"has 12 blocks, vLLM hands out 5"):
+        whole_blocks(torch.zeros(12, 3), 5)
+    apart = torch.zeros(12, 2, 8)[:, 0]
+    geometry = SlotGeometry("opaque", 1, 1, 1, 2 * 8 * 4)
+    arena = Arena(round_up(geometry.frame_bytes, PAGE_ALIGN))
+    frames = FrameCache(arena, 0, geometry.frame_bytes, 1, 10)
+    with pytest.raises(UnsupportedError, match="not one stretch of memory"):
+        OpaquePort([whole_blocks(apart, 6)], geometry, frames)
+    with pytest.raises(UnsupportedError, match="a device of type meta"):
+        OpaquePort([torch.zeros(6, 8, device="meta")], geometry, frames)
+    arena.close()
 
 
 def test_blocks_with_gaps_are_refused() -> None:

@@ -21,7 +21,14 @@ from vllm_ssdkv.store.layout import SlotGeometry
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(
-    ("a", "b"), 32, 2, 64, torch.bfloat16, SlotGeometry("paged", 2, 2, 2, 4096), tp_size=1
+    ("a", "b"),
+    32,
+    2,
+    64,
+    torch.bfloat16,
+    SlotGeometry("paged", 2, 2, 2, 4096),
+    tp_size=1,
+    num_blocks=8,
 )
 
 

@@ -101,6 +101,24 @@ def _as_it_lies(cache: torch.Tensor) -> torch.Tensor:
     return cache.permute(0, *inner)
 
 
+def whole_blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A layer's cache by vLLM's blocks, [num_blocks, ...]: some attention backends have them cut
+    into several smaller ones, one after the other.
+
+    Raises:
+        UnsupportedError: it has no whole number of them.
+    """
+    rows = cache.shape[0]
+    if rows == num_blocks:
+        return cache
+    if rows % num_blocks:
+        raise UnsupportedError(
+            f"a layer's KV cache has {rows} blocks, vLLM hands out {num_blocks}; choose another "
+            "--attention-backend"
+        )
+    return cache.view(num_blocks, rows // num_blocks, *cache.shape[1:])
+
+
 def _blocks_of(
     caches: Sequence[torch.Tensor],
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
@@ -135,8 +153,14 @@ class OpaquePort:
     """Reuse mode: a block's bytes as they lie, one page per layer, whatever the backend made."""
 
     def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameCache):
-        """Raises UnsupportedError when a block is not one stretch of memory."""
+        """Raises UnsupportedError when a block is not one stretch of memory, or on another kind of
+        device than a CPU or a GPU of CUDA or ROCm."""
         self._caches = [_as_it_lies(cache) for cache in caches]
+        kind = self._caches[0].device.type
+        if kind not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"the KV cache is on a device of type {kind}: use a CPU or a GPU"
+            )
         self._geometry = geometry
         self._frames = frames
         for cache in self._caches:
@@ -154,7 +178,7 @@ class OpaquePort:
                 )
         self._base, self._step, self._size = _blocks_of(self._caches)
         self._on_device: tuple[DeviceBlocks, DeviceBlocks] | None = None
-        if self._caches[0].device.type != "cpu":
+        if kind == "cuda":
             # The thread of the forward pass saves, the loader's loads.
             page = geometry.page_bytes
             self._on_device = DeviceBlocks(self._caches, page), DeviceBlocks(self._caches, page)

@@ -1,6 +1,6 @@
 """Blocks in the memory of a GPU, all layers of a block gathered into one stretch, as in a frame.
 
-A block's layers lie far apart in HBM. One kernel gathers a few blocks into a small buffer on the
+A block's layers lie far apart in HBM. A few blocks at a time are gathered into a buffer on the
 device, from which each goes to its frame in one copy over PCIe; back it is the same. Written with
 torch alone: the same code runs on tensors of the CPU, where tests run it. Not run on a GPU yet.
 """
@@ -21,8 +21,8 @@ memory is more."""
 
 class DeviceBlocks:
     """Moves blocks in one direction at a time: a thread that saves and one that loads have one
-    object each. Calls return when the bytes are there, and wait for what the device's stream has
-    to do before, as the forward pass that makes them."""
+    object each. Calls return when the bytes are there, and what the thread's stream has to do
+    before: where that is the forward pass's, the pass that makes them."""
 
     def __init__(self, caches: Sequence[torch.Tensor], page_bytes: int):
         """``caches``: of each layer, [num_blocks, ...], a block being one stretch; ``page_bytes``:

@@ -54,6 +54,8 @@ class KVLayout:
     dtype: torch.dtype
     geometry: SlotGeometry
     tp_size: int
+    num_blocks: int
+    """Of HBM."""
     overlaid: tuple[tuple[str, ...], ...] = ()
 
 
@@ -160,6 +162,7 @@ def kv_layout(
         spec.dtype,
         geometry,
         vllm_config.parallel_config.tensor_parallel_size,
+        kv_cache_config.num_blocks,
         tuple(others for others in layers if others is not names),
     )
 

@@ -24,6 +24,7 @@ from vllm_ssdkv.connector.blocks import (
     PagedPort,
     check_overlay,
     plain_stretches,
+    whole_blocks,
 )
 from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
@@ -41,6 +42,7 @@ from vllm_ssdkv.connector.messages import (
 from vllm_ssdkv.connector.model import KVLayout, block_layout
 from vllm_ssdkv.connector.step import PagedStep
 from vllm_ssdkv.connector.step_timer import StepTimer
+from vllm_ssdkv.connector.stream_fence import StreamFence
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.store.arena import Arena
@@ -80,6 +82,7 @@ class SSDKVWorker:
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
         self._timer: StepTimer | None = None
+        self._fence = StreamFence(torch.device("cpu"))
         self.step: PagedStep | None = None
         self._report = RankReport()
         self._finished: set[str] = set()
@@ -125,9 +128,11 @@ class SSDKVWorker:
         Raises:
             UnsupportedError: the cache cannot be stored as it lies.
         """
-        caches = [kv_caches[name] for name in self.layout.layer_names]
+        blocks = self.layout.num_blocks
+        caches = [whole_blocks(kv_caches[name], blocks) for name in self.layout.layer_names]
         for group in self.layout.overlaid:
-            check_overlay(caches, [kv_caches[name] for name in group])
+            check_overlay(caches, [whole_blocks(kv_caches[name], blocks) for name in group])
+        self._fence = StreamFence(caches[0].device)
         self._store = TieredStore(
             self._opened.files,
             self._opened.arena,
@@ -188,6 +193,7 @@ class SSDKVWorker:
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         if self._port is None:
             raise RuntimeError("vLLM has not registered the KV caches yet")
+        self._fence.follow()
         self._port.load(frames, block_ids)
 
     # ---- one step ----
@@ -228,6 +234,7 @@ class SSDKVWorker:
 
     def end(self, plan: SSDKVMetadata) -> None:
         """After the forward pass: finished blocks leave HBM, loads and writes are started."""
+        self._fence.set()
         if self._timer is not None:
             self._timer.end()
         spoiled: list[int] = []
