@@ -21,7 +21,7 @@ class BlockKeys:
     and when vLLM would read them again.
 
     A request keeps the identity that its adapter had when it was first asked for: what is found for
-    it and what is loaded are one answer. See :meth:`look_again`.
+    it and what is loaded are one answer.
     """
 
     def __init__(self, name_key: bytes = b"") -> None:
@@ -61,15 +61,18 @@ class BlockKeys:
             known = self._adapters[key] = adapter_identity(adapter.lora_path)
         return known
 
-    def look_again(self, request: Request) -> None:
-        """A step is scheduled. Has the adapter's file been written anew, vLLM goes on with KV of
-        both weights once another request has it read; nobody else must find that."""
+    def to_store(self, request: Request, stop: int, start: int) -> list[bytes]:
+        """Keys, as :meth:`of`, of blocks that the request has computed.
+
+        Where the adapter's file was written anew, vLLM goes on with KV of both weights once another
+        request has had it read: nobody else must find that.
+        """
         adapter = request.lora_request
-        if adapter is None or not adapter.load_inplace:
-            return
-        known = self._of_requests.get(request.request_id)
-        if known is not None and known[0] != _version(adapter):
-            self._of_requests[request.request_id] = _version(adapter), os.urandom(32)
+        if adapter is not None and adapter.load_inplace:
+            known = self._of_requests.get(request.request_id)
+            if known is not None and known[0] != _version(adapter):
+                self._of_requests[request.request_id] = _version(adapter), os.urandom(32)
+        return self.of(request, stop, start)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""

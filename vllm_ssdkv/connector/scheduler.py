@@ -292,7 +292,6 @@ class SSDKVScheduler:
     ) -> None:
         if not state.running:
             state.running, state.hit = True, computed // self._block
-        self._keys.look_again(state.request)
         self._seats.leave(state.request_id)
         self._failed_loads.scheduled(state.request_id)
         count = output.num_scheduled_tokens[state.request_id]
@@ -315,7 +314,7 @@ class SSDKVScheduler:
         begin = len(state.slots)
         if begin >= end:
             return
-        keys = self.keys_of(state.request, end, begin)
+        keys = self._keys.to_store(state.request, end, begin)
         new: list[int] = []
         for block in range(begin, end):
             known = block - begin < len(keys)  # else its tokens are still being sampled
@@ -349,7 +348,7 @@ class SSDKVScheduler:
         first = state.published
         if first >= end:
             return
-        keys = self.keys_of(state.request, end, first)
+        keys = self._keys.to_store(state.request, end, first)
         if not state.request.num_preemptions:
             self._policy.see(keys)
         admitted = self._policy.admitted(keys).tolist()
@@ -392,7 +391,7 @@ class SSDKVScheduler:
         if not ready:
             return
         first = min(ready)
-        keys = self.keys_of(state.request, max(ready) + 1, first)
+        keys = self._keys.to_store(state.request, max(ready) + 1, first)
         new = [keys[block - first] for block in ready if block >= state.published]
         state.published = max(ready) + 1
         if not state.request.num_preemptions:
