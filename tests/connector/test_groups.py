@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.request import Request
 
 from vllm_ssdkv.connector.groups import BlockGroups
 from vllm_ssdkv.connector.request import RequestState
@@ -187,22 +188,54 @@ def test_windows_that_are_gone_are_not_looked_for_everywhere() -> None:
 
 
 def state(hit: int, tokens: int, *, running: bool = False) -> RequestState:
-    request = cast(Any, SimpleNamespace(num_tokens=tokens))
-    return RequestState(request, hit=hit, running=running)
+    return RequestState(asking(tokens), hit=hit, running=running)
+
+
+def asking(tokens: int) -> Request:
+    found = SimpleNamespace(num_tokens=tokens, block_hashes=KEYS)
+    return cast(Request, found)
+
+
+def pooled(windows: list[int | None], most: list[int | None], used: set[int]) -> Any:  # noqa: ANN401 - groups
+    """Groups over a pool in which others hold these blocks of the first group; and a way to ask
+    for room when so many blocks are free."""
+    groups = groups_of(windows)
+
+    def cached(key: bytes, ids: list[int]) -> list[Any] | None:
+        block = KEYS.index(key)
+        held = ids == [groups.chain] and block in used
+        return [SimpleNamespace(ref_cnt=int(held))] if block < BLOCKS - 1 else None
+
+    for one, cap in zip(groups._managers, most, strict=True):
+        one.max_admission_blocks_per_request = cap
+        one.block_pool = SimpleNamespace(get_cached_block=cached)
+
+    def has_room(first: int, states: list[RequestState], free: int) -> bool:
+        pool = cast(Any, groups._managers[0].block_pool)
+        pool.get_num_free_blocks = lambda: free
+        return groups.has_room(asking(320), first, 10, states)
+
+    return has_room
 
 
 def test_a_load_needs_room_for_all_that_is_computed_after_it() -> None:
-    """As one request with a full group, and two whose windows need 3 and 5 blocks at a time."""
-    groups = groups_of([None, 40, 64])
-    for one, most in zip(groups._managers, (None, 5, 7), strict=True):
-        one.max_admission_blocks_per_request = most
-    # 20 blocks, and what is behind each window is not held.
+    """Of 20 blocks, a full group holds all, windows 5 and 7 at a time."""
+    has_room = pooled([None, 40, 64], [None, 5, 7], set())
     needed = 20 + 5 + 7
-    assert groups.has_room(10, 320, [state(0, 100)], needed)
-    assert not groups.has_room(10, 320, [state(0, 100)], needed - 1)
-    assert groups.has_room(10, 320, [], 0), "alone it fits, or vLLM would not have started"
+    other = state(0, 100)
+    assert has_room(0, [other], needed)
+    assert not has_room(0, [other], needed - 1)
+    assert has_room(0, [], 0), "alone it fits, or vLLM would not have started"
     # One that was loaded has 10 + 3 + 4 blocks already; one that runs can be preempted.
-    assert not groups.has_room(10, 320, [state(10, 320)], 2 * needed - 18)
-    assert groups.has_room(10, 320, [state(10, 320)], 2 * needed - 17)
-    assert groups.has_room(10, 320, [state(10, 320, running=True)], needed)
-    assert groups_of([None]).has_room(10, 320, [state(0, 100)], 0), "vLLM counts that itself"
+    assert not has_room(0, [state(10, 320)], 2 * needed - 18)
+    assert has_room(0, [state(10, 320)], 2 * needed - 17)
+    assert has_room(0, [state(10, 320, running=True)], needed)
+    assert pooled([None], [None], set())(0, [other], 0), "vLLM counts that itself"
+
+
+def test_blocks_that_another_request_holds_need_no_room() -> None:
+    has_room = pooled([None, 40], [None, 5], {0, 1, 2, 5})
+    needed = 20 + 5
+    for first, shared in ((0, 0), (2, 2), (4, 3), (6, 4), (11, 4)):
+        assert has_room(first, [state(0, 100)], needed - shared)
+        assert not has_room(first, [state(0, 100)], needed - shared - 1)

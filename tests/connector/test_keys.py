@@ -11,6 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
+from vllm_ssdkv.connector import model
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.model import adapter_identity
 
@@ -89,3 +90,23 @@ def test_an_adapter_that_vllm_does_not_read_again_keeps_its_keys(adapter: Path) 
     old = keys.of(runs)
     write(adapter, b"other weights")
     assert keys.to_store(runs, 5, 0) == keys.of(request(adapter, name="other")) == old
+
+
+def test_an_adapter_in_whose_place_another_one_was_loaded(adapter: Path) -> None:
+    """Its request does not say so: the one that came with the new weights does."""
+    keys, runs = BlockKeys(), request(adapter)
+    old = keys.of(runs)
+    write(adapter, b"other weights")
+    new = keys.of(request(adapter, again=True, name="other"))
+    mixed = keys.to_store(runs, 5, 0)
+    assert keys.to_store(runs, 5, 0) == mixed
+    assert len({*old, *mixed, *new}) == 3 * len(HASHES)
+
+
+def test_a_file_that_somebody_is_about(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed, and gone when it is looked at."""
+    gone = adapter / "gone.bin"
+    listed = [adapter / "adapter_model.bin", gone]
+    monkeypatch.setattr(model, "_adapter_files", lambda root: listed)
+    ((name, *_),) = model.adapter_version(str(adapter))
+    assert name == "adapter_model.bin"

@@ -40,6 +40,12 @@ def test_engines_that_only_store_or_cut_steps(configs: dict[str, VllmConfig]) ->
     assert "--enable-dbo" in refusal(configs["page"], parallel_config__enable_dbo=True)
 
 
+def test_hashes_of_parts_of_blocks(configs: dict[str, VllmConfig]) -> None:
+    """Keys are hashes of blocks, by their numbers."""
+    text = refusal(configs["page"], cache_config__prefix_match_unit=4)
+    assert "--prefix-match-unit 4 is not the size of a block (16)" in text
+
+
 def test_drafts_are_for_reuse_mode(configs: dict[str, VllmConfig]) -> None:
     config = copy.deepcopy(configs["page"])
     config.speculative_config = drafts_like("ngram")

@@ -36,3 +36,46 @@ def test_requests_that_are_loaded_can_go_on(
     windows_only = 1 if windows[0] else whole + (len(windows) - 1)
     for number in range(count):
         assert hits(run, str(number)) == [windows_only]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_overtakes_a_request_that_waits_for_room(reuse: Make, depth: int) -> None:
+    """However many small ones come behind it."""
+    run = reuse(windows=(None, 8), hbm_blocks=26, depth=depth, slots=3000)
+    head = prompt(LONG)
+    stored(run, [*head, 5])
+
+    def small() -> None:
+        number = len(run.requests)
+        run.add(f"small {number}", prompt(40, 100 + number), 30 + 7 * (number % 5))
+
+    for _ in range(3):
+        small()
+    for _ in range(6):
+        run.step()
+        run.end_io()
+    run.add("big", head + prompt(40, 7), 2)
+    before = len(run.requests)
+    while "big" not in run.finished:
+        if len(run.scheduler.requests) < 6:
+            small()
+        run.step()
+        run.end_io()
+        assert len(run.requests) < before + 20, "it waits for ever"
+    end(run, *[name for name in run.requests if not name.startswith("stored")])
+
+
+def test_a_request_that_shares_blocks_with_another_is_loaded_beside_it(reuse: Make) -> None:
+    run = reuse(windows=(None, 8), hbm_blocks=24, slots=3000)
+    head = prompt(LONG)
+    stored(run, [*head, *prompt(16, 1), 5], [*head, *prompt(16, 2), 5])
+    run.add("a", head + prompt(8, 3), 60)
+    for _ in range(8):
+        run.step()
+        run.end_io()
+    run.add("b", [*head, *prompt(16, 2), 9, 9], 4)
+    while "b" not in run.finished:
+        assert "a" not in run.finished
+        run.step()
+        run.end_io()
+    end(run, "a", "b")

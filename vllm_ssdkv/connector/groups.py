@@ -22,6 +22,7 @@ from vllm_ssdkv.store.index import SlotIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
 
 Slots = NDArray[np.int64]
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
@@ -186,10 +187,11 @@ class BlockGroups:
         return needed
 
     def has_room(
-        self, hit: int, tokens: int, states: Iterable[RequestState], free_blocks: int
+        self, request: Request, first: int, hit: int, states: Iterable[RequestState]
     ) -> bool:
-        """Reuse mode: whether a request may be loaded beside those that have been, and do not run
-        yet. (In page mode :class:`TieredManager` has vLLM do this right.)
+        """Reuse mode: whether a request, of which ``first`` blocks are in HBM, may be loaded up to
+        block ``hit`` beside those that have been, ``states``, and do not run yet. (In page mode
+        :class:`TieredManager` has vLLM do this right.)
 
         vLLM admits a load only if all of the prompt will fit. But of a group with a window it takes
         a request's whole block table off what the request holds at a time, null blocks behind the
@@ -198,7 +200,7 @@ class BlockGroups:
         """
         if not self._windows:
             return True
-        needed = self._needed(hit, tokens)
+        needed = self._needed(hit, request.num_tokens) - self._in_use(request, first, hit)
         others = False
         for state in states:
             others = True
@@ -208,4 +210,14 @@ class BlockGroups:
                     for group in range(len(self._managers))
                 )
                 needed += max(0, self._needed(state.hit, state.request.num_tokens) - held)
-        return needed <= free_blocks or not others
+        return not others or needed <= self._managers[0].block_pool.get_num_free_blocks()
+
+    def _in_use(self, request: Request, first: int, hit: int) -> int:
+        """Of the blocks that are in HBM and that the request will hold, those that others hold."""
+        pool, count = self._managers[0].block_pool, 0
+        for group in range(len(self._managers)):
+            held = self.first_held(group, hit * self._block)
+            for block_hash in request.block_hashes[held:first]:
+                found = pool.get_cached_block(block_hash, [group])
+                count += found is not None and found[0].ref_cnt > 0
+        return count

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Version = tuple[tuple[str, int, int], ...]
 """Names, sizes and times of an adapter's files; empty where they are not read again."""
 
+_REPLACED: Version = (("another one is in its place", 0, 0),)
+
 
 class BlockKeys:
     """Makes keys of 32 bytes from vLLM's block hashes. Reads each adapter's files when it is new,
@@ -29,6 +31,8 @@ class BlockKeys:
         self._name_key = name_key
         self._adapters: dict[tuple[object, ...], bytes] = {}
         self._of_requests: dict[str, tuple[Version, bytes]] = {}
+        self._in_place: set[int] = set()
+        """Numbers of adapters that were loaded in another one's place."""
 
     def __bool__(self) -> bool:
         """Whether any request's identity is remembered."""
@@ -50,6 +54,8 @@ class BlockKeys:
             version = _version(adapter)
             known = version, self._read(adapter, version)
             self._of_requests[request_id] = known
+            if adapter.load_inplace:
+                self._in_place.add(adapter.lora_int_id)
         return known[1]
 
     def _read(self, adapter: LoRARequest, version: Version) -> bytes:
@@ -65,13 +71,16 @@ class BlockKeys:
         """Keys, as :meth:`of`, of blocks that the request has computed.
 
         Where the adapter's file was written anew, vLLM goes on with KV of both weights once another
-        request has had it read: nobody else must find that.
+        request has had it read, or the operator; where it was loaded in the place of the request's
+        own, it does already. Nobody else must find that.
         """
         adapter = request.lora_request
-        if adapter is not None and adapter.load_inplace:
-            known = self._of_requests.get(request.request_id)
-            if known is not None and known[0] != _version(adapter):
-                self._of_requests[request.request_id] = _version(adapter), os.urandom(32)
+        known = self._of_requests.get(request.request_id)
+        if adapter is not None and known is not None:
+            replaced = not adapter.load_inplace and adapter.lora_int_id in self._in_place
+            version = _REPLACED if replaced else _version(adapter)
+            if version != known[0]:
+                self._of_requests[request.request_id] = version, os.urandom(32)
         return self.of(request, stop, start)
 
     def forget(self, request_id: str) -> None:

@@ -6,6 +6,7 @@ sizes and fingerprint without talking to each other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -274,8 +275,12 @@ def _adapter_files(root: Path) -> list[Path]:
 
 def adapter_version(path: str) -> tuple[tuple[str, int, int], ...]:
     """Changes when somebody writes the adapter's files anew: their names, sizes and times."""
-    stats = [(file.name, file.stat()) for file in _adapter_files(Path(path))]
-    return tuple((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+    version = []
+    for file in _adapter_files(Path(path)):
+        with contextlib.suppress(FileNotFoundError):  # somebody is about it just now
+            found = file.stat()
+            version.append((file.name, found.st_size, found.st_mtime_ns))
+    return tuple(version)
 
 
 def adapter_identity(path: str) -> bytes:

@@ -33,6 +33,12 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
         problems.append("--decode-context-parallel-size must be 1")
     if parallel.prefill_context_parallel_size > 1:
         problems.append("--prefill-context-parallel-size must be 1")
+    cache = vllm_config.cache_config
+    if cache.prefix_match_unit not in (None, cache.block_size):
+        problems.append(
+            f"--prefix-match-unit {cache.prefix_match_unit} is not the size of a block "
+            f"({cache.block_size}): leave it out"
+        )
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         problems.append("kv_role must be kv_both: blocks are stored and loaded by one engine")
     if config.mode == "page":

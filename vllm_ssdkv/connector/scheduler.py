@@ -127,7 +127,7 @@ class SSDKVScheduler:
         self._arriving = ArrivingContexts()
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
-        self._forgetful = False
+        self._forgetful = self._no_room = False
         self._failed_loads = FailedLoads(block_tokens, speculation.step_blocks)
         self.asked = AskedOptions(config, counters)
 
@@ -153,8 +153,10 @@ class SSDKVScheduler:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
             self._release(earlier)
         self._keys.forget(request.request_id)
-        if self._failed_loads.must_wait(request, self._hbm, bool(self._requests)) or (
-            self._paged and not self._can_admit(request)
+        if (
+            self._no_room  # Nobody behind such a request in line takes what becomes free.
+            or self._failed_loads.must_wait(request, self._hbm, bool(self._requests))
+            or (self._paged and not self._can_admit(request))
         ):
             return None
         if self._failed_loads.given_up(request.request_id) or request.skip_reading_prefix_cache:
@@ -176,9 +178,9 @@ class SSDKVScheduler:
             being_computed(states, self._loading),
             hit.besides,
         )
-        if blocks and self._hbm is not None and not self._paged:
-            free = self._hbm.block_pool.get_num_free_blocks()
-            if not self._groups.has_room(first + blocks, request.num_tokens, states, free):
+        if blocks and not self._paged:
+            self._no_room = not self._groups.has_room(request, first, first + blocks, states)
+            if self._no_room:
                 return None
         self._failed_loads.ask(request.request_id)
         return blocks * self._block
@@ -212,17 +214,16 @@ class SSDKVScheduler:
         count = external // self._block
         keys = self.keys_of(state.request, end)
         load = self._groups.load(keys, end - count, block_ids, whole=self._paged)
-        slots = load.slots
-        self._index.touch(slots)
-        self._index.pin(slots)
+        self._index.touch(load.slots)
+        self._index.pin(load.slots)
         if self._paged:
-            self._index.pin(slots)
-            state.slots = slots.tolist()
+            self._index.pin(load.slots)
+            state.slots = load.slots.tolist()
             self._in_contexts.update(state.slots)
             self._arriving.add(state.request_id, state.slots)
             self._index.unreserve(count)
             state.reserved -= count
-            self._contexts.append(ContextDelta(state.request_id, 0, slots))
+            self._contexts.append(ContextDelta(state.request_id, 0, load.slots))
         self._start_load(state.request_id, load)
 
     def _start_load(self, name: str, load: GroupLoad) -> None:
@@ -240,6 +241,7 @@ class SSDKVScheduler:
     def plan(self, output: SchedulerOutput) -> SSDKVMetadata:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
+        self._no_room = False
         self._restriper.step()
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
@@ -524,7 +526,6 @@ class SSDKVScheduler:
         if state is not None:
             self._release(state)
             if not self._paged:
-                # Slots were unpinned one by one.
                 self._groups.touch(self.keys_of(request), state.hit)
         self._keys.forget(request.request_id)
 
