@@ -150,13 +150,13 @@ class LoadChoice:
         backlog = self.prefill.backlog(running)
         queue = self._queue() + self.load.way
         windows = self._resident.which(besides.slots)
+        windows_in_dram = int(windows.sum())
         begin = besides.behind
         ends = self._ends(in_dram) if not begin else [0, hits]
 
         def service(count: int) -> float:
-            from_dram = int(in_dram[begin:count].sum())
-            from_ssd = count - begin - from_dram
-            return self._service(from_dram + int(windows.sum()), from_ssd + int((~windows).sum()))
+            from_dram = int(in_dram[begin:count].sum()) + windows_in_dram
+            return self._service(from_dram, count - begin + len(windows) - from_dram)
 
         best, least = 0, 0.0
         for count in ends:

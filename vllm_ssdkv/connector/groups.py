@@ -30,6 +30,7 @@ _FAR = 1 << 40
 """More tokens than any window has."""
 
 _PLACES = 16
+"""Ends of a hit that are tried: each is a lookup of all windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +175,11 @@ class BlockGroups:
     def _needed(self, hit: int, tokens: int) -> int:
         """HBM blocks that a request of so many tokens holds at a time, at most, from the end of
         its hit on, in blocks."""
-        needed = 0
-        for manager in self._managers:
-            behind = int(manager.get_num_skipped_tokens(hit * self._block)) // self._block
-            blocks, most = (
-                -(-tokens // self._block) - behind,
-                manager.max_admission_blocks_per_request,
-            )
-            needed += (
-                blocks if most is None else min(blocks, most)
-            ) + self._speculation.step_blocks
+        needed = len(self._managers) * self._speculation.step_blocks
+        for group, manager in enumerate(self._managers):
+            blocks = -(-tokens // self._block) - self.first_held(group, hit * self._block)
+            most = manager.max_admission_blocks_per_request
+            needed += blocks if most is None else min(blocks, most)
         return needed
 
     def has_room(
