@@ -46,6 +46,7 @@ class AttentionProblem:
     position: torch.Tensor
     rows: Rows
     scale: float
+    sliding_window: int | None = None
 
     def source(self) -> BlockSource:
         """The blocks, addressed in the cache."""
@@ -66,6 +67,7 @@ class AttentionProblem:
             self.position.to(device),
             self.rows.to(device),
             self.scale,
+            self.sliding_window,
         )
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,6 +94,7 @@ class AttentionProblem:
                 self.layout,
                 scale=self.scale,
                 first_position=first,
+                sliding_window=self.sliding_window,
             )
         return out, lse
 
@@ -104,6 +107,7 @@ def attention_problem(
     *,
     query_dtype: torch.dtype | None = None,
     idle_tokens: int = 0,
+    sliding_window: int | None = None,
 ) -> AttentionProblem:
     """Build a problem: blocks in random places of a larger cache, listed in random order.
 
@@ -151,4 +155,5 @@ def attention_problem(
             ends[1:].tolist(),
         ),
         layout.head_size**-0.5,
+        sliding_window,
     )

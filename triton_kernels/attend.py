@@ -55,6 +55,7 @@ def _attend_kernel(
     block_position_ptr: torch.Tensor,
     token_mask_ptr: torch.Tensor,
     scale: float,
+    window: int,
     q_stride: int,
     state_rows: int,
     tiles_per_row: int,
@@ -71,6 +72,7 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     SKIP_FUTURE: tl.constexpr,
+    SLIDES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
     LIST_PER_HEAD: tl.constexpr,
     MASKED: tl.constexpr,
@@ -94,6 +96,7 @@ def _attend_kernel(
     first_position = tl.load(first_position_ptr + row)
     query_position = first_position + query
     newest = first_position + tl.minimum((tile + 1) * QUERIES, count) - 1
+    behind = first_position + tile * QUERIES - window
 
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_SIZE
@@ -126,6 +129,17 @@ def _attend_kernel(
                 visible_end, tl.max(tl.where(position <= newest, index + 1, 0), 0)
             )
         end_block = visible_end
+    if SLIDES:
+        # The same at the other end: blocks that end before the first query's window.
+        visible_begin = end_block
+        for start in range(first_block, end_block, 128):
+            index = start + tl.arange(0, 128)
+            position = tl.load(block_position_ptr + index, mask=index < end_block, other=newest + 1)
+            in_reach = (position + BLOCK_TOKENS - 1 > behind) & (index < end_block)
+            visible_begin = tl.minimum(
+                visible_begin, tl.min(tl.where(in_reach, index, end_block), 0)
+            )
+        first_block = visible_begin
     keys = (end_block - first_block) * BLOCK_TOKENS
     share = tl.cdiv(tl.cdiv(keys, BLOCK_N), splits) * BLOCK_N
     low = split * share
@@ -144,6 +158,8 @@ def _attend_kernel(
         # A key that no query of this tile may see need not have been written: its bytes could be
         # a NaN, which a zero weight would not silence.
         readable = listed & (position <= newest)
+        if SLIDES:
+            readable = readable & (position > behind)
         start_of_block = tl.load(block_offset_ptr + block, mask=listed, other=0)
         if ABSOLUTE:
             block_at = start_of_block.to(tl.pointer_type(KV))
@@ -160,6 +176,8 @@ def _attend_kernel(
         score = tl.dot(q, k, input_precision="ieee") * scale
         visible = readable[None, :] & in_use[:, None]
         visible = visible & (position[None, :] <= query_position[:, None])
+        if SLIDES:
+            visible = visible & (position[None, :] > query_position[:, None] - window)
         score = tl.where(visible, score, float("-inf"))
         top = tl.maximum(m, tl.max(score, 1))
         shift = tl.where(top == float("-inf"), 0.0, top)
@@ -211,6 +229,7 @@ def attend(
     block_position: torch.Tensor,
     layout: BlockLayout,
     scale: float,
+    sliding_window: int | None = None,
     splits: int | None = None,
 ) -> None:
     """Fold the keys and values of the rows' blocks into ``state``, in place.
@@ -242,6 +261,7 @@ def attend(
         list_per_head=False,
         layout=layout,
         scale=scale,
+        sliding_window=sliding_window,
         splits=splits,
     )
 
@@ -300,6 +320,7 @@ def attend_pages(
             layout.dtype,
         ),
         scale=scale,
+        sliding_window=None,
         splits=splits,
     )
 
@@ -316,8 +337,10 @@ def _attend(
     list_per_head: bool,
     layout: BlockLayout,
     scale: float,
+    sliding_window: int | None,
     splits: int | None,
 ) -> None:
+    require(sliding_window is None or sliding_window > 0, "sliding_window must be positive")
     tokens, query_heads, head_size = _check(query, cache, layout)
     state.check(query)
     for name, values, dtype in (
@@ -372,6 +395,7 @@ def _attend(
             block_position,
             query if token_mask is None else token_mask,
             scale,
+            0 if sliding_window is None else sliding_window,
             query.stride(0),
             tokens * query_heads,
             tiles,
@@ -388,6 +412,7 @@ def _attend(
             BLOCK_D=padded(head_size, 16),
             SPLIT=splits > 1,
             SKIP_FUTURE=tiles > 1,
+            SLIDES=sliding_window is not None,
             ABSOLUTE=cache is None,
             LIST_PER_HEAD=list_per_head,
             MASKED=token_mask is not None,

@@ -89,7 +89,8 @@ class SparseConfig(OptionModel):
         int,
         Field(
             ge=0,
-            description="First layers of the model in which every query attends to everything.",
+            description="First layers in which every query attends to everything; layers with a "
+            "sliding window do not count.",
         ),
         Reason(
             "0: the budget is what it says. Some models spread attention in their first one or two "

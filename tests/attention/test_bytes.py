@@ -80,7 +80,7 @@ def shares(
         Budget(share=0.125), CHANNELS, "page", 0, CpuScoringKernels(), channel_group=group
     )
     chosen = rig.store.choose([slots], [0])
-    decode = SparseDecode({0: selector}, chosen, layout, 0, MeanValues(1, layout), ["r"])
+    decode = SparseDecode({0: selector}, chosen, layout, [0], MeanValues(1, layout), ["r"])
     kernels, clock = select_page_kernels(CPU), AttentionClock()
     clock.start()
     value = newest_values(cache, layout, batch)

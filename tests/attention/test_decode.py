@@ -108,7 +108,15 @@ class Rows:
         if not isinstance(selector, Mapping):
             selector = dict.fromkeys(range(len(LENGTHS)), selector)
         decode = SparseDecode(
-            selector, chosen, LAYOUT, 0, self.means, names, deviation, guesses, kept
+            selector,
+            chosen,
+            LAYOUT,
+            range(LAYERS),
+            self.means,
+            names,
+            deviation,
+            guesses,
+            kept,
         )
         clock = AttentionClock()
         clock.start()

@@ -83,9 +83,11 @@ class Paged:
         q_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         spread: float = 1.0,
+        sliding_window: int | None = None,
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
         self.layout = layout
+        self.sliding_window = sliding_window
         self.rows = list(rows)
         self.q_heads = group * layout.kv_heads
         self.tokens = sum(row.count for row in rows)
@@ -159,6 +161,7 @@ class Paged:
             layout.head_size,
             CODES[layout.dtype],
             threads,
+            self.sliding_window,
         )
 
     def finish(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +185,7 @@ class Paged:
                 self.layout,
                 scale=self.scale,
                 first_position=row.first,
+                sliding_window=self.sliding_window,
             )
             outs.append(out)
             lses.append(lse)
@@ -263,6 +267,7 @@ def cases(draw: st.DrawFn) -> tuple[Paged, list[list[Span]]]:
         q_dtype=draw(st.sampled_from(DTYPES)),
         seed=draw(st.integers(0, 2**20)),
         spread=draw(st.sampled_from([0.1, 1.0, 8.0])),
+        sliding_window=draw(st.none() | st.integers(1, 20) | st.integers(1, 600)),
     )
     calls = draw(st.integers(1, 4))
     partition: list[list[Span]] = [[] for _ in range(calls)]
@@ -289,10 +294,14 @@ def test_any_partition_of_blocks_gives_the_oracle(
             problem.check(want)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 1500])
 @pytest.mark.parametrize("block_tokens", [16, 32, 128])
 @pytest.mark.parametrize("rows", [[Row(3000, 1)], [Row(2500, 6)], [Row(2000, 130)]])
-def test_long_context_split_over_threads(block_tokens: int, rows: list[Row]) -> None:
-    case = Paged(layout_of(torch.bfloat16, 128, 1, block_tokens), 4, rows, torch.bfloat16)
+def test_long_context_split_over_threads(
+    block_tokens: int, rows: list[Row], sliding_window: int | None
+) -> None:
+    layout = layout_of(torch.bfloat16, 128, 1, block_tokens)
+    case = Paged(layout, 4, rows, torch.bfloat16, sliding_window=sliding_window)
     want = case.oracle()
     for isa in ISAS:
         with using(isa):

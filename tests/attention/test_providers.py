@@ -30,6 +30,7 @@ row_shapes = st.builds(
     st.lists(row_shapes, min_size=1, max_size=4),
     st.sampled_from([0, 64, 4096]),
     st.booleans(),
+    st.none() | st.integers(1, 30),
     st.integers(0, 2**31),
 )
 def test_attend_and_finish_follow_the_definition(
@@ -38,18 +39,23 @@ def test_attend_and_finish_follow_the_definition(
     shapes: list[RowShape],
     padding: int,
     absolute: bool,
+    sliding_window: int | None,
     seed: int,
 ) -> None:
     layout = BlockLayout.unpadded(8, 4, 2, 16, dtype)
     layout = layout.with_page_stride(layout.page_stride_bytes + padding)
-    problem = attention_problem(layout, group, shapes, seed, idle_tokens=1)
+    problem = attention_problem(
+        layout, group, shapes, seed, idle_tokens=1, sliding_window=sliding_window
+    )
     source = problem.source()
     if absolute:
         address = problem.cache.data_ptr() + problem.block_ids.numpy() * layout.block_bytes
         source = BlockSource(None, address.astype(np.uint64), problem.position.numpy())
     kernels = CpuKernels(2)
     state = problem.state()
-    kernels.attend(problem.query, state, problem.rows, source, layout, problem.scale)
+    kernels.attend(
+        problem.query, state, problem.rows, source, layout, problem.scale, sliding_window
+    )
     wide = torch.full((len(problem.query), group * 2 + 1, 16), torch.nan, dtype=dtype)
     lse = torch.empty(problem.query.shape[:2])
     kernels.finish(state, wide[:, 1:], lse)

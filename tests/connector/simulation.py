@@ -105,7 +105,7 @@ def specs(windows: Sequence[int | None], *, paged: bool) -> list[AttentionSpec]:
     }
     full = FullAttentionSpec(**shape)
     if paged:
-        return [TieredAttentionSpec.from_full(full, WINDOW)]
+        return [TieredAttentionSpec.like(full, WINDOW)]
     return [full if w is None else SlidingWindowSpec(**shape, sliding_window=w) for w in windows]
 
 

@@ -57,7 +57,7 @@ def full_spec() -> FullAttentionSpec:
 def manager() -> TieredManager:
     pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=BLOCK)
     return TieredManager(
-        TieredAttentionSpec.from_full(full_spec(), WINDOW),
+        TieredAttentionSpec.like(full_spec(), WINDOW),
         block_pool=pool,
         enable_caching=True,
         kv_cache_group_id=0,
@@ -128,7 +128,7 @@ def test_built_in_specs_survive_our_registration() -> None:
 
 def test_a_subclass_of_the_sliding_window_spec_gets_our_manager() -> None:
     register_spec()
-    spec = TieredAttentionSpec.from_full(full_spec(), WINDOW)
+    spec = TieredAttentionSpec.like(full_spec(), WINDOW)
     assert isinstance(spec, SlidingWindowSpec)
     assert KVCacheSpecRegistry.get_manager_class(spec) is TieredManager
     assert KVCacheSpecRegistry.get_uniform_type_base_spec(spec) is TieredAttentionSpec
@@ -136,7 +136,7 @@ def test_a_subclass_of_the_sliding_window_spec_gets_our_manager() -> None:
 
 
 def test_the_window_bounds_what_a_request_holds() -> None:
-    spec = TieredAttentionSpec.from_full(full_spec(), WINDOW)
+    spec = TieredAttentionSpec.like(full_spec(), WINDOW)
     blocks = spec.max_admission_blocks_per_request(max_in_flight_tokens=32, max_model_len=10_000)
     assert blocks == -(-(WINDOW - 1 + 32) // BLOCK) + 1
 

@@ -78,6 +78,7 @@ Case::Case(Random& random, int64_t head_size, DType kv, DType q, size_t rows, si
   problem.query_heads = kv_heads * (1 + static_cast<int64_t>(random(5)));
   problem.query_dtype = q;
   problem.scale = 0.125F;
+  if (random(2) == 0) problem.sliding_window = 1 + static_cast<int64_t>(random(90));
   const int64_t pages = kv_heads * block_tokens / page_tokens;
   for (size_t row = 0; row < rows; ++row) {
     const size_t queries = random(3) == 0 ? 1 + random(70) : 1;
@@ -151,7 +152,8 @@ std::vector<double> Case::expected() const {
         for (auto b = static_cast<size_t>(block_begin[row]);
              b < static_cast<size_t>(block_end[row]); ++b) {
           for (int64_t t = 0; t < l.block_tokens; ++t) {
-            if (position[b] + t > first_position[row] + i) continue;
+            const int64_t behind = first_position[row] + i - position[b] - t;
+            if (behind < 0 || behind >= problem.sliding_window) continue;
             const std::byte* key = entry(b, kv_head, t, false);
             const std::byte* value = entry(b, kv_head, t, true);
             double logit = 0;

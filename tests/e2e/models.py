@@ -4,7 +4,7 @@ Trained weights are not needed to compare two engines token by token, but three 
 and the initialisation here is chosen for them: greedy decoding does not fall into a loop, the best
 two logits are rarely close enough for float rounding to swap them, and attention spreads over a
 few dozen tokens anywhere in the context (scores have a standard deviation of about 2.5), so lost or
-stale KV changes the logits.
+stale KV changes the logits. Attention sinks take a good part of it.
 """
 
 import math
@@ -18,6 +18,8 @@ from tokenizers import models as tokenizer_models
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -46,6 +48,9 @@ ROUTER_GAIN = 2.0
 LOGIT_GAIN = 3.0
 BIAS_STD = 0.1
 GEMMA3_WINDOW = 64
+GPT_OSS_WINDOW = 96
+SINK_LOGIT = 7.0
+"""A good part of what a few hundred keys weigh in the softmax."""
 POSITION_STD = 0.5
 
 
@@ -103,6 +108,8 @@ def _initialise(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(noise * _std(name, parameter))
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.add_(QUERY_KEY_GAIN)
+            elif name.endswith("sinks"):
+                parameter.add_(SINK_LOGIT)
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(1.0)
 
@@ -253,12 +260,38 @@ def make_gemma3(
     return _save(Gemma3ForCausalLM(config), path, seed)
 
 
+def make_gpt_oss(
+    path: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
+) -> Path:
+    """Attention sinks in every layer, sliding windows in every other one, experts."""
+    hidden = heads * head_dim
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=MAX_POSITIONS,
+        sliding_window=GPT_OSS_WINDOW,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return _save(GptOssForCausalLM(config), path, seed)
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "qwen3": make_qwen3,
     "opt": make_opt,
     "mixtral": make_mixtral,
     "gemma3": make_gemma3,
+    "gpt_oss": make_gpt_oss,
 }
 
 

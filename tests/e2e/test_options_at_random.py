@@ -131,7 +131,7 @@ def test_any_options(
     monkeypatch.setenv("SSDKV_TEST_KEY", "ab" * 32)
     wanted = {
         name: [answer.tokens for answer in stock.answers(name, PROMPTS, ANSWER)]
-        for name in ("llama", "gemma3")
+        for name in ("llama", "gemma3", "gpt_oss")
     }
     drafters = [
         draft_model(models["llama"], tmp_path / "draft"),
@@ -175,12 +175,10 @@ def live_twice(
         "async_scheduling": source.choice([True, False]),
         "scheduling_policy": source.choice(["fcfs", "priority"]),
     }
-    model = "llama"
-    if options["mode"] == "reuse":
-        model = source.choice(["llama", "llama", "gemma3"])
-        if model == "llama" and source.random() < 0.5:
-            settings["speculative_config"] = source.choice(drafters)
-            settings["kv_tokens"] *= 2  # for the drafter's layers
+    model = source.choice(["llama", "llama", "gemma3", "gpt_oss"])
+    if options["mode"] == "reuse" and model == "llama" and source.random() < 0.5:
+        settings["speculative_config"] = source.choice(drafters)
+        settings["kv_tokens"] *= 2  # for the drafter's layers
     print(f"seed {seed}: {model} {json.dumps(options)} {settings}")
     faults = source.choice([0, 0, 1, 1, 1])
     likely = {"add": 5, "step": 8, "abort": 1, "preempt": 2, "fault": faults}

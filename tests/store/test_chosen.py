@@ -510,15 +510,17 @@ def test_a_fetch_that_nobody_waits_for_leaks_nothing(make_store: MakeStore) -> N
 # ---- rows that choose, in the stream ----
 
 
+@pytest.mark.parametrize("layers", [None, [1, 2], [2], []])
 @pytest.mark.parametrize("dense_layers", [0, 1, 3])
 def test_rows_that_choose_are_streamed_in_dense_layers_only(
-    make_store: MakeStore, dense_layers: int
+    make_store: MakeStore, dense_layers: int, layers: list[int] | None
 ) -> None:
+    """And nobody in layers that do not attend to contexts."""
     rig = make_store(SUMMED, staging=6)
     context(rig, range(12))
     assert rig.load({5: 705, 6: 706}, [], request="r").complete
     rows = [[0, 5, 1], [6, 2, 3], list(range(4, 12))]
-    stream = rig.store.stream([array(row) for row in rows], [0, 2], dense_layers)
+    stream = rig.store.stream([array(row) for row in rows], [0, 2], dense_layers, layers)
     got: dict[int, list[list[int]]] = {}
     for layer in range(SUMMED.layers):
         seen: list[list[int]] = [[] for _ in rows]
@@ -528,13 +530,12 @@ def test_rows_that_choose_are_streamed_in_dense_layers_only(
                 seen[row] += piece.index[span].tolist()
         got[layer] = [sorted(blocks) for blocks in seen]
     whole = [list(range(len(row))) for row in rows]
+    reaching = list(range(SUMMED.layers)) if layers is None else layers
+    dense = reaching[:dense_layers]
     for layer, blocks in got.items():
-        dense = layer < dense_layers
-        assert blocks == [b if dense or row == 1 else [] for row, b in enumerate(whole)], layer
-    pages = [
-        len(rows[1]) + (dense * (len(rows[0]) + len(rows[2])))
-        for dense in [layer < dense_layers for layer in range(SUMMED.layers)]
-    ]
+        takes_part = [layer in (reaching if row == 1 else dense) for row in range(len(rows))]
+        assert blocks == [b if w else [] for w, b in zip(takes_part, whole, strict=True)], layer
+    pages = [len(rows[1]) + (layer in dense) * (len(rows[0]) + len(rows[2])) for layer in reaching]
     assert stream.pages_in_dram + stream.pages_on_ssd == sum(pages) * SUMMED.pages_per_layer
     assert stream.poisoned == set()
     stream.close()

@@ -125,6 +125,7 @@ def check(recorder: Recorder, capability: int) -> str:
         (torch.bfloat16, 80, 5, 512, 1, False),
     ],
 )
+@pytest.mark.parametrize("sliding_window", [None, 128])
 def test_attend(
     record: Callable[[ModuleType, str], Recorder],
     capability: int,
@@ -134,6 +135,7 @@ def test_attend(
     queries: int,
     splits: int,
     absolute: bool,
+    sliding_window: int | None,
 ) -> None:
     recorder = record(attend, "_attend_kernel")
     merged = record(merge, "_merge_kernel")
@@ -150,6 +152,7 @@ def test_attend(
         block_position=blocks,
         layout=layout,
         scale=0.1,
+        sliding_window=sliding_window,
         splits=splits,
     )
     ptx = check(recorder, capability)

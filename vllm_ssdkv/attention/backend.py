@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheLayout,
+    SlidingWindowSpec,
 )
 
 from vllm_ssdkv.attention import active
@@ -126,10 +127,8 @@ class PagedAttentionImpl(AttentionImpl):
         """Raises UnsupportedError for a feature of the layer that page mode does not compute."""
         refused = {
             "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
             "logits soft-capping": logits_soft_cap,
             "KV shared between layers": kv_sharing_target_layer_name,
-            "attention sinks": sinks,
             **unknown,
         }
         found = [name for name, value in refused.items() if _is_given(value)]
@@ -141,8 +140,17 @@ class PagedAttentionImpl(AttentionImpl):
             raise UnsupportedError(
                 f'page mode does not compute {", ".join(found)}; use mode "reuse"'
             )
+        config = page_config()
+        if config is not None and (sliding_window or 0) > config.window_tokens:
+            # What a sliding window reaches is in HBM whole, so that such layers read nothing.
+            raise UnsupportedError(
+                f"the model has layers with a sliding window of {sliding_window} tokens, and "
+                f"hbm_window_tokens is {config.window_tokens}: set it to {sliding_window} or more"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
+        self.sliding_window = sliding_window
+        self.sinks = sinks  # a parameter of the model, whose values are loaded later
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
 
@@ -197,6 +205,8 @@ class PagedAttentionImpl(AttentionImpl):
             self.scale,
             step.clock,
             step.choosing(layer.layer_name, queries, values, rows, cache, self.scale),
+            self.sliding_window,
+            self.sinks,
         )
         if worker.layer_ended is not None:
             worker.layer_ended()
@@ -231,11 +241,12 @@ class PagedAttentionImpl(AttentionImpl):
 
 def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
     """The layer's KV cache spec, with only a window in HBM."""
-    if type(spec) is not FullAttentionSpec:  # those derived from it attend in other ways
+    # Those derived from the two attend in other ways.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         raise UnsupportedError(
             f'page mode cannot serve a layer with {type(spec).__name__}; use mode "reuse"'
         )
-    return TieredAttentionSpec.from_full(spec, config.window_tokens)
+    return TieredAttentionSpec.like(spec, config.window_tokens)
 
 
 class SSDKVBackend(AttentionBackend):
@@ -257,6 +268,11 @@ class SSDKVBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ANN401 - vLLM's own signature
         """Blocks are whole pages."""
         return [MultipleOf(16)]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Layers may have attention sinks."""
+        return True
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -253,8 +253,9 @@ class PartialState:
 
     ``m`` float32 ``[T, Hq]`` is the running maximum of the scaled scores, ``l`` float32 ``[T, Hq]``
     the sum of ``exp(score - m)`` and ``acc`` float32 ``[T, Hq, D]`` the values weighted by it.
-    A query that has seen no key has ``m = -inf, l = 0, acc = 0``. States over disjoint keys may be
-    computed in any order, or apart and merged.
+    A query that has seen no key has ``m = -inf, l = 0, acc = 0``; with an attention sink, a key of
+    its own whose value is zero, ``m`` is the sink's logit and ``l = 1``. States over disjoint keys
+    may be computed in any order, or apart and merged.
     """
 
     m: torch.Tensor
@@ -263,11 +264,19 @@ class PartialState:
 
     @classmethod
     def empty(
-        cls, tokens: int, query_heads: int, head_size: int, device: torch.device
+        cls,
+        tokens: int,
+        query_heads: int,
+        head_size: int,
+        device: torch.device,
+        sinks: torch.Tensor | None = None,
     ) -> PartialState:
-        """State of T queries that have seen no key."""
-        m = torch.full((tokens, query_heads), -torch.inf, dtype=torch.float32, device=device)
+        """State of T queries that have seen no key but their heads' ``sinks`` [Hq], any dtype."""
         acc = torch.zeros((tokens, query_heads, head_size), dtype=torch.float32, device=device)
+        if sinks is not None:
+            m = sinks.to(device, torch.float32).repeat(tokens, 1)
+            return cls(m, torch.ones_like(m), acc)
+        m = torch.full((tokens, query_heads), -torch.inf, dtype=torch.float32, device=device)
         return cls(m, torch.zeros_like(m), acc)
 
     def rows(self, index: torch.Tensor) -> PartialState:

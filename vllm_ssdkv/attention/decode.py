@@ -100,7 +100,7 @@ class SparseDecode:
         selectors: Mapping[int, Selector],
         contexts: ChosenContexts,
         layout: BlockLayout,
-        dense_layers: int,
+        layers: Sequence[int],
         means: MeanValues,
         requests: Sequence[str],
         deviation: Deviation | None = None,
@@ -108,10 +108,10 @@ class SparseDecode:
         kept: KeptSelections | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
-        HBM; ``dense_layers`` layers at first do not choose; ``requests`` names those of all rows of
-        the step; ``deviation`` compares what comes out with exact attention; with ``guesses``,
-        which outlive the step, pages are read ahead; with ``kept``, which do so too, rows do not
-        choose at every token."""
+        HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
+        rows of the step; ``deviation`` compares what comes out with exact attention; with
+        ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
+        rows do not choose at every token."""
         of_rows = [selectors[row] for row in contexts.rows.tolist()]
         self._selectors = list(dict.fromkeys(of_rows))
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
@@ -122,7 +122,8 @@ class SparseDecode:
         self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
         self._means = means
         self._requests = requests
-        self._dense_layers = dense_layers
+        self._next = dict(zip(layers, [*layers[1:], *layers[:1]], strict=True))
+        """The layer in which rows choose next, behind the last one that of the next step."""
         self._deviation = deviation
         self._guesses = guesses
         self._kept = kept
@@ -158,7 +159,7 @@ class SparseDecode:
         """
         now = self._now(batch, query.device)
         alive = now.alive
-        if layer < self._dense_layers or len(alive) == 0:
+        if layer not in self._next or len(alive) == 0:
             return
         seen = now.of(state.m) + torch.log(now.of(state.l))
         window = None if self._deviation is None else state.rows(now.index)
@@ -408,7 +409,7 @@ class SparseDecode:
         layer had to read; where DRAM has what is chosen, looking further is work for nothing."""
         if self._guesses is None:
             return
-        following = layer + 1 if layer + 1 < self.contexts.layers else self._dense_layers
+        following = self._next[layer]
 
         def guess(memory: Guesses, latest: Selection, *, idle: bool) -> None:
             memory.remember(layer, now.requests, now.blocks, latest.pages, latest.begin)

@@ -116,6 +116,8 @@ def attend_exact(
     scale: float,
     clock: AttentionClock,
     chosen: Callable[[PartialState], None] | None = None,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of one layer for all rows of a step; blocks until the context has arrived.
 
@@ -131,11 +133,15 @@ def attend_exact(
         scale: Of the logits.
         clock: Gets the time of wait, attend and merge.
         chosen: Folds in the chosen pages of rows that choose, after the window; it keeps the clock.
+        sliding_window: Tokens that a query sees, its own included, no more than are in HBM: there
+            is no ``context`` then.
+        sinks: Logits of the heads' attention sinks, [Hq]. They count in what selectors are told of
+            the window.
     """
     clock.start()
-    state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device)
+    state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device, sinks)
     source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
-    kernels.attend(query, state, batch.window, source, layout=layout, scale=scale)
+    kernels.attend(query, state, batch.window, source, layout, scale, sliding_window)
     clock.lap(ATTEND)
     if chosen is not None:
         chosen(state)

@@ -50,14 +50,16 @@ class AttentionKernels(Protocol):
         source: BlockSource,
         layout: BlockLayout,
         scale: float,
+        sliding_window: int | None = None,
     ) -> None:
         """Fold the rows' blocks into ``state`` in place: exact, causal, grouped-query attention.
 
         ``query [T, Hq, D]`` of any of ``DTYPES`` (may be strided over tokens), ``Hq`` a multiple of
         ``layout.kv_heads``. Query i of a row sees the keys of its blocks whose position (the
-        block's plus the token's index) is at most its own. Scores are ``scale * q . k``; sums are
-        float32. A query that sees no key keeps its state, so that any partition of the blocks over
-        calls gives the same result up to rounding.
+        block's plus the token's index) is at most its own and, with a ``sliding_window``, more than
+        its own less that. Scores are ``scale * q . k``; sums are float32. A query that sees no key
+        keeps its state, so that any partition of the blocks over calls gives the same result up to
+        rounding.
         """
         ...
 
@@ -193,6 +195,7 @@ class CpuKernels(NativeKernels):
         source: BlockSource,
         layout: BlockLayout,
         scale: float,
+        sliding_window: int | None = None,
     ) -> None:
         """See :meth:`AttentionKernels.attend`; blocks may lie at absolute addresses."""
         state.check(query)
@@ -226,6 +229,7 @@ class CpuKernels(NativeKernels):
             layout.head_size,
             self._codes[layout.dtype],
             self.threads,
+            sliding_window,
         )
 
     def finish(
@@ -368,6 +372,7 @@ class TritonKernels:
         source: BlockSource,
         layout: BlockLayout,
         scale: float,
+        sliding_window: int | None = None,
     ) -> None:
         """See :meth:`AttentionKernels.attend`.
 
@@ -385,6 +390,7 @@ class TritonKernels:
             block_position=on_device(source.position, torch.int64, query.device),
             layout=layout,
             scale=scale,
+            sliding_window=sliding_window,
         )
 
     def finish(

@@ -56,6 +56,8 @@ def dense_attention(
     scale: float,
     first_position: int,
     key_positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal grouped-query attention by its definition.
@@ -65,8 +67,10 @@ def dense_attention(
         key: ``[S, kv_heads, head_size]``; query head ``h`` reads KV head ``h // (q_heads //
         kv_heads)``. value: same shape as ``key``. scale: multiplies the logits. first_position:
         position of the first query, in tokens. key_positions: int64 ``[S]``, default ``0..S-1``;
-        a query sees the keys at its own position and before. dtype: everything is computed and
-        returned in it.
+        a query sees the keys at its own position and before. sliding_window: of these the newest so
+        many positions, its own included; None: all. sinks: ``[q_heads]``, for each a logit of a
+        key that every query sees and whose value is zero (gpt-oss). dtype: everything is computed
+        and returned in it.
 
     Returns:
         ``out [T, q_heads, head_size]`` and the log-sum-exp of the scaled logits ``[T, q_heads]``.
@@ -80,8 +84,12 @@ def dense_attention(
     logits = torch.einsum("thd,shd->ths", query.to(dtype), keys) * scale
     query_positions = first_position + torch.arange(query.shape[0])
     visible = key_positions[None, :] <= query_positions[:, None]
+    if sliding_window is not None:
+        visible &= key_positions[None, :] > query_positions[:, None] - sliding_window
     logits = logits.masked_fill(~visible[:, None, :], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(dtype))
     weights = torch.exp(logits - lse[..., None]).masked_fill(~visible[:, None, :], 0.0)
     # Keys that a query may not see are not multiplied at all, in case they hold what was never
     # written.
@@ -97,6 +105,7 @@ def paged_attention(
     *,
     scale: float,
     first_position: int,
+    sliding_window: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`dense_attention` over KV that lies in blocks.
@@ -106,7 +115,7 @@ def paged_attention(
         blocks: uint8 ``[block_bytes]`` each, in any order.
         block_positions: position of each block's first token.
         layout: how the blocks are laid out.
-        scale, first_position, dtype: as in :func:`dense_attention`.
+        scale, first_position, sliding_window, dtype: as in :func:`dense_attention`.
     """
     parts = [read_block(layout, block) for block in blocks]
     empty = torch.empty((0, layout.kv_heads, layout.head_size), dtype=layout.dtype)
@@ -118,5 +127,6 @@ def paged_attention(
         scale=scale,
         first_position=first_position,
         key_positions=torch.cat([torch.empty(0, dtype=torch.int64), *positions]),
+        sliding_window=sliding_window,
         dtype=dtype,
     )

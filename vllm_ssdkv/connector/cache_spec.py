@@ -106,10 +106,16 @@ class TieredManager(SlidingWindowManager):
 
 @dataclass(frozen=True, kw_only=True)
 class TieredAttentionSpec(SlidingWindowSpec):
-    """Full attention whose HBM part is the newest ``sliding_window`` tokens."""
+    """Attention whose HBM part is the newest ``sliding_window`` tokens, whatever it reaches.
+
+    A layer with a sliding window of its own has it, too: the layers are alike, and vLLM gives them
+    one table of blocks.
+    """
 
     @classmethod
-    def from_full(cls, spec: FullAttentionSpec, window_tokens: int) -> TieredAttentionSpec:
+    def like(
+        cls, spec: FullAttentionSpec | SlidingWindowSpec, window_tokens: int
+    ) -> TieredAttentionSpec:
         """The tiered form of a layer's spec, keeping ``window_tokens`` tokens in HBM."""
         return cls(
             block_size=spec.block_size,

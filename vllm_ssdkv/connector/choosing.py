@@ -76,7 +76,7 @@ class Choices:
 
     Attributes:
         page_tokens: Tokens of a page.
-        dense_layers: First layers in which nobody chooses.
+        dense_layers: First of the layers with contexts, in which nobody chooses.
         means: Mean V of the requests that are decoded, where their selectors need it.
         kept: What they chose, where it is kept for more than a token.
     """

@@ -168,6 +168,16 @@ def kv_layout(
     )
 
 
+def context_layers(vllm_config: VllmConfig, layout: KVLayout) -> tuple[int, ...]:
+    """Which layers attend to more than a sliding window, ascending; the model must be there."""
+    modules = vllm_config.compilation_config.static_forward_context
+    return tuple(
+        i
+        for i, name in enumerate(layout.layer_names)
+        if getattr(modules[name], "sliding_window", None) is None
+    )
+
+
 def _check_channel_pages(spec: AttentionSpec, page_tokens: int, times: int) -> None:
     """Raises UnsupportedError when channels, ``times`` as many to a page as of K as it is, cannot
     be read in part."""

@@ -61,6 +61,11 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
         )
     if model.use_mla:
         problems.append(f"the model uses MLA, which page mode does not serve: {reuse}")
+    if model.is_mm_prefix_lm:
+        problems.append(
+            "tokens of an image attend to those behind them, which page mode does not compute: "
+            "start with --language-model-only"
+        )
     if model.is_hybrid or model.is_attention_free:
         problems.append("the model has Mamba or linear-attention layers: use a pure transformer")
     if cache.cache_dtype != "auto":

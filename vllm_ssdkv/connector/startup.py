@@ -12,7 +12,13 @@ from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
-from vllm_ssdkv.connector.model import KVLayout, attention_spec, fingerprint, kv_layout
+from vllm_ssdkv.connector.model import (
+    KVLayout,
+    attention_spec,
+    context_layers,
+    fingerprint,
+    kv_layout,
+)
 from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
@@ -83,7 +89,8 @@ def open_worker(
     )
     if rank == 0:
         logger.info("%s", _summary(config, found, opened, contexts))
-    return SSDKVWorker(config, found.layout, opened)
+    layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
+    return SSDKVWorker(config, found.layout, opened, layers)
 
 
 def _context_blocks(

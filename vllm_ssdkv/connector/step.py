@@ -36,11 +36,13 @@ class PagedStep:
         layout: KVLayout,
         rows: Sequence[Row],
         poisoned: set[str],
+        context_layers: Sequence[int],
         choices: Choices | None = None,
         guesses: ReadAhead | None = None,
         deviation: Deviation | None = None,
     ):
-        """``poisoned`` are requests that wait to be computed again: they get no context. Without
+        """``poisoned`` are requests that wait to be computed again: they get no context.
+        ``context_layers``, ascending, attend to contexts; the others to HBM's window alone. Without
         ``choices`` all rows attend to everything; with a ``deviation`` what those that choose get
         is compared with that. Without ``guesses``, which outlive the step, no page is read ahead.
         Blocks while summaries are read, if any are."""
@@ -74,7 +76,7 @@ class PagedStep:
                 selectors,
                 chosen,
                 block_layout(layout, choices.page_tokens),
-                choices.dense_layers,
+                context_layers[choices.dense_layers :],
                 choices.means,
                 [row.request_id for row in self._rows],
                 None if deviation is None else deviation.of_step(),
@@ -83,7 +85,7 @@ class PagedStep:
             )
         dense_layers = 0 if choices is None else choices.dense_layers
         self._store, self._choosing, self._contexts = store, choosing, contexts
-        self._stream = store.stream(contexts, choosing, dense_layers)
+        self._stream = store.stream(contexts, choosing, dense_layers, context_layers)
 
     def row_of(self, write_block: int) -> int:
         """Index of the row whose first query token is written to this HBM block.

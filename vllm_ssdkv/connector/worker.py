@@ -73,12 +73,20 @@ class SSDKVWorker:
     pass (which uses :attr:`step` in page mode), :meth:`end`, :meth:`report`.
     """
 
-    def __init__(self, config: SSDKVConfig, layout: KVLayout, opened: OpenStore):
+    def __init__(
+        self,
+        config: SSDKVConfig,
+        layout: KVLayout,
+        opened: OpenStore,
+        context_layers: Sequence[int],
+    ):
+        """``context_layers``, ascending, attend to contexts in page mode."""
         self.config = config
         self.layout = layout
         self.counters: Counters = opened.files.counters
         self.rank = opened.files.rank
         self._opened = opened
+        self._context_layers = context_layers
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
         self._timer: StepTimer | None = None
@@ -225,6 +233,7 @@ class SSDKVWorker:
                 self.layout,
                 plan.rows,
                 self._poisoned,
+                self._context_layers,
                 self._choices,
                 self._guesses,
                 self.deviation,

@@ -119,10 +119,12 @@ class ContextStream:
         contexts: Sequence[NDArray[np.int64]],
         sparse: Collection[int] = (),
         dense_layers: int = 0,
+        layers: Sequence[int] | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
-        ``staging`` has pieces of ``layer_bytes``. Rows in ``sparse`` are walked over in the first
-        ``dense_layers`` layers only."""
+        ``staging`` has pieces of ``layer_bytes``. Contexts are walked over in these ``layers``,
+        ascending (default: in all), those of rows in ``sparse`` in the first ``dense_layers`` of
+        them only."""
         self._files = files
         self._frames = frames
         self._seals = seals
@@ -140,15 +142,18 @@ class ContextStream:
         slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
         index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
-        layers = files.geometry.layers
+        every = range(files.geometry.layers)
+        layers = every if layers is None else layers
         self._borrowed = frames.borrow(slots)
         everything = _Chunk(slots, index, row)
         per_chunk = max(1, staging.usable() // CHUNKS)
         walk = self._walk(everything, np.arange(len(slots)), per_chunk)
-        self._walks = [walk] * layers
+        nothing = self._walk(everything, np.zeros(0, dtype=np.int64), per_chunk)
+        self._walks = [walk if layer in layers else nothing for layer in every]
         if sparse and dense_layers:
             exact = self._walk(everything, np.flatnonzero(~np.isin(row, list(sparse))), per_chunk)
-            self._walks = [walk] * dense_layers + [exact] * (layers - dense_layers)
+            for layer in layers[dense_layers:]:
+                self._walks[layer] = exact
         in_dram = sum(len(w.index) for w in self._walks)
         away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
         self.pages_in_dram = in_dram * files.geometry.pages_per_layer

@@ -388,10 +388,12 @@ class TieredStore:
         contexts: Sequence[NDArray[np.int64]],
         chosen: Collection[int] = (),
         dense_layers: int = 0,
+        layers: Sequence[int] | None = None,
     ) -> ContextStream:
-        """Walk over the contexts of one step's rows; starts reading at once.
+        """Walk over the contexts of one step's rows in these ``layers``, ascending (default: in
+        all); starts reading at once.
 
-        Rows in ``chosen`` take part in the first ``dense_layers`` layers only.
+        Rows in ``chosen`` take part in the first ``dense_layers`` of them only.
         """
         self._used = time.monotonic()
         self._stream = ContextStream(
@@ -403,6 +405,7 @@ class TieredStore:
             contexts,
             chosen,
             dense_layers,
+            layers,
         )
         return self._stream
 

@@ -27,6 +27,7 @@ def run(problem: AttentionProblem, rows: Rows, state: PartialState, splits: int 
         block_position=source.position,
         layout=problem.layout,
         scale=problem.scale,
+        sliding_window=problem.sliding_window,
         splits=splits,
     )
 
@@ -72,6 +73,7 @@ problems = st.builds(
     st.integers(0, 2**31),
     query_dtype=st.sampled_from([None, torch.float32]),
     idle_tokens=st.integers(0, 1),
+    sliding_window=st.none() | st.integers(1, 40),
 )
 
 
@@ -115,26 +117,32 @@ def test_any_partition_of_the_blocks_gives_the_same(
     check(problem, state, mixed(problem))
 
 
+@pytest.mark.parametrize("sliding_window", [None, 1, 33])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("group", [1, 6, 20])
-def test_long_rows(dtype: torch.dtype, group: int) -> None:
-    """Several tiles of queries, so that blocks which only later tiles may see are skipped."""
+def test_long_rows(dtype: torch.dtype, group: int, sliding_window: int | None) -> None:
+    """Several tiles of queries, so that blocks which only some tiles may see are skipped."""
     layout = BlockLayout.unpadded(16, 16, 1, 32, dtype)
     long = 150 // group + 20
     shapes = [RowShape(long, 30, 0, long + 30), RowShape(1, 170, 0, 171), RowShape(9, 0, 0, 9)]
-    problem = attention_problem(layout, group, shapes, seed=group)
+    problem = attention_problem(layout, group, shapes, group, sliding_window=sliding_window)
     state = problem.state()
     run(problem, problem.rows.to(state.m.device), state, None)
     check(problem, state, dtype)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("splits", [2, 3, 7])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_long_contexts_split_over_programs(dtype: torch.dtype, splits: int) -> None:
+def test_long_contexts_split_over_programs(
+    dtype: torch.dtype, splits: int, sliding_window: int | None
+) -> None:
     """Rows of different lengths: some splits of the short ones have no keys at all."""
     layout = BlockLayout.unpadded(32, 16, 2, 16, dtype).with_page_stride(4096)
     shapes = [RowShape(1, 460, 0, 461), RowShape(2, 150, 32, 120), RowShape(1, 5, 0, 6)]
-    problem = attention_problem(layout, 2, shapes, seed=splits, idle_tokens=1)
+    problem = attention_problem(
+        layout, 2, shapes, splits, idle_tokens=1, sliding_window=sliding_window
+    )
     state = problem.state()
     run(problem, problem.rows.to(state.m.device), state, splits)
     check(problem, state, dtype)

@@ -27,7 +27,7 @@ constexpr std::int64_t kMinThreadWork = 1 << 19;
 struct Tile {
   Task task;
   std::int64_t rows;
-  std::int64_t keys;  // that its last query sees
+  std::int64_t keys;  // that its queries see
 
   std::int64_t work() const { return (rows + kReadRows) * keys; }
   std::int64_t blocks() const { return task.block_end - task.block_begin; }
@@ -47,11 +47,16 @@ struct Plan {
   std::int64_t threads = 1;
 };
 
-// Keys in a list's blocks that a query at `position` sees, were none masked.
-std::int64_t visible_keys(const Problem& p, std::int64_t list, std::int64_t position) {
+// Keys in a list's blocks that queries at the positions `first` to `last` see, were none masked.
+std::int64_t visible_keys(const Problem& p, std::int64_t list, std::int64_t first,
+                          std::int64_t last) {
+  const std::int64_t oldest = first - p.sliding_window + 1;
+  const std::int64_t size = p.layout.block_tokens;
   std::int64_t keys = 0;
   for (std::int64_t b = p.row_block_begin[list]; b < p.row_block_end[list]; ++b) {
-    keys += std::clamp<std::int64_t>(position + 1 - p.block_position[b], 0, p.layout.block_tokens);
+    const std::int64_t begin = p.block_position[b];
+    keys += std::max<std::int64_t>(0, std::clamp<std::int64_t>(last + 1 - begin, 0, size) -
+                                          std::clamp<std::int64_t>(oldest - begin, 0, size));
   }
   return keys;
 }
@@ -65,11 +70,11 @@ std::vector<Tile> cut_queries(const Problem& p, std::int64_t rows) {
     const std::int64_t count = p.row_query_count[row];
     for (std::int64_t begin = (count - 1) / step * step; count > 0 && begin >= 0; begin -= step) {
       const std::int64_t queries = std::min(step, count - begin);
-      const std::int64_t last = p.row_first_position[row] + begin + queries - 1;
+      const std::int64_t first = p.row_first_position[row] + begin;
       std::int64_t keys = 0;
       for (std::int64_t head = 0; head < p.layout.kv_heads; ++head) {
         const std::int64_t list = p.list_per_head ? row * p.layout.kv_heads + head : row;
-        if (head == 0 || p.list_per_head) keys = visible_keys(p, list, last);
+        if (head == 0 || p.list_per_head) keys = visible_keys(p, list, first, first + queries - 1);
         if (keys == 0) continue;
         const Task task{static_cast<std::int32_t>(row),
                         static_cast<std::int32_t>(head),

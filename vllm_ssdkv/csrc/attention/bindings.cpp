@@ -87,10 +87,14 @@ void py_attend(std::uint64_t q_address, int q_dtype, std::int64_t q_stride_bytes
                Vector<std::uint64_t> block_base, Vector<std::int64_t> block_position,
                std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t page_stride,
                std::int64_t kv_heads, std::int64_t q_heads, std::int64_t head_size, int kv_dtype,
-               std::int64_t threads) {
+               std::int64_t threads, std::optional<std::int64_t> sliding_window) {
   Problem p =
       AttendCall{q_address, q_dtype, q_stride_bytes, scale, m, l, acc, q_heads, threads}.problem(
           to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, kv_dtype));
+  if (sliding_window) {
+    require(*sliding_window > 0, "sliding_window must be positive");
+    p.sliding_window = std::min(*sliding_window, kUnbounded);
+  }
   const std::int64_t tokens = extent(m.shape(0));
   const std::int64_t rows = extent(row_query_begin.shape(0));
   require(extent(row_query_count.shape(0)) == rows && extent(row_first_position.shape(0)) == rows &&
@@ -257,7 +261,7 @@ NB_MODULE(_kernels, module) {
              nb::arg("row_block_end").noconvert(), nb::arg("block_base").noconvert(),
              nb::arg("block_position").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
              nb::arg("page_stride"), nb::arg("kv_heads"), nb::arg("q_heads"), nb::arg("head_size"),
-             nb::arg("kv_dtype"), nb::arg("threads"),
+             nb::arg("kv_dtype"), nb::arg("threads"), nb::arg("sliding_window") = nb::none(),
              "Attend ragged rows of queries to blocks of KV; updates the running softmax (m, l, "
              "acc) in place.");
   module.def("attend_pages", &py_attend_pages, nb::arg("q_address"), nb::arg("q_dtype"),

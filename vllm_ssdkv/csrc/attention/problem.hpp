@@ -12,6 +12,9 @@ enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 inline constexpr std::int64_t kMaxHeadSize = 256;
 
+// Stands for a sliding window that no context reaches.
+inline constexpr std::int64_t kUnbounded = std::int64_t{1} << 62;
+
 // One layer's part of a block: [kv_heads][groups] pages, `page_stride` bytes apart. A page is K
 // [page_tokens][head_size] followed at once by V of the same shape.
 struct PageLayout {
@@ -35,6 +38,8 @@ struct Problem {
   DType query_dtype;
   std::int64_t query_stride;
   float scale;
+  // Keys that a query sees at most, the newest, its own included; kUnbounded: all before it.
+  std::int64_t sliding_window = kUnbounded;
 
   float* maximum;      // [tokens][query_heads]
   float* denominator;  // [tokens][query_heads]

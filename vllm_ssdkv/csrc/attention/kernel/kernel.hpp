@@ -71,6 +71,7 @@ struct Work : TaskRows {
   float* maximum;      // [rows]
   float* denominator;
   std::int32_t* limit;  // position up to which a row sees keys
+  std::int32_t sliding_window;
   float* keys;          // [head_size][kKeys]
   float* values;        // [kKeys][width]
   float* logits;        // [kSpareRows][kKeys]
@@ -79,7 +80,9 @@ struct Work : TaskRows {
       : TaskRows(p, t),
         width(whole_vectors(head_size)),
         row_bytes(head_size * item_bytes(p.layout.dtype)),
-        direct(count <= kDirectRows && width == head_size) {
+        direct(count <= kDirectRows && width == head_size),
+        sliding_window(p.sliding_window < kNever ? static_cast<std::int32_t>(p.sliding_window)
+                                                 : kNever) {
     const auto take = [&scratch](std::int64_t items) {
       std::byte* part = scratch;
       scratch += part_bytes(items);
@@ -96,7 +99,9 @@ struct Work : TaskRows {
     logits = take(kSpareRows * kKeys);
   }
 
-  RowState state(std::int64_t row) const { return {maximum + row, denominator + row, limit + row}; }
+  RowState state(std::int64_t row) const {
+    return {maximum + row, denominator + row, limit + row, sliding_window};
+  }
 
   // Rows in the panel that starts at `row`. Panels of 4 and 6 (or 1, 2 and 4) cover any number with
   // at most one to spare.
@@ -248,7 +253,7 @@ void attend_shared(const Work& w) {
     for (std::int64_t row = 0; row < w.count;) {
       const int panel = w.panel_rows(row);
       const std::int64_t last = row + panel < w.count ? row + panel - 1 : w.count - 1;
-      if (tile.first <= w.limit[last]) {
+      if (tile.first <= w.limit[last] && tile.last > w.limit[row] - w.sliding_window) {
         if (panel == 4) shared_panel<4>(w, tile, ahead, lines, row);
         if (panel == 6) shared_panel<6>(w, tile, ahead, lines, row);
       }

@@ -90,32 +90,47 @@ struct RowState {
   float* maximum;
   float* denominator;
   const std::int32_t* limit;  // position up to which the row sees keys
+  std::int32_t window;        // and how many: none at limit - window or before
 };
 
 inline float exp_one(float x) { return exp_nonpositive(splat(x))[0]; }
+
+// Weights of a row that no key of a tile is visible to: -inf - -inf would not be a number.
+inline void sees_nothing(float* weights, float* correction) {
+  *correction = 1.0f;
+  std::memset(weights, 0, kKeys * sizeof(float));
+}
 
 template <int R>
 void softmax(const KeyTile& tile, const RowState& state, float* logits, float* correction) {
   constexpr int kVectors = kKeys / kLanes;
   for (int r = 0; r < R; ++r) {
     float* row = logits + r * kKeys;
-    if (tile.first > state.limit[r]) {  // sees nothing: -inf - -inf would not be a number
-      correction[r] = 1.0f;
-      std::memset(row, 0, kKeys * sizeof(float));
+    const std::int32_t newest = state.limit[r];
+    if (tile.first > newest) {
+      sees_nothing(row, correction + r);
       continue;
     }
-    if (tile.last > state.limit[r]) {
-      const IntVec limit = state.limit[r] - IntVec{};
+    const std::int32_t behind = newest - state.window;
+    const bool slides = tile.first <= behind;
+    if (slides || tile.last > newest || tile.count < kKeys) {
+      const IntVec limit = newest - IntVec{};
+      const IntVec floor = behind - IntVec{};
       for (int i = 0; i < kVectors; ++i) {
         IntVec position;
         std::memcpy(&position, tile.position + i * kLanes, sizeof(position));
-        write(row + i * kLanes, position > limit ? splat(-kInfinity) : read(row + i * kLanes));
+        const Vec logit = position > limit ? splat(-kInfinity) : read(row + i * kLanes);
+        write(row + i * kLanes, position > floor ? logit : splat(-kInfinity));
       }
     }
     Vec top = read(row);
     for (int i = 1; i < kVectors; ++i) top = max(top, read(row + i * kLanes));
     const float before = state.maximum[r];
     const float here = horizontal_max(top);
+    if (slides && here == -kInfinity) {
+      sees_nothing(row, correction + r);
+      continue;
+    }
     const float now = here > before ? here : before;
     const Vec shift = splat(now);
     Vec total = {};

@@ -14,17 +14,18 @@ constexpr std::int32_t kNever = 0x7fffffff;
 alignas(64) constexpr std::byte kZeroRow[kMaxHeadSize * sizeof(float)] = {};
 
 // Positions are relative to the first query of the row: query i sees the keys whose position is at
-// most i.
+// most i, and more than i less the sliding window.
 struct KeyTile {
   const std::byte* row[2 * kKeys];  // keys, then values
   alignas(64) std::int32_t position[kKeys];
   int count;
   std::int32_t first;  // smallest position
-  std::int32_t last;   // largest position; kNever if the tile is not full
+  std::int32_t last;   // largest position
 };
 
-// Walks the keys of a task that its last query sees, in the order of the block list. Keys after
-// that are never touched: they may not have been written.
+// Walks the keys of a task between the oldest that its first query sees and the newest that its last
+// one does, in the order of the block list. Keys after that are never touched: they may not have
+// been written.
 class TileReader {
  public:
   TileReader(const Problem& problem, const Task& task)
@@ -32,6 +33,7 @@ class TileReader {
         block_(task.block_begin),
         end_(task.block_end),
         origin_(problem.row_first_position[task.row]),
+        oldest_(task.query_begin - problem.sliding_window + 1),
         limit_(task.query_begin + task.query_count - 1) {
     const PageLayout& layout = problem.layout;
     entry_ = layout.head_size * item_bytes(layout.dtype);
@@ -54,7 +56,6 @@ class TileReader {
       }
     }
     if (tile.count == 0) return false;
-    if (tile.count < kKeys) tile.last = kNever;
     for (int k = tile.count; k < kKeys; ++k) {
       tile.row[k] = kZeroRow;
       tile.row[kKeys + k] = kZeroRow;
@@ -69,12 +70,12 @@ class TileReader {
     const PageLayout& layout = problem_.layout;
     for (; block_ < end_; ++block_) {
       const std::int64_t start = problem_.block_position[block_] - origin_;
-      if (start > limit_) continue;
+      if (start > limit_ || start + layout.block_tokens <= oldest_) continue;
       const std::int64_t seen = limit_ - start + 1;
       visible_ = seen < layout.block_tokens ? seen : layout.block_tokens;
       // Everything far behind is alike: visible.
       start_ = start < -(kNever / 2) ? -(kNever / 2) : start;
-      token_ = 0;
+      token_ = start < oldest_ ? oldest_ - start : 0;
       return;
     }
   }
@@ -126,6 +127,7 @@ class TileReader {
   std::int32_t block_;
   std::int32_t end_;
   std::int64_t origin_;
+  std::int64_t oldest_;  // relative position, as limit_
   std::int64_t limit_;
   std::int64_t entry_ = 0;
   std::int64_t head_offset_ = 0;
