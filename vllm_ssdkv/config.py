@@ -234,7 +234,8 @@ class SSDKVConfig(OptionModel):
         Field(
             ge=16,
             description="Newest tokens of a request that stay in HBM (page mode). A "
-            "multiple of page_tokens, and no less than vLLM's --block-size.",
+            "multiple of page_tokens, and no less than vLLM's --block-size and the sliding window "
+            "of the model's layers, where some have one.",
         ),
         Reason(
             "null: 1024, which is past what a chunk of prefill and most local attention reaches, "
