@@ -72,9 +72,9 @@ struct Work : TaskRows {
   float* denominator;
   std::int32_t* limit;  // position up to which a row sees keys
   std::int32_t sliding_window;
-  float* keys;          // [head_size][kKeys]
-  float* values;        // [kKeys][width]
-  float* logits;        // [kSpareRows][kKeys]
+  float* keys;    // [head_size][kKeys]
+  float* values;  // [kKeys][width]
+  float* logits;  // [kSpareRows][kKeys]
 
   Work(const Problem& p, const Task& t, std::byte* scratch)
       : TaskRows(p, t),

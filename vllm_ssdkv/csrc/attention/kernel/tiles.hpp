@@ -23,9 +23,9 @@ struct KeyTile {
   std::int32_t last;   // largest position
 };
 
-// Walks the keys of a task between the oldest that its first query sees and the newest that its last
-// one does, in the order of the block list. Keys after that are never touched: they may not have
-// been written.
+// Walks the keys of a task between the oldest that its first query sees and the newest that its
+// last one does, in the order of the block list. Keys after that are never touched: they may not
+// have been written.
 class TileReader {
  public:
   TileReader(const Problem& problem, const Task& task)
