@@ -46,12 +46,39 @@ def test_hashes_of_parts_of_blocks(configs: dict[str, VllmConfig]) -> None:
     assert "--prefix-match-unit 4 is not the size of a block (16)" in text
 
 
-def test_drafts_are_for_reuse_mode(configs: dict[str, VllmConfig]) -> None:
+@pytest.mark.parametrize(
+    ("method", "drafts", "options", "wanted"),
+    [
+        ("eagle", 3, {}, 'KV of a drafter: use the method "ngram"'),
+        ("ngram", 3, {"selector": "bounds"}, "selector 'bounds' chooses for a token at a time"),
+        ("ngram", 15, {"hbm_window_tokens": 16}, "with 15 drafts: raise it"),
+    ],
+)
+def test_drafts_that_page_mode_does_not_serve(
+    configs: dict[str, VllmConfig],
+    method: str,
+    drafts: int,
+    options: dict[str, object],
+    wanted: str,
+) -> None:
+    config = copy.deepcopy(configs["page"])
+    config.scheduler_config.async_scheduling = False
+    config.speculative_config = drafts_like("ngram")
+    check_engine(PAGE, config)
+    config.speculative_config = drafts_like(method, drafts)
+    page = SSDKVConfig.from_extra_config({"mode": "page", **options})
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(page, config)
+    assert wanted in str(caught.value)
+    check_engine(SSDKVConfig.from_extra_config({}), config)
+
+
+def test_drafts_of_steps_that_begin_nobody_knows_where(configs: dict[str, VllmConfig]) -> None:
     config = copy.deepcopy(configs["page"])
     config.speculative_config = drafts_like("ngram")
-    with pytest.raises(UnsupportedError, match="--speculative-config"):
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(UnsupportedError, match="need --no-async-scheduling"):
         check_engine(PAGE, config)
-    check_engine(SSDKVConfig.from_extra_config({}), config)
 
 
 def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig

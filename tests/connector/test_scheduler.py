@@ -189,6 +189,21 @@ def test_answers_are_right_with_drafts(model: Path, depth: int, method: str) -> 
     assert loaded > 0
 
 
+def test_answers_are_right_with_drafts_in_page_mode(model: Path) -> None:
+    """Blocks are stored a step later than they are computed, and still in time."""
+    config, right, loaded = engine_config(model, "page"), 0, 0
+    for seed in range(300, 300 + RUNS):
+        turmoil = Turmoil(config, seed, depth=1, faulty=True, drafts=drafts_like("ngram"))
+        try:
+            turmoil.play(60)
+        except StoreFailedError:
+            assert turmoil.lost
+        loaded += turmoil.loaded()
+        right += turmoil.run.accepted
+    assert right > 0
+    assert loaded > 0
+
+
 @pytest.mark.parametrize("drafts", [None, "eagle"])
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("windows", [(None, 40), (24, None, 3), (40,)])

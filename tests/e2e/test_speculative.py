@@ -1,5 +1,6 @@
-"""Reuse mode beside speculative decoding: stored blocks hold no draft that was rejected, and the
-drafter's own KV with the model's."""
+"""Speculative decoding: stored blocks hold no draft that was rejected, in mode reuse with the
+drafter's own KV beside the model's; in page mode one walk over the context serves all drafts of a
+step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.e2e.drafters import draft_model, eagle, ngram
 from tests.e2e.engine import Answer, Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
-from tests.e2e.workload import reuse_mode
+from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from vllm_ssdkv.cli.recall import MODEL_DIR, ask
 from vllm_ssdkv.errors import SSDKVError
 
 BLOCK = 32
@@ -175,20 +177,53 @@ def test_a_store_with_a_heads_layers_is_not_taken_for_one_without(
 
 
 def test_ngrams_share_the_store_of_an_engine_without(
-    models: dict[str, Path], devices: Devices, stock: Stock
+    engine: Engine, models: dict[str, Path], devices: Devices, stock: Stock
 ) -> None:
     """In processes of their own, as a user starts them."""
+    engine.close()
     batch = [prompt[:60] * 4 for prompt in PROMPTS]
     wanted, place = stock.answers("llama", batch), devices(2)
-    with Engine(models["llama"], ssdkv=reuse_mode(place), kv_tokens=KV_TOKENS) as engine:
-        check(engine.answers(batch), wanted, [0] * len(batch))
-        engine.settle()
+    with Engine(models["llama"], ssdkv=reuse_mode(place), kv_tokens=KV_TOKENS) as plain:
+        check(plain.answers(batch), wanted, [0] * len(batch))
+        plain.settle()
     with Engine(
         models["llama"],
         ssdkv=reuse_mode(place),
         kv_tokens=KV_TOKENS,
         in_process=False,
         speculative_config=ngram(),
-    ) as engine:
-        check(engine.answers(batch), wanted, hits(batch))
-        assert engine.metric("vllm:spec_decode_num_draft_tokens") > 0
+    ) as drafting:
+        check(drafting.answers(batch), wanted, hits(batch))
+        assert drafting.metric("vllm:spec_decode_num_draft_tokens") > 0
+
+
+def test_ngrams_in_page_mode_read_the_context_less_often(engine: Engine, devices: Devices) -> None:
+    """The model copies from its context: after a token or two it is known what comes."""
+    engine.close()
+    questions = [ask("copy", tokens, seed) for tokens in (2048, 3000) for seed in (1, 2)]
+    batch = [list(question.prompt) for question in questions]
+    most, block, window, chunk = len(questions[0].answer), 16, 64, 512
+    settings: dict[str, Any] = {
+        "kv_tokens": 4 * kv_tokens(window, chunk, block),
+        "dtype": "bfloat16",
+        "block_size": block,
+        "max_num_batched_tokens": chunk,
+        "max_model_len": 4096,
+    }
+    place, read = devices(2), []
+    for drafts in ({}, {"in_process": False, "speculative_config": ngram()}):
+        options = page_mode(place, window=window, dram="12MiB")
+        with Engine(MODEL_DIR, ssdkv=options, **settings, **drafts) as paged:
+            for turn in range(2):
+                before = paged.ssdkv("context_pages_streamed") if turn else 0
+                got = paged.answers(batch, most)
+                assert [a.tokens for a in got] == [q.answer for q in questions]
+                hit = [(len(p) - 1) // block * block for p in batch]
+                assert [a.cached for a in got] == (hit if turn or drafts else [0] * len(batch))
+            read.append(paged.ssdkv("context_pages_streamed") - before)
+            if drafts:
+                drafted = paged.metric("vllm:spec_decode_num_draft_tokens")
+                assert 0 < right(paged) <= drafted
+            else:
+                paged.settle()
+    assert read[1] < read[0] / 2

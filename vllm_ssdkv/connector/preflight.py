@@ -9,6 +9,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.speculation import problems_of_page_mode
 from vllm_ssdkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,12 +54,7 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
 def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reuse = 'use mode "reuse", which works with any attention'
-    problems = []
-    if vllm_config.speculative_config is not None:
-        problems.append(
-            "speculative decoding is not served in page mode: start without --speculative-config, "
-            'or use mode "reuse"'
-        )
+    problems = problems_of_page_mode(config, vllm_config)
     if model.use_mla:
         problems.append(f"the model uses MLA, which page mode does not serve: {reuse}")
     if model.is_mm_prefix_lm:

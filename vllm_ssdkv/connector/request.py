@@ -25,6 +25,7 @@ class RequestState:
         computed: Tokens computed when the steps scheduled so far have ended.
         slots: Page mode: slot of each completed block, pinned for the request.
         private: Page mode: block index to slot, for blocks whose hash is not known yet.
+        cut_off: Page mode: there was no slot for a block, so that those after it are not stored.
         reserved: Page mode: slots set aside for blocks still to come.
         hit: Blocks that were in HBM, or were loaded, when it began to compute.
         born: Step for which it was admitted; a preemption told later than that ended its
@@ -38,6 +39,7 @@ class RequestState:
     computed: int = 0
     slots: list[int] = field(default_factory=list)
     private: dict[int, int] = field(default_factory=dict)
+    cut_off: bool = False
     reserved: int = 0
     hit: int = 0
     born: int = 0

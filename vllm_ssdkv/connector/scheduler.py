@@ -301,20 +301,19 @@ class SSDKVScheduler:
         drafts = len(output.scheduled_spec_decode_tokens.get(state.request_id, ()))
         # Drafts read the context as so many tokens that are decoded do.
         self._shape += [(computed, 1)] * count if count == 1 + drafts else [(computed, count)]
+        final = self._speculation.final(after, state.request.num_tokens)
         if self._paged:
             asked, window = self.asked.of(state.request_id), self._config.window_tokens
             plan.rows.append(state.row(computed, count, self._block, window, asked))
-            self._save_paged(state, computed // self._block, after // self._block)
+            # A token that is still being sampled has its KV; a draft may be another one.
+            self._save_paged(state, (final if self._speculation.drafts else after) // self._block)
         else:
-            final = self._speculation.final(after, state.request.num_tokens)
             self._save_known(state, computed, final // self._block)
 
-    def _save_paged(self, state: RequestState, begin: int, end: int) -> None:
+    def _save_paged(self, state: RequestState, end: int) -> None:
         """Every completed block gets a slot: it will be read from there when the window leaves."""
-        if begin > len(state.slots):
-            return  # no slot was left for an earlier block: the request is being sent back
         begin = len(state.slots)
-        if begin >= end:
+        if begin >= end or state.cut_off:
             return
         keys = self._keys.to_store(state.request, end, begin)
         new: list[int] = []
@@ -333,6 +332,7 @@ class SSDKVScheduler:
                 try:
                     slot = int(self._index.allocate(1, reserved=reserved)[0])
                 except StoreFullError:  # as when a lost device took reserved slots with it
+                    state.cut_off = True
                     self._recomputations.send_back(state)
                     break
                 self._index.pin(np.array([slot], dtype=np.int64))

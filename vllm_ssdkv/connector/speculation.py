@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.config import SSDKVConfig
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -33,6 +35,11 @@ class Speculation:
     drops_last: bool = False
     not_final: int = 0
     step_blocks: int = 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether steps compute tokens that may turn out to be others."""
+        return self.step_blocks > 0
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, block_tokens: int) -> Speculation:
@@ -55,6 +62,37 @@ class Speculation:
         """How many tokens have their last KV when the steps scheduled so far have ended, of
         ``computed``, drafts among them, of which the first ``known`` are the request's."""
         return max(0, min(computed, known) - self.not_final)
+
+
+def problems_of_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
+    """What keeps these drafts from page mode, each with its way out.
+
+    One walk over the context serves all drafts of a step. What is stored lags behind what is
+    computed by the drafts of a step, so a window has to hold these; the scheduler has to know where
+    a step begins, which it does not before the drafts of the step before are accepted or not.
+    """
+    drafts = vllm_config.speculative_config
+    if drafts is None:
+        return []
+    problems = []
+    if drafts.uses_draft_kv_cache():
+        problems.append(
+            f"drafts by {drafts.method} are not served in page mode, which has no place for KV of "
+            'a drafter: use the method "ngram", or mode "reuse"'
+        )
+    if config.selector != "exact":
+        problems.append(
+            f"selector {config.selector!r} chooses for a token at a time: start without "
+            '--speculative-config, or use selector "exact"'
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        problems.append("drafts in page mode need --no-async-scheduling")
+    if config.window_tokens <= vllm_config.num_speculative_tokens + 1:
+        problems.append(
+            f"hbm_window_tokens ({config.window_tokens}) is no more than the tokens of a step with "
+            f"{vllm_config.num_speculative_tokens} drafts: raise it"
+        )
+    return problems
 
 
 NO_SPECULATION = Speculation()
