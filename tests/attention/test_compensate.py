@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.blocks import PartialState
-from vllm_ssdkv.attention.compensate import compensate, mix_on_device
+from vllm_ssdkv.attention.compensate import beside_sinks, compensate, mix_on_device
 
 TOKENS = 6
 
@@ -68,3 +68,31 @@ def test_the_native_call_stays_within_the_state() -> None:
     for token in (-1, TOKENS):
         with pytest.raises(ValueError, match="outside"):
             _kernels.compensate(state.l.numpy(), state.acc.numpy(), np.array([token]), alpha, mean)
+
+
+@pytest.mark.parametrize("logit", [-50.0, 0.0, 3.0, 30.0])
+def test_a_sink_is_no_token_that_is_missing(logit: float) -> None:
+    """Of 40 keys 10 are attended to, beside a sink. By their true masses."""
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 40, generator=draw, dtype=torch.float64) * 2
+    values = torch.randn(40, 8, generator=draw, dtype=torch.float64)
+    sinks = torch.tensor([logit, logit - 1], dtype=torch.float64)
+    weights, sink = logits.exp(), sinks.exp()
+    some, everything = weights[:, :10].sum(1), weights.sum(1)
+    alpha = (some + sink) / (everything + sink)
+    attended = weights[:, :10] @ values[:10] / (some + sink)[:, None]
+    wanted = alpha[:, None] * attended + (1 - alpha)[:, None] * values.mean(0)
+
+    top = torch.maximum(logits[:, :10].amax(1), sinks)
+    scaled = (logits[:, :10] - top[:, None]).exp()
+    state = PartialState(
+        top[None].float(),
+        (scaled.sum(1) + (sinks - top).exp())[None].float(),
+        (scaled @ values[:10])[None].float(),
+    )
+    row = torch.tensor([0])
+    share = beside_sinks((some / everything)[None].float(), state, row, sinks)
+    compensate(state, row, share, values.mean(0)[None, None].float())
+    torch.testing.assert_close(
+        (state.acc / state.l[..., None])[0].double(), wanted, atol=1e-5, rtol=1e-5
+    )

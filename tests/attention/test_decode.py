@@ -86,6 +86,7 @@ class Rows:
         guesses: ReadAhead | None = None,
         kept: KeptSelections | None = None,
         later: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, SparseDecode]:
         """Output of a layer for the rows' last tokens, or so many (of zeros) ``later``; by bounds
         unless told otherwise, or by a selector of each row."""
@@ -100,7 +101,7 @@ class Rows:
             np.arange(len(LENGTHS)),
             BLOCK,
         )
-        state = PartialState.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE, CPU)
+        state = PartialState.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE, CPU, sinks)
         source = BlockSource.of_cache(self.caches[layer], batch.window_ids, batch.window_position)
         kernels.attend(queries, state, batch.window, source, layout=LAYOUT, scale=SCALE)
         selector = selector or BoundsSelector(budget, PAGE, CpuScoringKernels())
@@ -123,7 +124,7 @@ class Rows:
         page_kernels = select_page_kernels(CPU)
         cache = self.caches[layer]
         value = newest_values(cache, LAYOUT, batch)
-        decode.attend(page_kernels, clock, layer, queries, value, state, batch, cache, SCALE)
+        decode.attend(page_kernels, clock, layer, queries, value, state, batch, cache, SCALE, sinks)
         out = torch.empty_like(state.acc)
         kernels.finish(state, out)
         return out, decode
@@ -512,6 +513,17 @@ def test_sparf_with_all_channels_and_tokens_is_dense(
         selector = sparf(budget, HEAD_SIZE, granularity)
         out, _ = rows.attend(chosen, budget, layer, queries, selector)
         torch.testing.assert_close(out.double(), dense(rows, layer, queries), atol=1e-5, rtol=1e-5)
+    chosen.close()
+
+
+def test_next_to_a_large_sink_the_mean_counts_for_nothing(make_rows: Callable[..., Rows]) -> None:
+    rows, budget = make_rows(geometry=CHANNELS), Budget(share=0.4)
+    chosen = choose(rows)
+    for sink, least, most in ((-1e4, 0.05, 9.0), (60.0, 0.0, 1e-5)):
+        sinks = torch.full((QUERY_HEADS,), sink)
+        selector = sparf(budget, 8, "page")
+        out, _ = rows.attend(chosen, budget, 0, queries_of(0), selector, sinks=sinks)
+        assert least <= float(out.abs().max()) <= most
     chosen.close()
 
 

@@ -14,7 +14,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 
 from tests.connector.simulation import drafts_like
 from tests.messages import entry_for
-from vllm_ssdkv.attention.backend import _is_given, _tiered
+from vllm_ssdkv.attention import backend
+from vllm_ssdkv.attention.backend import PagedAttentionImpl, _is_given, _tiered
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.model import attention_spec
 from vllm_ssdkv.connector.preflight import check_engine
@@ -49,7 +50,8 @@ def test_hashes_of_parts_of_blocks(configs: dict[str, VllmConfig]) -> None:
 @pytest.mark.parametrize(
     ("method", "drafts", "options", "wanted"),
     [
-        ("eagle", 3, {}, 'KV of a drafter: use the method "ngram"'),
+        ("eagle", 3, {}, 'drafts by eagle are not served in page mode: use the method "ngram"'),
+        ("ngram_gpu", 3, {}, "drafts by ngram_gpu are not served"),
         ("ngram", 3, {"selector": "bounds"}, "selector 'bounds' chooses for a token at a time"),
         ("ngram", 15, {"hbm_window_tokens": 16}, "with 15 drafts: raise it"),
     ],
@@ -62,7 +64,6 @@ def test_drafts_that_page_mode_does_not_serve(
     wanted: str,
 ) -> None:
     config = copy.deepcopy(configs["page"])
-    config.scheduler_config.async_scheduling = False
     config.speculative_config = drafts_like("ngram")
     check_engine(PAGE, config)
     config.speculative_config = drafts_like(method, drafts)
@@ -71,14 +72,6 @@ def test_drafts_that_page_mode_does_not_serve(
         check_engine(page, config)
     assert wanted in str(caught.value)
     check_engine(SSDKVConfig.from_extra_config({}), config)
-
-
-def test_drafts_of_steps_that_begin_nobody_knows_where(configs: dict[str, VllmConfig]) -> None:
-    config = copy.deepcopy(configs["page"])
-    config.speculative_config = drafts_like("ngram")
-    config.scheduler_config.async_scheduling = True
-    with pytest.raises(UnsupportedError, match="need --no-async-scheduling"):
-        check_engine(PAGE, config)
 
 
 def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig
@@ -130,6 +123,41 @@ def test_specs_that_are_derived_from_full_attention() -> None:
     assert _tiered(SPEC, PAGE).block_size == 16
     with pytest.raises(UnsupportedError, match="Special"):
         _tiered(Special(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32), PAGE)
+
+
+def test_attention_that_is_not_causal_in_page_mode() -> None:
+    with pytest.raises(UnsupportedError, match="not causal"):
+        _tiered(replace(SPEC, non_causal=True), PAGE)
+
+
+def test_layers_of_equal_bytes_that_are_not_alike() -> None:
+    """Page mode looks into blocks."""
+    specs = [SPEC, replace(SPEC, num_kv_heads=1, head_size=16, head_size_v=16)]
+    assert specs[0].page_size_bytes == specs[1].page_size_bytes
+    both = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs=dict(zip("ab", specs, strict=True))
+    )
+    assert attention_spec(groups(both)) == SPEC
+    tiered = {name: _tiered(spec, PAGE) for name, spec in both.kv_cache_specs.items()}
+    with pytest.raises(UnsupportedError, match="several sizes"):
+        attention_spec(groups(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=tiered)))
+
+
+def test_a_sliding_window_larger_than_that_in_hbm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "page_config", lambda: PAGE)
+    PagedAttentionImpl(4, 8, 1.0, 2, sliding_window=64)
+    with pytest.raises(UnsupportedError, match=r"of 65 tokens, .* is 64: set it to 80 or more"):
+        PagedAttentionImpl(4, 8, 1.0, 2, sliding_window=65)
+
+
+def test_models_whose_attention_page_mode_does_not_compute(
+    configs: dict[str, VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = refusal(configs["page"], model_config__is_mm_prefix_lm=True)
+    assert '--language-model-only, or use mode "reuse"' in text
+    model = type(configs["page"].model_config)
+    monkeypatch.setattr(model, "architectures", ["IQuestLoopCoderForCausalLM"])
+    assert "IQuestLoopCoderForCausalLM attends to a layer's KV several" in refusal(configs["page"])
 
 
 def test_a_tensor_is_a_feature_whatever_it_holds() -> None:

@@ -11,15 +11,18 @@ import inspect
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config.speculative import EagleModelTypes, NgramGPUTypes
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
@@ -37,7 +40,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_ssdkv import plugin
-from vllm_ssdkv.attention.backend import PagedAttentionImpl, SSDKVCPUBackend
+from vllm_ssdkv.attention.backend import PagedAttentionImpl, SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec, TieredManager, register_spec
 from vllm_ssdkv.connector.connector import SSDKVConnector
 
@@ -350,6 +353,44 @@ def test_speculative_decoding_says_what_we_ask_it() -> None:
         "num_prefill_lookahead_tokens",
     ):
         assert isinstance(inspect.getattr_static(VllmConfig, name), property)
+
+
+def test_with_ngrams_no_step_is_scheduled_ahead() -> None:
+    """Page mode's plan says where a step begins."""
+    source = inspect.getsource(VllmConfig)
+    off = source.split("scheduler_config.async_scheduling is None:")[1].split(
+        "async_scheduling = True"
+    )
+    assert "self.speculative_config.method not in get_args(EagleModelTypes)" in off[0]
+    assert "self.speculative_config.method not in get_args(NgramGPUTypes)" in off[0]
+    assert "ngram" not in get_args(EagleModelTypes) + get_args(NgramGPUTypes)
+
+
+def test_the_modules_of_layers_tell_their_sliding_windows() -> None:
+    """Those that the forward pass knows by the names of KV cache groups."""
+    source = inspect.getsource(Attention.__init__)
+    assert "self.sliding_window = sliding_window" in source
+    assert "compilation_config.static_forward_context[prefix] = self" in source
+
+
+def test_models_with_windows_and_sinks_are_let_through_to_our_backend() -> None:
+    """On CUDA vLLM asks the backend; on the CPU nobody does."""
+    arguments: dict[str, Any] = {
+        "head_size": 64,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": BLOCK,
+        "use_mla": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+        "use_kv_connector": True,
+    }
+    asked = {"has_sink": True, "has_sliding_window": True}
+    assert SSDKVBackend.validate_configuration(**arguments, **asked) == []
+    assert SSDKVBackend.validate_configuration(**{**arguments, "use_mm_prefix": True}, **asked)
 
 
 def test_our_attention_refuses_what_it_does_not_compute() -> None:

@@ -143,9 +143,10 @@ class PagedAttentionImpl(AttentionImpl):
         config = page_config()
         if config is not None and (sliding_window or 0) > config.window_tokens:
             # What a sliding window reaches is in HBM whole, so that such layers read nothing.
+            least = -(-(sliding_window or 0) // config.page_tokens) * config.page_tokens
             raise UnsupportedError(
                 f"the model has layers with a sliding window of {sliding_window} tokens, and "
-                f"hbm_window_tokens is {config.window_tokens}: set it to {sliding_window} or more"
+                f"hbm_window_tokens is {config.window_tokens}: set it to {least} or more"
             )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -204,7 +205,7 @@ class PagedAttentionImpl(AttentionImpl):
             worker.context_layout,
             self.scale,
             step.clock,
-            step.choosing(layer.layer_name, queries, values, rows, cache, self.scale),
+            step.choosing(layer.layer_name, queries, values, rows, cache, self.scale, self.sinks),
             self.sliding_window,
             self.sinks,
         )
@@ -246,6 +247,8 @@ def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
         raise UnsupportedError(
             f'page mode cannot serve a layer with {type(spec).__name__}; use mode "reuse"'
         )
+    if getattr(spec, "non_causal", False):
+        raise UnsupportedError("page mode cannot serve a layer whose attention is not causal")
     return TieredAttentionSpec.like(spec, config.window_tokens)
 
 
@@ -272,6 +275,11 @@ class SSDKVBackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         """Layers may have attention sinks."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Layers may have sliding windows."""
         return True
 
     @classmethod

@@ -53,3 +53,20 @@ def mix_on_device(
     mean = mean_value.repeat_interleave(alpha.shape[1] // mean_value.shape[1], dim=1)
     rest = ((1 - alpha) * state.l[query_token])[..., None]
     state.acc[query_token] = alpha[..., None] * state.acc[query_token] + rest * mean
+
+
+def beside_sinks(
+    alpha: torch.Tensor, state: PartialState, query_token: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Mass of the attended tokens and the attention sink together, of which ``alpha`` [R, q_heads]
+    is the attended tokens' among all tokens: a sink has no value that could be missing.
+
+    Args:
+        alpha, query_token: As in :func:`compensate`.
+        state: It began with the sinks, and all attended keys are folded in.
+        sinks: Logits of the heads' sinks, [q_heads].
+    """
+    total = state.l[query_token]
+    sink = torch.exp(sinks.to(total.device, torch.float32) - state.m[query_token])
+    attended = (total - sink).clamp(min=0)
+    return total / (attended / alpha + sink)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, on_host
 from vllm_ssdkv.attention.clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, AttentionClock
-from vllm_ssdkv.attention.compensate import compensate
+from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.deviation import Compared, Deviation
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.guesses import Guesses, ReadAhead
@@ -143,6 +143,7 @@ class SparseDecode:
         batch: RowBatch,
         cache: torch.Tensor,
         scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Fold the chosen pages of a layer into ``state``; blocks until they have arrived.
 
@@ -156,6 +157,7 @@ class SparseDecode:
             batch: The step's rows; those that choose have one query.
             cache: The layer's blocks in HBM, [num_blocks, ...].
             scale: Of the logits.
+            sinks: Logits of the heads' attention sinks, [Hq], which ``state`` has seen.
         """
         now = self._now(batch, query.device)
         alive = now.alive
@@ -200,6 +202,8 @@ class SparseDecode:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
+            if sinks is not None:
+                alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))
             clock.lap(MERGE)
         if self._deviation is not None and window is not None:

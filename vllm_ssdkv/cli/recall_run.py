@@ -71,6 +71,7 @@ class RecallRun:
         profile: Whether Python's own time while decoding is told: its share in the first half of
             the steps, and function by function in the others, at the price of a slower Python.
         longest: Contexts that the engine must be able to serve, beside those of ``batches``.
+        drafts: Tokens that n-grams draft in a step; 0: there is no speculative decoding.
         compare_every: Attention is compared with exact attention in every so manieth step in which
             tokens are decoded; 0: never.
     """
@@ -85,6 +86,7 @@ class RecallRun:
     throttle: tuple[dict[str, object], ...] = ()
     profile: bool = False
     longest: int = 0
+    drafts: int = 0
     compare_every: int = 0
 
     @classmethod
@@ -104,7 +106,13 @@ class RecallRun:
         rows = max(len(batch.tasks) * batch.count for batch in self.batches)
         longest = max(self.longest, *(batch.context for batch in self.batches)) + 8 * BLOCK_TOKENS
         held = self.window + CHUNK + 2 * BLOCK_TOKENS
+        speculation: dict[str, object] = {}
+        if self.drafts:
+            ngrams = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            method = {"method": "ngram", "num_speculative_tokens": self.drafts, **ngrams}
+            speculation = {"speculative_config": method}
         return {
+            **speculation,
             "model": str(recall.MODEL_DIR),
             "dtype": DTYPE,
             "max_model_len": longest,

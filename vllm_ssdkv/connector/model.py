@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
@@ -97,7 +98,11 @@ def _group_spec(spec: KVCacheSpec) -> AttentionSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs = list(spec.kv_cache_specs.values())
         spec = specs[0]
-        if any(one.page_size_bytes != spec.page_size_bytes for one in specs):
+        # Whole blocks are bytes; page mode looks into them.
+        paged = isinstance(spec, TieredAttentionSpec)
+        if any(
+            one != spec if paged else one.page_size_bytes != spec.page_size_bytes for one in specs
+        ):
             raise UnsupportedError(
                 "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
                 "layers are alike"
@@ -128,6 +133,11 @@ def kv_layout(
     layers = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
     names = max(layers, key=len)
     if config.mode == "page":
+        if spec.head_size_v != spec.head_size:
+            raise UnsupportedError(
+                f"the model's heads have {spec.head_size} channels of K and {spec.head_size_v} of "
+                'V; page mode serves as many of each: use mode "reuse"'
+            )
         if spec.block_size % config.page_tokens:
             raise UnsupportedError(
                 f"--block-size {spec.block_size} is not a multiple of page_tokens "

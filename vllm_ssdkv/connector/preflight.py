@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOPING = {"IQuestLoopCoderForCausalLM"}
+"""Architectures that page mode's walk over a context, one layer after the other, does not fit."""
+
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -60,8 +63,11 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
     if model.is_mm_prefix_lm:
         problems.append(
             "tokens of an image attend to those behind them, which page mode does not compute: "
-            "start with --language-model-only"
+            f"start with --language-model-only, or {reuse}"
         )
+    looping = sorted(_LOOPING & set(model.architectures))
+    if looping:
+        problems.append(f"{looping[0]} attends to a layer's KV several times in a step: {reuse}")
     if model.is_hybrid or model.is_attention_free:
         problems.append("the model has Mamba or linear-attention layers: use a pure transformer")
     if cache.cache_dtype != "auto":

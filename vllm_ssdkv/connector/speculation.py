@@ -68,25 +68,23 @@ def problems_of_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[
     """What keeps these drafts from page mode, each with its way out.
 
     One walk over the context serves all drafts of a step. What is stored lags behind what is
-    computed by the drafts of a step, so a window has to hold these; the scheduler has to know where
-    a step begins, which it does not before the drafts of the step before are accepted or not.
+    computed by the drafts of a step, so a window has to hold these. The scheduler has to know where
+    a step begins: with n-grams from the CPU vLLM never schedules ahead.
     """
     drafts = vllm_config.speculative_config
     if drafts is None:
         return []
     problems = []
-    if drafts.uses_draft_kv_cache():
+    if drafts.method != "ngram":
         problems.append(
-            f"drafts by {drafts.method} are not served in page mode, which has no place for KV of "
-            'a drafter: use the method "ngram", or mode "reuse"'
+            f'drafts by {drafts.method} are not served in page mode: use the method "ngram", or '
+            'mode "reuse"'
         )
     if config.selector != "exact":
         problems.append(
             f"selector {config.selector!r} chooses for a token at a time: start without "
             '--speculative-config, or use selector "exact"'
         )
-    if vllm_config.scheduler_config.async_scheduling:
-        problems.append("drafts in page mode need --no-async-scheduling")
     if config.window_tokens <= vllm_config.num_speculative_tokens + 1:
         problems.append(
             f"hbm_window_tokens ({config.window_tokens}) is no more than the tokens of a step with "

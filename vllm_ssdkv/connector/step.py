@@ -57,7 +57,7 @@ class PagedStep:
         contexts = []
         self._hopeless: set[int] = set()
         for i, row in enumerate(self._rows):
-            context = store.context(row.request_id, row.hbm_start)
+            context = store.context(row.request_id, row.hbm_start) if context_layers else none
             if row.request_id in poisoned or context is None:
                 self._hopeless.add(i)
                 context = none
@@ -111,6 +111,7 @@ class PagedStep:
         batch: RowBatch,
         cache: torch.Tensor,
         scale: float,
+        sinks: torch.Tensor | None,
     ) -> Callable[[PartialState], None] | None:
         """Folds the layer's chosen pages into a state that has seen the window; None: nobody
         chooses. ``value``: V of the same tokens, [T, Hkv, D]; the others as in ``attend_exact``."""
@@ -120,7 +121,9 @@ class PagedStep:
 
         def fold(state: PartialState) -> None:
             kernels = select_page_kernels(query.device)
-            decode.attend(kernels, self.clock, layer, query, value, state, batch, cache, scale)
+            decode.attend(
+                kernels, self.clock, layer, query, value, state, batch, cache, scale, sinks
+            )
 
         return fold
 
