@@ -95,8 +95,8 @@ def drafts_like(method: str, count: int = 3) -> SpeculativeConfig:
     return drafts
 
 
-def specs(windows: Sequence[int | None], *, paged: bool) -> list[AttentionSpec]:
-    """What vLLM knows of the layers of each group."""
+def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[AttentionSpec]:
+    """What vLLM knows of the layers of each group; in page mode so many tokens are ``in_hbm``."""
     shape: Any = {
         "block_size": BLOCK,
         "num_kv_heads": 1,
@@ -104,8 +104,8 @@ def specs(windows: Sequence[int | None], *, paged: bool) -> list[AttentionSpec]:
         "dtype": torch.float32,
     }
     full = FullAttentionSpec(**shape)
-    if paged:
-        return [TieredAttentionSpec.like(full, WINDOW)]
+    if in_hbm is not None:
+        return [TieredAttentionSpec.like(full, in_hbm)]
     return [full if w is None else SlidingWindowSpec(**shape, sliding_window=w) for w in windows]
 
 
@@ -210,7 +210,9 @@ class Simulation:
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
         groups = [
             KVCacheGroupSpec([f"layer{g}"], spec)
-            for g, spec in enumerate(specs(windows, paged=self.paged))
+            for g, spec in enumerate(
+                specs(windows, extra["hbm_window_tokens"] if self.paged else None)
+            )
         ]
         with mock.patch.object(startup, "open_scheduler", return_value=self.ours):
             self.scheduler = (AsyncScheduler if depth > 1 else Scheduler)(
@@ -239,10 +241,14 @@ class Simulation:
         self.preempted = 0
         self.accepted = 0
         """Drafts that were right."""
+        self.right = 0.6
+        """How often one is."""
         self.plans: list[SSDKVMetadata] = []
         self._known: dict[str, int] = {}
         self._decoding: set[str] = set()
         self._guesses = random.Random(0)
+        # With drafts vLLM asks for results before it ends a step, which page mode then does itself.
+        self._ends_late = drafts is not None and not self.paged
         self._depth = depth
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._aggregator = KVOutputAggregator(ranks)
@@ -388,6 +394,7 @@ class Simulation:
                 self.accepted += len(sampled[-1]) - 1
         seconds = output.total_num_scheduled_tokens * self.pace.token_s
         self.pace.now += seconds
+        outputs = [rank.output() for rank in self.ranks] if self._ends_late else []
         for rank, slots in zip(self.ranks, spoiled, strict=True):
             rank.end(plan, self.hbm, slots)
             if plan.timed and seconds:
@@ -398,9 +405,9 @@ class Simulation:
                 names,
                 {name: i for i, name in enumerate(names)},
                 sampled,
-                kv_connector_output=rank.output(),
+                kv_connector_output=told,
             )
-            for rank in self.ranks
+            for told in outputs or [rank.output() for rank in self.ranks]
         ]
         joined = self._aggregator.aggregate(list(results))
         assert joined is not None
@@ -414,10 +421,10 @@ class Simulation:
         return drafts
 
     def _guess(self, name: str) -> list[int]:
-        """What may follow the request's tokens, in which every other guess is right."""
+        """What may follow the request's tokens."""
         count = self.scheduler.num_spec_tokens
         right = answer(self.tokens[name], count)
-        return [token if self._guesses.random() < 0.6 else 1 for token in right]
+        return [token if self._guesses.random() < self.right else 1 for token in right]
 
     def _compute(self, name: str, start: int, right: Symbols, row: Row) -> bool:
         """Attend and write KV, ``right`` from ``start`` on; whether every rank could read the

@@ -23,7 +23,9 @@ def request(adapter: Path | None = None, *, again: bool = False, name: str = "r"
     lora = None
     if adapter is not None:
         lora = LoRARequest("an adapter", 1, str(adapter), load_inplace=again)
-    found = SimpleNamespace(request_id=name, block_hashes=HASHES, lora_request=lora)
+    found = SimpleNamespace(
+        request_id=name, block_hashes=HASHES, lora_request=lora, resumable=False
+    )
     return cast(Request, found)
 
 
@@ -110,3 +112,19 @@ def test_a_file_that_somebody_is_about(adapter: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model, "_adapter_files", lambda root: listed)
     ((name, *_),) = model.adapter_version(str(adapter))
     assert name == "adapter_model.bin"
+
+
+def test_what_a_session_computes_with_drafts_is_its_own() -> None:
+    """A turn that ends among accepted drafts leaves their KV where the next input's belongs."""
+    once, session = request(), request(name="s")
+    session.resumable = True
+    assert BlockKeys().to_store(session, 5, 0) == HASHES
+    keys = BlockKeys(drafts=True)
+    assert keys.to_store(once, 5, 0) == HASHES
+    stored = keys.to_store(session, 5, 0)
+    assert not set(stored) & set(HASHES)
+    assert keys.to_store(session, 5, 2) == stored[2:]
+    assert keys.of(session) == HASHES
+    keys.forget("s")
+    assert not keys
+    assert not set(keys.to_store(session, 5, 0)) & set(stored)

@@ -53,7 +53,7 @@ def test_hashes_of_parts_of_blocks(configs: dict[str, VllmConfig]) -> None:
         ("eagle", 3, {}, 'drafts by eagle are not served in page mode: use the method "ngram"'),
         ("ngram_gpu", 3, {}, "drafts by ngram_gpu are not served"),
         ("ngram", 3, {"selector": "bounds"}, "selector 'bounds' chooses for a token at a time"),
-        ("ngram", 15, {"hbm_window_tokens": 16}, "with 15 drafts: raise it"),
+        ("ngram", 16, {"hbm_window_tokens": 16}, "with 16 drafts: raise it"),
     ],
 )
 def test_drafts_that_page_mode_does_not_serve(

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 
-from tests.connector.rank import Pace
+from tests.connector.rank import BLOCK, Pace, Rank
 from tests.connector.simulation import Simulation, drafts_like, engine_config
 from tests.e2e.models import make_llama
+from vllm_ssdkv.connector.messages import Row
 from vllm_ssdkv.errors import StoreFailedError
 
 RUNS = 25
@@ -190,7 +191,7 @@ def test_answers_are_right_with_drafts(model: Path, depth: int, method: str) -> 
 
 
 def test_answers_are_right_with_drafts_in_page_mode(model: Path) -> None:
-    """Blocks are stored a step later than they are computed, and still in time."""
+    """Blocks are stored a step later than they are computed."""
     config, right, loaded = engine_config(model, "page"), 0, 0
     for seed in range(300, 300 + RUNS):
         turmoil = Turmoil(config, seed, depth=1, faulty=True, drafts=drafts_like("ngram"))
@@ -202,6 +203,22 @@ def test_answers_are_right_with_drafts_in_page_mode(model: Path) -> None:
         right += turmoil.run.accepted
     assert right > 0
     assert loaded > 0
+
+
+def test_blocks_with_drafts_are_stored_before_they_leave_the_least_window(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poison(self: Rank, row: Row) -> set[int]:
+        raise AssertionError(f"a context has a hole, without a fault: {row}")
+
+    monkeypatch.setattr(Rank, "poison", poison)
+    config = engine_config(model, "page", hbm_window_tokens=BLOCK)
+    for seed in range(RUNS):
+        drafts = drafts_like("ngram", BLOCK - 1)
+        turmoil = Turmoil(config, seed, depth=1, faulty=False, drafts=drafts)
+        turmoil.run.right = 0.98
+        turmoil.play(60)
+        turmoil.loaded()
 
 
 @pytest.mark.parametrize("drafts", [None, "eagle"])

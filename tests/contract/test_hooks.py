@@ -178,7 +178,10 @@ def test_no_block_is_enough_for_a_request_that_is_sent_back(manager: TieredManag
         "num_tokens_main_model": BLOCK,
     }
     assert manager.get_num_blocks_to_allocate("r", **question) == 1
-    manager.send_back.add("r")
+    request = MagicMock(status=RequestStatus.WAITING)
+    manager.send_back["r"] = request
+    assert manager.get_num_blocks_to_allocate("r", **question) == 1  # a session's next turn
+    request.status = RequestStatus.RUNNING
     assert manager.get_num_blocks_to_allocate("r", **question) > manager.block_pool.num_gpu_blocks
     manager.free("r")
     assert manager.get_num_blocks_to_allocate("r", **question) == 1

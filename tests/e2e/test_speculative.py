@@ -4,6 +4,7 @@ step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.e2e.engine import Answer, Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.faults import set_faults
 from vllm_ssdkv.cli.recall import MODEL_DIR, ask
 from vllm_ssdkv.errors import SSDKVError
 
@@ -197,11 +199,13 @@ def test_ngrams_share_the_store_of_an_engine_without(
         assert drafting.metric("vllm:spec_decode_num_draft_tokens") > 0
 
 
-def test_ngrams_in_page_mode_read_the_context_less_often(engine: Engine, devices: Devices) -> None:
+def test_ngrams_in_page_mode_read_the_context_less_often(
+    engine: Engine, devices: Devices, tmp_path: Path
+) -> None:
     """The model copies from its context: after a token or two it is known what comes."""
     engine.close()
     questions = [ask("copy", tokens, seed) for tokens in (2048, 3000) for seed in (1, 2)]
-    batch = [list(question.prompt) for question in questions]
+    batch, wanted = [list(q.prompt) for q in questions], [q.answer for q in questions]
     most, block, window, chunk = len(questions[0].answer), 16, 64, 512
     settings: dict[str, Any] = {
         "kv_tokens": 4 * kv_tokens(window, chunk, block),
@@ -210,20 +214,29 @@ def test_ngrams_in_page_mode_read_the_context_less_often(engine: Engine, devices
         "max_num_batched_tokens": chunk,
         "max_model_len": 4096,
     }
-    place, read = devices(2), []
+    place, read, control = devices(2), [], tmp_path / "faults.json"
+    set_faults(control)
+    io = {"staging": "4MiB", "fault_file": str(control)}
     for drafts in ({}, {"in_process": False, "speculative_config": ngram()}):
-        options = page_mode(place, window=window, dram="12MiB")
+        options = page_mode(place, window=window, dram="12MiB", io=io)
         with Engine(MODEL_DIR, ssdkv=options, **settings, **drafts) as paged:
             for turn in range(2):
                 before = paged.ssdkv("context_pages_streamed") if turn else 0
                 got = paged.answers(batch, most)
-                assert [a.tokens for a in got] == [q.answer for q in questions]
+                assert [a.tokens for a in got] == wanted
                 hit = [(len(p) - 1) // block * block for p in batch]
                 assert [a.cached for a in got] == (hit if turn or drafts else [0] * len(batch))
             read.append(paged.ssdkv("context_pages_streamed") - before)
             if drafts:
                 drafted = paged.metric("vllm:spec_decode_num_draft_tokens")
                 assert 0 < right(paged) <= drafted
+                # What a step samples from a context that it could not read goes to nobody.
+                set_faults(control, {"kind": "dead", "device": 0, "after": 250})
+                assert [a.tokens for a in paged.answers(batch, most)] == wanted
+                for _ in range(20):  # metrics come once a second, with steps
+                    time.sleep(0.25)
+                    paged.answers(batch[:1], 1)
+                assert paged.ssdkv("recomputed_requests", cause="context") > 0
             else:
                 paged.settle()
     assert read[1] < read[0] / 2

@@ -21,7 +21,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 UNALLOCATABLE = 1 << 40
 
@@ -34,9 +34,10 @@ class TieredManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: SlidingWindowSpec, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own signature, passed through
         super().__init__(kv_cache_spec, **kwargs)
-        self.send_back: set[str] = set()
-        """Running requests to preempt: their context could not be read. No block is ever enough
-        for them, which makes the scheduler preempt them at their next turn."""
+        self.send_back: dict[str, Request] = {}
+        """Requests to preempt: their context could not be read. While they run no block is ever
+        enough for them, which makes the scheduler preempt them at their next turn. Sessions that
+        wait for more input cannot be preempted, and must not be kept from running."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -73,7 +74,8 @@ class TieredManager(SlidingWindowManager):
         of its table off the cap on what it holds in HBM at a time, null blocks behind the window
         included. With loads admitted on that ground nobody may be left who can go on.
         """
-        if request_id in self.send_back:
+        leaving = self.send_back.get(request_id)
+        if leaving is not None and leaving.status == RequestStatus.RUNNING:
             return UNALLOCATABLE
         blocks: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -99,7 +101,7 @@ class TieredManager(SlidingWindowManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """The request's blocks, on their way to the pool; a request sent back has now left."""
-        self.send_back.discard(request_id)
+        self.send_back.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 

@@ -62,6 +62,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler: SSDKVScheduler | None = None
         self._worker: SSDKVWorker | None = None
+        self._ended: SSDKVMetadata | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = startup.open_scheduler(self.config, vllm_config, kv_cache_config)
         else:
@@ -187,10 +188,21 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The forward pass is over: completed blocks are copied to DRAM, I/O is started."""
-        self.worker.end(self._plan())
+        self._end_step()
+
+    def _end_step(self) -> None:
+        plan = self._plan()
+        if plan is not self._ended:
+            self._ended = plan
+            self.worker.end(plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended."""
+        if self.config.mode == "page":
+            # Where there are drafts vLLM asks for results before :meth:`wait_for_save`, which comes
+            # after the drafter. Page mode serves none that has KV, and whose context could not be
+            # read must be told before vLLM takes what the step has sampled.
+            self._end_step()
         self.worker.collect(idle=self._plan().idle)
         finished, failed = self.worker.take_loads()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)

@@ -26,9 +26,12 @@ class BlockKeys:
     it and what is loaded are one answer.
     """
 
-    def __init__(self, name_key: bytes = b"") -> None:
-        """``name_key``: :meth:`StorePlace.name_key`; empty: keys are not hidden."""
+    def __init__(self, name_key: bytes = b"", *, drafts: bool = False) -> None:
+        """``name_key``: :meth:`StorePlace.name_key`; empty: keys are not hidden. ``drafts``: steps
+        compute tokens that may turn out to be others."""
         self._name_key = name_key
+        self._drafts = drafts
+        self._own: dict[str, bytes] = {}
         self._adapters: dict[tuple[object, ...], bytes] = {}
         self._of_requests: dict[str, tuple[Version, bytes]] = {}
         self._in_place: set[int] = set()
@@ -36,7 +39,7 @@ class BlockKeys:
 
     def __bool__(self) -> bool:
         """Whether any request's identity is remembered."""
-        return bool(self._of_requests)
+        return bool(self._of_requests or self._own)
 
     def of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
         """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
@@ -72,8 +75,14 @@ class BlockKeys:
 
         Where the adapter's file was written anew, vLLM goes on with KV of both weights once another
         request has had it read, or the operator; where it was loaded in the place of the request's
-        own, it does already. Nobody else must find that.
+        own, it does already. Nobody else must find that. Nor what a session computes with drafts:
+        where a turn ends among drafts that were accepted, vLLM takes their KV for that of the next
+        turn's input.
         """
+        if self._drafts and request.resumable:
+            own = self._own.setdefault(request.request_id, os.urandom(32))
+            hashes = request.block_hashes[start:stop]
+            return [block_name(self._name_key, own + bytes(h)) for h in hashes]
         adapter = request.lora_request
         known = self._of_requests.get(request.request_id)
         if adapter is not None and known is not None:
@@ -86,6 +95,7 @@ class BlockKeys:
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""
         self._of_requests.pop(request_id, None)
+        self._own.pop(request_id, None)
 
 
 def _version(adapter: LoRARequest) -> Version:

@@ -38,7 +38,7 @@ class Recomputations:
                 (1, reached) if reached > furthest else (tries + 1, furthest)
             )
             self._counters.add("recomputed_requests", 1, cause="context")
-        self.manager.send_back.add(state.request_id)
+        self.manager.send_back[state.request_id] = state.request
 
     def disown_steps(self, state: RequestState) -> None:
         """Have vLLM drop what a request samples in steps that are under way.

@@ -51,6 +51,11 @@ class RequestState:
         """vLLM's id of the request."""
         return str(self.request.request_id)
 
+    @property
+    def known(self) -> int:
+        """As :attr:`computed`, without tokens that are drafts."""
+        return min(self.computed, int(self.request.num_tokens))
+
     def first_live_block(self) -> int:
         """Index of the first block that was ever in HBM in this life of the request.
 

@@ -100,7 +100,7 @@ class SSDKVScheduler:
         self._choice, self._policy = choice, policy
         self._index_metrics = IndexMetrics(index, counters)
         self._collector = StatsCollector(counters)
-        self._keys = BlockKeys(name_key)
+        self._keys = BlockKeys(name_key, drafts=speculation.drafts)
         self.keys_of = self._keys.of
         self._background = BackgroundLoads(index, self._keys, self._start_load)
         # Requests that hold HBM blocks.
@@ -400,7 +400,7 @@ class SSDKVScheduler:
             self._policy.see(new)
         if hold_back:
             # What has left the window must be written: it is read from there.
-            left = (state.computed - self._config.window_tokens + 1) // self._block
+            left = (state.known - self._config.window_tokens + 1) // self._block
             wanted = self._policy.worth_it([keys[b - first] for b in ready], len(self._writing))
             ready = [b for b, worth in zip(ready, wanted, strict=True) if worth or b < left]
         for block in ready:

@@ -85,9 +85,9 @@ def problems_of_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[
             f"selector {config.selector!r} chooses for a token at a time: start without "
             '--speculative-config, or use selector "exact"'
         )
-    if config.window_tokens <= vllm_config.num_speculative_tokens + 1:
+    if config.window_tokens < vllm_config.num_speculative_tokens + 1:
         problems.append(
-            f"hbm_window_tokens ({config.window_tokens}) is no more than the tokens of a step with "
+            f"hbm_window_tokens ({config.window_tokens}) is less than the tokens of a step with "
             f"{vllm_config.num_speculative_tokens} drafts: raise it"
         )
     return problems

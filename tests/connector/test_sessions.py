@@ -1,0 +1,50 @@
+"""Requests that go on with more input when they have answered: vLLM's resumable requests."""
+
+from __future__ import annotations
+
+import random
+
+from vllm.v1.request import Request, RequestStatus
+
+from tests.connector.conftest import Make
+from tests.connector.simulation import Simulation
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(3, 500) for _ in range(length)]
+
+
+def go_on(run: Simulation, session: Request, tokens: list[int]) -> None:
+    """The session's next turn."""
+    more = Request(session.request_id, tokens, session.sampling_params, None, resumable=True)
+    run.scheduler.add_request(more)
+
+
+def steps(run: Simulation, count: int) -> None:
+    for _ in range(count):
+        run.step()
+        run.end_io()
+
+
+def test_a_session_that_lacks_a_slot_keeps_nobody_waiting(page: Make) -> None:
+    """It cannot be sent back between its turns; whoever comes behind it would wait for ever."""
+    run = page(slots=7, hbm_blocks=40)
+    session = run.add("a", prompt(40), 1, resumable=True)
+    steps(run, 4)
+    run.add("b", prompt(20, 3), 28)
+    steps(run, 2)
+    go_on(run, session, prompt(45, 1))
+    steps(run, 2)
+    state = run.ours._requests["a"]
+    assert state.cut_off
+    steps(run, 60)
+    assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    go_on(run, session, prompt(20, 4))
+    run.add("c", prompt(20, 5), 5)
+    steps(run, 60)
+    assert {"b", "c"} <= run.finished
+    run.abort("a")
+    run.run()
+    run.check_answers("bc")
+    run.check_idle()
