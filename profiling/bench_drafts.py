@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dir", type=Path, required=True, help="where to make the stores")
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3, 7])
-    parser.add_argument("--requests", type=int, default=4, help="decoded side by side")
+    parser.add_argument("--requests", type=int, default=1, help="decoded side by side")
     options = parser.parse_args(arguments)
     rows = measure(
         options.dir, options.contexts, options.drafts, options.requests, Console(stderr=True)
