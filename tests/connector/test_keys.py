@@ -120,6 +120,7 @@ def test_what_a_session_computes_with_drafts_is_its_own() -> None:
     session.resumable = True
     assert BlockKeys().to_store(session, 5, 0) == HASHES
     keys = BlockKeys(drafts=True)
+    assert [keys.private(each) for each in (once, session)] == [False, True]
     assert keys.to_store(once, 5, 0) == HASHES
     stored = keys.to_store(session, 5, 0)
     assert not set(stored) & set(HASHES)

@@ -7,7 +7,8 @@ import random
 from vllm.v1.request import Request, RequestStatus
 
 from tests.connector.conftest import Make
-from tests.connector.simulation import Simulation
+from tests.connector.rank import BLOCK
+from tests.connector.simulation import Simulation, drafts_like
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -47,4 +48,17 @@ def test_a_session_that_lacks_a_slot_keeps_nobody_waiting(page: Make) -> None:
     run.abort("a")
     run.run()
     run.check_answers("bc")
+    run.check_idle()
+
+
+def test_what_a_session_computes_with_drafts_is_not_stored_in_mode_reuse(reuse: Make) -> None:
+    """Nobody may find it: see ``BlockKeys.to_store``."""
+    run = reuse(slots=60, hbm_blocks=60, drafts=drafts_like("ngram"))
+    run.right = 0.0
+    run.add("a", prompt(100), 2, resumable=True)
+    run.add("b", prompt(60, 1), 2)
+    steps(run, 10)
+    assert run.index.counters["allocated"] == 60 // BLOCK
+    run.abort("a")
+    run.run()
     run.check_idle()

@@ -69,4 +69,5 @@ def beside_sinks(
     total = state.l[query_token]
     sink = torch.exp(sinks.to(total.device, torch.float32) - state.m[query_token])
     attended = (total - sink).clamp(min=0)
-    return total / (attended / alpha + sink)
+    everything = torch.where(attended > 0, attended / alpha, 0)
+    return total / (everything + sink)

@@ -79,7 +79,7 @@ class BlockKeys:
         where a turn ends among drafts that were accepted, vLLM takes their KV for that of the next
         turn's input.
         """
-        if self._drafts and request.resumable:
+        if self.private(request):
             own = self._own.setdefault(request.request_id, os.urandom(32))
             hashes = request.block_hashes[start:stop]
             return [block_name(self._name_key, own + bytes(h)) for h in hashes]
@@ -91,6 +91,10 @@ class BlockKeys:
             if version != known[0]:
                 self._of_requests[request.request_id] = version, os.urandom(32)
         return self.of(request, stop, start)
+
+    def private(self, request: Request) -> bool:
+        """Whether what the request computes is for itself; see :meth:`to_store`."""
+        return self._drafts and bool(request.resumable)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from vllm.v1.request import RequestStatus
+
 from vllm_ssdkv.connector.cache_spec import TieredManager
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.metrics import Counters
@@ -29,7 +31,8 @@ class Recomputations:
 
     def send_back(self, state: RequestState) -> None:
         """Have vLLM preempt a request, so that it starts again from what the store still has."""
-        if self.manager is None or not state.running:
+        preempted = state.request.status == RequestStatus.PREEMPTED
+        if self.manager is None or not state.running or preempted:
             return
         if state.request_id not in self.manager.send_back:
             tries, furthest = self._lost.get(state.request_id, (0, 0))

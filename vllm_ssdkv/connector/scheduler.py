@@ -348,7 +348,7 @@ class SSDKVScheduler:
     def _save_known(self, state: RequestState, computed: int, end: int) -> None:
         """Reuse mode: blocks that are computed, whose tokens are known and that are not stored."""
         first = state.published
-        if first >= end:
+        if first >= end or self._keys.private(state.request):
             return
         keys = self._keys.to_store(state.request, end, first)
         if not state.request.num_preemptions:
