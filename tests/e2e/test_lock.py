@@ -22,6 +22,7 @@ if __name__ == "__main__":
         sys.argv[1],
         dtype="float32",
         enforce_eager=True,
+        distributed_executor_backend="uni",
         block_size=32,
         max_model_len=2048,
         max_num_batched_tokens=256,
@@ -62,7 +63,7 @@ def test_the_second_engine_refuses(
             text=True,
             timeout=240,
             check=False,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )
         assert second.returncode != 0
         said = second.stdout + second.stderr

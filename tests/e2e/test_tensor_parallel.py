@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SOAK_ROUNDS
 from tests.e2e.engine import MAX_TOKENS, Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, kv_tokens, page_mode, reuse_mode
@@ -29,7 +30,11 @@ EVERYTHING = {"budget": 1.0, "exact_below": 0, "channels": 1024, "summaries": "1
 """With all channels and all pages SparF is exact attention."""
 
 
-@pytest.mark.parametrize("mode", ["page", "sparf", "reuse"])
+# With sparf, too, prompts walk over their contexts exactly: the other is for `make soak`.
+EXACT = [pytest.param("page", marks=pytest.mark.soak)] if SOAK_ROUNDS else []
+
+
+@pytest.mark.parametrize("mode", [*EXACT, "sparf", "reuse"])
 def test_two_ranks(
     mode: str,
     models: dict[str, Path],
