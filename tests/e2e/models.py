@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
@@ -52,6 +53,15 @@ GPT_OSS_WINDOW = 96
 SINK_LOGIT = 7.0
 """A good part of what a few hundred keys weigh in the softmax."""
 POSITION_STD = 0.5
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+"""Options of every model."""
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -134,18 +144,13 @@ def make_llama(
 ) -> Path:
     """Grouped-query attention with rotary positions."""
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        **COMMON,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return _save(LlamaForCausalLM(config), path, seed)
 
@@ -162,18 +167,13 @@ def make_qwen3(
 ) -> Path:
     """Grouped-query attention that normalises each head's query and key before rotating them."""
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        **COMMON,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return _save(Qwen3ForCausalLM(config), path, seed)
 
@@ -184,19 +184,14 @@ def make_opt(
     """Multi-head attention (one KV head per query head), learned positions, biases, layer norm."""
     hidden = heads * head_dim
     config = OPTConfig(
-        vocab_size=VOCAB,
+        **COMMON,
         hidden_size=hidden,
         word_embed_proj_dim=hidden,
         ffn_dim=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        max_position_embeddings=MAX_POSITIONS,
         do_layer_norm_before=True,
-        tie_word_embeddings=False,
         dropout=0.0,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return _save(OPTForCausalLM(config), path, seed)
 
@@ -214,7 +209,7 @@ def make_mixtral(
 ) -> Path:
     """Mixture of experts (two of `experts` per token) over multi-query attention."""
     config = MixtralConfig(
-        vocab_size=VOCAB,
+        **COMMON,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -224,11 +219,6 @@ def make_mixtral(
         num_local_experts=experts,
         num_experts_per_tok=2,
         sliding_window=None,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return _save(MixtralForCausalLM(config), path, seed)
 
@@ -239,7 +229,7 @@ def make_gemma3(
     """Sliding windows in three of five layers, which vLLM puts into two groups."""
     hidden = heads * head_dim // 2
     config = Gemma3TextConfig(
-        vocab_size=VOCAB,
+        **COMMON,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=5,
@@ -247,15 +237,10 @@ def make_gemma3(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         query_pre_attn_scalar=head_dim,
-        max_position_embeddings=MAX_POSITIONS,
         sliding_window=GEMMA3_WINDOW,
         layer_types=[
             f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")
         ],
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return _save(Gemma3ForCausalLM(config), path, seed)
 
@@ -266,7 +251,7 @@ def make_gpt_oss(
     """Attention sinks in every layer, sliding windows in every other one, experts."""
     hidden = heads * head_dim
     config = GptOssConfig(
-        vocab_size=VOCAB,
+        **COMMON,
         hidden_size=hidden,
         intermediate_size=hidden,
         num_hidden_layers=4,
@@ -275,12 +260,7 @@ def make_gpt_oss(
         head_dim=head_dim,
         num_local_experts=4,
         num_experts_per_tok=2,
-        max_position_embeddings=MAX_POSITIONS,
         sliding_window=GPT_OSS_WINDOW,
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return _save(GptOssForCausalLM(config), path, seed)
 

@@ -27,10 +27,12 @@ REACHES = {"gemma3": (2, 4), "gpt_oss": (1, 3)}
 Devices = Callable[..., list[dict[str, Any]]]
 
 
-def start(model: Path, place: list[dict[str, Any]], **options: object) -> Engine:
+def start(
+    model: Path, place: list[dict[str, Any]], dram: str = SMALL_DRAM, **options: object
+) -> Engine:
     return Engine(
         model,
-        ssdkv=page_mode(place, **{"window": WINDOW, "dram": SMALL_DRAM, **options}),  # type: ignore[arg-type]
+        ssdkv=page_mode(place, window=WINDOW, dram=dram, **options),
         kv_tokens=2 * kv_tokens(WINDOW, CHUNK),
         max_num_batched_tokens=CHUNK,
         max_model_len=4096,
@@ -61,7 +63,7 @@ class Paged:
     def restart(self, **options: object) -> None:
         self.engine.settle()
         self.engine.close()
-        self.engine = start(self.path, self.place, **options)
+        self.engine = start(self.path, self.place, SMALL_DRAM, **options)
 
 
 @pytest.fixture(scope="module", params=REACHES)
@@ -121,7 +123,7 @@ def choosing(paged: Paged, devices: Devices, **sparse: object) -> Engine:
     paged.engine.close()
     sparse = {"exact_below": 0, "page_cache": "1MiB", "summaries": "2MiB", **sparse}
     paged.place = devices(2)
-    paged.engine = start(paged.path, paged.place, dram="12MiB", selector="sparf", sparse=sparse)
+    paged.engine = start(paged.path, paged.place, "12MiB", selector="sparf", sparse=sparse)
     return paged.engine
 
 

@@ -140,12 +140,12 @@ class PagedAttentionImpl(AttentionImpl):
             raise UnsupportedError(
                 f'page mode does not compute {", ".join(found)}; use mode "reuse"'
             )
-        config = page_config()
-        if config is not None and (sliding_window or 0) > config.window_tokens:
+        config, reach = page_config(), sliding_window or 0
+        if config is not None and reach > config.window_tokens:
             # What a sliding window reaches is in HBM whole, so that such layers read nothing.
-            least = -(-(sliding_window or 0) // config.page_tokens) * config.page_tokens
+            least = -(-reach // config.page_tokens) * config.page_tokens
             raise UnsupportedError(
-                f"the model has layers with a sliding window of {sliding_window} tokens, and "
+                f"the model has layers with a sliding window of {reach} tokens, and "
                 f"hbm_window_tokens is {config.window_tokens}: set it to {least} or more"
             )
         self.num_heads = num_heads

@@ -142,14 +142,17 @@ class ContextStream:
         slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
         index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
-        every = range(files.geometry.layers)
-        layers = every if layers is None else layers
+        every = files.geometry.layers
+        layers = range(every) if layers is None else layers
         self._borrowed = frames.borrow(slots)
         everything = _Chunk(slots, index, row)
         per_chunk = max(1, staging.usable() // CHUNKS)
         walk = self._walk(everything, np.arange(len(slots)), per_chunk)
-        nothing = self._walk(everything, np.zeros(0, dtype=np.int64), per_chunk)
-        self._walks = [walk if layer in layers else nothing for layer in every]
+        self._walks = [walk] * every
+        if len(layers) < every:
+            nothing = self._walk(everything, np.zeros(0, dtype=np.int64), per_chunk)
+            for layer in set(range(every)).difference(layers):
+                self._walks[layer] = nothing
         if sparse and dense_layers:
             exact = self._walk(everything, np.flatnonzero(~np.isin(row, list(sparse))), per_chunk)
             for layer in layers[dense_layers:]:
