@@ -28,10 +28,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -39,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, Pace, Rank
-from tests.connector.symbols import Symbols, accepted, answer, extend, of_group
+from tests.connector.symbols import Symbols, accepted, answer, extend, of_group, state_after
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
@@ -95,7 +96,13 @@ def drafts_like(method: str, count: int = 3) -> SpeculativeConfig:
     return drafts
 
 
-def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[AttentionSpec]:
+STATE = -1
+"""In place of a window: layers with a state."""
+STATE_IN_CHUNK = -2
+"""As ``STATE``; the end of the prompt's last whole block is kept without a step that ends there."""
+
+
+def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[KVCacheSpec]:
     """What vLLM knows of the layers of each group; in page mode so many tokens are ``in_hbm``."""
     shape: Any = {
         "block_size": BLOCK,
@@ -106,7 +113,26 @@ def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[AttentionSp
     full = FullAttentionSpec(**shape)
     if in_hbm is not None:
         return [TieredAttentionSpec.like(full, in_hbm)]
-    return [full if w is None else SlidingWindowSpec(**shape, sliding_window=w) for w in windows]
+    found: list[KVCacheSpec] = []
+    for window in windows:
+        if window is None:
+            found.append(full)
+        elif window >= 0:
+            found.append(SlidingWindowSpec(**shape, sliding_window=window))
+        else:
+            inside = window == STATE_IN_CHUNK
+            found.append(
+                MambaSpec(
+                    block_size=BLOCK,
+                    shapes=((8,),),
+                    dtypes=(torch.float32,),
+                    page_size_padded=full.page_size_bytes,
+                    mamba_cache_mode="align",
+                    num_prefill_checkpoint_blocks=int(inside),
+                    prefill_checkpoint_alignment=1 if inside else None,
+                )
+            )
+    return found
 
 
 class SavedAtOnce:
@@ -154,9 +180,13 @@ class Simulation:
         frames: int = 0,
         drafts: SpeculativeConfig | None = None,
         windows: Sequence[int | None] = (None,),
+        retention: int | None = None,
     ):
-        """``windows``: of each KV cache group in reuse mode; None is full attention."""
+        """``windows``: of each KV cache group in reuse mode; None is full attention. ``retention``:
+        ``--prefix-cache-retention-interval``; None keeps everything."""
         config.speculative_config = drafts
+        states = any(window is not None and window < 0 for window in windows)
+        config.cache_config.mamba_cache_mode = "align" if states else "none"
         self.windows = windows
         extra = config.kv_transfer_config.kv_connector_extra_config
         self.paged = extra["mode"] == "page"
@@ -217,7 +247,9 @@ class Simulation:
         with mock.patch.object(startup, "open_scheduler", return_value=self.ours):
             self.scheduler = (AsyncScheduler if depth > 1 else Scheduler)(
                 vllm_config=config,
-                kv_cache_config=KVCacheConfig(hbm_blocks, [], groups),
+                kv_cache_config=KVCacheConfig(
+                    hbm_blocks, [], groups, prefix_cache_retention_interval=retention
+                ),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,
                 hash_block_size=BLOCK,
@@ -443,6 +475,9 @@ class Simulation:
         for group, blocks in enumerate(groups):
             symbols, first = of_group(right, group), row.hbm_start
             window = self.windows[group]
+            if window is not None and window < 0:
+                self._compute_state(name, group, start, right)
+                continue
             if window is not None and not self.paged:
                 first = max(0, start - window + 1) // BLOCK
             if good:
@@ -457,6 +492,23 @@ class Simulation:
                 self.hbm[block] = [*self.hbm.get(block, [])[:at], symbol]
         return good
 
+    def _compute_state(self, name: str, group: int, start: int, right: Symbols) -> None:
+        """As vLLM does it (``preprocess_mamba``): a step goes on from the state in the block of the
+        token before it, and leaves its own in the block of its last one."""
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        if start:
+            held, wanted = blocks[(start - 1) // BLOCK], state_after(right[start - 1], group, BLOCK)
+            assert held, f"{name}: the state is gone"
+            assert self.hbm[held] == wanted, f"{name}: HBM holds the state of other tokens"
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+        position, at = manager._checkpoints.get(name, (0, 0))
+        if start < position < len(right):
+            assert blocks[at], "a state is written to the null block"
+            self.hbm[blocks[at]] = state_after(right[position - 1], group, BLOCK)
+        last = blocks[(len(right) - 1) // BLOCK]
+        assert last, "a state is written to the null block"
+        self.hbm[last] = state_after(right[-1], group, BLOCK)
+
     def _learn(self, name: str) -> None:
         """Note what belongs under the keys that vLLM knows by now."""
         request = self.requests[name]
@@ -468,8 +520,12 @@ class Simulation:
             symbols = extend(0, request.all_token_ids[: len(keys) * BLOCK])
             for group in range(len(self.windows)):
                 named = self.ours._groups.keys(keys, group)
+                state = (self.windows[group] or 0) < 0
                 for block in range(known, len(keys)):
-                    right = of_group(symbols[block * BLOCK : (block + 1) * BLOCK], group)
+                    of_block = symbols[block * BLOCK : (block + 1) * BLOCK]
+                    right = of_group(of_block, group)
+                    if state:
+                        right = state_after(of_block[-1], group, BLOCK)
                     assert self.content.setdefault(named[block], right) == right
             self._known[name] = len(keys)
 

@@ -22,6 +22,12 @@ def of_group(symbols: Symbols, group: int) -> Symbols:
     return [hash((symbol, group)) for symbol in symbols] if group else symbols
 
 
+def state_after(symbol: int, group: int, block: int) -> Symbols:
+    """What stands for the state of a group's layers after the token that ``symbol`` stands for, in
+    a block of so many tokens."""
+    return of_group([symbol], group) * block
+
+
 def next_token(last: int) -> int:
     """What the model samples after the KV that ``last`` stands for."""
     return 3 + last % VOCAB

@@ -13,7 +13,13 @@ import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from tests.connector.rank import BLOCK, Pace, Rank
-from tests.connector.simulation import Simulation, drafts_like, engine_config
+from tests.connector.simulation import (
+    STATE,
+    STATE_IN_CHUNK,
+    Simulation,
+    drafts_like,
+    engine_config,
+)
 from tests.e2e.models import make_llama
 from vllm_ssdkv.connector.messages import Row
 from vllm_ssdkv.errors import StoreFailedError
@@ -45,6 +51,7 @@ class Turmoil:
         slots: tuple[int, ...] = (17, 20, 30, 60),
         drafts: SpeculativeConfig | None = None,
         windows: tuple[int | None, ...] = (None,),
+        retention: int | None = None,
     ):
         self.random = random.Random(seed)
         self.times = random.Random(seed)
@@ -61,6 +68,7 @@ class Turmoil:
             pace=self.times.choice([Pace(), Pace(0.001, 0.001), Pace(0.001, 0.1)]),
             drafts=drafts,
             windows=windows,
+            retention=retention,
         )
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5
@@ -237,6 +245,31 @@ def test_answers_are_right_with_sliding_windows(
             slots=(60, 100, 300),
             drafts=drafts_like(drafts) if drafts else None,
             windows=windows,
+        )
+        turmoil.play(60)
+        loaded += turmoil.loaded()
+    assert loaded > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "windows",
+    [(None, STATE), (STATE, None, STATE), (None, STATE_IN_CHUNK), (24, None, STATE)],
+)
+def test_answers_are_right_with_states(
+    model: Path, windows: tuple[int | None, ...], depth: int
+) -> None:
+    """Of Mamba layers and the like, which are there at the end of some blocks only."""
+    config, loaded = engine_config(model, "reuse"), 0
+    for seed in range(500, 500 + RUNS):
+        turmoil = Turmoil(
+            config,
+            seed,
+            depth=depth,
+            faulty=True,
+            slots=(60, 100, 300),
+            windows=windows,
+            retention=[0, None, 2 * BLOCK][seed % 3],
         )
         turmoil.play(60)
         loaded += turmoil.loaded()

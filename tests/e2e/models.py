@@ -31,6 +31,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB = 512
@@ -265,6 +267,30 @@ def make_gpt_oss(
     return _save(GptOssForCausalLM(config), path, seed)
 
 
+def make_qwen3_next(
+    path: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, hidden: int = 256
+) -> Path:
+    """Linear attention (gated delta rule) in three of four layers, each a group of its own."""
+    config = Qwen3NextConfig(
+        **COMMON,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=hidden,
+        shared_expert_intermediate_size=hidden,
+    )
+    return _save(Qwen3NextForCausalLM(config), path, seed)
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "qwen3": make_qwen3,
@@ -272,6 +298,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "mixtral": make_mixtral,
     "gemma3": make_gemma3,
     "gpt_oss": make_gpt_oss,
+    "qwen3_next": make_qwen3_next,
 }
 
 

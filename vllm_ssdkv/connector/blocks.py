@@ -119,6 +119,26 @@ def whole_blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return cache.view(num_blocks, rows // num_blocks, *cache.shape[1:])
 
 
+def blocks_as_bytes(cache: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
+    """A layer's cache by vLLM's blocks as bytes, [num_blocks, page_bytes], uint8, with what a block
+    has behind its content: layers of other groups may have more there.
+
+    Raises:
+        UnsupportedError: a block is not one stretch of memory.
+    """
+    blocks = _as_it_lies(whole_blocks(cache, num_blocks))
+    (_,), (step,), (size,) = _blocks_of([blocks])
+    if not blocks[0].is_contiguous() or size > page_bytes or step < page_bytes:
+        raise UnsupportedError(
+            f"a block of the KV cache is not one stretch of {page_bytes} bytes (shape "
+            f"{tuple(blocks.shape)}, strides {blocks.stride()}); choose another "
+            "--attention-backend"
+        )
+    raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    begin = blocks.storage_offset() * blocks.itemsize
+    return raw.set_(blocks.untyped_storage(), begin, (num_blocks, page_bytes), (int(step), 1))
+
+
 def _blocks_of(
     caches: Sequence[torch.Tensor],
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:

@@ -1,19 +1,24 @@
-"""The model's KV cache groups: layers with full attention, and those with sliding windows.
+"""The model's KV cache groups: layers with full attention, with sliding windows, with a state.
 
 vLLM hands out blocks to each group of layers apart, and takes those behind a window back. Layers of
 different groups lie over each other in HBM, so a block is as many bytes whatever its group, and a
 slot holds a block of one group. All blocks of all groups are stored; of a hit, a group with a
 window needs the blocks that the next token attends to.
+
+Layers that keep a state (Mamba, linear attention, short convolutions) have a block for the state at
+the end of some blocks of tokens: where a step of the prompt ended, and wherever decoding came
+through. vLLM says which these are ("align"). A hit ends at one of them, and needs nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_ssdkv.connector.choice import ALL_ATTEND_TO_ALL, Besides
 from vllm_ssdkv.connector.request import RequestState
@@ -21,6 +26,7 @@ from vllm_ssdkv.connector.speculation import Speculation
 from vllm_ssdkv.store.index import SlotIndex
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
@@ -32,6 +38,10 @@ _FAR = 1 << 40
 _PLACES = 16
 """Ends of a hit that are tried: each is a lookup of all windows."""
 
+_STATES_HELD = 3
+"""HBM blocks that a request holds at a time of a group with a state: the one that a step starts
+from, the one that it ends in, and one between for the end of the prompt's last whole block."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
@@ -40,10 +50,12 @@ class GroupHit:
     Attributes:
         slots: Of the blocks of the *chain*, the group that keeps every block, [n].
         besides: What the other groups need, and where the chain has a window itself.
+        shared: Blocks of the chain that are stored, also those that others cannot follow.
     """
 
     slots: Slots
     besides: Besides
+    shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +87,14 @@ class BlockGroups:
         whole = [g for g, m in enumerate(managers) if not m.get_num_skipped_tokens(_FAR)]
         self.chain = whole[0] if whole else 0
         self._others = [g for g in range(len(managers)) if g != self.chain]
+        specs = [m.kv_cache_spec for m in managers]
+        self._recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
         self._windows = len(whole) < len(managers)
 
     def first_held(self, group: int, computed: int) -> int:
         """The first block that vLLM keeps for a request with so many tokens computed."""
-        return int(self._managers[group].get_num_skipped_tokens(computed)) // self._block
+        skipped = int(self._managers[group].get_num_skipped_tokens(computed))
+        return max(0, skipped) // self._block  # of a state before any token it says -1
 
     def keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         """Keys of a group's blocks, of the same tokens as ``keys``, which are the chain's."""
@@ -105,8 +120,9 @@ class BlockGroups:
         left: nothing is found then.
         """
         slots = self._speculation.usable(self._index.lookup(keys[first:]))
-        end = first + len(slots)
+        end = shared = first + len(slots)
         for _ in range(_PLACES):
+            end = self._last_state(keys, first, end)
             found, least = self._beside(keys, first, end)
             if least == end:
                 behind = max(0, self.first_held(self.chain, end * self._block) - first)
@@ -115,13 +131,58 @@ class BlockGroups:
                     behind,
                     lambda count: self._follow(keys, first, first + count),
                 )
-                return GroupHit(slots[: end - first], besides)
+                return GroupHit(slots[: end - first], besides, shared)
             # No end between the two would do: windows that end later do not begin earlier.
             end = least
-        return GroupHit(_NO_SLOTS, ALL_ATTEND_TO_ALL)
+        return GroupHit(_NO_SLOTS, ALL_ATTEND_TO_ALL, shared)
+
+    def _last_state(self, keys: Sequence[bytes], first: int, end: int) -> int:
+        """The last block up to ``end`` at whose beginning all states are stored, or ``first``."""
+        while end > first and any(
+            self._index.find(self.keys(keys[end - 1 : end], group)[0]) is None
+            for group in self._recurrent
+        ):
+            end -= 1
+        return end
 
     def _follow(self, keys: Sequence[bytes], first: int, end: int) -> bool:
         return self._beside(keys, first, end)[1] == end
+
+    def mark_shared(self, request: Request, hit: GroupHit) -> None:
+        """Where more of a request's chain is stored than its states can follow, others have begun
+        alike: have vLLM end a step there, as it does where HBM's own cache tells it of such a
+        place, so that a state is stored for the next one."""
+        if self._recurrent:
+            boundary = max(request.shared_prefix_boundary, hit.shared * self._block)
+            request.shared_prefix_boundary = boundary
+
+    def completed(
+        self,
+        state: RequestState,
+        output: SchedulerOutput,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+    ) -> Iterator[tuple[int, bytes, int]]:
+        """What a request has in HBM after a step of blocks ``first`` on, of which ``keys`` are: the
+        block, its key in its group, and where it is. ``computed``: tokens before the step.
+
+        vLLM tells of a state in the step that ends with it, or, where its tokens are not known by
+        then, in the next one, which does not write where it lies; later it may be gone."""
+        for group, ids in enumerate(state.block_ids):
+            if group not in self._recurrent:
+                # vLLM has taken back what was behind the group's window before this step.
+                held = max(first, self.first_held(group, computed))
+                for block, key in enumerate(self.keys(keys[held - first :], group), held):
+                    if ids[block]:
+                        yield block, key, ids[block]
+        told = output.kv_connector_block_state
+        offers = {} if told is None else told.boundary_state_offloads
+        for group, block_id, tokens in offers.get(state.request_id, ()):
+            block, beside = divmod(tokens, self._block)
+            if not beside and first < block <= first + len(keys):
+                of_block = keys[block - 1 - first : block - first]
+                yield block - 1, self.keys(of_block, group)[0], block_id
 
     def load(
         self,
@@ -162,13 +223,17 @@ class BlockGroups:
 
         As a chain, tails are evicted before heads. The windows that others need to go on from one
         of the two places go last: without them the chain is of no use. Two blocks more, because
-        the newest one may not be stored, and a drafter may have another one computed again.
+        the newest one may not be stored, and a drafter may have another one computed again. So do
+        the last states up to the two places.
         """
         self._index.touch(self._index.lookup(keys))
         for end in (hit, len(keys)):
+            last = self._last_state(keys, 0, end)
             for group in self._others:
-                begin = self.first_held(group, max(0, end - 2) * self._block)
-                self._index.touch(self._index.lookup(self.keys(keys[begin:end], group)))
+                begin, stop = self.first_held(group, max(0, end - 2) * self._block), end
+                if group in self._recurrent:
+                    begin, stop = max(0, last - 1), last
+                self._index.touch(self._index.lookup(self.keys(keys[begin:stop], group)))
 
     # ---- HBM ----
 
@@ -179,6 +244,8 @@ class BlockGroups:
         for group, manager in enumerate(self._managers):
             blocks = -(-tokens // self._block) - self.first_held(group, hit * self._block)
             most = manager.max_admission_blocks_per_request
+            if group in self._recurrent:
+                most = _STATES_HELD
             needed += blocks if most is None else min(blocks, most)
         return needed
 

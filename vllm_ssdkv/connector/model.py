@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -46,7 +48,8 @@ class KVLayout:
     """The KV of one rank: the layers of its largest KV cache group, in order of execution.
 
     ``overlaid``: layers of each other group, the first of which lies where the first of the largest
-    group does, and so on.
+    group does, and so on. ``has_states``: some have a state in place of KV, which need not fill a
+    block.
     """
 
     layer_names: tuple[str, ...]
@@ -59,6 +62,7 @@ class KVLayout:
     num_blocks: int
     """Of HBM."""
     overlaid: tuple[tuple[str, ...], ...] = ()
+    has_states: bool = False
 
 
 @functools.lru_cache(maxsize=8)
@@ -73,28 +77,43 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     """The spec of the model's attention layers; of several KV cache groups, that of the first.
 
     Raises:
-        UnsupportedError: groups that do not share their blocks, or layers without attention.
+        UnsupportedError: groups that do not share their blocks, or layers whose state is not kept
+            at the ends of blocks, or no attention to everything beside these.
     """
     specs = [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    first = specs[0]
+    first = next((spec for spec in specs if isinstance(spec, AttentionSpec)), None)
+    recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if first is None or (recurrent and not any(type(s) is FullAttentionSpec for s in specs)):
+        raise UnsupportedError(
+            f"the model's KV cache is {_kinds(specs)}; SSDKVConnector serves layers with a state "
+            "(Mamba, linear attention) only beside layers that attend to everything"
+        )
+    if any(spec.mamba_cache_mode != "align" for spec in recurrent):
+        raise UnsupportedError(
+            "the states of Mamba and linear-attention layers are kept at the ends of blocks only "
+            "with vLLM's own prefix caching: start with --enable-prefix-caching"
+        )
     if len(specs) > 1:
         for spec in specs:
             alike = (spec.block_size, spec.page_size_bytes) == (
                 first.block_size,
                 first.page_size_bytes,
             )
-            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec) or not alike:
-                kinds = sorted({type(s).__name__ for s in specs})
+            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec) or not alike:
                 raise UnsupportedError(
-                    f"the model has {len(specs)} KV cache groups ({', '.join(kinds)}); of several "
-                    "SSDKVConnector serves full and sliding-window attention whose blocks are "
-                    "alike. Start with --disable-hybrid-kv-cache-manager; Mamba hybrids cannot "
-                    "be served"
+                    f"the model has {len(specs)} KV cache groups ({_kinds(specs)}); of several "
+                    "SSDKVConnector serves full and sliding-window attention and layers with a "
+                    "state whose blocks are alike. Start with --disable-hybrid-kv-cache-manager, "
+                    "if all layers are attention"
                 )
     return first
 
 
-def _group_spec(spec: KVCacheSpec) -> AttentionSpec:
+def _kinds(specs: Sequence[KVCacheSpec]) -> str:
+    return ", ".join(sorted({type(spec).__name__ for spec in specs}))
+
+
+def _group_spec(spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs = list(spec.kv_cache_specs.values())
         spec = specs[0]
@@ -112,10 +131,10 @@ def _group_spec(spec: KVCacheSpec) -> AttentionSpec:
             "the model's attention is not causal: KV of a prefix depends on what follows it, and "
             "cannot be used again"
         )
-    if not isinstance(spec, AttentionSpec):
+    if not isinstance(spec, AttentionSpec | MambaSpec):
         raise UnsupportedError(
-            f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV. "
-            "Mamba hybrids cannot be served"
+            f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV "
+            "and states"
         )
     return spec
 
@@ -175,6 +194,7 @@ def kv_layout(
         vllm_config.parallel_config.tensor_parallel_size,
         kv_cache_config.num_blocks,
         tuple(others for others in layers if others is not names),
+        kv_cache_config.has_mamba_layers,
     )
 
 
@@ -251,9 +271,13 @@ def fingerprint(
 
 
 def _group_identity(group: KVCacheGroupSpec) -> str:
-    window = getattr(group.kv_cache_spec, "sliding_window", None)
+    spec = group.kv_cache_spec
+    if isinstance(spec, MambaSpec):
+        held = f"state {spec.mamba_type.name} of {spec.shapes} {spec.dtypes}"
+    else:
+        held = f"window {getattr(spec, 'sliding_window', None)}"
     names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
-    return f"{len(group.layer_names)} layers {names}, window {window}"
+    return f"{len(group.layer_names)} layers {names}, {held}"
 
 
 def _draft_identity(draft: SpeculativeConfig) -> str:

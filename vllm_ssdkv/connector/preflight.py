@@ -47,6 +47,11 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
         problems.append("kv_role must be kv_both: blocks are stored and loaded by one engine")
     if config.mode == "page":
         problems += _page_mode(config, vllm_config)
+    elif vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
+        problems.append(
+            "the model has layers with a state, which drafts that are rejected have changed: start "
+            "without --speculative-config"
+        )
     if problems:
         raise UnsupportedError(
             f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
@@ -69,7 +74,9 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
     if looping:
         problems.append(f"{looping[0]} attends to a layer's KV several times in a step: {reuse}")
     if model.is_hybrid or model.is_attention_free:
-        problems.append("the model has Mamba or linear-attention layers: use a pure transformer")
+        problems.append(
+            f"the model has layers with a state (Mamba, linear attention) in place of KV: {reuse}"
+        )
     if cache.cache_dtype != "auto":
         problems.append(
             f"--kv-cache-dtype {cache.cache_dtype} is not served in page mode: leave it out, or "

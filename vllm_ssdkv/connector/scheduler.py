@@ -170,6 +170,7 @@ class SSDKVScheduler:
                 return None
         keys = self.keys_of(request, last)
         hit, states = self._groups.hit(keys, first), self._requests.values()
+        self._groups.mark_shared(request, hit)
         blocks = self._choice.blocks(
             request.request_id,
             hit.slots,
@@ -308,7 +309,7 @@ class SSDKVScheduler:
             # A token that is still being sampled has its KV; a draft may be another one.
             self._save_paged(state, (final if self._speculation.drafts else after) // self._block)
         else:
-            self._save_known(state, computed, final // self._block)
+            self._save_known(state, computed, final // self._block, output)
 
     def _save_paged(self, state: RequestState, end: int) -> None:
         """Every completed block gets a slot: it will be read from there when the window leaves."""
@@ -345,23 +346,22 @@ class SSDKVScheduler:
         self._in_contexts.update(new)
         state.slots.extend(new)
 
-    def _save_known(self, state: RequestState, computed: int, end: int) -> None:
+    def _save_known(
+        self, state: RequestState, computed: int, end: int, output: SchedulerOutput
+    ) -> None:
         """Reuse mode: blocks that are computed, whose tokens are known and that are not stored."""
-        first = state.published
-        if first >= end or self._keys.private(state.request):
+        first, request = state.published, state.request
+        if first >= end or self._keys.private(request):
             return
-        keys = self._keys.to_store(state.request, end, first)
-        if not state.request.num_preemptions:
+        keys = self._keys.to_store(request, end, first)
+        if not request.num_preemptions:
             self._policy.see(keys)
         admitted = self._policy.admitted(keys).tolist()
         state.published = first + len(keys)  # the last tokens may still be on their way here
-        for group, block_ids in enumerate(state.block_ids):
-            # vLLM has taken back what was behind the group's window before this step.
-            held = max(first, self._groups.first_held(group, computed))
-            named = self._groups.keys(keys[held - first :], group)
-            for block, key in enumerate(named, held):
-                if block_ids[block] and self._index.find(key) is None:
-                    self._save_block(block_ids[block], key, admitted[block - first])
+        blocks = self._groups.completed(state, output, keys, first, computed)
+        for block, key, block_id in blocks:
+            if self._index.find(key) is None:
+                self._save_block(block_id, key, admitted[block - first])
 
     def _save_block(self, block_id: int, key: bytes, admitted: bool) -> None:
         if not admitted:

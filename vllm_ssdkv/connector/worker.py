@@ -22,6 +22,7 @@ from vllm_ssdkv.connector.blocks import (
     BlockPort,
     OpaquePort,
     PagedPort,
+    blocks_as_bytes,
     check_overlay,
     plain_stretches,
     whole_blocks,
@@ -136,10 +137,9 @@ class SSDKVWorker:
         Raises:
             UnsupportedError: the cache cannot be stored as it lies.
         """
-        blocks = self.layout.num_blocks
-        caches = [whole_blocks(kv_caches[name], blocks) for name in self.layout.layer_names]
+        caches = [self._blocks(kv_caches[name]) for name in self.layout.layer_names]
         for group in self.layout.overlaid:
-            check_overlay(caches, [whole_blocks(kv_caches[name], blocks) for name in group])
+            check_overlay(caches, [self._blocks(kv_caches[name]) for name in group])
         self._fence = StreamFence(caches[0].device)
         self._store = TieredStore(
             self._opened.files,
@@ -172,6 +172,12 @@ class SSDKVWorker:
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+
+    def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        layout = self.layout
+        if layout.has_states:
+            return blocks_as_bytes(cache, layout.num_blocks, layout.geometry.payload_bytes)
+        return whole_blocks(cache, layout.num_blocks)
 
     def _use_memory_of(self, device: torch.device) -> None:
         """Take the memory of the device that the options ask for."""
