@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from vllm_ssdkv.connector import device_blocks
-from vllm_ssdkv.connector.blocks import OpaquePort, _as_it_lies, check_overlay, whole_blocks
+from vllm_ssdkv.connector.blocks import (
+    OpaquePort,
+    _as_it_lies,
+    blocks_as_bytes,
+    check_overlay,
+    whole_blocks,
+)
 from vllm_ssdkv.connector.device_blocks import DeviceBlocks
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.arena import Arena
@@ -156,3 +162,26 @@ def test_groups_must_share_the_memory_of_their_blocks() -> None:
     for theirs in (ours[1:], ours[::-1], caches((0, 1, 2, 3)), [ours[0][:, :1]]):
         with pytest.raises(UnsupportedError, match="--disable-hybrid-kv-cache-manager"):
             check_overlay(ours, theirs)
+
+
+def test_states_and_kv_that_share_blocks_are_stored_with_all_their_bytes() -> None:
+    """A state need not fill its block, nor KV: of a block, all is stored that any layer has."""
+    page = HEADS * TOKENS * SIZE * 4 + 32
+    memory = torch.arange(BLOCKS * page, dtype=torch.int64).to(torch.uint8)
+    kv = memory.view(torch.float32).as_strided(
+        (BLOCKS, HEADS, TOKENS, SIZE), (page // 4, SIZE, HEADS * SIZE, 1)
+    )
+    state = memory.view(torch.int8).as_strided((BLOCKS, 1, 1, 1000), (page, 1000, 1000, 1))
+    seen = [blocks_as_bytes(cache, BLOCKS, page) for cache in (kv, state)]
+    for blocks in seen:
+        assert torch.equal(blocks, memory.view(BLOCKS, page))
+        assert blocks.data_ptr() == memory.data_ptr()
+    check_overlay(seen[:1], seen[1:])
+    second = memory.view(torch.int8).as_strided(
+        (BLOCKS - 1, 1, 1, 1000), (page, 1000, 1000, 1), page
+    )
+    assert torch.equal(blocks_as_bytes(second, BLOCKS - 1, page)[0], memory[page : 2 * page])
+    with pytest.raises(UnsupportedError, match="one stretch of 999 bytes"):
+        blocks_as_bytes(state, BLOCKS, 999)
+    with pytest.raises(UnsupportedError, match="one stretch"):
+        blocks_as_bytes(kv[:, :, ::2], BLOCKS, page)

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
+from tests.connector.simulation import STATE, specs
 from vllm_ssdkv.connector.groups import BlockGroups
 from vllm_ssdkv.connector.request import RequestState
 from vllm_ssdkv.connector.speculation import NO_SPECULATION, Speculation
@@ -23,11 +24,14 @@ KEYS = [bytes([block]) * 32 for block in range(BLOCKS)]
 
 def manager(window: int | None) -> Any:  # noqa: ANN401 - of vLLM
     """What vLLM says of the tokens that a group's layers do not attend to any more."""
+    (spec,) = specs([window], None)
 
     def skipped(computed: int) -> int:
+        if window == STATE:
+            return computed - 1
         return 0 if window is None else max(0, computed - window + 1)
 
-    return cast(Any, SimpleNamespace(get_num_skipped_tokens=skipped))
+    return cast(Any, SimpleNamespace(get_num_skipped_tokens=skipped, kv_cache_spec=spec))
 
 
 def groups_of(
@@ -49,9 +53,11 @@ def store(index: SlotIndex, key: bytes) -> int:
 
 def needed(window: int | None, first: int, end: int) -> range:
     """Blocks that a group with this window must have, the first of which are in HBM, to go on after
-    block ``end``: those with a token that the next one attends to."""
+    block ``end``: those with a token that the next one attends to, or the last state."""
     if window is None:
         return range(first, end)
+    if window == STATE:
+        return range(max(first, end - 1), end)
     oldest = max(0, end * BLOCK - window + 1)
     return range(max(first, oldest // BLOCK), end)
 
@@ -74,13 +80,14 @@ def test_groups_have_keys_of_their_own() -> None:
 
 
 @given(
-    windows=st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=3),
-    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_size=8),
+    windows=st.lists(st.none() | st.just(STATE) | st.integers(1, 90), min_size=1, max_size=3),
+    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_size=20),
     first=st.integers(0, BLOCKS),
 )
 def test_the_longest_hit_that_every_group_can_follow(
     windows: list[int | None], missing: set[tuple[int, int]], first: int
 ) -> None:
+    assume(None in windows or STATE not in windows)
     index = SlotIndex(100, None)
     groups = groups_of(windows, index)
     stored = {}
@@ -100,6 +107,8 @@ def test_the_longest_hit_that_every_group_can_follow(
     end = max(end for end in range(first, BLOCKS + 1) if end == first or fits(end))
     hit = groups.hit(KEYS, first)
     assert hit.slots.tolist() == [stored[groups.chain, b] for b in range(first, end)]
+    gone = [b for b in range(first, BLOCKS) if (groups.chain, b) not in stored]
+    assert hit.shared == min([*gone, BLOCKS])
     beside = [stored[g, b] for g in others for b in needed(windows[g], first, end)]
     assert hit.besides.slots.tolist() == (beside if end > first else [])
     held = needed(windows[groups.chain], first, end)
@@ -184,6 +193,72 @@ def test_windows_that_are_gone_are_not_looked_for_everywhere() -> None:
     assert len(groups.hit(keys, 0).slots) == 399
 
 
+def test_the_last_state_is_found_however_far_back() -> None:
+    """vLLM keeps one where a step of the prompt ended: between them are thousands of tokens."""
+    index = SlotIndex(2000, None)
+    groups = groups_of([STATE, None, STATE], index)
+    keys = [block.to_bytes(2, "big") * 16 for block in range(400)]
+    for key in keys:
+        store(index, key)
+    for group, blocks in ((0, (19, 99, 300)), (2, (19, 99, 350))):
+        for block in blocks:
+            store(index, groups.keys(keys, group)[block])
+    hit = groups.hit(keys, 0)
+    assert (len(hit.slots), len(hit.besides.slots), hit.shared) == (100, 2, 400)
+    assert [end for end in range(1, 101) if hit.besides.follows(end)] == [20, 100]
+    assert len(groups.hit(keys, 100).slots) == 0, "it goes on where it is"
+
+
+def test_states_at_the_ends_of_a_request_go_last() -> None:
+    index = SlotIndex(2 * BLOCKS, None)
+    groups = groups_of([None, STATE], index)
+    states = groups.keys(KEYS, 1)
+    for key in (*KEYS, *states):
+        store(index, key)
+    groups.touch(KEYS, 6)
+    for new in range(BLOCKS - 2):
+        store(index, bytes([100 + new]) * 32)
+    assert [block for block, key in enumerate(states) if index.find(key) is not None] == [5, 11]
+    assert (len(groups.hit(KEYS[:6], 0).slots), len(groups.hit(KEYS, 0).slots)) == (6, BLOCKS)
+
+
+def test_vllm_is_told_where_others_went_on_otherwise() -> None:
+    index = SlotIndex(100, None)
+    for key in KEYS[:7]:
+        store(index, key)
+    for windows, shared in (([None, STATE], 7 * BLOCK), ([None, 40], 0)):
+        groups = groups_of(cast(Any, windows), index)
+        for known in (0, 3 * BLOCK, 9 * BLOCK):
+            request = cast(Request, SimpleNamespace(shared_prefix_boundary=known))
+            groups.mark_shared(request, groups.hit(KEYS, 0))
+            assert request.shared_prefix_boundary == max(known, shared)
+
+
+def told(*offers: tuple[int, int, int]) -> Any:  # noqa: ANN401 - of vLLM
+    """A step after which there are these states: group, HBM block, tokens."""
+    state = SimpleNamespace(boundary_state_offloads={"a": list(offers), "b": [(1, 77, 2 * BLOCK)]})
+    return SimpleNamespace(kv_connector_block_state=state)
+
+
+def test_states_are_stored_where_vllm_says_that_they_are() -> None:
+    groups = groups_of([None, STATE])
+    request = cast(Request, SimpleNamespace(request_id="a"))
+    state = RequestState(request, block_ids=[[11, 12, 13, 14], [0, 0, 23, 24]])
+    keys, of_state = KEYS[1:3], groups.keys(KEYS, 1)
+    whole = [(1, KEYS[1], 12), (2, KEYS[2], 13)]
+    for offers, found in (
+        ([], []),
+        ([(1, 90, 3 * BLOCK)], [(2, of_state[2], 90)]),
+        ([(1, 90, 2 * BLOCK), (1, 91, 3 * BLOCK)], [(1, of_state[1], 90), (2, of_state[2], 91)]),
+        ([(1, 90, 3 * BLOCK - 1)], []),  # between blocks
+        ([(1, 90, BLOCK), (1, 91, 4 * BLOCK)], []),  # looked at before, and not known yet
+    ):
+        output = told(*cast(Any, offers))
+        assert list(groups.completed(state, output, keys, 1, 20)) == [*whole, *cast(Any, found)]
+    none = cast(Any, SimpleNamespace(kv_connector_block_state=None))
+    assert list(groups.completed(state, none, keys, 1, 20)) == whole
+
+
 # ---- room in HBM ----
 
 
@@ -231,6 +306,16 @@ def test_a_load_needs_room_for_all_that_is_computed_after_it() -> None:
     assert has_room(0, [state(10, 320)], 2 * needed - 17)
     assert has_room(0, [state(10, 320, running=True)], needed)
     assert pooled([None], [None], set())(0, [other], 0), "vLLM counts that itself"
+
+
+def test_a_request_holds_few_states_at_a_time() -> None:
+    has_room = pooled([None, STATE], [None, None], set())
+    needed = 20 + 3
+    assert has_room(0, [state(0, 100)], needed)
+    assert not has_room(0, [state(0, 100)], needed - 1)
+    # One that was loaded has 10 blocks and its state.
+    assert has_room(0, [state(10, 320)], 2 * needed - 11)
+    assert not has_room(0, [state(10, 320)], 2 * needed - 12)
 
 
 def test_blocks_that_another_request_holds_need_no_room() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -156,3 +158,48 @@ def test_channels_that_cannot_be_read_so_are_refused(
     with pytest.raises(UnsupportedError, match=text):
         layout(config(**sparse), block)
     layout(config("bounds", **sparse), block)
+
+
+def hybrid(*layers: int, **state: object) -> KVCacheConfig:
+    """A group of layers with full attention behind groups of layers with a state, so many each."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16)
+    settings: Any = {"shapes": ((3, 4), (2, 8)), "dtypes": (torch.float16, torch.float32), **state}
+    kept = MambaSpec(
+        block_size=16,
+        page_size_padded=full.page_size_bytes,
+        mamba_cache_mode="align",
+        **settings,
+    )
+    groups = [
+        KVCacheGroupSpec([f"{number}.{layer}" for layer in range(count)], kept)
+        for number, count in enumerate(layers[:-1])
+    ]
+    groups.append(KVCacheGroupSpec([f"kv.{layer}" for layer in range(layers[-1])], full))
+    return KVCacheConfig(8, [], groups)
+
+
+def test_a_slot_holds_a_state_or_kv() -> None:
+    reuse = SSDKVConfig.from_extra_config({})
+    found = kv_layout(reuse, ENGINE, hybrid(3, 2, 2))
+    assert found.has_states
+    assert found.layer_names == ("0.0", "0.1", "0.2")
+    assert found.overlaid == (("1.0", "1.1"), ("kv.0", "kv.1"))
+    assert (found.block_tokens, found.kv_heads, found.dtype) == (16, 2, torch.float16)
+    assert found.geometry == kv_layout(reuse, ENGINE, mixed([None], [3])).geometry
+    assert not kv_layout(reuse, ENGINE, mixed([None, 64], [3, 3])).has_states
+
+
+def test_states_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINE, "device_config", SimpleNamespace(device_type="cuda"), raising=False)
+    monkeypatch.setattr(ENGINE, "attention_config", SimpleNamespace(backend=None), raising=False)
+    reuse, digests = SSDKVConfig.from_extra_config({}), set()
+    made = [
+        mixed([64, None], [2, 2]),
+        hybrid(2, 2),
+        hybrid(2, 2, shapes=((4, 3), (2, 8))),
+        hybrid(2, 2, dtypes=(torch.float16, torch.float16)),
+        hybrid(2, 2, mamba_type=MambaAttentionBackendEnum.GDN_ATTN),
+    ]
+    for kept in made:
+        digests.add(fingerprint(reuse, ENGINE, kv_layout(reuse, ENGINE, kept), kept).digest)
+    assert len(digests) == len(made)

@@ -10,7 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from tests.connector.simulation import drafts_like
 from tests.messages import entry_for
@@ -107,8 +112,50 @@ def test_groups_whose_blocks_are_not_alike() -> None:
             attention_spec(several(window, other))
         assert "2 KV cache groups" in str(caught.value)
         assert entry_for(str(caught.value)), "docs/operations.md has its cure"
-    with pytest.raises(UnsupportedError, match="Mamba"):
+    with pytest.raises(UnsupportedError, match="is SimpleNamespace") as caught:
         attention_spec(several(SPEC, SimpleNamespace()))
+    assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+
+
+def test_layers_with_a_state() -> None:
+    size = SPEC.page_size_bytes
+    state = MambaSpec(
+        block_size=SPEC.block_size,
+        shapes=((3, 4),),
+        dtypes=(torch.float32,),
+        page_size_padded=size,
+        mamba_cache_mode="align",
+    )
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=64
+    )
+    assert attention_spec(several(state, SPEC)) == SPEC
+    assert attention_spec(several(state, window, SPEC, state)) == window
+    for specs, wanted in (
+        ([state], "only beside layers that attend to everything"),
+        ([state, window], "only beside layers that attend to everything"),
+        ([replace(state, mamba_cache_mode="none"), SPEC], "--enable-prefix-caching"),
+        ([replace(state, page_size_padded=2 * size), SPEC], "2 KV cache groups"),
+        ([replace(state, block_size=64), SPEC], "2 KV cache groups"),
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            attention_spec(several(*specs))
+        assert wanted in str(caught.value)
+        assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+
+
+def test_drafts_beside_layers_with_a_state(
+    configs: dict[str, VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copy.deepcopy(configs["reuse"])
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
+    reuse = SSDKVConfig.from_extra_config({})
+    check_engine(reuse, config)
+    with pytest.raises(UnsupportedError, match='mode "reuse"'):
+        check_engine(PAGE, config)
+    config.speculative_config = drafts_like("ngram")
+    with pytest.raises(UnsupportedError, match="without --speculative-config"):
+        check_engine(reuse, config)
 
 
 def test_attention_that_is_not_causal() -> None:

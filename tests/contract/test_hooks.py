@@ -26,15 +26,28 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
+    MambaManager,
     SingleTypeKVCacheManager,
     SlidingWindowManager,
     register_all_kvcache_specs,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -394,6 +407,32 @@ def test_models_with_windows_and_sinks_are_let_through_to_our_backend() -> None:
     asked = {"has_sink": True, "has_sliding_window": True}
     assert SSDKVBackend.validate_configuration(**arguments, **asked) == []
     assert SSDKVBackend.validate_configuration(**{**arguments, "use_mm_prefix": True}, **asked)
+
+
+def test_states_at_the_ends_of_blocks_are_handed_over() -> None:
+    """By group, HBM block and tokens; beside drafts vLLM says in another way where they are."""
+    assert "boundary_state_offloads" in KVConnectorBlockState.__dataclass_fields__
+    assert "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+    offered = inspect.getsource(KVCacheManager.take_boundary_state_offloads)
+    assert "(group_id, block.block_id, boundary_tokens)" in offered
+    assert MambaManager.get_num_skipped_tokens(MagicMock(), 7) == 6
+    split = inspect.getsource(Scheduler._mamba_block_aligned_split)
+    assert "junction = request.shared_prefix_boundary" in split
+    assert "junction_stop if start < junction < end else 0" in split
+
+
+def test_blocks_that_are_loaded_are_not_zeroed() -> None:
+    """Of a model with states, vLLM has workers zero new blocks: those that a load fills it leaves
+    out only if the connector says that all groups are loaded."""
+    inherited = SSDKVConnector.get_loaded_kv_cache_group_ids
+    assert inherited is KVConnectorBase_V1.get_loaded_kv_cache_group_ids
+    state = MambaSpec(
+        block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    groups = [KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate((state, full_spec()))]
+    config = KVCacheConfig(8, [], groups)
+    assert config.needs_kv_cache_zeroing
+    assert inherited(SimpleNamespace(_kv_cache_config=config), MagicMock()) == (0, 1)
 
 
 def test_our_attention_refuses_what_it_does_not_compute() -> None:
