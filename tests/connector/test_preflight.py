@@ -144,7 +144,7 @@ def test_layers_with_a_state() -> None:
         assert entry_for(str(caught.value)), "docs/operations.md has its cure"
 
 
-def test_drafts_beside_layers_with_a_state(
+def test_states_that_are_not_whole_at_the_ends_of_blocks(
     configs: dict[str, VllmConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = copy.deepcopy(configs["reuse"])
@@ -154,8 +154,11 @@ def test_drafts_beside_layers_with_a_state(
     with pytest.raises(UnsupportedError, match='mode "reuse"'):
         check_engine(PAGE, config)
     config.speculative_config = drafts_like("ngram")
-    with pytest.raises(UnsupportedError, match="without --speculative-config"):
+    config.cache_config.use_replayssm = True
+    with pytest.raises(UnsupportedError) as caught:
         check_engine(reuse, config)
+    assert "without --speculative-config" in str(caught.value)
+    assert "--use-replayssm" in str(caught.value)
 
 
 def test_attention_that_is_not_causal() -> None:
