@@ -57,7 +57,7 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
 
 
 def _with_states(vllm_config: VllmConfig) -> list[str]:
-    """What keeps the states of Mamba layers and the like from being whole where their blocks end."""
+    """What keeps states of Mamba layers and the like from being whole where blocks end."""
     problems = []
     if vllm_config.speculative_config is not None:
         problems.append(
