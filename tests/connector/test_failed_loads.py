@@ -15,7 +15,9 @@ HBM = cast(
     Any,
     SimpleNamespace(
         coordinator=SimpleNamespace(
-            single_type_managers=[SimpleNamespace(max_admission_blocks_per_request=None)]
+            single_type_managers=[
+                SimpleNamespace(max_admission_blocks_per_request=None, kv_cache_spec=None)
+            ]
         ),
         block_pool=SimpleNamespace(get_num_free_blocks=lambda: 100),
     ),

@@ -259,6 +259,21 @@ def test_states_are_stored_where_vllm_says_that_they_are() -> None:
     assert list(groups.completed(state, none, keys, 1, 20)) == whole
 
 
+def test_a_state_that_was_in_hbm_is_stored_with_the_blocks_that_were() -> None:
+    """vLLM does not say again that it is there."""
+    groups = groups_of([None, STATE, STATE])
+    request = cast(Request, SimpleNamespace(request_id="c"))
+    state = RequestState(request, block_ids=[[11, 12, 13, 14], [0, 22, 23, 24], [0, 32, 0, 34]])
+    keys, output = KEYS[:3], told()
+    chain = [(block, key, 11 + block) for block, key in enumerate(keys)]
+    both = [(1, groups.keys(KEYS, 1)[1], 22), (1, groups.keys(KEYS, 2)[1], 32)]
+    for computed, found in ((2 * BLOCK, both), (3 * BLOCK, [(2, groups.keys(KEYS, 1)[2], 23)])):
+        assert list(groups.completed(state, output, keys, 0, computed)) == [*chain, *found]
+    for first, computed in ((0, 0), (0, 2 * BLOCK + 1), (0, 4 * BLOCK), (1, 2 * BLOCK)):
+        begun = list(groups.completed(state, output, keys[first:], first, computed))
+        assert begun == chain[first:], (first, computed)
+
+
 # ---- room in HBM ----
 
 
@@ -310,7 +325,7 @@ def test_a_load_needs_room_for_all_that_is_computed_after_it() -> None:
 
 def test_a_request_holds_few_states_at_a_time() -> None:
     has_room = pooled([None, STATE], [None, None], set())
-    needed = 20 + 3
+    needed = 20 + 4
     assert has_room(0, [state(0, 100)], needed)
     assert not has_room(0, [state(0, 100)], needed - 1)
     # One that was loaded has 10 blocks and its state.

@@ -119,7 +119,7 @@ def test_what_a_session_computes_with_drafts_is_its_own() -> None:
     once, session = request(), request(name="s")
     session.resumable = True
     assert BlockKeys().to_store(session, 5, 0) == HASHES
-    keys = BlockKeys(drafts=True)
+    keys = BlockKeys(apart=True)
     assert [keys.private(each) for each in (once, session)] == [False, True]
     assert keys.to_store(once, 5, 0) == HASHES
     stored = keys.to_store(session, 5, 0)

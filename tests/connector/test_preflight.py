@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -129,13 +130,16 @@ def test_layers_with_a_state() -> None:
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=64
     )
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
     assert attention_spec(several(state, SPEC)) == SPEC
     assert attention_spec(several(state, window, SPEC, state)) == window
     for specs, wanted in (
         ([state], "only beside layers that attend to everything"),
         ([state, window], "only beside layers that attend to everything"),
         ([replace(state, mamba_cache_mode="none"), SPEC], "--enable-prefix-caching"),
+        ([replace(state, num_speculative_blocks=3), SPEC], "without --speculative-config"),
         ([replace(state, page_size_padded=2 * size), SPEC], "2 KV cache groups"),
+        ([state, latent], "2 KV cache groups (MLAAttentionSpec, MambaSpec)"),
         ([replace(state, block_size=64), SPEC], "2 KV cache groups"),
     ):
         with pytest.raises(UnsupportedError) as caught:
@@ -144,21 +148,14 @@ def test_layers_with_a_state() -> None:
         assert entry_for(str(caught.value)), "docs/operations.md has its cure"
 
 
-def test_states_that_are_not_whole_at_the_ends_of_blocks(
+def test_layers_with_a_state_in_page_mode(
     configs: dict[str, VllmConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = copy.deepcopy(configs["reuse"])
+    config = copy.deepcopy(configs["page"])
     monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
-    reuse = SSDKVConfig.from_extra_config({})
-    check_engine(reuse, config)
-    with pytest.raises(UnsupportedError, match='mode "reuse"'):
+    check_engine(SSDKVConfig.from_extra_config({}), config)
+    with pytest.raises(UnsupportedError, match='in place of KV: use mode "reuse"'):
         check_engine(PAGE, config)
-    config.speculative_config = drafts_like("ngram")
-    config.cache_config.use_replayssm = True
-    with pytest.raises(UnsupportedError) as caught:
-        check_engine(reuse, config)
-    assert "without --speculative-config" in str(caught.value)
-    assert "--use-replayssm" in str(caught.value)
 
 
 def test_attention_that_is_not_causal() -> None:

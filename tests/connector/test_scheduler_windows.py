@@ -1,11 +1,14 @@
-"""Loads for models with sliding windows in HBM that has room for few; see ``simulation.py``."""
+"""Loads for models with sliding windows or states, in HBM that has room for few; see
+``simulation.py``."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.connector.events import Make, end, hits, prompt, stored
 from tests.connector.rank import BLOCK
+from tests.connector.simulation import STATE
 
 LONG = 160
 """Tokens of a hit that is longer than what vLLM lets a window's group hold at a time."""
@@ -79,3 +82,44 @@ def test_a_request_that_shares_blocks_with_another_is_loaded_beside_it(reuse: Ma
         run.step()
         run.end_io()
     end(run, "a", "b")
+
+
+def test_a_state_that_only_hbm_has_is_stored_when_it_is_used(reuse: Make) -> None:
+    """Here it was lost, or evicted; or a first use was not worth a write."""
+    run = reuse(windows=(None, STATE, STATE), hbm_blocks=80, slots=300, retention=0)
+    head = prompt(100)
+    run.add("a", head, 2)
+    run.run()
+    run.index.drop(run.index.lookup(run.ours._groups.keys(run.ours.keys_of(run.requests["a"]), 0)))
+    for group in (1, 2):
+        for key in run.ours._groups.keys(run.ours.keys_of(run.requests["a"]), group):
+            if (slot := run.index.find(key)) is not None:
+                run.index.drop(np.array([slot]))
+    run.add("b", [*head, 7, 8, 9], 2)
+    run.run()
+    assert hits(run, "b") == [], "it was in HBM"
+    assert run.scheduler.reset_prefix_cache()
+    run.add("c", [*head, 10], 2)
+    end(run, "a", "b", "c")
+    whole = 100 // BLOCK
+    assert hits(run, "c") == [whole + 2]
+
+
+def test_a_load_that_failed_waits_for_no_more_than_it_needs(reuse: Make) -> None:
+    """A request holds few blocks of a group with a state, whatever its length."""
+    run = reuse(windows=(None, STATE, STATE, STATE), hbm_blocks=33, slots=400, retention=0)
+    head = prompt(100)
+    stored(run, head)
+    run.add("long", prompt(20, 5), 120)
+    for _ in range(4):
+        run.step()
+        run.end_io()
+    run.add("b", head, 2)
+    while not run.ranks[0].loads:
+        run.step()
+    run.ranks[0].end_load(False, run.hbm, run.content)
+    while "b" not in run.finished:
+        assert "long" not in run.finished
+        run.step()
+        run.end_io()
+    end(run, "long", "b")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
 from tests.connector.conftest import Make
 from tests.connector.rank import BLOCK
-from tests.connector.simulation import Simulation, drafts_like
+from tests.connector.simulation import STATE, Simulation, drafts_like
+from tests.connector.symbols import Symbols, answer
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -59,6 +61,43 @@ def test_what_a_session_computes_with_drafts_is_not_stored_in_mode_reuse(reuse: 
     run.add("b", prompt(60, 1), 2)
     steps(run, 10)
     assert run.index.counters["allocated"] == 60 // BLOCK
+    run.abort("a")
+    run.run()
+    run.check_idle()
+
+
+def test_what_a_session_computes_with_states_is_not_stored(reuse: Make) -> None:
+    """A turn may end while the step after its last token is under way: the next one goes on from a
+    state that has seen that token, and vLLM offers what comes of it."""
+    run = reuse(slots=200, hbm_blocks=80, windows=(None, STATE), depth=2)
+    tokens = prompt(22, 1)
+    last = answer(tokens, 4)[-1]
+    session = run.add("a", tokens, 30, resumable=True)
+    params = session.sampling_params
+    assert params is not None
+    params.stop_token_ids, params._all_stop_token_ids = [last], {last}
+    steps(run, 12)
+    assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    offered = {}
+    groups = run.ours._groups
+    complete = groups.completed
+
+    def watch(*asked: Any) -> Any:  # noqa: ANN401 - of a request that runs
+        offered[asked[0].request_id] = True
+        return complete(*asked)
+
+    groups.completed = watch  # type: ignore[method-assign]
+    compute = run._compute_state
+
+    def wrong(name: str, group: int, start: int, right: Symbols) -> None:
+        if name == "b":
+            compute(name, group, start, right)
+
+    run._compute_state = wrong  # type: ignore[method-assign]
+    go_on(run, session, prompt(40, 2))
+    run.add("b", prompt(60, 3), 2)
+    steps(run, 12)
+    assert offered == {"b": True}
     run.abort("a")
     run.run()
     run.check_idle()

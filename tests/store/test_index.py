@@ -85,6 +85,35 @@ def test_lookup_finds_the_longest_ready_prefix() -> None:
     assert found(index, 1, 2, 3, 4) == [*slots.tolist(), *writing.tolist()]
 
 
+def tagged(number: int, tag: int) -> bytes:
+    return key(number)[:-1] + bytes((key(number)[-1] ^ tag,))
+
+
+def test_the_last_place_where_all_tags_are_ready() -> None:
+    index, keys = SlotIndex(8, None), [key(n) for n in range(6)]
+    for name in (tagged(1, 1), tagged(1, 3), tagged(3, 1), tagged(3, 3), tagged(4, 1)):
+        (slot,) = index.allocate(1)
+        assert index.publish(int(slot), name)
+    for first, end, tags, wanted in (
+        (0, 6, [1, 3], 4),
+        (0, 6, [1], 5),
+        (0, 4, [1, 3], 4),
+        (0, 3, [1, 3], 2),
+        (2, 3, [1, 3], 2),  # not before the first
+        (0, 1, [1, 3], 0),
+        (0, 6, [7], 0),
+        (0, 6, [], 6),
+        (6, 6, [], 6),
+    ):
+        assert index.last(keys, first, end, tags) == wanted, (first, end, tags)
+    assert index.last(tuple(keys), 0, 6, [1, 3]) == 4
+    assert index.last([key(0), b"abc", keys[3]], 0, 3, [1, 3]) == 3, "no more is looked at"
+    with pytest.raises(ValueError, match="key of 3 bytes"):
+        index.last([key(0), b"abc"], 0, 2, [1])
+    with pytest.raises(IndexError, match="end behind the keys"):
+        index.last(keys, 0, 7, [1])
+
+
 def test_slots_are_handed_out_in_order_then_by_age() -> None:
     index = SlotIndex(4, None)
     assert store(index, 1, 2, 3, 4).tolist() == [0, 1, 2, 3]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_ssdkv.connector.groups import most_held
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
@@ -73,7 +75,7 @@ class FailedLoads:
             return True
         needed = 0
         for manager in hbm.coordinator.single_type_managers:
-            most = manager.max_admission_blocks_per_request
+            most = most_held(manager)
             blocks = -(-request.num_tokens // self._block)
             needed += (blocks if most is None else min(blocks, most)) + self._step_blocks
         return others and needed > hbm.block_pool.get_num_free_blocks()

@@ -38,9 +38,18 @@ _FAR = 1 << 40
 _PLACES = 16
 """Ends of a hit that are tried: each is a lookup of all windows."""
 
-_STATES_HELD = 3
-"""HBM blocks that a request holds at a time of a group with a state: the one that a step starts
-from, the one that it ends in, and one between for the end of the prompt's last whole block."""
+_STATES_HELD = 4
+"""HBM blocks that a request holds at a time of a group with a state, at most: those that the step
+under way starts from and ends in, the one that the next step ends in, and one for the end of the
+prompt's last whole block."""
+
+
+def most_held(manager: SingleTypeKVCacheManager) -> int | None:
+    """HBM blocks of a group that a request holds at a time, at most; None: all of its blocks."""
+    if isinstance(manager.kv_cache_spec, MambaSpec):
+        return _STATES_HELD
+    most: int | None = manager.max_admission_blocks_per_request
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,11 @@ class BlockGroups:
         self._recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
         self._windows = len(whole) < len(managers)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a state in place of KV."""
+        return bool(self._recurrent)
+
     def first_held(self, group: int, computed: int) -> int:
         """The first block that vLLM keeps for a request with so many tokens computed."""
         skipped = int(self._managers[group].get_num_skipped_tokens(computed))
@@ -137,13 +151,9 @@ class BlockGroups:
         return GroupHit(_NO_SLOTS, ALL_ATTEND_TO_ALL, shared)
 
     def _last_state(self, keys: Sequence[bytes], first: int, end: int) -> int:
-        """The last block up to ``end`` at whose beginning all states are stored, or ``first``."""
-        while end > first and any(
-            self._index.find(self.keys(keys[end - 1 : end], group)[0]) is None
-            for group in self._recurrent
-        ):
-            end -= 1
-        return end
+        """The last place up to block ``end`` for which all states are stored; or ``first``, where
+        the request is."""
+        return self._index.last(keys, first, end, [group + 1 for group in self._recurrent])
 
     def _follow(self, keys: Sequence[bytes], first: int, end: int) -> bool:
         return self._beside(keys, first, end)[1] == end
@@ -176,6 +186,14 @@ class BlockGroups:
                 for block, key in enumerate(self.keys(keys[held - first :], group), held):
                     if ids[block]:
                         yield block, key, ids[block]
+        block = computed // self._block
+        if first == 0 < block <= len(keys) and computed % self._block == 0:
+            # It goes on from a state that was in HBM, which another request may have left there
+            # without that it was stored. The step leaves that as it is.
+            for group in self._recurrent:
+                if state.block_ids[group][block - 1]:
+                    (key,) = self.keys(keys[block - 1 : block], group)
+                    yield block - 1, key, state.block_ids[group][block - 1]
         told = output.kv_connector_block_state
         offers = {} if told is None else told.boundary_state_offloads
         for group, block_id, tokens in offers.get(state.request_id, ()):
@@ -243,9 +261,7 @@ class BlockGroups:
         needed = len(self._managers) * self._speculation.step_blocks
         for group, manager in enumerate(self._managers):
             blocks = -(-tokens // self._block) - self.first_held(group, hit * self._block)
-            most = manager.max_admission_blocks_per_request
-            if group in self._recurrent:
-                most = _STATES_HELD
+            most = most_held(manager)
             needed += blocks if most is None else min(blocks, most)
         return needed
 

@@ -26,11 +26,11 @@ class BlockKeys:
     it and what is loaded are one answer.
     """
 
-    def __init__(self, name_key: bytes = b"", *, drafts: bool = False) -> None:
-        """``name_key``: :meth:`StorePlace.name_key`; empty: keys are not hidden. ``drafts``: steps
-        compute tokens that may turn out to be others."""
+    def __init__(self, name_key: bytes = b"", *, apart: bool = False) -> None:
+        """``name_key``: :meth:`StorePlace.name_key`; empty: keys are not hidden. ``apart``: see
+        :meth:`private`."""
         self._name_key = name_key
-        self._drafts = drafts
+        self.sessions_apart = apart
         self._own: dict[str, bytes] = {}
         self._adapters: dict[tuple[object, ...], bytes] = {}
         self._of_requests: dict[str, tuple[Version, bytes]] = {}
@@ -75,9 +75,7 @@ class BlockKeys:
 
         Where the adapter's file was written anew, vLLM goes on with KV of both weights once another
         request has had it read, or the operator; where it was loaded in the place of the request's
-        own, it does already. Nobody else must find that. Nor what a session computes with drafts:
-        where a turn ends among drafts that were accepted, vLLM takes their KV for that of the next
-        turn's input.
+        own, it does already. Nobody else must find that.
         """
         if self.private(request):
             own = self._own.setdefault(request.request_id, os.urandom(32))
@@ -93,8 +91,14 @@ class BlockKeys:
         return self.of(request, stop, start)
 
     def private(self, request: Request) -> bool:
-        """Whether what the request computes is for itself; see :meth:`to_store`."""
-        return self._drafts and bool(request.resumable)
+        """Whether what the request computes is for itself: a session's, where steps compute tokens
+        that a turn's end takes back.
+
+        With drafts, a turn may end among some that were accepted: vLLM takes their KV for that of
+        the next turn's input. With a state, a turn may end while the step after its last token is
+        under way: the next turn goes on from a state that has seen a token too much.
+        """
+        return self.sessions_apart and bool(request.resumable)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""

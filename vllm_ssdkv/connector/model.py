@@ -78,12 +78,12 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
 
     Raises:
         UnsupportedError: groups that do not share their blocks, or layers whose state is not kept
-            at the ends of blocks, or no attention to everything beside these.
+            at the ends of blocks, or beside drafts, or without attention to everything.
     """
     specs = [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     first = next((spec for spec in specs if isinstance(spec, AttentionSpec)), None)
     recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
-    if first is None or (recurrent and not any(type(s) is FullAttentionSpec for s in specs)):
+    if first is None or (recurrent and not any(isinstance(s, FullAttentionSpec) for s in specs)):
         raise UnsupportedError(
             f"the model's KV cache is {_kinds(specs)}; SSDKVConnector serves layers with a state "
             "(Mamba, linear attention) only beside layers that attend to everything"
@@ -92,6 +92,11 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
         raise UnsupportedError(
             "the states of Mamba and linear-attention layers are kept at the ends of blocks only "
             "with vLLM's own prefix caching: start with --enable-prefix-caching"
+        )
+    if any(spec.num_speculative_blocks for spec in recurrent):
+        raise UnsupportedError(
+            "the model has layers with a state, which drafts that are rejected have changed: start "
+            "without --speculative-config"
         )
     if len(specs) > 1:
         for spec in specs:

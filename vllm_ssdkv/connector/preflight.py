@@ -47,28 +47,11 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig) -> None:
         problems.append("kv_role must be kv_both: blocks are stored and loaded by one engine")
     if config.mode == "page":
         problems += _page_mode(config, vllm_config)
-    elif vllm_config.model_config.is_hybrid:
-        problems += _with_states(vllm_config)
     if problems:
         raise UnsupportedError(
             f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
-
-
-def _with_states(vllm_config: VllmConfig) -> list[str]:
-    """What keeps states of Mamba layers and the like from being whole where blocks end."""
-    problems = []
-    if vllm_config.speculative_config is not None:
-        problems.append(
-            "the model has layers with a state, which drafts that are rejected have changed: start "
-            "without --speculative-config"
-        )
-    if vllm_config.cache_config.use_replayssm:
-        problems.append(
-            "--use-replayssm keeps a part of the layers' state outside of its block: leave it out"
-        )
-    return problems
 
 
 def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:

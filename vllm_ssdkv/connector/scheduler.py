@@ -100,7 +100,7 @@ class SSDKVScheduler:
         self._choice, self._policy = choice, policy
         self._index_metrics = IndexMetrics(index, counters)
         self._collector = StatsCollector(counters)
-        self._keys = BlockKeys(name_key, drafts=speculation.drafts)
+        self._keys = BlockKeys(name_key, apart=speculation.drafts)
         self.keys_of = self._keys.of
         self._background = BackgroundLoads(index, self._keys, self._start_load)
         # Requests that hold HBM blocks.
@@ -136,6 +136,7 @@ class SSDKVScheduler:
         self._hbm = hbm
         managers = hbm.coordinator.single_type_managers
         self._groups = BlockGroups(managers, self._index, self._block, self._speculation)
+        self._keys.sessions_apart |= self._groups.has_states
         for manager in managers:
             if isinstance(manager, TieredManager):
                 self._recomputations.manager = manager
@@ -188,8 +189,7 @@ class SSDKVScheduler:
 
     def _can_admit(self, request: Request) -> bool:
         in_use = any(state.reserved or state.slots for state in self._requests.values())
-        soon = bool(in_use or self._writing or self._loading)
-        return self._admission.admits(request, soon=soon)
+        return self._admission.admits(request, soon=bool(in_use or self._writing or self._loading))
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has allocated HBM blocks; ``external`` tokens are to come from the store."""

@@ -120,6 +120,15 @@ class SlotIndex:
         """
         return self._table.lookup(keys if isinstance(keys, list) else list(keys))
 
+    def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
+        """The last n of ``first`` < n <= ``end`` for which key n - 1 is ready with each of ``tags``
+        exclusive-or'd into its last byte; else ``first``.
+
+        Raises:
+            ValueError: a key that is looked at has not 32 bytes.
+        """
+        return self._table.last(keys if isinstance(keys, list) else list(keys), first, end, tags)
+
     def epoch(self, slot: int) -> int:
         """Epoch of the slot's last allocation; 0 when it never had one. Goes into its header."""
         return self._table.epoch(slot)

@@ -125,6 +125,19 @@ ArrayOut<int64_t> lookup(const SlotTable& self, const nb::list& keys) {
   return to_numpy(self.lookup(to_keys(keys)));
 }
 
+// Looks at keys from the end on, and at no more than it has to.
+size_t last(const SlotTable& self, const nb::list& keys, size_t first, size_t end,
+            const std::vector<uint8_t>& tags) {
+  if (end > keys.size()) throw std::out_of_range("end behind the keys");
+  for (size_t n = end; n > first; --n) {
+    const nb::handle one = keys[n - 1];
+    if (!nb::isinstance<nb::bytes>(one)) throw nb::type_error("a key is not bytes");
+    const Key& key = to_key(nb::borrow<nb::bytes>(one));
+    if (self.has_all(key, tags)) return n;
+  }
+  return first;
+}
+
 nb::tuple allocate(SlotTable& self, size_t n) {
   Gone gone;
   auto slots = self.allocate(n, gone);
@@ -180,6 +193,7 @@ void bind_table(nb::module_& m) {
           [](const SlotTable& self, const nb::bytes& key) { return self.find(to_key(key)); },
           "key"_a)
       .def("lookup", &lookup, "keys"_a)
+      .def("last", &last, "keys"_a, "first"_a, "end"_a, "tags"_a)
       .def("epoch", &SlotTable::epoch, "slot"_a)
       .def(
           "epochs",

@@ -86,6 +86,15 @@ std::vector<int64_t> SlotTable::lookup(const std::vector<const Key*>& keys) cons
   return found;
 }
 
+bool SlotTable::has_all(Key key, const std::vector<uint8_t>& tags) const {
+  const std::byte own = key.back();
+  for (const uint8_t tag : tags) {
+    key.back() = own ^ std::byte{tag};
+    if (!map_.find(key)) return false;
+  }
+  return true;
+}
+
 std::vector<int64_t> SlotTable::order() const {
   std::vector<int64_t> order;
   order.reserve(evictable_);

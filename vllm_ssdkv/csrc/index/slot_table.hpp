@@ -74,6 +74,8 @@ class SlotTable {
   std::optional<uint32_t> find(const Key& key) const { return map_.find(key); }
   // Slots of the longest prefix of keys that is ready.
   std::vector<int64_t> lookup(const std::vector<const Key*>& keys) const;
+  // Whether the key is ready with each of the tags exclusive-or'd into its last byte.
+  bool has_all(Key key, const std::vector<uint8_t>& tags) const;
   int64_t epoch(int64_t slot) const { return static_cast<int64_t>(at(slot).epoch); }
   State state(int64_t slot) const { return at(slot).state; }
   // What a ready slot holds.
