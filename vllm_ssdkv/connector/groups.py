@@ -5,9 +5,9 @@ different groups lie over each other in HBM, so a block is as many bytes whateve
 slot holds a block of one group. All blocks of all groups are stored; of a hit, a group with a
 window needs the blocks that the next token attends to.
 
-Layers that keep a state (Mamba, linear attention, short convolutions) have a block for the state at
-the end of some blocks of tokens: where a step of the prompt ended, and wherever decoding came
-through. vLLM says which these are ("align"). A hit ends at one of them, and needs nothing else.
+Layers that have a state (Mamba, linear attention, short convolutions) have a block for it at the
+ends of some blocks of tokens; vLLM says which these are ("align"). A hit ends at one of them, and
+needs nothing else of such a group.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class BlockGroups:
     def _last_state(self, keys: Sequence[bytes], first: int, end: int) -> int:
         """The last place up to block ``end`` for which all states are stored; or ``first``, where
         the request is."""
-        return self._index.last(keys, first, end, [group + 1 for group in self._recurrent])
+        tags = [group + 1 for group in self._recurrent]
+        return self._index.last(keys, first, min(end, len(keys)), tags)
 
     def _follow(self, keys: Sequence[bytes], first: int, end: int) -> bool:
         return self._beside(keys, first, end)[1] == end
