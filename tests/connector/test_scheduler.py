@@ -7,7 +7,9 @@ which compare whatever a request attends to with what its tokens say (``simulati
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
@@ -229,26 +231,32 @@ def test_blocks_with_drafts_are_stored_before_they_leave_the_least_window(
         turmoil.loaded()
 
 
+def loaded_from(
+    model: Path,
+    first_seed: int,
+    retentions: Sequence[int | None] = (None,),
+    **options: Any,  # noqa: ANN401 - of Turmoil
+) -> int:
+    """Slots of all hits of ``RUNS`` runs in reuse mode in which things fail; retentions in turn."""
+    config, loaded = engine_config(model, "reuse"), 0
+    for seed in range(first_seed, first_seed + RUNS):
+        retention = retentions[seed % len(retentions)]
+        turmoil = Turmoil(
+            config, seed, faulty=True, slots=(60, 100, 300), retention=retention, **options
+        )
+        turmoil.play(60)
+        loaded += turmoil.loaded()
+    return loaded
+
+
 @pytest.mark.parametrize("drafts", [None, "eagle"])
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("windows", [(None, 40), (24, None, 3), (40,)])
 def test_answers_are_right_with_sliding_windows(
     model: Path, windows: tuple[int | None, ...], depth: int, drafts: str | None
 ) -> None:
-    config, loaded = engine_config(model, "reuse"), 0
-    for seed in range(400, 400 + RUNS):
-        turmoil = Turmoil(
-            config,
-            seed,
-            depth=depth,
-            faulty=True,
-            slots=(60, 100, 300),
-            drafts=drafts_like(drafts) if drafts else None,
-            windows=windows,
-        )
-        turmoil.play(60)
-        loaded += turmoil.loaded()
-    assert loaded > 0
+    drafted = drafts_like(drafts) if drafts else None
+    assert loaded_from(model, 400, depth=depth, drafts=drafted, windows=windows) > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -260,17 +268,5 @@ def test_answers_are_right_with_states(
     model: Path, windows: tuple[int | None, ...], depth: int
 ) -> None:
     """Of Mamba layers and the like, which are there at the end of some blocks only."""
-    config, loaded = engine_config(model, "reuse"), 0
-    for seed in range(500, 500 + RUNS):
-        turmoil = Turmoil(
-            config,
-            seed,
-            depth=depth,
-            faulty=True,
-            slots=(60, 100, 300),
-            windows=windows,
-            retention=[0, None, 2 * BLOCK][seed % 3],
-        )
-        turmoil.play(60)
-        loaded += turmoil.loaded()
-    assert loaded > 0
+    kept = (0, None, 2 * BLOCK)
+    assert loaded_from(model, 500, kept, depth=depth, windows=windows) > 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from tests.connector.conftest import Make
 from tests.connector.rank import BLOCK
-from tests.connector.simulation import STATE, Simulation, drafts_like
-from tests.connector.symbols import Symbols, answer
+from tests.connector.simulation import GARBAGE, STATE, Simulation, drafts_like
+from tests.connector.symbols import Symbols, answer, state_after
+from vllm_ssdkv.connector.request import RequestState
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -54,7 +57,7 @@ def test_a_session_that_lacks_a_slot_keeps_nobody_waiting(page: Make) -> None:
 
 
 def test_what_a_session_computes_with_drafts_is_not_stored_in_mode_reuse(reuse: Make) -> None:
-    """Nobody may find it: see ``BlockKeys.to_store``."""
+    """Nobody may find it: see ``BlockKeys.private``."""
     run = reuse(slots=60, hbm_blocks=60, drafts=drafts_like("ngram"))
     run.right = 0.0
     run.add("a", prompt(100), 2, resumable=True)
@@ -66,7 +69,9 @@ def test_what_a_session_computes_with_drafts_is_not_stored_in_mode_reuse(reuse: 
     run.check_idle()
 
 
-def test_what_a_session_computes_with_states_is_not_stored(reuse: Make) -> None:
+def test_what_a_session_computes_with_states_is_not_stored(
+    reuse: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A turn may end while the step after its last token is under way: the next one goes on from a
     state that has seen that token, and vLLM offers what comes of it."""
     run = reuse(slots=200, hbm_blocks=80, windows=(None, STATE), depth=2)
@@ -78,26 +83,31 @@ def test_what_a_session_computes_with_states_is_not_stored(reuse: Make) -> None:
     params.stop_token_ids, params._all_stop_token_ids = [last], {last}
     steps(run, 12)
     assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-    offered = {}
-    groups = run.ours._groups
-    complete = groups.completed
+    stored: set[str] = set()
+    wrong: list[bool] = []
+    complete, compute = run.ours._groups.completed, run._compute_state
 
-    def watch(*asked: Any) -> Any:  # noqa: ANN401 - of a request that runs
-        offered[asked[0].request_id] = True
-        return complete(*asked)
+    def watch(state: RequestState, *others: Any) -> Iterator[tuple[int, bytes, int]]:  # noqa: ANN401
+        stored.add(state.request_id)
+        return complete(state, *others)
 
-    groups.completed = watch  # type: ignore[method-assign]
-    compute = run._compute_state
-
-    def wrong(name: str, group: int, start: int, right: Symbols) -> None:
-        if name == "b":
+    def go_wrong(name: str, group: int, start: int, right: Symbols) -> None:
+        if name != "a":
             compute(name, group, start, right)
+            return
+        blocks = run.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        held = run.hbm[blocks[(start - 1) // BLOCK]]
+        wrong.append(held != state_after(right[start - 1], group, BLOCK))
+        run.hbm[blocks[(len(right) - 1) // BLOCK]] = [GARBAGE] * BLOCK
 
-    run._compute_state = wrong  # type: ignore[method-assign]
+    monkeypatch.setattr(run.ours._groups, "completed", watch)
+    monkeypatch.setattr(run, "_compute_state", go_wrong)
     go_on(run, session, prompt(40, 2))
     run.add("b", prompt(60, 3), 2)
     steps(run, 12)
-    assert offered == {"b": True}
+    assert wrong, "the second turn has run"
+    assert wrong[0], "vLLM goes on from the right state: sessions could be stored"
+    assert stored == {"b"}
     run.abort("a")
     run.run()
     run.check_idle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ssdkv.connector.groups import most_held
+from vllm_ssdkv.connector.groups import held_at_most
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -75,7 +75,6 @@ class FailedLoads:
             return True
         needed = 0
         for manager in hbm.coordinator.single_type_managers:
-            most = most_held(manager)
             blocks = -(-request.num_tokens // self._block)
-            needed += (blocks if most is None else min(blocks, most)) + self._step_blocks
+            needed += held_at_most(manager, blocks) + self._step_blocks
         return others and needed > hbm.block_pool.get_num_free_blocks()

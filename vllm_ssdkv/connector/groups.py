@@ -44,12 +44,12 @@ under way starts from and ends in, the one that the next step ends in, and one f
 prompt's last whole block."""
 
 
-def most_held(manager: SingleTypeKVCacheManager) -> int | None:
-    """HBM blocks of a group that a request holds at a time, at most; None: all of its blocks."""
-    if isinstance(manager.kv_cache_spec, MambaSpec):
-        return _STATES_HELD
+def held_at_most(manager: SingleTypeKVCacheManager, blocks: int) -> int:
+    """Of so many blocks of a request in a group, those that it holds in HBM at a time."""
     most: int | None = manager.max_admission_blocks_per_request
-    return most
+    if isinstance(manager.kv_cache_spec, MambaSpec):
+        most = _STATES_HELD
+    return blocks if most is None else min(blocks, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,13 @@ class BlockGroups:
         """Keys of a group's blocks, of the same tokens as ``keys``, which are the chain's."""
         if group == self.chain:
             return keys
-        return [key[:-1] + bytes((key[-1] ^ (group + 1),)) for key in keys]
+        tag = self._tag(group)
+        return [key[:-1] + bytes((key[-1] ^ tag,)) for key in keys]
+
+    @staticmethod
+    def _tag(group: int) -> int:
+        """What tells keys of a group from those of the chain, in their last byte."""
+        return group + 1
 
     def _beside(self, keys: Sequence[bytes], first: int, end: int) -> tuple[list[Slots], int]:
         """What the other groups need at block ``end`` of a request whose first blocks are in HBM;
@@ -153,7 +159,9 @@ class BlockGroups:
     def _last_state(self, keys: Sequence[bytes], first: int, end: int) -> int:
         """The last place up to block ``end`` for which all states are stored; or ``first``, where
         the request is."""
-        tags = [group + 1 for group in self._recurrent]
+        if not self._recurrent:
+            return end
+        tags = [self._tag(group) for group in self._recurrent]
         return self._index.last(keys, first, min(end, len(keys)), tags)
 
     def _follow(self, keys: Sequence[bytes], first: int, end: int) -> bool:
@@ -187,21 +195,19 @@ class BlockGroups:
                 for block, key in enumerate(self.keys(keys[held - first :], group), held):
                     if ids[block]:
                         yield block, key, ids[block]
-        block = computed // self._block
-        if first == 0 < block <= len(keys) and computed % self._block == 0:
-            # It goes on from a state that was in HBM, which another request may have left there
-            # without that it was stored. The step leaves that as it is.
-            for group in self._recurrent:
-                if state.block_ids[group][block - 1]:
-                    (key,) = self.keys(keys[block - 1 : block], group)
-                    yield block - 1, key, state.block_ids[group][block - 1]
         told = output.kv_connector_block_state
-        offers = {} if told is None else told.boundary_state_offloads
-        for group, block_id, tokens in offers.get(state.request_id, ()):
+        offers = [] if told is None else told.boundary_state_offloads.get(state.request_id, [])
+        if first == 0 and computed:
+            # It goes on from states that were in HBM, which another request may have left there
+            # without that they were stored. The step leaves them as they are.
+            last = (computed - 1) // self._block
+            held_before = [(g, state.block_ids[g][last], computed) for g in self._recurrent]
+            offers = [*held_before, *offers]
+        for group, block_id, tokens in offers:
             block, beside = divmod(tokens, self._block)
-            if not beside and first < block <= first + len(keys):
-                of_block = keys[block - 1 - first : block - first]
-                yield block - 1, self.keys(of_block, group)[0], block_id
+            if block_id and not beside and first < block <= first + len(keys):
+                (key,) = self.keys(keys[block - 1 - first : block - first], group)
+                yield block - 1, key, block_id
 
     def load(
         self,
@@ -249,10 +255,11 @@ class BlockGroups:
         for end in (hit, len(keys)):
             last = self._last_state(keys, 0, end)
             for group in self._others:
-                begin, stop = self.first_held(group, max(0, end - 2) * self._block), end
                 if group in self._recurrent:
-                    begin, stop = max(0, last - 1), last
-                self._index.touch(self._index.lookup(self.keys(keys[begin:stop], group)))
+                    of_group = keys[max(0, last - 1) : last]
+                else:
+                    of_group = keys[self.first_held(group, max(0, end - 2) * self._block) : end]
+                self._index.touch(self._index.lookup(self.keys(of_group, group)))
 
     # ---- HBM ----
 
@@ -262,8 +269,7 @@ class BlockGroups:
         needed = len(self._managers) * self._speculation.step_blocks
         for group, manager in enumerate(self._managers):
             blocks = -(-tokens // self._block) - self.first_held(group, hit * self._block)
-            most = most_held(manager)
-            needed += blocks if most is None else min(blocks, most)
+            needed += held_at_most(manager, blocks)
         return needed
 
     def has_room(

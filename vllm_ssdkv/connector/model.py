@@ -81,23 +81,8 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             at the ends of blocks, or beside drafts, or without attention to everything.
     """
     specs = [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    first = next((spec for spec in specs if isinstance(spec, AttentionSpec)), None)
-    recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
-    if first is None or (recurrent and not any(isinstance(s, FullAttentionSpec) for s in specs)):
-        raise UnsupportedError(
-            f"the model's KV cache is {_kinds(specs)}; SSDKVConnector serves layers with a state "
-            "(Mamba, linear attention) only beside layers that attend to everything"
-        )
-    if any(spec.mamba_cache_mode != "align" for spec in recurrent):
-        raise UnsupportedError(
-            "the states of Mamba and linear-attention layers are kept at the ends of blocks only "
-            "with vLLM's own prefix caching: start with --enable-prefix-caching"
-        )
-    if any(spec.num_speculative_blocks for spec in recurrent):
-        raise UnsupportedError(
-            "the model has layers with a state, which drafts that are rejected have changed: start "
-            "without --speculative-config"
-        )
+    _check_states(specs)
+    first = next(spec for spec in specs if isinstance(spec, AttentionSpec))
     if len(specs) > 1:
         for spec in specs:
             alike = (spec.block_size, spec.page_size_bytes) == (
@@ -112,6 +97,26 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                     "if all layers are attention"
                 )
     return first
+
+
+def _check_states(specs: Sequence[AttentionSpec | MambaSpec]) -> None:
+    """Raises UnsupportedError for layers with a state that cannot be found again."""
+    recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if recurrent and not any(isinstance(spec, FullAttentionSpec) for spec in specs):
+        raise UnsupportedError(
+            f"the model's KV cache is {_kinds(specs)}; SSDKVConnector serves layers with a state "
+            "(Mamba, linear attention) only beside layers that attend to everything"
+        )
+    if any(spec.mamba_cache_mode != "align" for spec in recurrent):
+        raise UnsupportedError(
+            "the states of Mamba and linear-attention layers are kept at the ends of blocks only "
+            "with vLLM's own prefix caching: start with --enable-prefix-caching"
+        )
+    if any(spec.num_speculative_blocks for spec in recurrent):
+        raise UnsupportedError(
+            "the model has layers with a state, which drafts that are rejected have changed: start "
+            "without --speculative-config"
+        )
 
 
 def _kinds(specs: Sequence[KVCacheSpec]) -> str:
