@@ -25,6 +25,17 @@ def verify(
 ) -> NDArray[np.int64]:
     """Ascending positions whose :func:`checksum` is not the expected one; empty if all match."""
 
+def digest(
+    addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], threads: int = 0
+) -> NDArray[np.uint64]:
+    """Digests of ``nbytes[i]`` bytes at each absolute address, [n]; see ``csrc/io/digest.hpp``.
+
+    ``threads`` and the caller's duties are those of :func:`checksum`.
+    """
+
+def read_words(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The 8 bytes at each absolute address, [n]. The caller guarantees that they exist."""
+
 def populate(address: int, nbytes: int) -> int:
     """Give [address, address + nbytes), multiples of 4096, its memory now; keep its contents.
 

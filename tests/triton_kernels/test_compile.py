@@ -23,6 +23,7 @@ from vllm_ssdkv.attention.pages import PageList
 from vllm_ssdkv.triton_kernels import (
     attend,
     choose,
+    digest,
     finish,
     merge,
     pack,
@@ -335,3 +336,20 @@ def test_copy_pages(
     ptx = check(recorder, capability)
     # Two 8-byte words in one access, which is all that 16-byte alignment is for.
     assert ("ld.global.v2.b64" in ptx) == (align == 16)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("nbytes", [5, 8, 9, 1 << 20])
+def test_digest(
+    record: Callable[[ModuleType, str], Recorder], capability: int, nbytes: int
+) -> None:
+    recorder = record(digest, "_digest_kernel")
+    digest.digest([torch.zeros(nbytes, dtype=torch.uint8)])
+    check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_read_words(record: Callable[[ModuleType, str], Recorder], capability: int) -> None:
+    recorder = record(digest, "_read_words_kernel")
+    digest.read_words(torch.zeros(300, dtype=torch.int64))
+    check(recorder, capability)

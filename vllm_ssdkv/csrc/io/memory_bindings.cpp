@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "io/bindings.hpp"
+#include "io/digest.hpp"
 #include "io/memory.hpp"
 #include "unlocked.hpp"
 
@@ -49,6 +50,23 @@ ArrayOut<int64_t> py_verify(const U64& addresses, const U64& expected, size_t nb
   return to_numpy(std::move(wrong));
 }
 
+ArrayOut<uint64_t> py_digest(const U64& addresses, const U64& nbytes, unsigned threads) {
+  const size_t n = addresses.shape(0);
+  check_same_length(n, nbytes.shape(0));
+  for (size_t i = 0; i < n; ++i) check_not_null(addresses.data() + i, 1, nbytes.data()[i]);
+  std::vector<uint64_t> out;
+  {
+    const Unlocked unlocked;
+    out = digest(addresses.data(), nbytes.data(), n, threads);
+  }
+  return to_numpy(std::move(out));
+}
+
+ArrayOut<uint64_t> py_read_words(const U64& addresses) {
+  check_not_null(addresses.data(), addresses.shape(0), 1);
+  return to_numpy(read_words(addresses.data(), addresses.shape(0)));
+}
+
 void copy_pieces(const U64& src, const U64& dst, const uint64_t* nbytes, uint64_t step,
                  unsigned threads) {
   const size_t n = src.shape(0);
@@ -72,6 +90,10 @@ void bind_memory(nb::module_& m) {
         "xxh3-64 (seed 0) of nbytes at each absolute address.");
   m.def("verify", &py_verify, "addresses"_a.noconvert(), "expected"_a.noconvert(), "nbytes"_a,
         "threads"_a = 0, "Positions whose xxh3-64 differs from the expected one.");
+  m.def("digest", &py_digest, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "threads"_a = 0,
+        "Digest of nbytes[i] bytes at each absolute address, as vllm_ssdkv.tensor_digest has it.");
+  m.def("read_words", &py_read_words, "addresses"_a.noconvert(),
+        "The 8 bytes at each absolute address.");
   m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<Unlocked>(),
         "Give a range of memory its pages now; 0 or an errno.");
   m.def(
