@@ -280,6 +280,22 @@ class SSDKVConfig(OptionModel):
             "those who would rather wait for a drive than spend the GPU's time."
         ),
     ] = "auto"
+    verify_hits: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1_000_000_000,
+            description="One hit in so many, and the first four after a start, are verified: the "
+            "last block of the hit is computed although it is stored, and compared. If they "
+            "differ by more than rounding, the store is suspended: nothing is found in it any "
+            "more, nothing is deleted, an alert goes off, and `ssdkv resume` takes it back. 0: "
+            "none is.",
+        ),
+        Reason(
+            "256: KV of other weights or settings is kept out by the keys; this finds what no list "
+            "of settings foresees, for the time of one block in 256 hits."
+        ),
+    ] = 256
     admission: Annotated[
         Literal["all", "second_use"],
         Field(

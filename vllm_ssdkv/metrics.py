@@ -37,7 +37,9 @@ _DEVICE: Final = Label("device", bounded_by="paths in the option devices")
 _DIRECTION: Final = Label("direction", ("read", "write"))
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
-_DROP_CAUSE: Final = Label("cause", ("read_error", "write_error", "device_lost", "restriped"))
+_DROP_CAUSE: Final = Label(
+    "cause", ("read_error", "write_error", "device_lost", "restriped", "weights")
+)
 _JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
@@ -72,6 +74,29 @@ METRICS: Final[tuple[Metric, ...]] = (
         "seconds_lost",
         "seconds",
         "Time that loads took longer than computing was estimated to take.",
+    ),
+    counter(
+        "verified_hits",
+        "hits",
+        "Hits whose last block was computed although it is stored, and compared (verify_hits).",
+        Label("result", ("same", "differs", "skipped")),
+    ),
+    gauge(
+        "store_suspended",
+        "state",
+        "1 after a verified hit differed from what was computed: nothing is found in the store "
+        "until `ssdkv resume`.",
+    ),
+    counter(
+        "suspensions_not_saved",
+        "suspensions",
+        "Suspensions that a later start will not know of: the manifest could not be saved.",
+    ),
+    counter(
+        "weights_changed",
+        "changes",
+        "Changes of the weights in memory: what was stored before is found only with the weights "
+        "before.",
     ),
     counter(
         "load_probes",

@@ -1,4 +1,5 @@
-"""vLLM entry point: registers connector, attention backends and KV cache spec. Nothing else.
+"""vLLM entry point: registers connector, attention backends and KV cache spec, and has torch tell
+which module holds which. Nothing else.
 
 vLLM calls :func:`register` in the front end, the engine core and every worker, some of them more
 than once, and logs an exception instead of raising it: the connector's start-up checks that it
@@ -23,5 +24,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     from vllm_ssdkv.connector.cache_spec import register_spec
+    from vllm_ssdkv.connector.module_tree import TREE
 
     register_spec()
+    TREE.install()

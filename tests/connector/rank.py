@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from tests.connector.symbols import Symbols
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     FETCH,
+    Adapter,
+    Comparison,
     Load,
     LoadTime,
     RankReport,
@@ -26,6 +29,8 @@ from vllm_ssdkv.store.placement import Placement
 BLOCK = 16
 DEVICES = 2
 SLOT_BYTES = 12288
+WEIGHTS = b"weights"
+"""Digest of those that every rank begins with."""
 
 
 @dataclass
@@ -73,6 +78,19 @@ class Rank:
     no_frames: int = 0
     """DRAM is full: in so many steps, what is to be saved is skipped. A real worker waits for a
     frame as long as for a device before it skips anything, so this does not go on for long."""
+    weights: bytes = WEIGHTS
+    """Digest of what it computes with."""
+    adapters: dict[int, bytes] = field(default_factory=dict)
+    """Digests of adapters in memory."""
+    told_weights: bytes = WEIGHTS
+    changes: int = 0
+    told_adapters: dict[int, bytes] = field(default_factory=dict)
+    adapter_changes: dict[int, int] = field(default_factory=dict)
+    distrusts: bool = False
+    """What is stored is not what it computes, or so it says."""
+    compared: int = 0
+    refused: set[str] = field(default_factory=set)
+    """Loads under way that must not be used."""
     report: RankReport = field(default_factory=RankReport)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -84,6 +102,13 @@ class Rank:
         for name in plan.forget:
             self.contexts.pop(name, None)
             self.poisoned.discard(name)
+        self.invalid.update(plan.invalid)
+        for number in self.told_adapters.keys() | self.adapters.keys():
+            digest = self.adapters.get(number, b"")
+            if self.told_adapters.get(number, b"") != digest:
+                self.adapter_changes[number] = 1 + max(self.adapter_changes.values(), default=0)
+                self.report.adapters[number] = digest, self.adapter_changes[number]
+        self.told_adapters = dict(self.adapters)
         for delta in plan.contexts:
             if delta.start == 0:
                 self.poisoned.discard(delta.request_id)
@@ -111,6 +136,8 @@ class Rank:
         return set(self.contexts.get(row.request_id, [])[row.first_position // BLOCK :])
 
     def end(self, plan: SSDKVMetadata, hbm: dict[int, Symbols], spoiled: set[int]) -> None:
+        for comparison in plan.compare:
+            self.compare(comparison, hbm)
         items = zip(plan.save.slots, plan.save.epochs, plan.save.block_ids, strict=True)
         full = self.no_frames > 0
         if full and len(plan.save.slots):
@@ -124,7 +151,11 @@ class Rank:
             assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
             self.overwrite(slot)
             self.slots[slot] = Slot(epoch, list(hbm[block]))
-        commit = plan.commit
+        bound = self.is_bound(plan)
+        if not bound:
+            pairs = zip(plan.commit.slots.tolist(), plan.commit.epochs.tolist(), strict=True)
+            self.report.unbound.extend(pairs)
+        commit = plan.commit if bound else plan.commit.under_keys_of_nobody()
         for slot, epoch, key in zip(
             commit.slots.tolist(), commit.epochs.tolist(), commit.keys, strict=True
         ):
@@ -133,9 +164,46 @@ class Rank:
                 held.key = key
                 self.writes.append((slot, epoch))
         self.move(plan.move)
-        self.loads.extend(plan.loads)
+        for load in plan.loads:
+            if load.request_id in BACKGROUND or (bound and self.holds(load.adapter)):
+                self.loads.append(load)
+            else:
+                self.report.loads.append(LoadTime(load.request_id, 0, 0, 0.0, 0.0, 0.0))
+                self.received.add(load.request_id)
+                self.failed.add(load.request_id)
         for row in plan.rows if self.streams else ():
             self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
+
+    def is_bound(self, plan: SSDKVMetadata) -> bool:
+        """Whether the plan's keys are those of this rank's weights; tells of new ones."""
+        if self.weights != self.told_weights:
+            self.told_weights = self.report.weights = self.weights
+            self.changes += 1
+            self.report.changes = self.changes
+            self.refused.update(load.request_id for load in self.loads)
+        held = all(map(self.holds, plan.adapters.values()))
+        return plan.changes[self.number] == self.changes and held
+
+    def holds(self, adapter: Adapter | None) -> bool:
+        """Whether this rank holds what KV was computed with."""
+        if adapter is None:
+            return True
+        return self.adapter_changes.get(adapter.number) == adapter.changes[self.number]
+
+    def compare(self, comparison: Comparison, hbm: dict[int, Symbols]) -> None:
+        """Tell whether a block that was computed is the stored one, unless that has left DRAM."""
+        held = self.slots.get(comparison.slot)
+        there = held is not None and comparison.slot not in self.broken | self.cold
+        deviation, differs = math.nan, False
+        if held is not None and there:
+            assert held.epoch == comparison.epoch, "a comparison with another block"
+            assert held.symbols == hbm[comparison.block_id], "a block is not what is stored"
+            deviation, differs = (1.0, True) if self.distrusts else (0.0, False)
+            self.compared += 1
+        self.report.compared.append((comparison.request_id, deviation, differs))
+        if differs and comparison.fence_block:
+            self.invalid.add(comparison.fence_block)
+            self.refused.update(load.request_id for load in self.loads)
 
     def move(self, move: Move) -> None:
         """Copy slots, as far as they are in DRAM, and begin to write the copies."""
@@ -207,7 +275,7 @@ class Rank:
         if names in BACKGROUND:
             return
         self.received.add(names)
-        if not good:
+        if not good or names in self.refused:
             self.failed.add(names)
 
     def output(self) -> KVConnectorOutput:

@@ -10,6 +10,7 @@ I/O ends when the test says so, well or badly.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -39,11 +40,13 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, Pace, Rank
+from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, WEIGHTS, Pace, Rank
 from tests.connector.symbols import Symbols, accepted, answer, extend, of_group, state_after
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.identities import RankIdentities
+from vllm_ssdkv.connector.keys import KEY_BYTES
 from vllm_ssdkv.connector.messages import (
     Row,
     SSDKVMetadata,
@@ -51,9 +54,11 @@ from vllm_ssdkv.connector.messages import (
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.speculation import Speculation
+from vllm_ssdkv.connector.suspension import Suspension
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.plugin import register
+from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.index import SlotIndex
 from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.placement import Extent, Placement, Segment
@@ -66,6 +71,10 @@ SEATS = 4
 MAX_MODEL_LEN = 256
 GARBAGE = -1
 """Stands for KV that was computed from a context that could not be read."""
+VERSIONS = 4
+"""Of weights, and of an adapter."""
+MIXED = -2
+"""Stands for KV that was computed by one set of weights from KV of another."""
 
 
 def engine_config(model: Path, mode: str, **options: object) -> VllmConfig:
@@ -181,6 +190,7 @@ class Simulation:
         drafts: SpeculativeConfig | None = None,
         windows: Sequence[int | None] = (None,),
         retention: int | None = None,
+        verify_hits: int = 0,
     ):
         """``windows``: of each KV cache group in reuse mode; None is full attention. ``retention``:
         ``--prefix-cache-retention-interval``; None keeps everything."""
@@ -206,7 +216,9 @@ class Simulation:
             return self.pace.now
 
         counters = Counters()
-        options = startup.SSDKVConfig.from_extra_config(extra)
+        self.suspensions: list[str] = []
+        """Reasons that were saved."""
+        options = startup.SSDKVConfig.from_extra_config({**extra, "verify_hits": verify_hits})
         self.ours = SSDKVScheduler(
             options,
             self.index,
@@ -233,6 +245,8 @@ class Simulation:
                 self.index.num_slots,
                 counters,
             ),
+            RankIdentities(Fingerprint({}), [WEIGHTS] * ranks),
+            Suspension(self.index, counters, self.suspensions.append, [Path("store")]),
             speculation=Speculation.of(config, BLOCK),
         )
         config.cache_config.num_gpu_blocks = hbm_blocks
@@ -262,6 +276,7 @@ class Simulation:
         ]
         for rank in self.ranks:
             rank.report.frames = frames
+        self._seeds = self._name_seeds()
         self.hbm: dict[int, Symbols] = {}
         self.content: dict[bytes, Symbols] = {}
         """What belongs under each key."""
@@ -275,8 +290,19 @@ class Simulation:
         """Drafts that were right."""
         self.right = 0.6
         """How often one is."""
+        self.version = 0
+        """Of the weights in memory."""
+        self.reloads = 0
+        self.files: dict[int, int] = {}
+        """Adapters, by number, as their files are: a version each."""
+        self.loaded: dict[int, int] = {}
+        """Those that vLLM holds in memory."""
+        self.mixed: set[str] = set()
+        """Requests that computed from KV of other weights, as vLLM lets them."""
+        self.began: dict[str, int] = {}
+        """Tokens that were computed when a request first ran."""
         self.plans: list[SSDKVMetadata] = []
-        self._known: dict[str, int] = {}
+        self._known: dict[tuple[str, bytes], int] = {}
         self._decoding: set[str] = set()
         self._guesses = random.Random(0)
         # With drafts vLLM asks for results before it ends a step, which page mode then does itself.
@@ -313,6 +339,40 @@ class Simulation:
         if holders <= running and not self._queue:
             self.preempted += len(self.scheduler.running)
             assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def reload(self, version: int) -> None:
+        """Other weights are loaded into the running engine."""
+        self.reloads += 1
+        self.version = version
+        for rank in self.ranks:
+            rank.weights = WEIGHTS + b"%d" % version if version else WEIGHTS
+
+    def load_adapter(self, number: int) -> None:
+        """vLLM reads an adapter's files, unless it holds it."""
+        self.loaded.setdefault(number, self.files[number])
+
+    def unload_adapter(self, number: int) -> None:
+        """vLLM gives an adapter up, as it does for others."""
+        self.loaded.pop(number, None)
+
+    def seed(self, request: Request) -> int:
+        """Stands for what a request computes with."""
+        if request.lora_request is None:
+            return self.version
+        return 1000 * self.loaded.get(request.lora_request.lora_int_id, 0) + self.version
+
+    def _name_seeds(self) -> dict[bytes, int]:
+        """What stands for the model, by the identity that keys are bound to."""
+        found = {}
+        for version in range(VERSIONS):
+            weights = WEIGHTS + b"%d" % version if version else WEIGHTS
+            ranks = RankIdentities(Fingerprint({}), [weights] * len(self.ranks))
+            found[ranks.namespace] = version
+            for adapter in range(VERSIONS):
+                digests = b"%d" % adapter * len(self.ranks)
+                bound = hashlib.blake2b(ranks.namespace + digests, digest_size=KEY_BYTES).digest()
+                found[bound] = 1000 * adapter + version
+        return found
 
     def lose_device(self, device: int) -> None:
         """A device dies on every rank."""
@@ -359,7 +419,7 @@ class Simulation:
         """These requests have ended with the right tokens."""
         for name in names:
             request = self.requests[name]
-            right = answer(request.prompt_token_ids or [], request.max_tokens)
+            right = answer(request.prompt_token_ids or [], request.max_tokens, self.seed(request))
             assert name in self.finished, f"{name} has not finished"
             assert self.delivered[name] == right, name
 
@@ -380,6 +440,8 @@ class Simulation:
             "_seats",
             "_arriving",
             "_keys",
+            "_verifier",
+            "_waits_for_adapter",
         ):
             assert not getattr(self.ours, name), name
         assert all(not rank.contexts for rank in self.ranks)
@@ -391,7 +453,14 @@ class Simulation:
     # ---- the workers ----
 
     def _execute(self, output: SchedulerOutput, plan: SSDKVMetadata) -> ModelRunnerOutput:
+        for name in output.num_scheduled_tokens:
+            adapter = self.requests[name].lora_request
+            if adapter is not None:
+                if adapter.load_inplace:
+                    self.unload_adapter(adapter.lora_int_id)
+                self.load_adapter(adapter.lora_int_id)
         for rank in self.ranks:
+            rank.adapters = {number: b"%d" % of for number, of in self.loaded.items()}
             rank.lost = set(self.ours._shares._lost)
             rank.begin(plan)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -401,18 +470,21 @@ class Simulation:
         for name in fresh:
             self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
             self._decoding.discard(name)
+            self.mixed.discard(name)
         rows = {row.request_id: row for row in plan.rows}
         spoiled: list[set[int]] = [set() for _ in self.ranks]
         sampled: list[list[int]] = []
         for name, count in output.num_scheduled_tokens.items():
             tokens, drafts = self.tokens[name], self._drafted(name, output)
             start = starts[name]
+            self.began.setdefault(name, start)
             if name in self._decoding:
                 # Before outputs are known vLLM believes that every draft was accepted.
                 assert len(tokens) - 1 == start or self._depth > 1
                 start = len(tokens) - 1
             row = rows.get(name) or Row(name, 0, 0, start, 0)
-            symbols = extend(0, [*tokens, *drafts][: start + count])
+            seed = self.seed(self.requests[name])
+            symbols = extend(seed, [*tokens, *drafts][: start + count])
             good = self._compute(name, start, symbols, row)
             for rank, slots in zip(self.ranks, spoiled, strict=True):
                 if self.paged and not good:
@@ -421,6 +493,7 @@ class Simulation:
             if start + count >= len(tokens):
                 self._decoding.add(name)
                 last = symbols[len(tokens) - 1 :] if good else [GARBAGE]
+                last = [MIXED] if name in self.mixed else last
                 sampled[-1] += accepted(last, drafts)
                 tokens += sampled[-1]
                 self.accepted += len(sampled[-1]) - 1
@@ -471,7 +544,8 @@ class Simulation:
         if good:
             # One rank alone may read what another knows to be bad: its output is not used.
             for context in contexts:
-                assert context == right[: row.hbm_start * BLOCK if self.paged else 0], name
+                wanted = right[: row.hbm_start * BLOCK if self.paged else 0]
+                self._attend(name, context or [], wanted)
         for group, blocks in enumerate(groups):
             symbols, first = of_group(right, group), row.hbm_start
             window = self.windows[group]
@@ -483,14 +557,21 @@ class Simulation:
             if good:
                 held = [s for block in blocks[first : -(-start // BLOCK)] for s in self.hbm[block]]
                 wanted = symbols[first * BLOCK : start]
-                assert held[: len(wanted)] == wanted, f"{name}: HBM holds KV of other tokens"
+                self._attend(name, held[: len(wanted)], wanted)
             for position in range(start, len(right)):
                 block = blocks[position // BLOCK]
                 assert block, "KV is written to the null block"
                 at = position % BLOCK
                 symbol = symbols[position] if good else GARBAGE
+                symbol = MIXED if name in self.mixed else symbol
                 self.hbm[block] = [*self.hbm.get(block, [])[:at], symbol]
         return good
+
+    def _attend(self, name: str, held: Symbols, wanted: Symbols) -> None:
+        """A request attends to what it should; to KV of other weights only if some were loaded."""
+        if held != wanted:
+            assert self.reloads or self.files, f"{name}: attends to KV of other tokens"
+            self.mixed.add(name)
 
     def _compute_state(self, name: str, group: int, start: int, right: Symbols) -> None:
         """As vLLM does it (``preprocess_mamba``): a step goes on from the state in the block of the
@@ -512,12 +593,14 @@ class Simulation:
     def _learn(self, name: str) -> None:
         """Note what belongs under the keys that vLLM knows by now."""
         request = self.requests[name]
-        known = self._known.get(name, 0)
+        identity = self.ours._keys.identity(request)
+        seed, known = self._seeds.get(identity), self._known.get((name, identity), 0)
         keys = self.ours.keys_of(request)
         if name in self.finished:
             self.ours._keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
-            symbols = extend(0, request.all_token_ids[: len(keys) * BLOCK])
+            assert seed is not None
+            symbols = extend(seed, request.all_token_ids[: len(keys) * BLOCK])
             for group in range(len(self.windows)):
                 named = self.ours._groups.keys(keys, group)
                 state = (self.windows[group] or 0) < 0
@@ -527,7 +610,7 @@ class Simulation:
                     if state:
                         right = state_after(of_block[-1], group, BLOCK)
                     assert self.content.setdefault(named[block], right) == right
-            self._known[name] = len(keys)
+            self._known[name, identity] = len(keys)
 
     def _deliver(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         found = self.scheduler.update_from_output(output, result)

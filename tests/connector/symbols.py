@@ -33,9 +33,9 @@ def next_token(last: int) -> int:
     return 3 + last % VOCAB
 
 
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The right tokens."""
-    symbols = extend(0, prompt)
+def answer(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """The right tokens, by the weights that ``seed`` stands for."""
+    symbols = extend(seed, prompt)
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.append(next_token(symbols[-1]))

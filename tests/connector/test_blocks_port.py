@@ -11,7 +11,7 @@ import torch
 from vllm_ssdkv.connector import device_blocks
 from vllm_ssdkv.connector.blocks import (
     OpaquePort,
-    _as_it_lies,
+    as_it_lies,
     blocks_as_bytes,
     check_overlay,
     whole_blocks,
@@ -83,7 +83,7 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
     monkeypatch.setattr(device_blocks, "BUFFER_BYTES", at_once * LAYERS * page)
     begin = geometry.layer_offset(0)
     memory = [torch.from_numpy(frames.view(frame)[begin:]) for frame in found.tolist()]
-    lying = [_as_it_lies(cache) for cache in source]
+    lying = [as_it_lies(cache) for cache in source]
     blocks = DeviceBlocks(lying, page)
     assert (blocks._all is not None) is together
     blocks.save(torch.from_numpy(ids), memory)
@@ -92,7 +92,7 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
             part = slice(geometry.layer_offset(layer), geometry.layer_offset(layer) + payload)
             np.testing.assert_array_equal(frames.view(one)[part], frames.view(other)[part])
     to = torch.tensor([1, 4, 3])
-    DeviceBlocks([_as_it_lies(cache) for cache in target], page).load(memory, to)
+    DeviceBlocks([as_it_lies(cache) for cache in target], page).load(memory, to)
     for old, new in zip(source, target, strict=True):
         assert torch.equal(new[to], old[torch.from_numpy(ids)])
         assert not new[[0, 2, 5]].any()

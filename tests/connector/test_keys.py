@@ -1,131 +1,228 @@
-"""Names of blocks in a store: vLLM's hashes, or what only the key's owner can make of them."""
+"""Keys of blocks: bound to weights, settings and adapters; hidden where the store is encrypted."""
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from vllm_ssdkv.connector import model
+from vllm_ssdkv.connector.identities import HbmIdentities, RankIdentities
 from vllm_ssdkv.connector.keys import BlockKeys
-from vllm_ssdkv.connector.model import adapter_identity
+from vllm_ssdkv.connector.messages import RankReport
+from vllm_ssdkv.store.fingerprint import Fingerprint
 
 HASHES = [bytes([n]) * 32 for n in range(5)]
 SECRET = bytes(range(32))
+NAMESPACE = bytes(range(32, 64))
 
 
-def request(adapter: Path | None = None, *, again: bool = False, name: str = "r") -> Request:
-    lora = None
-    if adapter is not None:
-        lora = LoRARequest("an adapter", 1, str(adapter), load_inplace=again)
+def request(adapter: int = 0, *, again: bool = False, name: str = "r") -> Request:
+    lora = LoRARequest("an adapter", adapter, "/adapter", load_inplace=again) if adapter else None
     found = SimpleNamespace(
         request_id=name, block_hashes=HASHES, lora_request=lora, resumable=False
     )
     return cast(Request, found)
 
 
+def bound(identity: bytes) -> list[bytes]:
+    return [bytes(a ^ b for a, b in zip(h, identity, strict=True)) for h in HASHES]
+
+
 def hidden(data: bytes) -> bytes:
     return hashlib.blake2b(data, key=SECRET, digest_size=32).digest()
 
 
-def test_hashes_are_hidden_under_the_key() -> None:
+def with_adapter(digest: bytes) -> bytes:
+    return hashlib.blake2b(NAMESPACE + digest, digest_size=32).digest()
+
+
+def keys_with(adapters: dict[int, bytes], name_key: bytes = b"") -> BlockKeys:
+    return BlockKeys(NAMESPACE, name_key, adapter=lambda number: adapters.get(number, b""))
+
+
+def test_keys_are_bound_to_the_namespace() -> None:
     assert BlockKeys().of(request()) == HASHES
-    keys = BlockKeys(SECRET)
-    assert keys.of(request()) == [hidden(h) for h in HASHES]
-    assert keys.of(request(), 4, 1) == [hidden(h) for h in HASHES[1:4]]
+    keys = BlockKeys(NAMESPACE)
+    assert keys.of(request()) == bound(NAMESPACE)
+    assert keys.of(request(), 4, 1) == bound(NAMESPACE)[1:4]
+    assert keys.of(request(), 2, 2) == []
+    assert not keys, "nothing is remembered of requests without an adapter"
 
 
-def test_of_an_adapter_the_identity_is_hidden_too(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.bin").write_bytes(b"weights")
-    identity = adapter_identity(str(tmp_path))
-    plain = [hashlib.blake2b(identity + h, digest_size=32).digest() for h in HASHES]
-    assert BlockKeys().of(request(tmp_path)) == plain
-    assert BlockKeys(SECRET).of(request(tmp_path)) == [hidden(identity + h) for h in HASHES]
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=4))
+def test_hashes_of_any_length_give_keys_of_32_bytes(hashes: list[bytes]) -> None:
+    asked = request()
+    asked.block_hashes = hashes  # type: ignore[assignment]  # bytes as they are
+    found = BlockKeys(NAMESPACE).of(asked)
+    assert [len(key) for key in found] == [32] * len(hashes)
 
 
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    write(tmp_path, b"old weights")
-    return tmp_path
+def test_keys_are_hidden_under_the_stores_key() -> None:
+    named = [hidden(key) for key in bound(NAMESPACE)]
+    assert BlockKeys(NAMESPACE, SECRET).of(request()) == named
+    with_it = [hidden(key) for key in bound(with_adapter(b"weights"))]
+    assert keys_with({1: b"weights"}, SECRET).of(request(1)) == with_it
 
 
-def write(adapter: Path, weights: bytes) -> None:
-    (adapter / "adapter_model.bin").write_bytes(weights)
+def test_an_adapter_is_known_by_its_weights() -> None:
+    adapters = {1: b"weights", 2: b"weights", 3: b"others"}
+    keys = keys_with(adapters)
+    one, two, three, base = (keys.of(request(n, name=str(n))) for n in (1, 2, 3, 0))
+    assert one == two == bound(with_adapter(b"weights"))
+    assert len({*one, *three, *base}) == 3 * len(HASHES)
 
 
-def test_what_is_found_and_what_is_loaded_have_one_key(adapter: Path) -> None:
-    keys, asked = BlockKeys(), request(adapter, again=True)
+def test_nothing_is_found_with_an_adapter_that_nobody_has_told_of() -> None:
+    adapters: dict[int, bytes] = {}
+    keys, asked = keys_with(adapters), request(1)
+    assert keys.of(asked) == []
+    assert keys.to_store(asked, 5, 0) == []
+    adapters[1] = b"weights"
+    assert keys.to_store(asked, 5, 0) == keys.of(asked) == bound(with_adapter(b"weights"))
+
+
+def test_what_is_found_and_what_is_loaded_have_one_key() -> None:
+    adapters = {1: b"old"}
+    keys, asked = keys_with(adapters), request(1)
     old = keys.of(asked)
-    write(adapter, b"other weights")
+    adapters[1] = b"new"
     assert keys.of(asked) == old
-    new = keys.of(request(adapter, again=True, name="other"))
-    assert not set(new) & set(old)
     keys.forget(asked.request_id)
-    assert keys.of(asked) == new, "a request that starts again computes with the new weights"
+    assert keys.of(asked) == bound(with_adapter(b"new")), "a request that starts again"
 
 
-def test_what_both_weights_computed_is_nobody_elses(adapter: Path) -> None:
-    keys, runs = BlockKeys(), request(adapter, again=True)
+def test_what_both_weights_computed_is_nobody_elses() -> None:
+    adapters = {1: b"old"}
+    keys, runs, waits = keys_with(adapters), request(1), request(1, name="told later")
     old = keys.of(runs)
-    assert keys.to_store(runs, 5, 0) == old
-    write(adapter, b"other weights")
-    assert keys.of(runs) == old
+    adapters[1] = b"new"
+    keys.adapter_changed([runs, waits])
     mixed = keys.to_store(runs, 5, 0)
     assert keys.to_store(runs, 3, 1) == mixed[1:3]
-    assert keys.of(runs) == mixed
-    new = keys.of(request(adapter, again=True, name="other"))
-    assert len({*old, *mixed, *new}) == 3 * len(HASHES)
-    for name in ("r", "other"):
+    assert len({*old, *mixed, *keys.of(waits)}) == 3 * len(HASHES)
+    assert keys.private(runs)
+    assert not keys.private(waits)
+    keys.adapter_changed([waits])
+    assert keys.private(waits), "it was bound when it was told of"
+    for name in ("r", "told later"):
         keys.forget(name)
     assert not keys
 
 
-def test_an_adapter_that_vllm_does_not_read_again_keeps_its_keys(adapter: Path) -> None:
-    keys, runs = BlockKeys(), request(adapter)
-    old = keys.of(runs)
-    write(adapter, b"other weights")
-    assert keys.to_store(runs, 5, 0) == keys.of(request(adapter, name="other")) == old
+def test_new_weights_find_nothing_older() -> None:
+    keys, runs, comes = keys_with({1: b"adapter"}), request(), request(name="comes")
+    old, with_it = keys.of(runs), keys.of(request(1, name="adapted"))
+    keys.rebind(bytes(32), [runs])
+    assert keys.of(comes) == HASHES
+    assert not {*keys.to_store(runs, 5, 0)} & {*old, *HASHES}
+    assert not {*keys.of(request(1, name="adapted"))} & {*with_it}
+    assert keys.to_store(comes, 5, 0) == HASHES
 
 
-def test_an_adapter_in_whose_place_another_one_was_loaded(adapter: Path) -> None:
-    """Its request does not say so: the one that came with the new weights does."""
-    keys, runs = BlockKeys(), request(adapter)
-    old = keys.of(runs)
-    write(adapter, b"other weights")
-    new = keys.of(request(adapter, again=True, name="other"))
-    mixed = keys.to_store(runs, 5, 0)
-    assert keys.to_store(runs, 5, 0) == mixed
-    assert len({*old, *mixed, *new}) == 3 * len(HASHES)
+def test_an_adapter_that_is_read_anew_for_every_step() -> None:
+    keys, asked = keys_with({1: b"weights"}), request(1, again=True)
+    assert keys.of(asked) == []
+    assert keys.private(asked)
+    own = keys.to_store(asked, 5, 0)
+    assert len({*own, *bound(with_adapter(b"weights"))}) == 2 * len(HASHES)
 
 
-def test_a_file_that_somebody_is_about(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listed, and gone when it is looked at."""
-    gone = adapter / "gone.bin"
-    listed = [adapter / "adapter_model.bin", gone]
-    monkeypatch.setattr(model, "_adapter_files", lambda root: listed)
-    ((name, *_),) = model.adapter_version(str(adapter))
-    assert name == "adapter_model.bin"
-
-
-def test_what_a_session_computes_with_drafts_is_its_own() -> None:
+def test_what_a_resumable_request_computes_with_drafts_is_its_own() -> None:
     """A turn that ends among accepted drafts leaves their KV where the next input's belongs."""
-    once, session = request(), request(name="s")
-    session.resumable = True
-    assert BlockKeys().to_store(session, 5, 0) == HASHES
+    once, resumable = request(), request(name="s")
+    resumable.resumable = True
+    assert BlockKeys().to_store(resumable, 5, 0) == HASHES
     keys = BlockKeys(apart=True)
-    assert [keys.private(each) for each in (once, session)] == [False, True]
+    assert [keys.private(each) for each in (once, resumable)] == [False, True]
     assert keys.to_store(once, 5, 0) == HASHES
-    stored = keys.to_store(session, 5, 0)
+    stored = keys.to_store(resumable, 5, 0)
     assert not set(stored) & set(HASHES)
-    assert keys.to_store(session, 5, 2) == stored[2:]
-    assert keys.of(session) == HASHES
+    assert keys.to_store(resumable, 5, 2) == stored[2:]
+    assert keys.of(resumable) == HASHES
     keys.forget("s")
     assert not keys
-    assert not set(keys.to_store(session, 5, 0)) & set(stored)
+    assert not set(keys.to_store(resumable, 5, 0)) & set(stored)
+
+
+class TestRanks:
+    """What ranks have told."""
+
+    @staticmethod
+    def of(**settings: str) -> RankIdentities:
+        return RankIdentities(Fingerprint(settings), [b"one", b"two"])
+
+    def test_the_namespace_is_of_all_ranks_and_settings(self) -> None:
+        found = {
+            self.of().namespace,
+            self.of(vllm="0.32").namespace,
+            self.of(vllm="0.33").namespace,
+            RankIdentities(Fingerprint({}), [b"two", b"one"]).namespace,
+            RankIdentities(Fingerprint({}), [b"one"]).namespace,
+        }
+        assert len(found) == 5
+        assert self.of(vllm="0.32").namespace in found
+
+    def test_weights_of_one_rank(self) -> None:
+        ranks = self.of()
+        before = ranks.namespace
+        assert ranks.told([(0, RankReport())]) == (False, set())
+        assert ranks.told([(1, RankReport(weights=b"new", changes=1))]) == (True, set())
+        assert ranks.changes == (0, 1)
+        assert ranks.namespace != before
+        ranks.told([(1, RankReport(weights=b"two", changes=2))])
+        assert (ranks.namespace, ranks.changes) == (before, (0, 2))
+
+    def test_an_adapter_is_known_when_all_ranks_have_it(self) -> None:
+        ranks = self.of()
+        assert ranks.told([(0, RankReport(adapters={7: (b"a", 1)}))]) == (False, {7})
+        assert ranks.adapter(7) is None
+        ranks.told([(1, RankReport(adapters={7: (b"b", 4)}))])
+        found = ranks.adapter(7)
+        assert found is not None
+        assert (found.digests, found.changes) == ((b"a", b"b"), (1, 4))
+        assert ranks.adapter_digest(7) == b"ab"
+        ranks.told([(0, RankReport(adapters={7: (b"", 2)}))])
+        assert ranks.adapter(7) is None
+        assert ranks.adapter_digest(7) == b""
+
+
+class TestHbm:
+    """What the blocks that HBM keeps were computed with."""
+
+    def test_without_changes_nothing_is_remembered(self) -> None:
+        hbm = HbmIdentities(NAMESPACE)
+        hbm.holds(HASHES, NAMESPACE)
+        assert not hbm.began_with(HASHES, NAMESPACE)
+        assert hbm.remembered == 0
+
+    def test_blocks_of_other_weights_are_told_apart(self) -> None:
+        hbm, new = HbmIdentities(NAMESPACE), bytes(32)
+        hbm.weights_changed(new)
+        assert hbm.began_with(HASHES[:1], new), "of which nothing was said"
+        hbm.holds(HASHES[:2], new)
+        assert not hbm.began_with(HASHES[:2], new)
+        assert hbm.began_with(HASHES[:3], new)
+        assert hbm.began_with(HASHES[:2], NAMESPACE)
+        hbm.holds(HASHES[1:2], b"")
+        assert hbm.began_with(HASHES[:2], new), "what several have computed is nobody's"
+
+    def test_an_adapters_blocks_are_told_from_others(self) -> None:
+        hbm = HbmIdentities(NAMESPACE)
+        hbm.holds(HASHES, b"adapter")
+        assert hbm.began_with(HASHES, b"another in its place")
+        assert not hbm.began_with(HASHES, b"adapter")
+
+    def test_what_hbm_has_given_up_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hbm = HbmIdentities(NAMESPACE)
+        kept = SimpleNamespace(block_hash=HASHES[0] + bytes(4))
+        hbm.pool = SimpleNamespace(blocks=[kept, SimpleNamespace(block_hash=None)])  # type: ignore[assignment]
+        for number in range(5000):
+            hbm.holds([number.to_bytes(32, "big"), HASHES[0]], b"adapter")
+        assert hbm.remembered < 4200
+        assert not hbm.began_with(HASHES[:1], b"adapter")

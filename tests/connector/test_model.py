@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,20 +19,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.model import KVLayout, fingerprint, kv_layout
+from vllm_ssdkv.connector.model import KVLayout, directory_name, fingerprint, kv_layout
 from vllm_ssdkv.errors import UnsupportedError
 
 ENGINE: Any = SimpleNamespace(
     parallel_config=SimpleNamespace(tensor_parallel_size=1),
     speculative_config=None,
-    model_config=SimpleNamespace(
-        model="m",
-        revision=None,
-        dtype=torch.float16,
-        quantization=None,
-        hf_config=SimpleNamespace(to_dict=dict),
-    ),
-    cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+    model_config=SimpleNamespace(model="m", revision=None, dtype=torch.float16),
+    cache_config=SimpleNamespace(cache_dtype="auto"),
 )
 
 
@@ -79,31 +75,44 @@ def test_a_store_of_one_type_of_channels_is_not_one_of_the_other() -> None:
     }
 
 
-def draft(method: str, model: str, width: int, *, kv: bool) -> Any:  # noqa: ANN401 - of vLLM
+def draft(method: str, *, kv: bool) -> Any:  # noqa: ANN401 - of vLLM
     """vLLM's configuration of a drafter."""
-    shape = SimpleNamespace(to_dict=lambda: {"width": width})
-    return SimpleNamespace(
-        method=method,
-        uses_draft_kv_cache=lambda: kv,
-        draft_model_config=SimpleNamespace(model=model, revision=None, hf_config=shape),
-    )
+    return SimpleNamespace(method=method, uses_draft_kv_cache=lambda: kv)
 
 
 def test_a_drafters_layers_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     made, kept = config("bounds"), caches(128, torch.float16)
-    drafters = [
-        None,
-        draft("eagle", "head", 64, kv=True),
-        draft("eagle", "other", 64, kv=True),
-        draft("eagle", "head", 32, kv=True),
-        draft("draft_model", "head", 64, kv=True),
-    ]
+    drafters = [None, draft("eagle", kv=True), draft("draft_model", kv=True)]
     digests = []
-    for drafter in [*drafters, draft("ngram", "m", 64, kv=False)]:
+    for drafter in [*drafters, draft("ngram", kv=False)]:
         monkeypatch.setattr(ENGINE, "speculative_config", drafter)
         digests.append(fingerprint(made, ENGINE, layout(made), kept).digest)
     assert len(set(digests)) == len(drafters)
     assert digests[-1] == digests[0], "n-grams have no KV of their own"
+
+
+def test_naming_the_models_own_dtype_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = config("bounds"), caches(128, torch.float16)
+    digests = {}
+    for name in ("auto", "float16", "fp8"):
+        monkeypatch.setattr(ENGINE.cache_config, "cache_dtype", name)
+        digests[name] = fingerprint(made, ENGINE, layout(made), kept).digest
+    assert digests["auto"] == digests["float16"] != digests["fp8"]
+
+
+def test_a_default_directory_is_named_by_what_the_weight_files_hold(tmp_path: Path) -> None:
+    one, other, bare = tmp_path / "one", tmp_path / "other", tmp_path / "bare"
+    for folder, weights in ((one, b"1" * 100), (other, b"2" * 100)):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(weights)
+    bare.mkdir()
+    moved, linked = tmp_path / "moved", tmp_path / "linked"
+    shutil.copytree(one, moved)
+    linked.symlink_to(one)
+    names = [directory_name(str(path), None) for path in (one, moved, linked, other, bare)]
+    assert names[0] == names[1] == names[2]
+    assert len(set(names)) == 3
+    assert directory_name("org/model", "v2") == "org/model@v2"
 
 
 def mixed(windows: list[int | None], layers: list[int]) -> KVCacheConfig:

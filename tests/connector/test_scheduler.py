@@ -71,6 +71,7 @@ class Turmoil:
             drafts=drafts,
             windows=windows,
             retention=retention,
+            verify_hits=self.times.choice([0, 1, 2]),
         )
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5

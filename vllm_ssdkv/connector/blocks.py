@@ -94,7 +94,7 @@ class PagedPort:
         return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
 
 
-def _as_it_lies(cache: torch.Tensor) -> torch.Tensor:
+def as_it_lies(cache: torch.Tensor) -> torch.Tensor:
     """The same cache, [num_blocks, ...], a block's dimensions in the order of memory: vLLM shows
     one order, [block, head, token, channel], whatever order a backend has asked for."""
     inner = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
@@ -126,7 +126,7 @@ def blocks_as_bytes(cache: torch.Tensor, num_blocks: int, page_bytes: int) -> to
     Raises:
         UnsupportedError: a block is not one stretch of memory.
     """
-    blocks = _as_it_lies(whole_blocks(cache, num_blocks))
+    blocks = as_it_lies(whole_blocks(cache, num_blocks))
     (_,), (step,), (size,) = _blocks_of([blocks])
     if not blocks[0].is_contiguous() or size > page_bytes or step < page_bytes:
         raise UnsupportedError(
@@ -175,7 +175,7 @@ class OpaquePort:
     def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameCache):
         """Raises UnsupportedError when a block is not one stretch of memory, or on another kind of
         device than a CPU or a GPU of CUDA or ROCm."""
-        self._caches = [_as_it_lies(cache) for cache in caches]
+        self._caches = [as_it_lies(cache) for cache in caches]
         kind = self._caches[0].device.type
         if kind not in ("cpu", "cuda"):
             raise UnsupportedError(

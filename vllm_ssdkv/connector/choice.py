@@ -99,6 +99,7 @@ class LoadChoice:
         """``always``: load every hit, and measure nothing. ``chunk_tokens``: most of one step."""
         self._always = always
         self._block = block_tokens
+        self.chunk_tokens = chunk_tokens
         self._ranks = ranks
         self._counters = counters
         self._clock = clock

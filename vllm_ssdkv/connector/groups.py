@@ -100,6 +100,10 @@ class BlockGroups:
         self._recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
         self._windows = len(whole) < len(managers)
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._managers)
+
     @property
     def has_states(self) -> bool:
         """Whether some layers have a state in place of KV."""

@@ -1,110 +1,149 @@
-"""Under which keys the store keeps a request's blocks."""
+"""Keys under which the store keeps a request's blocks.
+
+A key binds three things: the tokens, which vLLM's block hash stands for; the *namespace*, a digest
+of the weights in memory and of the settings that change KV; and the adapter's weights, as they were
+loaded. So KV is found only by an engine that computes with the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_ssdkv.connector.model import adapter_identity, adapter_version
+import numpy as np
+
 from vllm_ssdkv.store.store_key import block_name
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-Version = tuple[tuple[str, int, int], ...]
-"""Names, sizes and times of an adapter's files; empty where they are not read again."""
+KEY_BYTES = 32
 
-_REPLACED: Version = (("another one is in its place", 0, 0),)
+NO_NAMESPACE = bytes(KEY_BYTES)
+"""Keys are vLLM's block hashes."""
+
+AdapterDigest = Callable[[int], bytes]
+"""Digest of an adapter's weights on all ranks, by vLLM's number; empty: it is not known."""
 
 
 class BlockKeys:
-    """Makes keys of 32 bytes from vLLM's block hashes. Reads each adapter's files when it is new,
-    and when vLLM would read them again.
+    """Makes keys of 32 bytes from vLLM's block hashes. Used by the scheduler's thread.
 
-    A request keeps the identity that its adapter had when it was first asked for: what is found for
-    it and what is loaded are one answer.
+    A request keeps the identity that it had when it was first asked for: what is found for it and
+    what is loaded are one answer. What it computes after weights have changed is of both, and gets
+    keys that nobody looks for.
+
+    Example:
+        >>> keys = BlockKeys(namespace=bytes(range(32)))
+        >>> len(keys.of(request)) == len(request.block_hashes)  # doctest: +SKIP
+        True
     """
 
-    def __init__(self, name_key: bytes = b"", *, apart: bool = False) -> None:
-        """``name_key``: :meth:`StorePlace.name_key`; empty: keys are not hidden. ``apart``: see
-        :meth:`private`."""
+    def __init__(
+        self,
+        namespace: bytes = NO_NAMESPACE,
+        name_key: bytes = b"",
+        *,
+        apart: bool = False,
+        adapter: AdapterDigest = lambda number: b"",
+    ) -> None:
+        """
+        Args:
+            namespace: 32 bytes.
+            name_key: :meth:`StorePlace.name_key`; empty: keys are not hidden.
+            apart: See :meth:`private`.
+            adapter: Digests of adapters as the workers have told them.
+        """
+        self._namespace = namespace
         self._name_key = name_key
-        self.sessions_apart = apart
+        self._adapter = adapter
+        self.resumable_apart = apart
+        self._identities: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
-        self._adapters: dict[tuple[object, ...], bytes] = {}
-        self._of_requests: dict[str, tuple[Version, bytes]] = {}
-        self._in_place: set[int] = set()
-        """Numbers of adapters that were loaded in another one's place."""
+        self._mixed: set[str] = set()
 
     def __bool__(self) -> bool:
         """Whether any request's identity is remembered."""
-        return bool(self._of_requests or self._own)
+        return bool(self._identities or self._own or self._mixed)
 
-    def of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
-        """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known."""
-        hashes = request.block_hashes[start:stop]
-        adapter, hidden = request.lora_request, self._name_key
-        if adapter is None and not hidden:
-            return [bytes(h[:32]).ljust(32, b"\0") for h in hashes]
-        # vLLM's block hash holds an adapter's name and path; other weights there are other KV.
-        identity = b"" if adapter is None else self._identity(request.request_id, adapter)
-        return [block_name(hidden, identity + bytes(h)) for h in hashes]
+    def identity(self, request: Request) -> bytes:
+        """32 bytes of namespace and adapter; empty where the adapter is not known.
 
-    def _identity(self, request_id: str, adapter: LoRARequest) -> bytes:
-        known = self._of_requests.get(request_id)
+        One that vLLM reads anew for every step of its requests ("load_inplace") never is: files may
+        change between the look into the store and the step.
+        """
+        if request.lora_request is None:
+            return self._namespace
+        known = self._identities.get(request.request_id)
         if known is None:
-            version = _version(adapter)
-            known = version, self._read(adapter, version)
-            self._of_requests[request_id] = known
-            if adapter.load_inplace:
-                self._in_place.add(adapter.lora_int_id)
-        return known[1]
-
-    def _read(self, adapter: LoRARequest, version: Version) -> bytes:
-        # One that was unloaded and loaded has another number; one that was loaded in its place has
-        # not, but is read again for every request that says so (vLLM's add_adapter).
-        key = (adapter.lora_int_id, adapter.lora_path, version)
-        known = self._adapters.get(key)
-        if known is None:
-            known = self._adapters[key] = adapter_identity(adapter.lora_path)
+            known = b""
+            digest = self._adapter(request.lora_request.lora_int_id)
+            if digest and not request.lora_request.load_inplace:
+                known = hashlib.blake2b(self._namespace + digest, digest_size=KEY_BYTES).digest()
+                self._identities[request.request_id] = known
         return known
 
-    def to_store(self, request: Request, stop: int, start: int) -> list[bytes]:
-        """Keys, as :meth:`of`, of blocks that the request has computed.
+    def of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
+        """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known.
 
-        Where the adapter's file was written anew, vLLM goes on with KV of both weights once another
-        request has had it read, or the operator; where it was loaded in the place of the request's
-        own, it does already. Nobody else must find that.
+        None where its adapter is not known.
         """
-        if self.private(request):
-            own = self._own.setdefault(request.request_id, os.urandom(32))
-            hashes = request.block_hashes[start:stop]
-            return [block_name(self._name_key, own + bytes(h)) for h in hashes]
-        adapter = request.lora_request
-        known = self._of_requests.get(request.request_id)
-        if adapter is not None and known is not None:
-            replaced = not adapter.load_inplace and adapter.lora_int_id in self._in_place
-            version = _REPLACED if replaced else _version(adapter)
-            if version != known[0]:
-                self._of_requests[request.request_id] = version, os.urandom(32)
-        return self.of(request, stop, start)
+        identity = self.identity(request)
+        return self._named(request.block_hashes[start:stop], identity) if identity else []
+
+    def _named(self, hashes: Sequence[bytes], identity: bytes) -> list[bytes]:
+        joined = b"".join(bytes(h[:KEY_BYTES]).ljust(KEY_BYTES, b"\0") for h in hashes)
+        table = np.frombuffer(joined, dtype=np.uint8).reshape(-1, KEY_BYTES)
+        bound = (table ^ np.frombuffer(identity, dtype=np.uint8)).tobytes()
+        keys = [bound[at : at + KEY_BYTES] for at in range(0, len(bound), KEY_BYTES)]
+        return [block_name(self._name_key, key) for key in keys] if self._name_key else keys
+
+    def to_store(self, request: Request, stop: int, start: int) -> list[bytes]:
+        """Keys, as :meth:`of`, of blocks that the request has computed."""
+        if not self.private(request):
+            return self.of(request, stop, start)
+        own = self._own.setdefault(request.request_id, os.urandom(KEY_BYTES))
+        return self._named(request.block_hashes[start:stop], own)
 
     def private(self, request: Request) -> bool:
-        """Whether what the request computes is for itself: a session's, where steps compute tokens
-        that a turn's end takes back.
+        """Whether what the request computes is for itself.
 
-        With drafts, a turn may end among some that were accepted: vLLM takes their KV for that of
-        the next turn's input. With a state, a turn may end while the step after its last token is
-        under way: the next turn goes on from a state that has seen a token too much.
+        So it is where weights have changed under it; where its adapter is read anew for every step;
+        and for a resumable request whose steps compute tokens that a turn's end takes back. With
+        drafts, a turn may end among some that were accepted: vLLM takes their KV for that of the
+        next turn's input. With a state, a turn may end while the step after its last token is under
+        way: the next turn goes on from a state that has seen a token too much.
         """
-        return self.sessions_apart and bool(request.resumable)
+        adapter = request.lora_request
+        return (
+            request.request_id in self._mixed
+            or (adapter is not None and adapter.load_inplace)
+            or (self.resumable_apart and bool(request.resumable))
+        )
+
+    def rebind(self, namespace: bytes, running: Iterable[Request]) -> None:
+        """The weights have changed: nothing older is found from now on."""
+        self._namespace = namespace
+        self.mix(running)
+        self._identities.clear()
+
+    def adapter_changed(self, users: Iterable[Request]) -> None:
+        """An adapter was loaded, or is gone. Of its ``users``, which run, those that began when
+        nobody had told of it have run with this one."""
+        for request in users:
+            if request.request_id in self._identities:
+                self.mix([request])
+            else:
+                self.identity(request)
+
+    def mix(self, requests: Iterable[Request]) -> None:
+        """Requests go on with KV of weights that were changed, or begin with it."""
+        self._mixed.update(request.request_id for request in requests)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""
-        self._of_requests.pop(request_id, None)
+        self._identities.pop(request_id, None)
         self._own.pop(request_id, None)
-
-
-def _version(adapter: LoRARequest) -> Version:
-    return adapter_version(adapter.lora_path) if adapter.load_inplace else ()
+        self._mixed.discard(request_id)

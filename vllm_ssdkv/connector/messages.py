@@ -5,6 +5,7 @@ Everything is plain dataclasses and numpy arrays: vLLM pickles them into shared 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,10 +76,25 @@ class Commit:
         epochs = np.array([item[1] for item in items], dtype=np.int64)
         return cls(slots, epochs, tuple(item[2] for item in items))
 
+    def under_keys_of_nobody(self) -> Commit:
+        """The same with random keys: nobody finds what these slots hold."""
+        keys = tuple(os.urandom(len(key)) for key in self.keys)
+        return Commit(self.slots, self.epochs, keys)
+
 
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_SAVE = Save(_NONE, _NONE, _NONE)
 _NO_COMMIT = Commit(_NONE, _NONE, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter by vLLM's number, with its digest on each rank."""
+
+    number: int
+    digests: tuple[bytes, ...]
+    changes: tuple[int, ...]
+    """Of adapters that each rank had seen when it told of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,29 @@ class Load:
     chain: int
     behind: int = 0
     whole: bool = False
+    adapter: Adapter | None = None
+    """With which the KV was computed; None: with the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A block that this step computes although it is stored: compare the two.
+
+    Attributes:
+        request_id: Whose block it is.
+        slot, epoch: Where it is stored.
+        layers: It holds KV of so many, the first ones of a slot.
+        block_id: HBM block, complete when the step ends.
+        fence_block: HBM block from which on the request is computed again where they differ; 0: it
+            cannot be.
+    """
+
+    request_id: str
+    slot: int
+    epoch: int
+    layers: int
+    block_id: int
+    fence_block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +209,19 @@ class SSDKVMetadata(KVConnectorMetadata):
     """Scheduler to worker, every step."""
 
     step: int
+    changes: tuple[int, ...] = ()
+    """How many changes of its weights each rank has told of: the keys in this plan are bound to
+    what it had then."""
+    adapters: dict[int, Adapter] = field(default_factory=dict)
+    """Those of requests in this step that keys are bound to, by number."""
     save: Save = field(default_factory=lambda: Save.of(()))
     commit: Commit = field(default_factory=lambda: Commit.of(()))
     move: Move = NO_MOVE
     """Stored blocks to write anew into other slots, too."""
     loads: list[Load] = field(default_factory=list)
+    compare: list[Comparison] = field(default_factory=list)
+    invalid: list[int] = field(default_factory=list)
+    """HBM blocks whose content must not be used, nor what was computed from it."""
     rows: list[Row] = field(default_factory=list)
     contexts: list[ContextDelta] = field(default_factory=list)
     forget: list[str] = field(default_factory=list)
@@ -220,6 +267,19 @@ class RankReport:
     """(device, bytes written to it) since the last report."""
     frames: int = 0
     """Frames of DRAM; 0: as before."""
+    weights: bytes = b""
+    """Digest of the weights, which have changed; empty: they have not."""
+    changes: int = 0
+    """How often they have, all together."""
+    adapters: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    """Adapters that were loaded, by vLLM's number: digest, empty for one that is gone, and how many
+    changes of adapters the rank has seen."""
+    unbound: list[tuple[int, int]] = field(default_factory=list)
+    """Slots that were committed for weights or adapters that the rank does not have: it has
+    written them under keys of nobody."""
+    compared: list[tuple[str, float, bool]] = field(default_factory=list)
+    """Requests, how far a block that was computed is from the stored one (NaN: that is not in DRAM
+    any more), and whether it is too far."""
     streamed: list[tuple[str, SlotArray]] = field(default_factory=list)
     """Blocks of requests that are read from the devices in every step, and for which there is room
     in DRAM now."""
@@ -243,6 +303,10 @@ class RankReport:
             or self.steps
             or self.written
             or self.frames
+            or self.weights
+            or self.adapters
+            or self.unbound
+            or self.compared
             or self.streamed
             or self.gained
             or self.gauges

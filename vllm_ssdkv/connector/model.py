@@ -6,10 +6,8 @@ sizes and fingerprint without talking to each other.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +34,7 @@ from vllm_ssdkv.store.layout import SlotGeometry
 from vllm_ssdkv.store.summaries import with_summaries
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _SAMPLE_BYTES = 64 * 1024
@@ -63,6 +60,13 @@ class KVLayout:
     """Of HBM."""
     overlaid: tuple[tuple[str, ...], ...] = ()
     has_states: bool = False
+    cache_dtype: str = "auto"
+    """vLLM's name of what numbers are stored as."""
+
+    @property
+    def all_layers(self) -> tuple[str, ...]:
+        """Layers of every group."""
+        return self.layer_names + tuple(name for group in self.overlaid for name in group)
 
 
 @functools.lru_cache(maxsize=8)
@@ -205,6 +209,7 @@ def kv_layout(
         kv_cache_config.num_blocks,
         tuple(others for others in layers if others is not names),
         kv_cache_config.has_mamba_layers,
+        cache_dtype(vllm_config),
     )
 
 
@@ -233,19 +238,14 @@ def _check_channel_pages(spec: AttentionSpec, page_tokens: int, times: int) -> N
 def fingerprint(
     config: SSDKVConfig, vllm_config: VllmConfig, layout: KVLayout, kv_cache_config: KVCacheConfig
 ) -> Fingerprint:
-    """Everything on which the bytes of a block depend, but for its tokens.
+    """Shape of the KV in a store: what its bytes are, not whose.
 
-    Tokens, adapters, salts and media are in the block hash.
+    Weights and settings are in the keys (:class:`BlockKeys`), tokens, salts and media in vLLM's
+    block hashes.
     """
-    model = vllm_config.model_config
-    cache = vllm_config.cache_config
     fields: dict[str, str | int] = {
-        "model": weights_identity(model.model, model.revision),
-        "hf_config": _config_digest(model.hf_config),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
         "kv_dtype": str(layout.dtype),
-        "cache_dtype": str(cache.cache_dtype),
+        "cache_dtype": layout.cache_dtype,
         "layers": len(layout.layer_names),
         "kv_heads_per_rank": layout.kv_heads,
         "head_size": layout.head_size,
@@ -253,7 +253,6 @@ def fingerprint(
         "slot": layout.geometry.kind,
         "page_bytes": layout.geometry.payload_bytes,
         "tp_size": layout.tp_size,
-        "block_hash": str(cache.prefix_caching_hash_algo),
     }
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1:
@@ -262,7 +261,7 @@ def fingerprint(
     draft = vllm_config.speculative_config
     if draft is not None and draft.uses_draft_kv_cache():
         # The drafter's layers are layers of the slots.
-        fields["draft"] = _draft_identity(draft)
+        fields["draft"] = str(draft.method)
     if config.selector != "exact":
         # KV of tokens that were decoded from a part of their context is not what exact attention
         # would have made. Selectors and budgets share a store all the same: their users have chosen
@@ -270,14 +269,14 @@ def fingerprint(
         fields["attention"] = "sparse"
         if config.scores_channels:
             fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
-    if layout.geometry.kind == "opaque":
-        # Opaque bytes mean what this backend, on this device, made of them.
-        fields["cache_layout"] = str(kv_cache_config.kv_cache_layout)
-        fields["device"] = str(vllm_config.device_config.device_type)
-        fields["backend"] = str(vllm_config.attention_config.backend)
-        if fields["device"] == "cpu":
-            fields["cpu"] = torch.backends.cpu.get_cpu_capability()
     return Fingerprint(fields)
+
+
+def cache_dtype(vllm_config: VllmConfig) -> str:
+    """``--kv-cache-dtype``; "auto" also where the model's own dtype was named."""
+    named = str(vllm_config.cache_config.cache_dtype)
+    own = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return "auto" if named == own else named
 
 
 def _group_identity(group: KVCacheGroupSpec) -> str:
@@ -290,66 +289,20 @@ def _group_identity(group: KVCacheGroupSpec) -> str:
     return f"{len(group.layer_names)} layers {names}, {held}"
 
 
-def _draft_identity(draft: SpeculativeConfig) -> str:
-    model = draft.draft_model_config
-    weights = weights_identity(model.model, model.revision)
-    return f"{draft.method} {weights} {_config_digest(model.hf_config)}"
+def directory_name(model: str, revision: str | None) -> str:
+    """Names the model in the default directory: a model that was moved or copied is the same.
 
-
-def _config_digest(hf_config: PretrainedConfig) -> str:
-    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def weights_identity(model: str, revision: str | None) -> str:
-    """Names the weights: by content for a local directory, else by repository and revision.
-
-    Content is sampled (size, first and last 64 KiB of every weight file): a moved or copied model
-    is the same model, a fine-tuned one under the old name is not.
+    A local one by samples of its weight files. Nothing else depends on it: whose KV a block is,
+    its key says.
     """
     root = Path(model)
-    if not root.is_dir():
+    if not root.exists():
         return f"{model}@{revision or 'main'}"
+    files = sorted({f for pattern in _WEIGHTS for f in root.glob(pattern)}) or [root]
     digest = hashlib.blake2b(digest_size=16)
-    files = sorted({f for pattern in _WEIGHTS for f in root.glob(pattern)})
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return f"weights:{digest.hexdigest()}" if files else f"{root.resolve()}@{revision or 'main'}"
-
-
-def _adapter_files(root: Path) -> list[Path]:
-    patterns = (*_WEIGHTS, "adapter_config.json")
-    return sorted({f for pattern in patterns for f in root.glob(pattern)}) if root.is_dir() else []
-
-
-def adapter_version(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Changes when somebody writes the adapter's files anew: their names, sizes and times."""
-    version = []
-    for file in _adapter_files(Path(path)):
-        with contextlib.suppress(FileNotFoundError):  # somebody is about it just now
-            found = file.stat()
-            version.append((file.name, found.st_size, found.st_mtime_ns))
-    return tuple(version)
-
-
-def adapter_identity(path: str) -> bytes:
-    """Names a LoRA adapter: by content for a local directory, else by its path; 32 bytes.
-
-    All of it is read: adapters are small, and two of one training run differ in a few bytes only.
-    """
-    root = Path(path)
-    digest = hashlib.blake2b(digest_size=32)
-    files = _adapter_files(root)
     for file in files:
         digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-        with file.open("rb") as stream:
-            while piece := stream.read(1 << 20):
-                digest.update(piece)
-    if not files:
-        digest.update(str(root).encode())
-    return digest.digest()
+        if file.is_file():
+            with file.open("rb") as stream:
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -28,6 +28,7 @@ class RequestState:
         cut_off: Page mode: there was no slot for a block, so that those after it are not stored.
         reserved: Page mode: slots set aside for blocks still to come.
         hit: Blocks that were in HBM, or were loaded, when it began to compute.
+        loaded_from: First block that came from the store; -1: none did.
         born: Step for which it was admitted; a preemption told later than that ended its
             previous life.
         running: Scheduled since it was admitted, and not preempted.
@@ -42,6 +43,7 @@ class RequestState:
     cut_off: bool = False
     reserved: int = 0
     hit: int = 0
+    loaded_from: int = -1
     born: int = 0
     running: bool = False
     _live_from: int = 0

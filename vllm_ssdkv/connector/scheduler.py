@@ -23,6 +23,7 @@ from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.device_shares import DeviceShares
 from vllm_ssdkv.connector.failed_loads import FailedLoads
 from vllm_ssdkv.connector.groups import BlockGroups, GroupLoad
+from vllm_ssdkv.connector.identities import TELLING_STEPS, HbmIdentities, RankIdentities
 from vllm_ssdkv.connector.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.keys import BlockKeys
 from vllm_ssdkv.connector.messages import (
@@ -44,6 +45,8 @@ from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
+from vllm_ssdkv.connector.suspension import Suspension
+from vllm_ssdkv.connector.verification import HitVerifier
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.connector.writes import Writes
 from vllm_ssdkv.errors import StoreFullError
@@ -75,6 +78,8 @@ class SSDKVScheduler:
         counters: Counters,
         choice: LoadChoice,
         policy: WritePolicy,
+        identities: RankIdentities,
+        suspension: Suspension,
         name_key: bytes = b"",
         speculation: Speculation = NO_SPECULATION,
     ):
@@ -100,7 +105,13 @@ class SSDKVScheduler:
         self._choice, self._policy = choice, policy
         self._index_metrics = IndexMetrics(index, counters)
         self._collector = StatsCollector(counters)
-        self._keys = BlockKeys(name_key, apart=speculation.drafts)
+        self._identities, self._suspension = identities, suspension
+        self._keys = BlockKeys(
+            identities.namespace,
+            name_key,
+            apart=speculation.drafts,
+            adapter=identities.adapter_digest,
+        )
         self.keys_of = self._keys.of
         self._background = BackgroundLoads(index, self._keys, self._start_load)
         # Requests that hold HBM blocks.
@@ -127,16 +138,33 @@ class SSDKVScheduler:
         self._arriving = ArrivingContexts()
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
-        self._forgetful = self._no_room = False
+        self._no_room = False
+        self._in_hbm = 0
+        """Blocks that the request that was asked for last has in HBM."""
+        self._hbm_identities = HbmIdentities(identities.namespace)
+        self._ended: list[RequestState] = []
+        """Requests that have ended since the workers last told of their step."""
+        self._waits_for_adapter: dict[str, int] = {}
+        self._invalid: list[int] = []
+        self._verifier = HitVerifier(
+            config.verify_hits,
+            choice.chunk_tokens // block_tokens,
+            index,
+            self._unpin,
+            counters,
+        )
         self._failed_loads = FailedLoads(block_tokens, speculation.step_blocks)
         self.asked = AskedOptions(config, counters)
 
     def bind_hbm(self, hbm: KVCacheManager) -> None:
         """vLLM's block manager; in page mode a part of it can send requests back."""
         self._hbm = hbm
+        self._hbm_identities.pool = hbm.block_pool
         managers = hbm.coordinator.single_type_managers
         self._groups = BlockGroups(managers, self._index, self._block, self._speculation)
-        self._keys.sessions_apart |= self._groups.has_states
+        self._keys.resumable_apart |= self._groups.has_states
+        groups = hbm.kv_cache_config.kv_cache_groups
+        self._chain_layers = len(groups[self._groups.chain].layer_names)
         for manager in managers:
             if isinstance(manager, TieredManager):
                 self._recomputations.manager = manager
@@ -154,15 +182,25 @@ class SSDKVScheduler:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
             self._release(earlier)
         self._keys.forget(request.request_id)
+        self._verifier.forget(request.request_id)
+        if self._is_told_of_soon(request):
+            return None
         if (
             self._no_room  # Nobody behind such a request in line takes what becomes free.
             or self._failed_loads.must_wait(request, self._hbm, bool(self._requests))
             or (self._paged and not self._can_admit(request))
         ):
             return None
-        if self._failed_loads.given_up(request.request_id) or request.skip_reading_prefix_cache:
+        first = self._in_hbm = computed // self._block
+        if first and not self._is_of_now(request, first):
+            self._keys.mix([request])
             return 0
-        first = computed // self._block
+        if (
+            self._suspension
+            or self._failed_loads.given_up(request.request_id)
+            or request.skip_reading_prefix_cache
+        ):
+            return 0
         # The last token is computed again in any case: its logits are needed.
         last = (request.num_tokens - 1) // self._block
         if self._seats.enough_wait:
@@ -180,12 +218,37 @@ class SSDKVScheduler:
             being_computed(states, self._loading),
             hit.besides,
         )
+        blocks = self._verifier.shorten(
+            request, keys, first, blocks, lambda count: self._usable(keys, first, count)
+        )
         if blocks and not self._paged:
             self._no_room = not self._groups.has_room(request, first, first + blocks, states)
             if self._no_room:
                 return None
         self._failed_loads.ask(request.request_id)
         return blocks * self._block
+
+    def _usable(self, keys: Sequence[bytes], first: int, count: int) -> int:
+        """How many blocks of a hit all layers can go on after, up to ``count``."""
+        if len(self._groups) == 1:
+            return count
+        return len(self._groups.hit(keys[: first + count], first).slots)
+
+    def _is_of_now(self, request: Request, blocks: int) -> bool:
+        """Whether a request's first blocks, which are in HBM, were computed with what it has."""
+        identity = self._keys.identity(request)
+        hashes = request.block_hashes[:blocks]
+        return bool(identity) and not self._hbm_identities.began_with(hashes, identity)
+
+    def _is_told_of_soon(self, request: Request) -> bool:
+        """Whether the request has an adapter that the workers may hold and have not told of: they
+        do with the next step. One that they do not hold is loaded when its first request runs."""
+        adapter = request.lora_request
+        if adapter is None or self._identities.adapter(adapter.lora_int_id) is not None:
+            self._waits_for_adapter.pop(request.request_id, None)
+            return False
+        since = self._waits_for_adapter.setdefault(request.request_id, self._step)
+        return self._step - since < TELLING_STEPS
 
     def _can_admit(self, request: Request) -> bool:
         in_use = any(state.reserved or state.slots for state in self._requests.values())
@@ -203,8 +266,12 @@ class SSDKVScheduler:
         if self._paged:
             state.reserved = self._admission.blocks_needed(request)
             self._index.reserve(state.reserved)
+        self._waits_for_adapter.pop(request_id, None)
         if external:
             self._plan_load(state, blocks, external)
+        # vLLM takes what it will compute for cached from now on: others find it in this very step.
+        own = request.block_hashes[self._in_hbm + external // self._block :]
+        self._hbm_identities.holds(own, self._identity_to_store(request))
         unread = self._choice.admitted(request_id)
         if unread is not None:
             self._background.probe(request, unread)
@@ -217,6 +284,9 @@ class SSDKVScheduler:
         load = self._groups.load(keys, end - count, block_ids, whole=self._paged)
         self._index.touch(load.slots)
         self._index.pin(load.slots)
+        state.loaded_from = end - count
+        loaded = state.request.block_hashes[end - count : end]
+        self._hbm_identities.holds(loaded, self._keys.identity(state.request))
         if self._paged:
             self._index.pin(load.slots)
             state.slots = load.slots.tolist()
@@ -225,17 +295,23 @@ class SSDKVScheduler:
             self._index.unreserve(count)
             state.reserved -= count
             self._contexts.append(ContextDelta(state.request_id, 0, load.slots))
-        self._start_load(state.request_id, load)
+        whole = self._verifier.extend(state.request_id, load)
+        self._index.pin(whole.slots[len(load.slots) :])
+        self._start_load(state.request_id, whole)
 
     def _start_load(self, name: str, load: GroupLoad) -> None:
         self._loading[name] = load.slots
         self._choice.planned(name, load.slots)
         state, epochs = self._requests.get(name), self._index.epochs(load.slots)
-        whole = name in INTO_DRAM
+        whole, adapter = name in INTO_DRAM, None
         if state is not None:
             whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
+            if state.request.lora_request is not None:
+                adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
         chain = load.chain, load.behind
-        self._loads.append(Load(name, load.slots, epochs, load.keys, load.block_ids, *chain, whole))
+        self._loads.append(
+            Load(name, load.slots, epochs, load.keys, load.block_ids, *chain, whole, adapter)
+        )
 
     # ---- the plan of a step ----
 
@@ -249,7 +325,11 @@ class SSDKVScheduler:
             if state is not None and state.born < self._step:
                 del self._requests[request_id]
                 self._release(state)
-        plan = SSDKVMetadata(self._step, idle=output.total_num_scheduled_tokens == 0)
+        plan = SSDKVMetadata(
+            self._step,
+            self._identities.changes,
+            idle=output.total_num_scheduled_tokens == 0,
+        )
         for new in output.scheduled_new_reqs:
             state = self._requests[new.req_id]
             state.block_ids = [list(ids) for ids in new.block_ids]
@@ -281,6 +361,7 @@ class SSDKVScheduler:
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
         plan.discard, self._discard = self._discard, []
+        plan.invalid, self._invalid = self._invalid, []
         plan.believed, self._believed = self._believed, []
         # Not requests that wait for more input, or because the engine is paused: nobody works.
         busy = self._writing or self._loading or self._moves.unfinished
@@ -303,6 +384,15 @@ class SSDKVScheduler:
         # Drafts read the context as so many tokens that are decoded do.
         self._shape += [(computed, 1)] * count if count == 1 + drafts else [(computed, count)]
         final = self._speculation.final(after, state.request.num_tokens)
+        if state.request.lora_request is not None:
+            adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
+            if adapter is not None:
+                plan.adapters[adapter.number] = adapter
+        compared = self._verifier.computed(
+            state, after, self._block, self._groups.chain, self._chain_layers
+        )
+        if compared is not None:
+            plan.compare.append(compared)
         if self._paged:
             asked, window = self.asked.of(state.request_id), self._config.window_tokens
             plan.rows.append(state.row(computed, count, self._block, window, asked))
@@ -351,7 +441,12 @@ class SSDKVScheduler:
     ) -> None:
         """Reuse mode: blocks that are computed, whose tokens are known and that are not stored."""
         first, request = state.published, state.request
-        if first >= end or self._keys.private(request):
+        if first >= end:
+            return
+        identity = self._identity_to_store(request)
+        hashes = request.block_hashes[max(first, state.hit) : end]
+        self._hbm_identities.holds(hashes, identity)
+        if not identity or self._suspension:
             return
         keys = self._keys.to_store(request, end, first)
         if not request.num_preemptions:
@@ -362,6 +457,10 @@ class SSDKVScheduler:
         for block, key, block_id in blocks:
             if self._index.find(key) is None:
                 self._save_block(block_id, key, admitted[block - first])
+
+    def _identity_to_store(self, request: Request) -> bytes:
+        """Identity of what a request computes; empty: of several, or not known yet."""
+        return b"" if self._keys.private(request) else self._keys.identity(request)
 
     def _save_block(self, block_id: int, key: bytes, admitted: bool) -> None:
         if not admitted:
@@ -394,6 +493,8 @@ class SSDKVScheduler:
             return
         first = min(ready)
         keys = self._keys.to_store(state.request, max(ready) + 1, first)
+        if not keys:  # nobody has told of its adapter yet
+            return
         new = [keys[block - first] for block in ready if block >= state.published]
         state.published = max(ready) + 1
         if not state.request.num_preemptions:
@@ -435,6 +536,7 @@ class SSDKVScheduler:
         """Take in what the workers say, and which requests' loads have ended."""
         written: list[int] = []
         self._collector.take_in(reports)
+        self._identities_told(reports)
         for rank, report in reports:
             self._policy.wrote(report.written)
             received = [*received, *self._choice.reported(rank, report)]
@@ -472,6 +574,58 @@ class SSDKVScheduler:
                 self._moves.read(slots, fetched=request_id == FETCH)
                 self._unpin(slots.tolist())
 
+    def _identities_told(self, reports: Sequence[tuple[int, RankReport]]) -> None:
+        """Weights or adapters have changed, or a block is not what was stored."""
+        weights, adapters = self._identities.told(reports)
+        running = [state.request for state in self._requests.values()]
+        for state in (*self._requests.values(), *self._ended):
+            adapter = state.request.lora_request
+            if weights or (adapter is not None and adapter.lora_int_id in adapters):
+                # Some of them, this step's at least, are not what the scheduler took them for.
+                self._hbm_identities.holds(state.request.block_hashes[state.hit :], b"")
+        self._ended.clear()
+        if weights:
+            self.counters.add("weights_changed")
+            logger.warning(
+                "ssdkv: the weights in memory have changed: what was stored before is not found "
+                "any more, and what the %d running request(s) compute is not stored",
+                len(running),
+            )
+            self._keys.rebind(self._identities.namespace, running)
+            self._hbm_identities.weights_changed(self._identities.namespace)
+        for number in adapters:
+            users = [r for r in running if r.lora_request and r.lora_request.lora_int_id == number]
+            self._keys.adapter_changed(users)
+        for _, report in reports:
+            for slot, epoch in report.unbound:
+                if self._index.holds(slot, epoch):
+                    self._drop(slot, "weights")
+            for request_id, deviation, differs in report.compared:
+                self._verifier.result(request_id, deviation, differs=differs)
+                if differs:
+                    self._suspend(request_id, deviation)
+
+    def _suspend(self, request_id: str, deviation: float) -> None:
+        """A stored block is not what this engine computes: have everybody who runs with stored
+        blocks compute anew, as far as vLLM can."""
+        users = [state for state in self._requests.values() if state.loaded_from >= 0]
+        in_use = {*self._in_contexts, *(s for slots in self._loading.values() for s in slots)}
+        ready = [slot for slot in in_use if self._index.state(slot) is SlotState.READY]
+        self._index.pin(np.array(ready, dtype=np.int64))
+        self._suspension.begin(
+            f"a stored block of request {request_id} is {deviation:.2g} from what this engine "
+            f"computes, which is more than rounding; requests that run with stored blocks: "
+            f"{', '.join(state.request_id for state in users) or 'none'}"
+        )
+        for state in users:
+            self._recomputations.disown_steps(state)
+            if self._paged:
+                self._recomputations.send_back(state)
+            elif len(state.block_ids) == 1 and state.running and state.request_id != request_id:
+                # Of the one whose block it is, the worker has told already.
+                self._invalid.append(state.block_ids[0][state.loaded_from])
+            state.loaded_from = -1
+
     def load_failed(self, request_ids: Iterable[str]) -> None:
         """Loads that failed: vLLM asks again. Comes before :meth:`reported` of their end."""
         for request_id in request_ids:
@@ -482,7 +636,7 @@ class SSDKVScheduler:
     def _all_ranks_done(self, slots: Sequence[int]) -> None:
         """All ranks have written these slots: one write into the journal for all of them."""
         slots = self._moves.written(slots)
-        if slots and not self._forgetful:
+        if slots:
             self._index.durable(np.array(slots, dtype=np.int64))
         for slot in slots:  # not as a chain: these are of any requests
             self._unpin([slot])
@@ -522,9 +676,12 @@ class SSDKVScheduler:
         """The request has ended, well or badly; its blocks will be freed."""
         self._failed_loads.forget(request.request_id)
         self._recomputations.forget(request.request_id)
+        self._waits_for_adapter.pop(request.request_id, None)
+        self._verifier.forget(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._release(state)
+            self._ended.append(state)
             if not self._paged:
                 self._groups.touch(self.keys_of(request), state.hit)
         self._keys.forget(request.request_id)
@@ -532,6 +689,7 @@ class SSDKVScheduler:
     def _release(self, state: RequestState) -> None:
         state.running = False
         self._seats.leave(state.request_id)
+        self._verifier.forget(state.request_id)
         if not self._paged:
             return
         self._forget.append(state.request_id)
@@ -556,19 +714,13 @@ class SSDKVScheduler:
     # ---- state of the whole ----
 
     def forget_all(self) -> bool:
-        """Never find again what is stored now: the model's weights have changed in memory.
+        """Never find again what is stored now: somebody resets the cache.
 
-        What is stored from now on is found until this engine ends: after a restart, the weights
-        are those on disk again. Requests that run keep what they hold; vLLM preempts them before
-        it asks for this. False when a request's load of old blocks is under way.
+        Requests that run keep what they hold; vLLM preempts them before it asks for this. False
+        when a request's load is under way.
         """
         self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
         self._trim = self._index.free_slots()
-        if not self._forgetful:
-            logger.warning(
-                "ssdkv: the cache was reset; blocks stored from now on will not survive a restart"
-            )
-        self._forgetful = True
         return not self._loading.keys() - BACKGROUND
 
     def unfinished(self) -> bool:

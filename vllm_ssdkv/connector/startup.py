@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,12 +11,17 @@ import torch
 
 from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.block_comparison import element_type
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
+from vllm_ssdkv.connector.identities import RankIdentities
+from vllm_ssdkv.connector.kv_settings import kv_settings
+from vllm_ssdkv.connector.loaded_model import LoadedModel
 from vllm_ssdkv.connector.model import (
     KVLayout,
     attention_spec,
     context_layers,
+    directory_name,
     fingerprint,
     kv_layout,
 )
@@ -23,6 +29,7 @@ from vllm_ssdkv.connector.preflight import check_engine
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.speculation import Speculation
+from vllm_ssdkv.connector.suspension import Suspension
 from vllm_ssdkv.connector.worker import SSDKVWorker
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
@@ -61,8 +68,9 @@ def _identify(
     # The engine's id may be one that the user gave it, for ever.
     run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
     model = str(vllm_config.model_config.model)
+    name = directory_name(model, vllm_config.model_config.revision)
     place = StorePlace(
-        config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run
+        config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run, name=name
     )
     return _Identity(layout, identity, place)
 
@@ -90,7 +98,10 @@ def open_worker(
     if rank == 0:
         logger.info("%s", _summary(config, found, opened, contexts))
     layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
-    return SSDKVWorker(config, found.layout, opened, layers)
+    modules = vllm_config.compilation_config.static_forward_context
+    model = LoadedModel(modules[name] for name in found.layout.all_layers)
+    tell_weights = functools.partial(found.place.tell_weights, rank)
+    return SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
 
 
 def _context_blocks(
@@ -125,12 +136,25 @@ def open_scheduler(
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
     counters = found.place.counters
+    layout = found.layout
+    if config.verify_hits and element_type(layout.dtype, layout.cache_dtype) is None:
+        logger.warning(
+            "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
+            layout.cache_dtype,
+        )
+        config = config.model_copy(update={"verify_hits": 0})
+    settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
+    identities = RankIdentities(settings, found.place.bind(settings))
     index, restriper = open_index(found.place, counters)
+    manifest = found.place.stored()
+    suspension = Suspension(
+        index, counters, found.place.suspend, [found.place.state], manifest.suspended or ""
+    )
     scheduler = SSDKVScheduler(
         config,
         index,
         restriper,
-        [device.path for device in found.place.stored().devices],
+        [device.path for device in manifest.devices],
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
         Seats(vllm_config.scheduler_config),
@@ -145,14 +169,21 @@ def open_scheduler(
             counters=counters,
         ),
         _write_policy(config, found, restriper.placement, index.num_slots, counters),
+        identities,
+        suspension,
         found.place.name_key(),
         Speculation.of(vllm_config, found.layout.block_tokens),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
-    slots = gauges["free"] + gauges["ready"]
+    slots = gauges["free"] + gauges["evictable"]
     if config.mode == "page" and slots < longest:
         scheduler.close()
+        if suspension:
+            raise ConfigError(
+                f"the store is suspended and has no room for a request beside what it keeps: "
+                f"{suspension.way_out}"
+            )
         needed = found.place.capacity_for(longest)
         raise ConfigError(
             f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.block_comparison import BlockComparer, element_type
 from vllm_ssdkv.connector.blocks import (
     BlockPort,
     OpaquePort,
     PagedPort,
+    as_it_lies,
     blocks_as_bytes,
     check_overlay,
     plain_stretches,
@@ -30,10 +33,13 @@ from vllm_ssdkv.connector.blocks import (
 from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.engine_metrics import EngineMetrics
+from vllm_ssdkv.connector.loaded_model import LoadedAdapters, LoadedModel
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     PROMOTION,
+    Adapter,
     Commit,
+    Comparison,
     Load,
     LoadTime,
     RankReport,
@@ -46,8 +52,9 @@ from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.connector.stream_fence import StreamFence
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
+from vllm_ssdkv.sizes import approximate_size
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.store.cache import NO_FRAME, FrameState
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open_store import OpenStore
@@ -80,14 +87,29 @@ class SSDKVWorker:
         layout: KVLayout,
         opened: OpenStore,
         context_layers: Sequence[int],
+        model: LoadedModel,
+        tell_weights: Callable[[bytes], None],
     ):
-        """``context_layers``, ascending, attend to contexts in page mode."""
+        """
+        Args:
+            config: The options.
+            layout: Of this rank's KV.
+            opened: Its part of the store.
+            context_layers: Those that attend to contexts in page mode, ascending.
+            model: What this rank computes with.
+            tell_weights: Tells the scheduler's process, before it starts, the model's digest.
+        """
         self.config = config
         self.layout = layout
         self.counters: Counters = opened.files.counters
         self.rank = opened.files.rank
         self._opened = opened
         self._context_layers = context_layers
+        self._model, self._tell_weights = model, tell_weights
+        self._adapters = LoadedAdapters(model.roots)
+        self._weights = b""
+        self._changes = 0
+        self._comparer: BlockComparer | None = None
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
         self._timer: StepTimer | None = None
@@ -99,6 +121,8 @@ class SSDKVWorker:
         self._invalid_blocks: set[int] = set()
         self._poisoned: set[str] = set()
         self._loading: set[str] = set()
+        self._distrusted: set[str] = set()
+        """Loads under way of what this rank would compute otherwise."""
         self._promoting_from = 0.0
         paths = opened.files.health.paths
         self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
@@ -132,11 +156,14 @@ class SSDKVWorker:
         return self._store
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where HBM's blocks are and start the store's threads.
+        """Learn where HBM's blocks are, digest the model, and start the store's threads.
 
         Raises:
-            UnsupportedError: the cache cannot be stored as it lies.
+            UnsupportedError: the cache cannot be stored as it lies, nor the model be digested.
+            StoreError: the scheduler's process cannot be told of the weights.
         """
+        self._weights = self._digest_model()
+        self._tell_weights(self._weights)
         caches = [self._blocks(kv_caches[name]) for name in self.layout.layer_names]
         for group in self.layout.overlaid:
             check_overlay(caches, [self._blocks(kv_caches[name]) for name in group])
@@ -157,6 +184,11 @@ class SSDKVWorker:
                 else None
             ),
         )
+        kind = element_type(self.layout.dtype, self.layout.cache_dtype)
+        if kind is not None:
+            self._comparer = BlockComparer(
+                [as_it_lies(cache) for cache in caches], self.layout.geometry, kind
+            )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
             _pin(self._opened.arena, caches[0].device)
@@ -210,6 +242,55 @@ class SSDKVWorker:
         self._fence.follow()
         self._port.load(frames, block_ids)
 
+    # ---- what this rank computes with ----
+
+    def _digest_model(self) -> bytes:
+        found = self._model.digest()
+        logger.info(
+            "ssdkv: rank %d holds weights %s, %s read in %.2f s",
+            self.rank,
+            found.digest.hex()[:12],
+            approximate_size(found.nbytes),
+            found.seconds,
+        )
+        return found.digest
+
+    def _check_weights(self, plan: SSDKVMetadata) -> bool:
+        """Whether this rank computes with the weights and adapters that the keys of a plan are
+        bound to. One look at the weights, and where they have changed, a pass over them."""
+        if self._model.changed():
+            digest = self._digest_model()
+            if digest != self._weights:
+                self._weights = self._report.weights = digest
+                self._changes += 1
+                self._report.changes = self._changes
+                self._distrusted |= self._loading - BACKGROUND
+        held = all(map(self._holds, plan.adapters.values()))
+        return plan.changes[self.rank] == self._changes and held
+
+    def _holds(self, adapter: Adapter) -> bool:
+        """Whether this rank holds an adapter with these weights."""
+        return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
+
+    def _compare(self, comparison: Comparison) -> None:
+        """Compare a block in HBM with the stored one, if that is in DRAM."""
+        frames = self.store.frames.borrow(np.array([comparison.slot], dtype=np.int64))
+        deviation, differs = math.nan, False
+        try:
+            (frame,) = frames.tolist()
+            if frame != NO_FRAME and self._comparer is not None:
+                deviation = self._comparer.deviation(
+                    comparison.block_id, self.store.frames.view(frame), comparison.layers
+                )
+                differs = deviation > self._comparer.tolerance
+        finally:
+            self.store.frames.give_back(frames)
+        self._report.compared.append((comparison.request_id, deviation, differs))
+        if differs:
+            self._distrusted |= self._loading - BACKGROUND
+            if comparison.fence_block:
+                self._invalid_blocks.add(comparison.fence_block)
+
     # ---- one step ----
 
     def begin(self, plan: SSDKVMetadata) -> None:
@@ -218,6 +299,8 @@ class SSDKVWorker:
         if plan.segments is not None:
             store.files.placement.change(plan.segments)
         self._settled = plan.settled
+        self._report.adapters |= self._adapters.take_changes()
+        self._invalid_blocks.update(plan.invalid)
         for request_id in plan.forget:
             store.drop_context(request_id)
             self._poisoned.discard(request_id)
@@ -257,20 +340,34 @@ class SSDKVWorker:
             spoiled = self._close_step(self.step)
             self._tell_streamed(self.step)
             self.step = None
-        if len(plan.commit.slots):
+        for comparison in plan.compare:
+            self._compare(comparison)
+        commit, bound = plan.commit, True
+        if plan.loads or len(commit.slots) or len(plan.save.slots) or self._model.touched():
+            bound = self._check_weights(plan)
+        if not bound:
+            commit = commit.under_keys_of_nobody()
+            pairs = zip(commit.slots.tolist(), commit.epochs.tolist(), strict=True)
+            self._report.unbound.extend(pairs)
+        if len(commit.slots):
             # Older blocks first: their writes free the frames that this step's blocks need.
-            self._commit(plan.commit, ~_among(plan.commit.slots, plan.save.slots.tolist()))
+            self._commit(commit, ~_among(commit.slots, plan.save.slots.tolist()))
         if len(plan.save.slots):
             save = plan.save
             if spoiled:
                 lost = _among(save.slots, spoiled)
                 self._skip(save.part(lost))
                 save = save.part(~lost)
-            self._save(save, plan.commit)
+            self._save(save, commit)
         if len(plan.move.new):
             self._move(plan.move)
         for load in plan.loads:
-            self._load(load)
+            adapter = load.adapter
+            same = bound and (adapter is None or self._holds(adapter))
+            if same or load.request_id in BACKGROUND:
+                self._load(load)
+            else:
+                self._refuse(load)
 
     def _close_step(self, step: PagedStep) -> list[int]:
         """Slots of the blocks that this step computed from a context it could not read."""
@@ -362,6 +459,12 @@ class SSDKVWorker:
             whole=load.whole,
         )
 
+    def _refuse(self, load: Load) -> None:
+        """Fail a load of what this rank would compute otherwise: it is computed."""
+        self._report.loads.append(LoadTime(load.request_id, 0, 0, 0.0, 0.0, 0.0))
+        self._finished.add(load.request_id)
+        self._failed.add(load.request_id)
+
     # ---- results ----
 
     def collect(self, *, idle: bool) -> None:
@@ -388,8 +491,9 @@ class SSDKVWorker:
             self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
             self._count_request("load_seconds", outcome.dram_s, tier="dram")
             self._count_request("load_seconds", outcome.ssd_s, tier="ssd")
-            if not outcome.complete:
+            if not outcome.complete or outcome.request_id in self._distrusted:
                 self._failed.add(outcome.request_id)
+            self._distrusted.discard(outcome.request_id)
         if self._timer is not None:
             self._report.steps.extend(self._timer.take())
         self._report_writes()

@@ -40,6 +40,9 @@ COPY = "store.json.copy"
 VERSIONS = (1, 4)
 """Which one: :attr:`SlotGeometry.version`."""
 
+_OF_SAMPLED_WEIGHTS = frozenset({"model", "hf_config"})
+"""Fields of fingerprints before keys were bound to the weights in memory."""
+
 _UNSEALED = b"0" * 16
 _SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
 
@@ -111,6 +114,13 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How often a scheduler has opened the store."""
     last_opened: int = 0
     """When, in seconds since 1970 (UTC)."""
+    model_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Digest of the weights of each rank of that engine, in hexadecimal digits; empty until the
+    rank has told. Left out where no engine has opened the store."""
+    bound_to: dict[str, str | int] | msgspec.UnsetType = msgspec.UNSET
+    """What that engine's keys are bound to: settings that change KV, and the weights."""
+    suspended: str | msgspec.UnsetType = msgspec.UNSET
+    """Why nothing is found or stored until somebody resumes the store; left out: it is in use."""
     checksum: str = _UNSEALED.decode()
     """Digits only in the file, see :func:`sealed`."""
 
@@ -226,6 +236,11 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, value in positive.items():
             if value <= 0:
                 raise ValueError(f"{name} is {value}")
+        digests = self.model_digests or [""] * self.tp_size
+        if len(digests) != self.tp_size:
+            raise ValueError(f"model_digests has {len(digests)} entries")
+        for digest in digests:
+            bytes.fromhex(digest)
         if self.kind not in ("opaque", "paged"):
             raise ValueError(f"kind is {self.kind!r}")
         if not self.devices:
@@ -288,12 +303,19 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             FingerprintMismatchError: it holds KV of another model or layout.
         """
         differences = Fingerprint(self.fingerprint).differences(fingerprint)
-        if differences:
+        if not differences:
+            return
+        where = ", ".join(d.path for d in self.devices)
+        way_out = f"Name other directories in devices, or `ssdkv rm {where.replace(', ', ' ')}`"
+        if self.fingerprint.keys() >= _OF_SAMPLED_WEIGHTS:
             raise FingerprintMismatchError(
-                f"the store on {', '.join(d.path for d in self.devices)} holds KV of another model "
-                f"or layout (stored != configured): {'; '.join(differences)}. Name other "
-                "directories in devices, or delete the content of these"
+                f"the store on {where} was made by a version that knew weights by samples of their "
+                f"files only: nothing tells whether its KV is that of these weights. {way_out}"
             )
+        raise FingerprintMismatchError(
+            f"the store on {where} holds KV of another shape (stored != configured): "
+            f"{'; '.join(differences)}. {way_out}"
+        )
 
     def weights(self) -> list[float]:
         """Weight of each device; 0 for one that is not present."""

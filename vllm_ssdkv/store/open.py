@@ -6,6 +6,7 @@ manifest in the state directory makes them agree on identity and size, whoever c
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import msgspec
 import numpy as np
 
 from vllm_ssdkv.config import SSDKVConfig
@@ -73,6 +75,7 @@ class StorePlace:
         replica: int | None = None,
         model: str = "",
         run: str = "",
+        name: str = "",
     ):
         """Args:
         config: The options.
@@ -84,6 +87,7 @@ class StorePlace:
         run: What all processes of this engine, and no others, have in common: the first of them
             to open the store looks at the devices, the others use what it found. Without it each
             one looks.
+        name: Tells default directories of models with KV of one shape apart.
 
         Blocks while the key of an encrypted store is fetched, which has a deadline.
 
@@ -91,7 +95,8 @@ class StorePlace:
             ConfigError: the key cannot be had.
             ValueError: the geometry is not that of the option ``encryption``.
         """
-        key = fingerprint.digest.hex()[:16]
+        named = fingerprint.digest + name.encode()
+        key = hashlib.blake2b(named, digest_size=8).hexdigest() if name else named.hex()[:16]
         below = "" if replica is None else f"dp{replica}"
         self.config = config
         self.geometry = geometry
@@ -158,6 +163,7 @@ class StorePlace:
                 require_unlocked(files, time.monotonic() + LOCK_TIMEOUT_S)
                 self._arrange(found)
                 found.run = self.run
+                found.model_digests = msgspec.UNSET
                 found.save(self.state)
         return found
 
@@ -361,6 +367,60 @@ class StorePlace:
             # The journal and, while it is rewritten, its successor share the device's capacity.
             room -= journal
         return max(0, room // self.tp_size - SUPERBLOCK_BYTES) // self.geometry.unit_bytes
+
+    def tell_weights(self, rank: int, digest: bytes) -> None:
+        """Note what a rank of this engine computes with, for its scheduler. Blocks on I/O.
+
+        Raises:
+            StoreError: it cannot be saved.
+        """
+        with locked(self.state):
+            manifest = self.stored()
+            told = manifest.model_digests or [""] * self.tp_size
+            told[rank] = digest.hex()
+            manifest.model_digests = told
+            manifest.save(self.state)
+
+    def bind(self, settings: Fingerprint) -> list[bytes]:
+        """Digest of each rank's weights, as the ranks have told; says what is other than before.
+
+        Blocks on I/O.
+
+        Raises:
+            StoreError: a rank has not told, or the manifest cannot be saved.
+        """
+        with locked(self.state):
+            manifest = self.stored()
+            told = manifest.model_digests or []
+            if manifest.run != self.run or not (told and all(told)):
+                raise StoreError(
+                    f"store {manifest.store}: not every rank of this engine has told what weights "
+                    "it holds; does another engine start on these directories?"
+                )
+            now = Fingerprint({**settings.fields, "weights": " ".join(told)})
+            before = Fingerprint(manifest.bound_to or now.fields)
+            for difference in before.differences(now):
+                logger.warning(
+                    "ssdkv: other than in the last run (then != now): %s. What was stored then is "
+                    "found only by an engine with the same",
+                    difference,
+                )
+            manifest.bound_to = dict(now.fields)
+            manifest.save(self.state)
+        return [bytes.fromhex(digest) for digest in told]
+
+    def suspend(self, reason: str) -> None:
+        """Have the store opened as suspended until somebody resumes it; empty: resume it.
+
+        Blocks on I/O.
+
+        Raises:
+            StoreError: it cannot be saved.
+        """
+        with locked(self.state):
+            manifest = self.stored()
+            manifest.suspended = reason or msgspec.UNSET
+            manifest.save(self.state)
 
     def save_segments(self, segments: Sequence[Segment], weights: Sequence[float]) -> None:
         """Replace the segments in the manifest, and note devices that are out of use, whose weight
