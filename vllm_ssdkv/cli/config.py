@@ -16,6 +16,7 @@ from rich.text import Text
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.option_effects import without_effect
 from vllm_ssdkv.sizes import format_size
 
 app = typer.Typer(no_args_is_help=True, help="Check options, show what is in force, or the schema.")
@@ -102,19 +103,27 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def check(file: _File, as_json: _Json = False) -> None:
     """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong.
 
-    Drives and key files are not looked at: `ssdkv doctor --device` does that for drives.
+    An option that has no effect is a warning, which says what would give it one. Drives and key
+    files are not looked at: `ssdkv doctor --device` does that for drives.
     """
-    problem = ""
+    problem, warnings = "", []
     try:
-        SSDKVConfig.from_extra_config(_load(file))
+        warnings = without_effect(SSDKVConfig.from_extra_config(_load(file)))
     except ConfigError as error:
         problem = str(error)
     if as_json:
-        typer.echo(json.dumps({"ok": not problem, "problems": problem.splitlines()}))
+        found = {"ok": not problem, "problems": problem.splitlines(), "warnings": warnings}
+        typer.echo(json.dumps(found, indent=2))
     else:
+        _warn(warnings)
         typer.echo(problem or "ok", err=bool(problem))
     if problem:
         raise typer.Exit(1)
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo(f"warning: {line}", err=True)
 
 
 @app.command()
@@ -133,9 +142,13 @@ def show(
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    rows = _rows(config, given)
+    rows, warnings = _rows(config, given), without_effect(config)
     if as_json:
-        content = {"options": [row._asdict() for row in rows], "on_this_machine": dict(here)}
+        content = {
+            "options": [row._asdict() for row in rows],
+            "on_this_machine": dict(here),
+            "warnings": warnings,
+        }
         typer.echo(json.dumps(content, indent=2))
         return
     console = Console()
@@ -149,6 +162,7 @@ def show(
     for name, value in here:
         machine.add_row(Text(name, overflow="fold"), Text(value))
     console.print(machine)
+    _warn(warnings)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 
 from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.amx import request_amx
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.model import (
@@ -27,6 +29,8 @@ from vllm_ssdkv.connector.worker import SSDKVWorker
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.option_effects import without_effect
+from vllm_ssdkv.plugin import BATCH_PLUGIN
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
@@ -67,6 +71,13 @@ def _identify(
     return _Identity(layout, identity, place)
 
 
+def tell_what_has_no_effect(config: SSDKVConfig) -> None:
+    """Warn of each option that was given in vain; one process of an engine does it."""
+    plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
+    for line in without_effect(config, batch_api=BATCH_PLUGIN in plugins):
+        logger.warning("option %s", line)
+
+
 def open_worker(
     config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> SSDKVWorker:
@@ -81,6 +92,8 @@ def open_worker(
     _check_backend(config, vllm_config, kv_cache_config)
     rank = int(get_tensor_model_parallel_rank())
     counters = found.place.counters
+    if vllm_config.device_config.device_type == "cpu":
+        request_amx(counters)
     contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
     opened = open_rank(found.place, rank, counters, contexts)
     counters.start_at_zero(opened.files.health.paths)
