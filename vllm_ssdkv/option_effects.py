@@ -102,22 +102,39 @@ _BATCH_API: Final = (
 )
 
 
-def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[str]:
-    """A line for each option that was given and has no effect, with what would give it one.
+@dataclass(frozen=True, slots=True)
+class Vain:
+    """An option that was given in vain.
+
+    Attributes:
+        option: Where it is.
+        condition: Under which it has an effect.
+    """
+
+    option: str
+    condition: str
+
+    def __str__(self) -> str:
+        """As a line for the user."""
+        return f"{self.option} has no effect unless {self.condition}"
+
+
+def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[Vain]:
+    """The options that were given and have no effect.
 
     Args:
         config: The options.
         batch_api: Whether the server has the Batch API, as far as is known.
     """
-    lines = []
+    found = []
     for location, holder in _given(config, ()):
         conditions = CONDITIONS.get(_without_positions(location), ())
         missing = [one.text for one in conditions if not one.holds(config, holder)]
         if location[0] == "batch" and not batch_api:
             missing = [_BATCH_API]
         if missing:
-            lines.append(f"{path_text(location)} has no effect unless {missing[0]}")
-    return lines
+            found.append(Vain(path_text(location), missing[0]))
+    return found
 
 
 def _given(

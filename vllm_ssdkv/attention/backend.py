@@ -138,13 +138,16 @@ class PagedAttentionImpl(AttentionImpl):
         found = [name for name, value in refused.items() if _is_given(value)]
         if attn_type != AttentionType.DECODER:
             # Such a layer has no KV that another request could use.
-            what = f"page mode does not compute {attn_type} attention, nor does reuse mode store it"
-            raise UnsupportedError(Obstacle(what).sentence())
+            kind = AttentionType(attn_type).value
+            raise Obstacle(
+                f"page mode does not compute {kind} attention, nor does reuse mode store it"
+            ).error()
         dtype = None if vllm_config is None else vllm_config.model_config.dtype
         if not keeps_dtype(kv_cache_dtype, dtype):
             found.append(f"--kv-cache-dtype {kv_cache_dtype}")
-        problem = f"page mode does not compute {', '.join(found)}" if found else ""
-        if problem := problem or head_size_problem(head_size):
+        if found:
+            raise refusal_of_layer(f"page mode does not compute {', '.join(found)}", vllm_config)
+        if problem := head_size_problem(head_size):
             raise refusal_of_layer(problem, vllm_config)
         config, reach = page_config(), sliding_window or 0
         if config is not None and reach > config.window_tokens:
@@ -255,8 +258,7 @@ def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
             get_current_vllm_config_or_none(),
         )
     if getattr(spec, "non_causal", False):
-        what = "neither mode can serve a layer whose attention is not causal"
-        raise UnsupportedError(Obstacle(what).sentence())
+        raise Obstacle("neither mode can serve a layer whose attention is not causal").error()
     return TieredAttentionSpec.like(spec, config.window_tokens)
 
 

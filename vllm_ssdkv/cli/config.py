@@ -106,9 +106,9 @@ def check(file: _File, as_json: _Json = False) -> None:
     An option that has no effect is a warning, which says what would give it one. Drives and key
     files are not looked at: `ssdkv doctor --device` does that for drives.
     """
-    problem, warnings = "", []
+    problem, warnings = "", list[str]()
     try:
-        warnings = without_effect(SSDKVConfig.from_extra_config(_load(file)))
+        warnings = _warnings(SSDKVConfig.from_extra_config(_load(file)))
     except ConfigError as error:
         problem = str(error)
     if as_json:
@@ -119,6 +119,10 @@ def check(file: _File, as_json: _Json = False) -> None:
         typer.echo(problem or "ok", err=bool(problem))
     if problem:
         raise typer.Exit(1)
+
+
+def _warnings(config: SSDKVConfig) -> list[str]:
+    return [str(vain) for vain in without_effect(config)]
 
 
 def _warn(lines: list[str]) -> None:
@@ -142,7 +146,7 @@ def show(
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    rows, warnings = _rows(config, given), without_effect(config)
+    rows, warnings = _rows(config, given), _warnings(config)
     if as_json:
         content = {
             "options": [row._asdict() for row in rows],

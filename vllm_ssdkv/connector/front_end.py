@@ -74,7 +74,8 @@ def check_configuration(vllm_config: VllmConfig) -> None:
         return
     for options in _ours(transfer.kv_connector, transfer.kv_connector_extra_config):
         config = SSDKVConfig.from_extra_config(options)
-        check_engine(config, vllm_config, blocks_are_final=False)
+        if transfer.kv_connector == CONNECTOR:  # a child has a configuration of its own
+            check_engine(config, vllm_config, complete=False)
         options.update(config.with_absolute_paths(options))
 
 
@@ -134,4 +135,4 @@ def _ours(connector: object, options: object) -> Iterator[dict[str, Any]]:
     elif connector == _MULTI:
         for child in given.get("connectors", []):
             if isinstance(child, dict):
-                yield from _ours(child.get("kv_connector"), child.setdefault(_EXTRA, {}))
+                yield from _ours(child.get("kv_connector"), child.get(_EXTRA))

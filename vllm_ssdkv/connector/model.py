@@ -93,12 +93,12 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                 first.page_size_bytes,
             )
             if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec) or not alike:
-                problem = (
+                raise Obstacle(
                     f"the model has {len(specs)} KV cache groups ({_kinds(specs)}); of several "
                     "SSDKVConnector serves full and sliding-window attention and layers with a "
-                    "state whose blocks are alike"
-                )
-                raise UnsupportedError(Obstacle(problem, _one_group(specs)).sentence())
+                    "state whose blocks are alike",
+                    _one_group(specs),
+                ).error()
     return first
 
 
@@ -136,23 +136,21 @@ def _group_spec(spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
             one != spec if paged else one.page_size_bytes != spec.page_size_bytes for one in specs
         ):
             alike = len({one.page_size_bytes for one in specs}) == 1
-            problem = (
+            raise Obstacle(
                 "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
-                "layers are alike"
-            )
-            raise UnsupportedError(Obstacle(problem, (REUSE,) if alike else ()).sentence())
+                "layers are alike",
+                (REUSE,) if alike else (),
+            ).error()
     if getattr(spec, "non_causal", False):
-        problem = (
+        raise Obstacle(
             "the model's attention is not causal: KV of a prefix depends on what follows it, and "
             "cannot be used again"
-        )
-        raise UnsupportedError(Obstacle(problem).sentence())
+        ).error()
     if not isinstance(spec, AttentionSpec | MambaSpec):
-        problem = (
+        raise Obstacle(
             f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV "
             "and states"
-        )
-        raise UnsupportedError(Obstacle(problem).sentence())
+        ).error()
     return spec
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from vllm_ssdkv.errors import UnsupportedError
+
 REUSE: Final = 'use mode "reuse"'
 """A way out of page mode. It is named where the model can be served there."""
 
@@ -39,6 +41,10 @@ class Obstacle:
         also = next((one.problem for one in in_reuse if not one.ways), "")
         reason = f"; nor does reuse mode, since {also}" if also else ""
         return f"{self.problem}{reason}: {WITHOUT_US}"
+
+    def error(self, in_reuse: Sequence[Obstacle] = ()) -> UnsupportedError:
+        """The sentence as an error to raise."""
+        return UnsupportedError(self.sentence(in_reuse))
 
 
 def _reuse(in_reuse: Sequence[Obstacle]) -> list[str]:

@@ -26,23 +26,25 @@ _LOOPING = {"IQuestLoopCoderForCausalLM"}
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_engine(
-    config: SSDKVConfig, vllm_config: VllmConfig, *, blocks_are_final: bool = True
-) -> None:
+def check_engine(config: SSDKVConfig, vllm_config: VllmConfig, *, complete: bool = True) -> None:
     """Refuse engine settings and models that do not work with the connector.
 
     Args:
         config: Our options.
-        vllm_config: vLLM's; in the front end it is not quite complete.
-        blocks_are_final: Whether the size of a block is known. Attention backends change it.
+        vllm_config: vLLM's.
+        complete: Whether it is. In the front end the size of a block is not known, and of what
+            reuse mode asks for only that counts which no setting changes.
 
     Raises:
         UnsupportedError: every problem found, one per line, each with its way out.
     """
     in_reuse = list(obstacles_to_reuse(vllm_config))
     found = list(_engine(vllm_config))
-    found += _page_mode(config, vllm_config) if config.mode == "page" else in_reuse
-    if blocks_are_final:
+    if config.mode == "page":
+        found += _page_mode(config, vllm_config)
+    else:
+        found += [one for one in in_reuse if complete or not one.ways]
+    if complete:
         found += _blocks(config, vllm_config)
     # Where one of them cannot be helped, the ways out of the others lead nowhere.
     hopeless = [one for one in found if _is_hopeless(one, in_reuse)]
@@ -52,7 +54,7 @@ def check_engine(
             f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
             + "\n".join(f"  - {line}" for line in lines)
         )
-    if config.mode == "page" and blocks_are_final and not current_platform.is_cpu():
+    if config.mode == "page" and complete and not current_platform.is_cpu():
         logger.warning(
             "ssdkv: mode page on CUDA was tested in Triton's interpreter only, and never on a GPU: "
             "compare some answers with those of vLLM alone"
@@ -67,7 +69,7 @@ def _is_hopeless(one: Obstacle, in_reuse: list[Obstacle]) -> bool:
 def refusal_of_layer(problem: str, vllm_config: VllmConfig | None) -> UnsupportedError:
     """The error for a layer that page mode does not serve, with the way out for this model."""
     in_reuse = [] if vllm_config is None else list(obstacles_to_reuse(vllm_config))
-    return UnsupportedError(Obstacle(problem, (REUSE,)).sentence(in_reuse))
+    return Obstacle(problem, (REUSE,)).error(in_reuse)
 
 
 def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:

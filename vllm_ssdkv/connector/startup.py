@@ -74,8 +74,8 @@ def _identify(
 def tell_what_has_no_effect(config: SSDKVConfig) -> None:
     """Warn of each option that was given in vain; one process of an engine does it."""
     plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
-    for line in without_effect(config, batch_api=BATCH_PLUGIN in plugins):
-        logger.warning("option %s", line)
+    for vain in without_effect(config, batch_api=BATCH_PLUGIN in plugins):
+        logger.warning("option %s has no effect unless %s", vain.option, vain.condition)
 
 
 def open_worker(
