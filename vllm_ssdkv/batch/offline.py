@@ -35,7 +35,7 @@ class Progress:
     Attributes:
         requests: All of the input.
         done: Those that have their answer, earlier runs included.
-        failed: Those of this run whose answer is an error.
+        failed: Answers that are an error, earlier runs included.
         usage: Tokens of this run.
         expected_share: Share of the prompts, by text, that the order makes common with the one
             before.
@@ -93,7 +93,8 @@ async def run(
         OSError: a file failed.
     """
     blocks = max(1, found.order.blocks)
-    progress = Progress(len(found.lines), expected_share=found.order.shared_blocks / blocks)
+    share = found.order.shared_blocks / blocks
+    progress = Progress(len(found.lines), failed=partial.failed, expected_share=share)
     answered = partial.answered
     positions = iter(found.order.positions)
 
@@ -173,7 +174,8 @@ async def run_file(
                 concurrency = QUEUE * endpoints.seats
                 progress = await run(path, found, partial, endpoints, concurrency, tell)
         else:
-            progress = Progress(len(found.lines), done=len(found.lines))
+            done = len(found.lines)
+            progress = Progress(done, done=done, failed=partial.failed)
         names = [parse_request(_read(path, line), None).custom_id for line in found.lines]
         partial.publish(names)
     finally:

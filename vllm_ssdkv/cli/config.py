@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.option_effects import without_effect
@@ -46,9 +47,10 @@ def read_options(text: str) -> dict[str, object]:
 
 def _load(file: str) -> dict[str, object]:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        path = Path(file).expanduser()
+        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
         return read_options(text)
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
@@ -96,11 +98,8 @@ _File = Annotated[
 ]
 
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
 @app.command()
-def check(file: _File, as_json: _Json = False) -> None:
+def check(file: _File, as_json: arguments.Json = False) -> None:
     """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong.
 
     An option that has no effect is a warning, which says what would give it one. Drives and key
@@ -113,7 +112,7 @@ def check(file: _File, as_json: _Json = False) -> None:
         problem = str(error)
     if as_json:
         found = {"ok": not problem, "problems": problem.splitlines(), "warnings": warnings}
-        typer.echo(json.dumps(found, indent=2))
+        arguments.print_json(found)
     else:
         _warn(warnings)
         typer.echo(problem or "ok", err=bool(problem))
@@ -136,7 +135,7 @@ def show(
         str | None,
         typer.Argument(metavar="[FILE]", help="As for check; without it, the defaults."),
     ] = None,
-    as_json: _Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Print every option with the value in force, and what it comes to on this machine."""
     try:
@@ -153,7 +152,7 @@ def show(
             "on_this_machine": dict(here),
             "warnings": warnings,
         }
-        typer.echo(json.dumps(content, indent=2))
+        arguments.print_json(content)
         return
     console = Console()
     options = Table("Option", "Value", "From", box=None, pad_edge=False)
@@ -172,4 +171,4 @@ def show(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the options, for editors and other programs."""
-    typer.echo(json.dumps(SSDKVConfig.model_json_schema(), indent=2))
+    arguments.print_json(SSDKVConfig.model_json_schema())

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.errors import SSDKVError
 from vllm_ssdkv.sizes import format_size
 
@@ -19,7 +20,12 @@ def render(
     prometheus: Annotated[
         str, typer.Option(metavar="URL", help="Prometheus, e.g. http://localhost:9090.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the PNG files go.")] = Path(),
+    out: Annotated[
+        Path,
+        typer.Option(
+            parser=arguments.place, metavar="DIR", show_default=".", help="Where the PNG files go."
+        ),
+    ] = Path(),
     minutes: Annotated[float, typer.Option(min=0.1, help="How much of the past is drawn.")] = 60.0,
     scrape_interval: Annotated[
         float, typer.Option(min=0.1, help="Seconds between two scrapes of that Prometheus.")
