@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm_ssdkv.batch.endpoints import Endpoints
 
 MAX_REQUESTS: Final = 10_000_000
+SHUTDOWN_S: Final = 60
+"""Seconds that the engine has to end, unless vLLM is told otherwise: its own default is none, and
+what waits to be written then is lost to the store."""
 QUEUE: Final = 2
 """Requests that are sent at a time, as a multiple of those that the engine runs at a time: so
 that one is always waiting when another ends."""
@@ -142,6 +145,7 @@ async def engine(arguments: Sequence[str]) -> AsyncIterator[Endpoints]:
     from vllm_ssdkv.batch.endpoints import Endpoints
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="ssdkv batch run"))
+    parser.set_defaults(shutdown_timeout=SHUTDOWN_S)
     args = parser.parse_args(["--input-file", "-", "--output-file", "-", *arguments])
     validate_run_batch_args(args)
     async with build_async_engine_client(

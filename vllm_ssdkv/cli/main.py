@@ -23,7 +23,7 @@ from vllm_ssdkv.cli.top import top
 app = typer.Typer(
     name="ssdkv",
     no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="KV cache of vLLM on SSDs: see it work, check and measure machines, options and stores.",

@@ -31,8 +31,9 @@ from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.option_effects import without_effect
 from vllm_ssdkv.plugin import BATCH_PLUGIN
-from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import round_up
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Placement
@@ -166,7 +167,7 @@ def open_scheduler(
     slots = gauges["free"] + gauges["ready"]
     if config.mode == "page" and slots < longest:
         scheduler.close()
-        needed = found.place.capacity_for(longest)
+        needed = round_up(found.place.capacity_for(longest), MIB)
         raise ConfigError(
             f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "
             f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
@@ -224,7 +225,7 @@ def _summary(config: SSDKVConfig, found: _Identity, opened: OpenStore, contexts:
     window = f", window {config.window_tokens} tokens in HBM" if config.mode == "page" else ""
     lines = [
         f"mode {config.mode}, selector {config.selector}{window}, blocks of "
-        f"{layout.block_tokens} tokens in {format_size(layout.geometry.slot_bytes)} per rank, "
+        f"{layout.block_tokens} tokens in {approximate_size(layout.geometry.slot_bytes)} per rank, "
         f"{layout.tp_size} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
         *opened.describe(),
     ]
