@@ -23,7 +23,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.connector.kinds import make
 from vllm_ssdkv.connector.connector import SSDKVConnector
-from vllm_ssdkv.connector.front_end import check_command_line
+from vllm_ssdkv.connector.front_end import WRONG_ARGUMENTS, check_command_line
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.plugin import CONNECTOR, CONNECTOR_MODULE, register
 
@@ -83,11 +83,14 @@ FORMS: dict[str, Callable[[Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_options_are_read_however_they_are_given(form: str, tmp_path: Path) -> None:
+def test_options_are_read_however_they_are_given(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["serve", "some/model", "--port", "1", *FORMS[form](tmp_path), "--no-such-flag"]
     with pytest.raises(SystemExit) as caught:
         check_command_line(arguments)
-    assert str(caught.value).splitlines()[-1].strip() == WRONG
+    assert caught.value.code == WRONG_ARGUMENTS
+    assert capsys.readouterr().err == f"kv_connector_extra_config:\n  {WRONG}\n"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_plugins_are_loaded_before_the_command_line_is_read(
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", *FORMS["json"](Path())])
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    with pytest.raises(SystemExit, match="kv_connector_extra_config:"):
+    with pytest.raises(SystemExit, match=str(WRONG_ARGUMENTS)):
         AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
@@ -182,6 +185,15 @@ def test_llm_refuses_before_there_is_a_process(model: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
+def test_vllm_refuses_segments_that_move(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/operations.md says; under the variable's newer name it does not look."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    create(model, transfer())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ValueError, match="KV connector SSDKVConnector is incompatible with"):
+        create(model, transfer())
+
+
 # --- a real server
 
 SERVER = """
@@ -209,7 +221,7 @@ def test_vllm_serve_ends_at_once_with_the_reason_as_its_last_line(model: Path) -
         timeout=300,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == WRONG_ARGUMENTS
     assert done.stderr.rstrip().endswith(f"kv_connector_extra_config:\n  {WRONG}")
     assert "Traceback" not in done.stderr
     assert float(done.stdout.splitlines()[-1]) < SECONDS

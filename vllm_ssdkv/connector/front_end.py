@@ -28,6 +28,9 @@ from vllm_ssdkv.plugin import CONNECTOR
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+WRONG_ARGUMENTS: Final = 2
+"""What ``argparse`` ends with: a restart makes nothing better."""
+
 _FLAG: Final = "--kv-transfer-config"
 _EXTRA: Final = "kv_connector_extra_config"
 _MULTI: Final = "MultiConnector"
@@ -86,7 +89,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
     read, it tells itself.
 
     Raises:
-        SystemExit: with the text of the error, which Python prints alone and last.
+        SystemExit: after the text of the error, with the exit code of a wrong flag.
     """
     if multiprocessing.parent_process() is not None:
         return
@@ -95,7 +98,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
         for options in _ours(transfer.get("kv_connector"), transfer.get(_EXTRA)):
             SSDKVConfig.from_extra_config(options)
     except ConfigError as error:
-        raise SystemExit(str(error)) from None
+        print(error, file=sys.stderr)
+        raise SystemExit(WRONG_ARGUMENTS) from None
 
 
 def _transfer_config(arguments: Sequence[str]) -> Mapping[str, Any]:
