@@ -54,6 +54,7 @@ class Case:
         drafts: Method of speculative decoding, and how many.
         layer: What a layer of the model is built with, or the specs of its KV cache.
         connector: Whether the engine has ours.
+        text: Of the model's own configuration.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Case:
     drafts: tuple[str, int] | None = None
     layer: Callable[[SSDKVConfig], None] | None = None
     connector: bool = True
+    text: Mapping[str, object] = field(default_factory=dict)
 
     def changed(self, way: str) -> Case:
         changes = dict(self.ways[way])
@@ -309,6 +311,19 @@ CASES = {
     ),
     "heads": Case("gemma4", "layers with different heads", NO_WAY),
     "sizes-in-reuse": Case("gemma4", "the model's layers have KV of several", NO_WAY, options={}),
+    "soft-capping": Case("gemma2", "the model has soft-capped logits in attention", REUSE_ALONE),
+    "alibi": Case(
+        "llama",
+        "the model has ALiBi, which page mode does not serve",
+        REUSE_ALONE,
+        settings={"model_config__uses_alibi": True},
+    ),
+    "shared": Case(
+        "gemma2",
+        "the model has layers that share KV, which page mode does not serve",
+        REUSE_ALONE,
+        text={"num_kv_shared_layers": 2, "attn_logit_softcapping": None},
+    ),
     "large-heads": Case("large-heads", "heads have 512 channels, and page mode", REUSE_ALONE),
     "odd-heads": Case("odd-heads", "heads have 20 channels, and page mode", REUSE_ALONE),
     "kv-dtype": Case(
@@ -459,6 +474,8 @@ def start(case: Case, models: Callable[[str], Path], monkeypatch: pytest.MonkeyP
     if not case.connector:
         return
     vllm_config = configuration(models(case.kind), **case.arguments)
+    for name, value in case.text.items():
+        setattr(vllm_config.model_config.hf_text_config, name, value)
     for path, value in case.settings.items():
         part, name = path.split("__")
         set_anyhow(getattr(vllm_config, part), name, value, monkeypatch)

@@ -201,12 +201,16 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
             (REUSE,),
         )
         return
-    for served, what in (
-        (not model.is_encoder_decoder, "an encoder beside its decoder"),
-        (model.attention_chunk_size is None, "layers that attend to chunks"),
-        (len(_heads(model)) == 1, "layers with different heads"),
+    text = model.hf_text_config
+    for has, what in (
+        (model.is_encoder_decoder, "an encoder beside its decoder"),
+        (model.attention_chunk_size is not None, "layers that attend to chunks"),
+        (len(_heads(model)) > 1, "layers with different heads"),
+        (model.uses_alibi, "ALiBi"),
+        (getattr(text, "attn_logit_softcapping", None), "soft-capped logits in attention"),
+        (getattr(text, "num_kv_shared_layers", 0), "layers that share KV"),
     ):
-        if not served:
+        if has:
             yield Obstacle(f"the model has {what}, which page mode does not serve", (REUSE,))
     problem = next(filter(None, (head_size_problem(size) for size, _ in _heads(model))), "")
     if problem:
