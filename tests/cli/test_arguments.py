@@ -49,33 +49,33 @@ def test_every_path_is_read_in_one_way() -> None:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "home" / "ssd").mkdir(parents=True)
-    (tmp_path / "work" / "ssd").mkdir(parents=True)
-    (tmp_path / "work" / "file").touch()
+    (tmp_path / "now" / "ssd").mkdir(parents=True)
+    (tmp_path / "now" / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "now")
     return tmp_path
 
 
 def test_paths_may_be_relative_or_at_home(here: Path) -> None:
     for reader in READERS - {arguments.file_to_read, arguments.file_to_write}:
-        assert reader("ssd") == reader("./x/../ssd/") == here / "work" / "ssd"
+        assert reader("ssd") == reader("./x/../ssd/") == here / "now" / "ssd"
         assert reader("~/ssd") == here / "home" / "ssd"
         assert reader(str(here / "home")) == here / "home"
     assert arguments.file_to_read("file") == arguments.file_to_write("file") == Path.cwd() / "file"
     assert arguments.file_to_write("~/new") == here / "home" / "new"
-    assert arguments.place("new/er") == here / "work" / "new" / "er"
+    assert arguments.place("new/er") == here / "now" / "new" / "er"
 
 
 @pytest.mark.parametrize(
     ("reader", "text", "reason"),
     [
         (arguments.place, "~no-such-user/x", "there is no such user"),
-        (arguments.directory, "missing", "/work/missing is not a directory"),
-        (arguments.directory, "file", "/work/file is not a directory"),
-        (arguments.file_to_read, "missing", "/work/missing does not exist"),
-        (arguments.file_to_read, "ssd", "/work/ssd is a directory"),
-        (arguments.file_to_write, "missing/x", "/work/missing is not a directory"),
-        (arguments.file_to_write, "ssd", "/work/ssd is a directory"),
+        (arguments.directory, "missing", "/now/missing is not a directory"),
+        (arguments.directory, "file", "/now/file is not a directory"),
+        (arguments.file_to_read, "missing", "/now/missing does not exist"),
+        (arguments.file_to_read, "ssd", "/now/ssd is a directory"),
+        (arguments.file_to_write, "missing/x", "/now/missing is not a directory"),
+        (arguments.file_to_write, "ssd", "/now/ssd is a directory"),
         (arguments.size, "64Gb", "'64Gb': 'Gb' may mean bits"),
     ],
 )
