@@ -16,14 +16,14 @@ def format_value(value: float, unit: str) -> str:
     """A number with its unit. ``unit`` is Grafana's name of it."""
     if unit in _FIXED:
         factor, suffix = _FIXED[unit]
-        return f"{value * factor:.4g}{suffix}"
+        return f"{_digits(value * factor, 4)}{suffix}"
     if unit == "s":
         return _time(value)
     if unit == "bytes":
         return _scaled(value, 1024, _BINARY)
     suffix = unit.removeprefix(_CUSTOM) if unit.startswith(_CUSTOM) else _SUFFIX[unit]
     if unit == "none" and abs(value) < 10_000:
-        return f"{value:.4g}"
+        return _digits(value, 4)
     is_word = suffix[:1].isalpha()
     names = [f"{prefix}{suffix}" if prefix or is_word else suffix for prefix in _PREFIXES]
     return _scaled(value, 1000, names)
@@ -34,9 +34,8 @@ def _scaled(value: float, base: int, names: list[str] | tuple[str, ...]) -> str:
     while abs(value) >= base and power < len(names) - 1:
         value, power = value / base, power + 1
     name = names[power]
-    digits = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     space = " " if name[:1].isalpha() else ""
-    return f"{digits}{space}{name}"
+    return f"{_digits(value, 3)}{space}{name}"
 
 
 def _time(seconds: float) -> str:
@@ -44,5 +43,11 @@ def _time(seconds: float) -> str:
         return "0 s"
     for length, name in _TIMES:
         if abs(seconds) >= length:
-            return f"{seconds / length:.3g} {name}"
-    return f"{seconds * 1e6:.3g} µs"
+            return f"{_digits(seconds / length, 3)} {name}"
+    return f"{_digits(seconds * 1e6, 3)} µs"
+
+
+def _digits(value: float, figures: int) -> str:
+    """So many figures, and all of those before the point: no exponent."""
+    whole = abs(value) >= 10**figures - 0.5
+    return f"{value:.0f}" if whole else f"{value:.{figures}g}"

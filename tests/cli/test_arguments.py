@@ -66,6 +66,18 @@ def test_paths_may_be_relative_or_at_home(here: Path) -> None:
     assert arguments.place("new/er") == here / "now" / "new" / "er"
 
 
+def test_a_working_directory_that_is_gone_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(typer.BadParameter, match="x: the working directory was removed"):
+        arguments.place("x")
+    assert arguments.place("/x") == Path("/x")
+
+
 @pytest.mark.parametrize(
     ("reader", "text", "reason"),
     [

@@ -6,9 +6,11 @@ import ctypes
 import errno
 import logging
 import platform
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.messages import entry_for
 from vllm_ssdkv.connector.amx import Amx, request_amx
 from vllm_ssdkv.metrics import Counters
 
+MACHINE = platform.machine()
 SUPPORTED, PERMITTED, REQUEST = 0x1021, 0x1022, 0x1023
 TILE_DATA = 1 << 18
 
@@ -88,23 +91,48 @@ def test_a_refusal_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> No
     assert entry_for(message), "docs/operations.md has its cure"
 
 
-def run(program: str) -> str:
-    done = subprocess.run(
+ASKS = """
+from vllm_ssdkv.connector.amx import request_amx
+from vllm_ssdkv.metrics import Counters
+print(request_amx(Counters()))
+"""
+
+USES_A_TILE = """
+import ctypes, mmap
+code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write(bytes.fromhex("c4e2784907" "c4e27b49c0" "c4e27849c0" "c3"))
+palette, bytes_of_row, rows = 0, 16, 48
+tiles = bytearray(64)
+tiles[palette], tiles[bytes_of_row], tiles[rows] = 1, 64, 16
+address = lambda buffer: ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address(code))(address(tiles))
+"""
+"""``ldtilecfg [rdi]; tilezero tmm0; tilerelease; ret``."""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """In a process that nobody has asked in before."""
+    return subprocess.run(
         [sys.executable, "-P", "-c", program],
         capture_output=True,
         text=True,
         timeout=120,
-        check=True,
+        check=False,
     )
-    return done.stdout.splitlines()[-1]
 
 
 def test_this_machine_grants_what_torch_finds_too() -> None:
-    """The real calls, in processes that nobody has asked for before."""
-    found = run(
-        "from vllm_ssdkv.connector.amx import request_amx;"
-        "from vllm_ssdkv.metrics import Counters;"
-        "print(request_amx(Counters()))"
-    )
-    by_torch = run("import torch; print(torch.cpu._init_amx())")
+    """By the real calls."""
+    (found,) = run(ASKS).stdout.splitlines()[-1:]
+    (by_torch,) = run("import torch; print(torch.cpu._init_amx())").stdout.splitlines()
     assert found == (Amx.PERMITTED if by_torch == "True" else Amx.ABSENT)
+
+
+@pytest.mark.skipif(MACHINE != "x86_64", reason="the program is made of x86-64 instructions")
+def test_tiles_work_once_asked_for() -> None:
+    """A process that uses one is ended by a signal, but for one that has asked and was told yes."""
+    assert run(USES_A_TILE).returncode == -signal.SIGILL
+    done = run(ASKS + USES_A_TILE)
+    permitted = done.stdout.splitlines()[-1:] == [Amx.PERMITTED]
+    assert permitted == ("amx_tile" in Path("/proc/cpuinfo").read_text().split())
+    assert done.returncode == (0 if permitted else -signal.SIGILL)

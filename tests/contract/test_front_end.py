@@ -106,10 +106,24 @@ def test_options_are_read_however_they_are_given(
         ["serve", "some/model", "--config", "/no/such/file.yaml"],
         ["serve", "some/model", "--config", "no-yaml"],
         ["serve", "some/model", "--config"],
+        ["serve", "some/model", "--kv-transfer-config.kv_connector"],
+        ["serve", "--model", "some/model", "--kv-transfer-config", "{}"],
+        ["serve", "some/model", "--config", "list.yaml"],
+        ["serve", "some/model", "--config", "broken.yaml"],
     ],
 )
-def test_what_is_right_or_not_ours_is_left_to_vllm(arguments: list[str]) -> None:
+def test_what_is_right_or_not_ours_is_left_to_vllm(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It reads the same line next, and says then what is wrong with it: once."""
+    monkeypatch.chdir(tmp_path)
+    Path("list.yaml").write_text("- no mapping\n")
+    Path("broken.yaml").write_text("a: [\n")
     check_command_line(arguments)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_children_do_not_look_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,15 @@ def place(text: str | Path) -> Path:
     """An absolute path, from the working directory on; ``~`` is the home directory.
 
     Raises:
-        BadParameter: there is no such user.
+        BadParameter: there is no such user, or no working directory.
     """
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise typer.BadParameter(f"{text}: there is no such user")
-    return Path(os.path.abspath(path))
+    try:
+        return Path(os.path.abspath(path))
+    except FileNotFoundError:
+        raise typer.BadParameter(f"{text}: the working directory was removed") from None
 
 
 def directory(text: str | Path) -> Path:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WRONG_ARGUMENTS: Final = 2
-"""What ``argparse`` ends with: a restart makes nothing better."""
+"""The exit code of ``argparse``: a restart makes nothing better."""
 
 _FLAG: Final = "--kv-transfer-config"
 _EXTRA: Final = "kv_connector_extra_config"
@@ -57,9 +58,10 @@ def _in_the_making(frame: FrameType | None) -> VllmConfig | None:
     from vllm.config import VllmConfig
 
     while frame is not None:
-        made = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__post_init__" and isinstance(made, VllmConfig):
-            return made
+        if frame.f_code.co_name == "__post_init__":
+            made = frame.f_locals.get("self")
+            if isinstance(made, VllmConfig):
+                return made
         frame = frame.f_back
     return None
 
@@ -122,10 +124,14 @@ def _transfer_config(arguments: Sequence[str]) -> Mapping[str, Any]:
 
     parser = Parser(add_help=False, exit_on_error=False)
     parser.add_argument(_FLAG, default="{}")
+    log = logging.getLogger(FlexibleArgumentParser.__module__)
+    log.disabled = True  # its warnings and errors follow when vLLM reads the same
     try:
         found = json.loads(parser.parse_args(list(arguments)).kv_transfer_config)
-    except (ValueError, AssertionError, OSError, argparse.ArgumentError, SystemExit):
+    except (Exception, SystemExit):  # noqa: BLE001 - the same follows
         return {}
+    finally:
+        log.disabled = False
     return found if isinstance(found, dict) else {}
 
 
