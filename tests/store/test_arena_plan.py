@@ -58,7 +58,7 @@ def test_summaries_and_channels_take_what_they_were_given(
     assert given_bytes - row < taken <= given_bytes + PAGE_ALIGN
 
 
-@given(geometry=SHAPES, given_bytes=st.integers(0, 1 << 26), most=st.integers(0, 1 << 30))
+@given(geometry=SHAPES, given_bytes=st.integers(0, 1 << 29), most=st.integers(0, 1 << 30))
 def test_staging_that_is_not_given_follows(
     geometry: SlotGeometry, given_bytes: int, most: int
 ) -> None:
@@ -74,6 +74,11 @@ def test_staging_that_is_not_given_follows(
     assert plan.nbytes <= max(given_bytes, least)
     assert plan.staging_bytes <= max(min(STAGING, given_bytes / 4), 4 * geometry.layer_bytes)
     assert given_bytes < least or plan.nbytes > given_bytes - geometry.slot_bytes
+
+
+@pytest.mark.parametrize(("dram", "staging"), [(4096, 64), (256, 64), (128, 32), (8, 2)])
+def test_staging_takes_a_quarter_up_to_its_most(dram: int, staging: int) -> None:
+    assert ArenaPlan.of(KV, dram * MIB, None).staging_bytes == staging * MIB
 
 
 def test_staging_that_is_given_is_named_where_it_is_used() -> None:
