@@ -7,6 +7,8 @@ from typing import Final
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from vllm_ssdkv.grafana.panels import (
+    TOKENS_PER_S,
+    WARN,
     graph,
     new_dashboard,
     number,
@@ -73,6 +75,7 @@ def _numbers(board: Dashboard) -> None:
             "Since the start of the server; those of batches that were cancelled or expired, too.",
             "short",
             (total(_answered("failed")), "requests"),
+            limits=[(1, WARN)],
         ),
         number(
             "Prefill saved",
@@ -84,7 +87,7 @@ def _numbers(board: Dashboard) -> None:
         number(
             "Files and results",
             "Their size. At `batch.capacity` batches wait and uploads are refused.",
-            "decbytes",
+            "bytes",
             (_STORED, "bytes"),
         ),
     ):
@@ -127,7 +130,7 @@ def _prefill(board: Dashboard) -> None:
         graph(
             "Prompt tokens",
             "Per second, of answered requests: found in a cache, and computed.",
-            "short",
+            TOKENS_PER_S,
             (rate(_SAVED), "saved"),
             (f"{rate(_PROMPT)} - {rate(_SAVED)}", "computed"),
             stacked=True,
@@ -143,7 +146,7 @@ def _prefill(board: Dashboard) -> None:
             "Tokens restored",
             "Per second, by the tier that they came from, users' requests included. What runs in "
             "a good order finds its prefix in DRAM.",
-            "short",
+            TOKENS_PER_S,
             (rate(on_server("ssdkv_hit_tokens_total"), "tier"), "{{tier}}"),
             stacked=True,
         ),
@@ -173,7 +176,7 @@ def _users(board: Dashboard) -> None:
         graph(
             "Throughput",
             "Tokens per second that vLLM took in and gave out.",
-            "short",
+            TOKENS_PER_S,
             (rate(on_server("prompt_tokens_total")), "prompts"),
             (rate(on_server("generation_tokens_total")), "answers"),
         ),
@@ -200,7 +203,7 @@ def _trouble(board: Dashboard) -> None:
         graph(
             "Files and results",
             "Their size. At `batch.capacity` batches wait and uploads are refused.",
-            "decbytes",
+            "bytes",
             (_STORED, "bytes"),
         ),
     ):

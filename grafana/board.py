@@ -34,14 +34,26 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """A value, and Grafana's name of the colour of what reaches it."""
+
+    value: float
+    color: str
+
+
+@dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel; ``x``, ``y``, ``width`` and ``height`` are on Grafana's grid of 24 columns."""
+    """One panel; ``x``, ``y``, ``width`` and ``height`` are on Grafana's grid of 24 columns.
+
+    ``limits`` ascend.
+    """
 
     title: str
     kind: str
     unit: str
     stacked: bool
     named: bool
+    limits: tuple[Limit, ...]
     x: int
     y: int
     width: int
@@ -72,12 +84,14 @@ def _panel(plain: Mapping[str, Any]) -> Panel:
     place = plain["gridPos"]
     defaults = plain.get("fieldConfig", {}).get("defaults", {})
     stacking = defaults.get("custom", {}).get("stacking", {})
+    steps = defaults.get("thresholds", {}).get("steps", [])[1:]
     return Panel(
         title=plain["title"],
         kind=plain["type"],
         unit=defaults.get("unit", ""),
         stacked=stacking.get("mode") == "normal",
         named=(plain.get("options") or {}).get("textMode") == "name",
+        limits=tuple(Limit(step["value"], step["color"]) for step in steps),
         x=place["x"],
         y=place["y"],
         width=place["w"],

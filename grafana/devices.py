@@ -5,8 +5,10 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from vllm_ssdkv.grafana.panels import (
+    BAD,
     DEVICE_LEGEND,
     EACH_DEVICE,
+    WARN,
     graph,
     new_dashboard,
     of_device,
@@ -40,10 +42,11 @@ def _state(board: Dashboard) -> None:
     board.with_row(row("State"))
     for panel in (
         graph(
-            "In service",
-            "1 while the device is used, 0 once its engine has taken it out.",
+            "Out of service",
+            "0 while the device is used, 1 once its engine has taken it out.",
             "none",
-            (total(of_device("device_state"), *EACH_DEVICE), DEVICE_LEGEND),
+            (f"1 - {total(of_device('device_state'), *EACH_DEVICE)}", DEVICE_LEGEND),
+            limits=[(1, BAD)],
         ),
         graph(
             "Share of what is stored now",
@@ -88,7 +91,7 @@ def _work(board: Dashboard) -> None:
         graph(
             "Bytes per request",
             "Small requests cost throughput: SSDs are fastest from 128 KiB on.",
-            "decbytes",
+            "bytes",
             *(
                 (
                     share(
@@ -158,7 +161,7 @@ def _wear(board: Dashboard) -> None:
         graph(
             "Data files",
             "Their size.",
-            "decbytes",
+            "bytes",
             (total(of_device("store_bytes"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
@@ -177,6 +180,7 @@ def _wear(board: Dashboard) -> None:
                 total(of_device("write_budget_used"), *EACH_DEVICE),
                 f"{DEVICE_LEGEND} today's budget",
             ),
+            limits=[(0.8, WARN), (1, BAD)],
         ),
     ):
         board.with_panel(panel)

@@ -6,6 +6,10 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from vllm_ssdkv.grafana.panels import (
+    BAD,
+    SECONDS_PER_S,
+    TOKENS_PER_S,
+    WARN,
     graph,
     new_dashboard,
     number,
@@ -48,10 +52,11 @@ def overview() -> Dashboard:
 def _numbers(board: Dashboard) -> None:
     for panel in (
         number(
-            "Devices in service",
-            "SSDs that are used. One that fails is taken out; the dashboard of devices says which.",
+            "Devices out of service",
+            "SSDs that have failed and were taken out; the dashboard of devices says which.",
             "none",
-            (total(ours("device_state")), "devices"),
+            (f"sum(1 - {ours('device_state')})", "devices"),
+            limits=[(1, BAD)],
         ),
         number(
             "Hit rate",
@@ -100,7 +105,7 @@ def _requests(board: Dashboard) -> None:
             "Prompt tokens restored",
             "By the tier that they came from, and those that the store had but that were "
             "computed because this was expected to be faster.",
-            "short",
+            TOKENS_PER_S,
             (rate(ours("hit_tokens_total"), "tier"), "{{tier}}"),
             (_COMPUTED, "computed"),
             stacked=True,
@@ -117,7 +122,7 @@ def _requests(board: Dashboard) -> None:
             "Time saved and lost",
             "Seconds of time to first token per second. Lost: loads that took longer than "
             "computing was estimated to.",
-            "s",
+            SECONDS_PER_S,
             (rate(ours("seconds_saved_total"), "by"), "saved by {{by}}"),
             (rate(ours("seconds_lost_total")), "lost"),
         ),
@@ -191,7 +196,7 @@ def _tiers(board: Dashboard) -> None:
         graph(
             "Journal",
             "Its size. It is rewritten when half of it is outdated.",
-            "decbytes",
+            "bytes",
             (total(ours("journal_bytes")), "journal"),
         ),
     ):
@@ -203,10 +208,11 @@ def _trouble(board: Dashboard) -> None:
     for panel in (
         graph(
             "Back-pressure",
-            "Seconds per second that steps waited for room in the write buffer: the SSDs write "
+            "Share of the time in which steps waited for room in the write buffer: the SSDs write "
             "more slowly than KV is made.",
-            "s",
+            "percentunit",
             (rate(ours("write_stall_seconds_total")), "stalled"),
+            limits=[(0.1, WARN)],
         ),
         graph(
             "Loads that failed",

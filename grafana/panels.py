@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 from grafana_foundation_sdk.builders import common, dashboard, stat, timeseries
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.models.common import (
     BigValueTextMode,
+    GraphTresholdsStyleMode,
     LegendDisplayMode,
     LegendPlacement,
     StackingMode,
@@ -17,6 +18,8 @@ from grafana_foundation_sdk.models.common import (
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DataSourceRef,
+    Threshold,
+    ThresholdsMode,
     VariableRefresh,
 )
 
@@ -26,12 +29,22 @@ ENGINE: Final = 'model_name=~"$model_name",engine=~"$engine"'
 DEVICE: Final = f'{ENGINE},device=~"$device"'
 EACH_DEVICE: Final = ("instance", "engine", "device")
 """Labels that tell devices apart: two servers, or two machines of one, may have the same paths."""
-DEVICE_LEGEND: Final = "{{instance}}/{{engine}} {{device}}"
+DEVICE_LEGEND: Final = "{{device}} {{instance}}/{{engine}}"
 SERVER: Final = 'instance=~"$instance"'
 """Chooses the servers. Metrics of the Batch API name no engine."""
 
 Query: TypeAlias = tuple[str, str]
 """A PromQL expression and the legend of its series."""
+
+Limit: TypeAlias = tuple[float, str]
+"""A value and the colour of what reaches it: where the rules of ``alerts.yml`` have one, theirs."""
+
+WARN: Final = "orange"
+BAD: Final = "red"
+TOKENS_PER_S: Final = "si:tok/s"
+SECONDS_PER_S: Final = "si:s/s"
+_NEUTRAL: Final = "blue"
+_NOTHING: Final = "transparent"
 
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH: Final = 8
@@ -95,10 +108,20 @@ def _targets(queries: Iterable[Query]) -> list[Dataquery]:
     ]
 
 
+def _thresholds(base: str, limits: Iterable[Limit]) -> dashboard.ThresholdsConfig:
+    steps = [Threshold(None, base), *(Threshold(value, color) for value, color in limits)]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
 def graph(
-    title: str, meaning: str, unit: str, *queries: Query, stacked: bool = False
+    title: str,
+    meaning: str,
+    unit: str,
+    *queries: Query,
+    stacked: bool = False,
+    limits: Sequence[Limit] = (),
 ) -> timeseries.Panel:
-    """Lines over time, from zero.
+    """Lines over time, from zero, and gaps where there is no data.
 
     Args:
         title: Of the panel.
@@ -106,6 +129,7 @@ def graph(
         unit: Grafana's name of the unit.
         queries: What is drawn.
         stacked: Whether the series are parts of a whole.
+        limits: Drawn as dashed lines.
     """
     panel = (
         timeseries.Panel()
@@ -117,6 +141,7 @@ def graph(
         .span(_WIDTH)
         .height(_HEIGHT)
         .fill_opacity(40 if stacked else 8)
+        .span_nulls(False)
         .legend(
             common.VizLegendOptions()
             .display_mode(LegendDisplayMode.LIST)
@@ -127,6 +152,9 @@ def graph(
     )
     if stacked:
         panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    if limits:
+        dashed = common.GraphThresholdsStyleConfig().mode(GraphTresholdsStyleMode.DASHED)
+        panel.thresholds(_thresholds(_NOTHING, limits)).thresholds_style(dashed)
     for target in _targets(queries):
         panel.with_target(target)
     return panel
@@ -138,8 +166,9 @@ def number(
     unit: str,
     query: Query,
     show: BigValueTextMode = BigValueTextMode.VALUE,
+    limits: Sequence[Limit] = (),
 ) -> stat.Panel:
-    """The last value, large, or the legend. See :func:`graph`."""
+    """The last value, large, or the legend; coloured from the limits on. See :func:`graph`."""
     panel = (
         stat.Panel()
         .title(title)
@@ -150,6 +179,7 @@ def number(
         .height(4)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .text_mode(show)
+        .thresholds(_thresholds(_NEUTRAL, limits))
     )
     for target in _targets([query]):
         panel.with_target(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.grafana.board import Board, Panel, fill_in
+from vllm_ssdkv.grafana.board import Board, Panel, Query, fill_in
+from vllm_ssdkv.grafana.legend import ShortLabels
 from vllm_ssdkv.grafana.prometheus import Prometheus, Series
+from vllm_ssdkv.grafana.values import format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,14 +24,18 @@ _INCHES_PER_COLUMN: Final = 0.62
 _INCHES_PER_ROW: Final = 0.34
 _DPI: Final = 80
 _LEGEND_ENTRIES: Final = 6
+_LEGEND_CHARS: Final = 36
 _POINTS: Final = 240
 _DAY_S: Final = 86400.0
 """Matplotlib's dates are days since 1970."""
 
-_FIXED: Final = {"percentunit": (100.0, " %"), "none": (1.0, "")}
-_SUFFIX: Final = {"ops": "/s", "iops": "/s", "decbytes": "B", "Bps": "B/s", "s": "s", "short": ""}
+_TICKS_S: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600)
+_MOST_TICKS: Final = 6
+_COLORS: Final = {"red": "#d44a3a", "orange": "#ff9830", "blue": "#1f60c4"}
+"""By Grafana's names."""
 
-_PREFIXES: Final = ("", "k", "M", "G", "T", "P")
+Named = tuple[str, NDArray[np.float64]]
+"""A series: its name, and its values on the period's grid, NaN where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +57,28 @@ class Period:
         """Seconds between two points."""
         return max((self.end - self.start) / _POINTS, self.rate_interval_s / 8)
 
+    def times(self) -> NDArray[np.float64]:
+        """Seconds since 1970 of all points."""
+        count = int((self.end - self.start) / self.step_s + 1.5)
+        return self.start + self.step_s * np.arange(count, dtype=np.float64)
 
-def ask(prometheus: Prometheus, panel: Panel, period: Period) -> list[tuple[str, Series]]:
-    """Name and values of every series of a panel.
+    def on_grid(self, series: Series) -> NDArray[np.float64]:
+        """A value for each of the :meth:`times`, NaN where there is none: a line then has a gap."""
+        grid = np.full(len(self.times()), np.nan)
+        at = np.rint((series.times - self.start) / self.step_s).astype(np.int64)
+        inside = (at >= 0) & (at < len(grid))
+        grid[at[inside]] = series.values[inside]
+        return grid
+
+
+def ask(prometheus: Prometheus, panel: Panel, period: Period) -> list[tuple[Query, Series]]:
+    """Every series of a panel, and the query that it answers.
 
     Raises:
         PrometheusError: see :class:`Prometheus`.
     """
     return [
-        (query.name(series.labels), series)
+        (query, series)
         for query in panel.queries
         for series in prometheus.query_range(
             fill_in(query.expression, period.rate_interval_s),
@@ -82,6 +102,8 @@ def render(board: Board, prometheus: Prometheus, period: Period, path: Path) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    asked = {panel: ask(prometheus, panel, period) for panel in board.panels}
+    labels = ShortLabels(series.labels for found in asked.values() for _, series in found)
     rows = max(panel.y + panel.height for panel in board.panels) + 2
     width, height = _COLUMNS * _INCHES_PER_COLUMN, rows * _INCHES_PER_ROW
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
@@ -97,7 +119,10 @@ def render(board: Board, prometheus: Prometheus, period: Period, path: Path) -> 
         if panel.kind == "row":
             figure.text(left + 0.01, top - 0.6 / rows, panel.title, fontsize=12, weight="bold")
             continue
-        series = ask(prometheus, panel, period)
+        series = [
+            (_name(query, labels.of(one.labels)), period.on_grid(one))
+            for query, one in asked[panel]
+        ]
         empty += not series
         box = (
             left + 0.045,
@@ -113,61 +138,95 @@ def render(board: Board, prometheus: Prometheus, period: Period, path: Path) -> 
     return empty
 
 
+def _name(query: Query, labels: Mapping[str, str]) -> str:
+    """Legend of a series; of labels that are left out, what stood between them goes, too."""
+    return " ".join(word for word in query.name(labels).split() if word != "/")
+
+
 def _draw_number(
     figure: Any,  # noqa: ANN401
     panel: Panel,
-    series: list[tuple[str, Series]],
+    series: list[Named],
     x: float,
     top: float,
     rows: int,
 ) -> None:
-    values = [one.values[-1] for _, one in series]
-    text = "no data" if not values else format_value(float(values[0]), panel.unit)
+    known = [values[np.isfinite(values)] for _, values in series]
+    values = [float(one[-1]) for one in known if len(one)]
+    text = format_value(values[0], panel.unit) if values else "no data"
     if panel.named:
-        text = "\n".join(", ".join(name.split(", ")) for name, _ in series) or "no data"
+        text = "\n".join(name for name, _ in series) or "no data"
+    reached = [limit.color for limit in panel.limits if values and values[0] >= limit.value]
+    color = _COLORS[reached[-1] if reached else "blue"]
     figure.text(x, top - 0.7 / rows, panel.title, fontsize=9, ha="center", color="#444444")
     size = 10 if panel.named else 20
-    figure.text(x, top - 2.4 / rows, text, fontsize=size, ha="center", va="center", color="#1f60c4")
+    figure.text(x, top - 2.4 / rows, text, fontsize=size, ha="center", va="center", color=color)
 
 
-def _draw_lines(axes: Axes, panel: Panel, series: list[tuple[str, Series]], period: Period) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
+def _draw_lines(axes: Axes, panel: Panel, series: list[Named], period: Period) -> None:
     axes.set_title(panel.title, fontsize=9, loc="left", color="#444444")
     if not series:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="#999999")
-    axes.set_xlim(period.start / _DAY_S, period.end / _DAY_S)
-    below: dict[float, float] = {}
-    for name, one in series:
-        times = np.asarray(one.times) / _DAY_S
-        bases = [below.get(t, 0.0) if panel.stacked else 0.0 for t in one.times]
-        values = one.values + bases
-        below.update(zip(one.times, values, strict=True))
+    times = period.times() / _DAY_S
+    below = np.zeros(len(times))
+    for name, own in series:
+        values = own + below if panel.stacked else own
+        bases = below.copy()
+        if panel.stacked:
+            below += np.nan_to_num(own)
         (line,) = axes.plot(times, values, linewidth=1.2, label=name, clip_on=False)
         if alone := _alone(values):  # else the legend would have dots, too
             line.set(marker="o", markersize=3, markevery=alone)
         alpha = 0.3 if panel.stacked else 0.05
         axes.fill_between(times, bases, values, alpha=alpha, color=line.get_color())
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: format_value(v, panel.unit)))
-    axes.xaxis.set_major_locator(_time_locator())
-    axes.xaxis.set_major_formatter(_time_format(period))
-    axes.tick_params(labelsize=7, colors="#666666")
-    axes.grid(visible=True, color="#eeeeee")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    named = _largest(series)
+    _draw_axes(axes, panel, series, period)
+    _draw_limits(axes, panel)
+    handles, _ = axes.get_legend_handles_labels()
+    named, others = _in_legend(series)
+    shown = [handles[i] for i in named]
+    names = [_shortened(series[i][0]) for i in named]
+    if others:
+        (nothing,) = axes.plot([], [], alpha=0)
+        shown, names = [*shown, nothing], [*names, others]
     axes.legend(
-        [handles[i] for i in named],
-        [_shortened(labels[i]) for i in named],
+        shown,
+        names,
         fontsize=6.5,
         ncols=2,
         frameon=False,
         loc="upper left",
         bbox_to_anchor=(-0.02, -0.16),
     )
+
+
+def _draw_axes(axes: Axes, panel: Panel, series: list[Named], period: Period) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+
+    axes.set_xlim(period.start / _DAY_S, period.end / _DAY_S)
+    highest = axes.get_ylim()[1] if any(np.nanmax(own, initial=0) > 0 for _, own in series) else 1
+    axes.set_ylim(bottom=0, top=highest)
+    known = np.concatenate([np.zeros(0), *(own[np.isfinite(own)] for _, own in series)])
+    whole = panel.unit == "none" and bool((known == np.rint(known)).all())
+    # Round numbers of the unit that is written.
+    power = int(np.log(max(highest, 1)) / np.log(1024)) if panel.unit == "bytes" else 0
+    ticks = MaxNLocator(4, integer=whole).tick_values(0, highest / 1024**power)
+    axes.yaxis.set_major_locator(FixedLocator([tick * 1024.0**power for tick in ticks]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: format_value(v, panel.unit)))
+    axes.xaxis.set_major_locator(FixedLocator(time_ticks(period)))
+    axes.xaxis.set_major_formatter(_time_format(period))
+    axes.tick_params(labelsize=7, colors="#666666")
+    axes.grid(visible=True, color="#eeeeee")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_limits(axes: Axes, panel: Panel) -> None:
+    """Where limits are within twice of what the lines reach: else they would flatten these."""
+    _, top = axes.get_ylim()
+    near = [limit for limit in panel.limits if limit.value <= 2 * top]
+    for limit in near:
+        axes.axhline(limit.value, color=_COLORS[limit.color], linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_ylim(top=max([top, *(1.05 * limit.value for limit in near)]))
 
 
 def _alone(values: NDArray[np.float64]) -> list[int]:
@@ -177,41 +236,34 @@ def _alone(values: NDArray[np.float64]) -> list[int]:
     return found
 
 
-def _largest(series: list[tuple[str, Series]]) -> list[int]:
-    """Those that the legend has room for, in order: what is always 0 needs a name least."""
-    height = [float(np.nan_to_num(one.values).max(initial=0)) for _, one in series]
-    return sorted(sorted(range(len(series)), key=lambda i: -height[i])[:_LEGEND_ENTRIES])
+def _in_legend(series: list[Named]) -> tuple[list[int], str]:
+    """Those that the legend has room for, in order, and a line about the others: what is always 0
+    needs a name least."""
+    height = [float(np.nan_to_num(own).max(initial=0)) for _, own in series]
+    wanted = sorted(range(len(series)), key=lambda i: -height[i])
+    if len(series) > _LEGEND_ENTRIES:
+        wanted = [i for i in wanted if height[i] > 0][:_LEGEND_ENTRIES] or wanted[:1]
+    left = [height[i] for i in range(len(series)) if i not in wanted]
+    others = f"and {len(left)} more{', all 0' if not any(left) else ''}" if left else ""
+    return sorted(wanted), others
 
 
-def _time_locator() -> Any:  # noqa: ANN401
-    from matplotlib.dates import AutoDateLocator
-
-    return AutoDateLocator(minticks=3, maxticks=5)  # type: ignore[no-untyped-call]  # untyped there
+def time_ticks(period: Period) -> list[float]:
+    """Round times of day, a few of them, as matplotlib's dates."""
+    length = period.end - period.start
+    days = -(-length // (_MOST_TICKS * _DAY_S))
+    step = next((s for s in _TICKS_S if length / s <= _MOST_TICKS), max(1, days) * _DAY_S)
+    first = -(-period.start // step) * step
+    return [float(t / _DAY_S) for t in np.arange(first, period.end, step)]
 
 
 def _time_format(period: Period) -> Any:  # noqa: ANN401
     from matplotlib.dates import DateFormatter
 
-    text = "%H:%M:%S" if period.end - period.start < 600 else "%H:%M"
+    length = period.end - period.start
+    text = "%H:%M:%S" if length < 600 else "%H:%M" if length < 2 * _DAY_S else "%m-%d %H:%M"
     return DateFormatter(text)  # type: ignore[no-untyped-call]  # untyped there
 
 
-def _shortened(label: str, most: int = 34) -> str:
-    return label if len(label) <= most else f"…{label[-most + 1 :]}"
-
-
-def format_value(value: float, unit: str) -> str:
-    """A number with its unit, as Grafana would write it. ``unit`` is Grafana's name of it."""
-    if unit in _FIXED:
-        factor, suffix = _FIXED[unit]
-        return f"{value * factor:.4g}{suffix}"
-    suffix = _SUFFIX[unit]
-    if unit == "s" and 0 < abs(value) < 1:
-        return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
-    if unit == "s":
-        return f"{value:.4g} s"
-    power = 0
-    while abs(value) >= 1000 and power < len(_PREFIXES) - 1:
-        value, power = value / 1000, power + 1
-    space = " " if power or suffix.startswith("B") else ""
-    return f"{value:.3g}{space}{_PREFIXES[power]}{suffix}"
+def _shortened(label: str) -> str:
+    return label if len(label) <= _LEGEND_CHARS else f"{label[: _LEGEND_CHARS - 1]}…"

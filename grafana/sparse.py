@@ -289,9 +289,9 @@ def _time(board: Dashboard) -> None:
     for panel in (
         graph(
             "Time in attention",
-            "Seconds per second, all layers, of the rank that takes longest: choosing, looking up "
+            "Share of the time, all layers, of the rank that takes longest: choosing, looking up "
             "and checking (fetch), waiting for bytes, attending, merging. Prompts are in it.",
-            "s",
+            "percentunit",
             (by_part, "{{part}}"),
             stacked=True,
         ),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -33,7 +33,9 @@ def dashboards() -> dict[str, str]:
 
 def main() -> None:
     """Write into the directory that the command line names."""
-    directory = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Write the dashboards' JSON.")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="Made if missing.")
+    directory: Path = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in dashboards().items():
         (directory / name).write_text(text, encoding="utf-8")

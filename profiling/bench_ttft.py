@@ -353,7 +353,7 @@ def _require_bandwidth(hit: int, bandwidth: float, drives: int) -> None:
         raise BenchError(
             f"--bandwidth: the longest hit, {approximate_size(hit)}, would take "
             f"{hit / bandwidth / drives:.0f} s, and has {DEADLINE_S:.0f} s: give "
-            f"{math.ceil(least / MIB)}MiB at least"
+            f"{math.ceil(least / MIB)} MiB at least"
         )
 
 

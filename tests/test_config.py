@@ -20,7 +20,7 @@ from vllm_ssdkv.config_sparse import LEAST_CHOOSING
 from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.host import available_memory, default_capacity
 from vllm_ssdkv.options import Option, walk
-from vllm_ssdkv.sizes import GIB, MIB, approximate_size, format_size, parse_size
+from vllm_ssdkv.sizes import GIB, MIB
 from vllm_ssdkv.store.engine.faults import FaultKind, FaultRule
 from vllm_ssdkv.store.engine.open import EngineKind, EngineOptions
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
@@ -41,63 +41,6 @@ def refused(options: dict[str, object]) -> list[str]:
     first, *lines = str(caught.value).splitlines()
     assert first == "kv_connector_extra_config:"
     return [line.strip() for line in lines]
-
-
-# --- sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        (4096, 4096),
-        ("64GiB", 64 << 30),
-        ("1.5TiB", 3 << 39),
-        ("512MiB", 512 << 20),
-        ("10GB", 10**10),
-        ("0.1 GB", 10**8),
-        (" 7 kib ", 7168),
-        ("12B", 12),
-    ],
-)
-def test_sizes(text: object, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("64", "unit is missing"),
-        ("64 Gigs", "unknown unit 'Gigs'"),
-        ("GiB", "not a number"),
-        ("-1GiB", "not a number"),
-        ("1e3GiB", "not a number"),
-        ("", "not a number"),
-        (-1, "between 0 and"),
-        ("9999999TiB", "between 0 and"),
-        (True, "neither an integer nor a text"),
-        (1.5, "neither an integer nor a text"),
-        (None, "neither an integer nor a text"),
-        ([], "neither an integer nor a text"),
-    ],
-)
-def test_what_is_no_size_is_refused(value: object, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        parse_size(value)
-
-
-@given(st.integers(0, 1 << 50))
-def test_formatted_sizes_are_read_back(nbytes: int) -> None:
-    assert parse_size(format_size(nbytes)) == nbytes
-
-
-def test_sizes_read_well() -> None:
-    assert [format_size(n) for n in (64 * GIB, 3 << 39, 16 * MIB, 1000)] == [
-        "64GiB",
-        "1.5TiB",
-        "16MiB",
-        "1000B",
-    ]
-    assert approximate_size(10**9) == "953.7 MiB"
 
 
 # --- what is taken
@@ -136,7 +79,6 @@ def test_the_window_is_smaller_where_it_counts_in_a_budget(
 def test_nothing_given_is_a_valid_config() -> None:
     made = build({})
     assert (made.mode, made.devices, made.io.engine) == ("reuse", (), "auto")
-    assert made.io.staging == 64 * MIB
 
 
 def test_weights_are_given_or_to_be_measured() -> None:
@@ -190,6 +132,47 @@ def test_python_paths_are_taken(tmp_path: Path) -> None:
 def test_home_is_expanded_and_paths_are_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     assert build({"devices": ["~/kv/../kv2//"]}).devices[0].path == "/somewhere/kv2"
+
+
+PATHS = [option.path for option in OPTIONS if option.allowed.startswith("a path")]
+
+
+def test_paths_begin_where_the_process_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And processes that run elsewhere are given what they meant."""
+    assert len(PATHS) == 5
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/somewhere")
+    given: dict[str, object] = {
+        "devices": ["kv", {"path": "~/b", "capacity": "1GiB"}],
+        "state_dir": Path("state"),
+        "encryption": {"key_file": "./key"},
+        "io": {"fault_file": "../faults", "queue_depth": 3},
+        "batch": {"directory": "batch"},
+        "dram_gib": "1GiB",
+    }
+    meant: dict[str, object] = {
+        "devices": [f"{tmp_path}/kv", {"path": "/somewhere/b", "capacity": "1GiB"}],
+        "state_dir": f"{tmp_path}/state",
+        "encryption": {"key_file": f"{tmp_path}/key"},
+        "io": {"fault_file": f"{tmp_path.parent}/faults", "queue_depth": 3},
+        "batch": {"directory": f"{tmp_path}/batch"},
+        "dram_gib": "1GiB",
+    }
+    made = build(given)
+    assert made.with_absolute_paths(given) == meant
+    monkeypatch.chdir("/")
+    assert build(meant) == made
+
+
+def test_a_working_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    (line,) = refused({"state_dir": "kv"})
+    assert line.startswith('state_dir: got "kv"; the working directory, where it begins, was')
+    build({"state_dir": "/kv"})
 
 
 def test_a_config_never_changes() -> None:
@@ -248,10 +231,14 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"mode": None}, 'mode: got null; allowed: "reuse" or "page"'),
         ({"devices": "/a"}, 'devices: got "/a"; allowed: a list of'),
         ({"devices": [5]}, "devices[0]: got 5; allowed: an object with path, capacity, weight"),
-        ({"devices": ["/a", "b"]}, 'devices[1].path: got "b"; not absolute'),
-        ({"devices": ["/a", ""]}, 'devices[1].path: got ""; not absolute'),
+        ({"devices": ["/a", ""]}, 'devices[1].path: got ""; empty; allowed: a path (~ is'),
+        ({"devices": ["~no-such-user/a"]}, 'devices[0].path: got "~no-such-user/a"; there is no'),
+        ({"devices": ["a\0b"]}, 'devices[0].path: got "a\\u0000b"; a path has no NUL byte'),
         ({"devices": [f"/{n}" for n in range(65)]}, "devices: got ["),
-        ({"devices": [{"capacity": "1GiB"}]}, "devices[0].path: missing; give an absolute path"),
+        (
+            {"devices": [{"capacity": "1GiB"}]},
+            "devices[0].path: missing; give a path (~ is the home",
+        ),
         (
             {"devices": [{"path": "/a", "capacity": "15MiB"}]},
             'devices[0].capacity: got "15MiB"; allowed: a number of bytes',
@@ -265,6 +252,11 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"devices": [{"path": "/a", "weight": float("inf")}]}, "devices[0].weight: got Inf"),
         ({"dram_gib": 0}, "dram_gib: got 0; allowed: a number of GiB or a size"),
         ({"dram_gib": "4 gigs"}, 'dram_gib: got "4 gigs"; unknown unit'),
+        (
+            {"dram_gib": "4"},
+            'dram_gib: got "4"; as a text it needs its unit, such as 4GiB; allowed',
+        ),
+        ({"dram_gib": 4 * 10**9}, "dram_gib: got 4000000000; a number is GiB; for bytes give"),
         ({"dram_gib": float("nan")}, "dram_gib: got NaN"),
         ({"hbm_window_tokens": 8}, "hbm_window_tokens: got 8; allowed: an integer, at least 16"),
         ({"hbm_window_tokens": 64.5}, "hbm_window_tokens: got 64.5"),
@@ -302,7 +294,7 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"io": {"queue_depth": True}}, "io.queue_depth: got true; allowed: an integer"),
         ({"io": {"deadline": 0.05}}, "io.deadline: got 0.05; allowed: a number, from 0.1 to 600"),
         ({"io": {"staging": "3MiB"}}, 'io.staging: got "3MiB"; allowed: a number of bytes'),
-        ({"io": {"staging": None}}, "io.staging: got null; neither an integer nor a text"),
+        ({"batch": {"max_file": None}}, "batch.max_file: got null; neither a number nor a text"),
         ({"io": {"direct": True}}, 'io.direct: got true; allowed: "auto" or "on" or "off"'),
         ({"io": {"faults": [{}]}}, 'io.faults[0].kind: missing; give "eio"'),
         ({"io": {"faults": [{"kind": "x"}]}}, 'io.faults[0].kind: got "x"; allowed: "eio"'),
@@ -313,7 +305,7 @@ def test_options_and_engine_know_the_same_names() -> None:
             {"encryption": {"key_env": "A", "key_file": "/a"}},
             'encryption: got {"key_env": "A", "key_file": "/a"}; key_file and key_env given; give',
         ),
-        ({"encryption": {"key_file": "a"}}, 'encryption.key_file: got "a"; not absolute'),
+        ({"encryption": {"key_file": ""}}, 'encryption.key_file: got ""; empty'),
         ({"encryption": {"key_env": ""}}, 'encryption.key_env: got ""; not the name of an env'),
         ({"encryption": {"key_env": "A=B"}}, 'encryption.key_env: got "A=B"; not the name'),
         (
@@ -428,10 +420,29 @@ def test_window_is_whole_pages() -> None:
     ]
 
 
-def test_staging_fits_in_dram() -> None:
-    (line,) = refused({"dram_gib": "32MiB"})
-    assert line.startswith("io.staging: 64MiB is more than dram_gib")
-    assert build({"dram_gib": "64MiB"}).dram_bytes(1) == 64 * MIB
+def test_staging_that_is_given_fits_in_dram() -> None:
+    page: dict[str, object] = {"mode": "page", "dram_gib": "32MiB"}
+    (line,) = refused({**page, "io": {"staging": "64MiB"}})
+    assert line.startswith("io.staging: 64 MiB is more than dram_gib")
+    assert build({**page, "io": {"staging": "32MiB"}}).dram_bytes(1) == 32 * MIB
+
+
+@pytest.mark.parametrize("staging", [{}, {"staging": "64MiB"}])
+def test_reuse_mode_asks_for_no_staging(staging: dict[str, object]) -> None:
+    made = build({"dram_gib": "8MiB", "io": staging})
+    assert made.dram_bytes(1) == 8 * MIB
+    assert made.dram_bytes(4) == 2 * MIB
+    key = {"encryption": {"key_env": "KEY"}}
+    assert build({"dram_gib": "8MiB", **key}).dram_bytes(4) == 2 * MIB
+    if staging:
+        assert refused({"dram_gib": "8MiB", "io": staging, **key})
+
+
+def test_a_floor_that_is_not_given_follows_the_budget() -> None:
+    page: dict[str, object] = {"mode": "page", "selector": "adaptive"}
+    build({**page, "sparse": {"budget": 0.01}})
+    (line,) = refused({**page, "sparse": {"budget": 0.01, "floor": 0.02}})
+    assert line.startswith("sparse.floor: 0.02 is more than sparse.budget (0.01)")
 
 
 @pytest.mark.parametrize("name", ["faults", "throttle"])
@@ -478,7 +489,7 @@ def test_capacities_are_as_given_or_measured(
     made = build({"devices": [{"path": "/a", "capacity": "32MiB"}, str(tmp_path)]})
     assert made.device_capacities("m") == (32 * MIB, 25 * GIB)
     monkeypatch.setattr(host, "free_bytes", lambda path: 60 * MIB)
-    with pytest.raises(ConfigError, match=r"15\.0 MiB, less than 16MiB"):
+    with pytest.raises(ConfigError, match="15 MiB, less than 16 MiB"):
         made.device_capacities("m")
 
 
@@ -487,20 +498,29 @@ def test_free_space_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert host.existing_parent(tmp_path / "a" / "b") == tmp_path
 
 
-def test_default_dram_is_a_tenth_and_at_least_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_dram_is_a_tenth_and_at_least_staging_that_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = build({})
     monkeypatch.setattr(config, "available_memory", lambda: 20 * GIB)
     assert made.dram_bytes(2) == GIB
     monkeypatch.setattr(config, "available_memory", lambda: 1000 * GIB)
     assert made.dram_bytes(1) == 4 * GIB
-    monkeypatch.setattr(config, "available_memory", lambda: 1 << 20)
-    assert made.dram_bytes(1) == 64 * MIB
+    monkeypatch.setattr(config, "available_memory", lambda: 20 * MIB)
+    assert made.dram_bytes(1) == 2 * MIB
+    assert build({"mode": "page", "io": {"staging": "5MiB"}}).dram_bytes(1) == 5 * MIB
+
+
+def test_default_dram_may_grow_to_what_blocks_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "available_memory", lambda: 20 * GIB)
+    assert build({}).most_dram_bytes(2) == 5 * GIB
+    assert build({"dram_gib": 1}).most_dram_bytes(2) == GIB // 2
 
 
 def test_given_dram_is_shared_by_the_workers() -> None:
-    made = build({"dram_gib": 1})
+    made = build({"mode": "page", "dram_gib": 1, "io": {"staging": "64MiB"}})
     assert made.dram_bytes(4) == 256 * MIB
-    with pytest.raises(ConfigError, match=r"1 GiB over 32 workers is 32.0 MiB each"):
+    with pytest.raises(ConfigError, match=r"1 GiB over 32 workers is 32 MiB each, .* \(64 MiB\)"):
         made.dram_bytes(32)
 
 

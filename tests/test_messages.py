@@ -15,13 +15,17 @@ from vllm_ssdkv import errors
 
 PACKAGE = Path(__file__).parents[1] / "vllm_ssdkv"
 ERRORS = {name for name in dir(errors) if name.endswith("Error")}
+ERRORS |= {"Obstacle", "refusal_of_layer"}  # they make errors
+LINES_OF_ANOTHER = ("preflight.py", "speculation.py")
+"""Obstacles there are lines of the error that says in which mode the connector cannot start."""
 OF_COMMANDS = ("stored.py", "repair.py", "removal.py", "slot_check.py", "offline.py", "partial.py")
 """Parts of ``ssdkv``'s own commands: they end with their message, which says the way out."""
 
 
 @cache
 def modules() -> tuple[tuple[Path, ast.Module], ...]:
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if "cli" not in path.parts]
+    found = sorted(PACKAGE.rglob("*.py"))
+    paths = [path for path in found if "cli" not in path.relative_to(PACKAGE).parts]
     return tuple((path, ast.parse(path.read_text())) for path in paths)
 
 
@@ -47,8 +51,10 @@ def said(levels: set[str]) -> Iterator[tuple[str, str]]:
                 if name.attr in levels:
                     text = re.sub(r"%(?:\.\d+)?[sdgfr]", ANYTHING, text_of(node.args[0]))
                     yield where, text.replace("%%", "%")
-            elif isinstance(name, ast.Name) and name.id in ERRORS and path.name not in OF_COMMANDS:
-                yield where, text_of(node.args[0])
+            elif isinstance(name, ast.Name) and name.id in ERRORS:
+                elsewhere = OF_COMMANDS + (LINES_OF_ANOTHER if name.id == "Obstacle" else ())
+                if path.name not in elsewhere:
+                    yield where, text_of(node.args[0])
 
 
 @cache

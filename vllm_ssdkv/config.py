@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     Field,
     GetJsonSchemaHandler,
@@ -53,6 +54,7 @@ from vllm_ssdkv.sizes import (
 SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
+MAX_DRAM_GIB: Final = 65536
 WINDOW: Final = 1024
 """Tokens, by default."""
 SPARSE_WINDOW: Final = 256
@@ -65,7 +67,13 @@ SPARSE_WINDOW: Final = 256
 
 def _gib_or_none(value: object) -> object:
     """A text becomes GiB; anything else is left to the type check."""
-    return parse_size(value) / GIB if isinstance(value, str) else value
+    if isinstance(value, str):
+        if value.strip().replace(".", "", 1).isdigit():
+            raise ValueError(f"as a text it needs its unit, such as {value.strip()}GiB")
+        return parse_size(value) / GIB
+    if isinstance(value, int | float) and value > MAX_DRAM_GIB:
+        raise ValueError("a number is GiB; for bytes give a text with a unit")
+    return value
 
 
 def _page_tokens(value: int) -> int:
@@ -219,14 +227,14 @@ class SSDKVConfig(OptionModel):
         Allowed('a number of GiB or a size such as "4GiB"'),
         Field(
             gt=0,
-            le=65536,
+            le=MAX_DRAM_GIB,
             description="Memory of the DRAM tier of this engine, shared equally "
             "by its workers. Includes io.staging.",
         ),
         BeforeValidator(_gib_or_none, json_schema_input_type=float | str | None),
         Reason(
             "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
-            "nothing else on the machine."
+            "nothing else on the machine; more, up to half of it, where blocks are so large."
         ),
     ] = None
     hbm_window_tokens: Annotated[
@@ -364,6 +372,11 @@ class SSDKVConfig(OptionModel):
                 "kv_connector_extra_config:\n" + "\n".join(f"  {line}" for line in lines)
             ) from None
 
+    def with_absolute_paths(self, options: Mapping[str, object]) -> dict[str, object]:
+        """The options that this was made from, with every path as it is in force: processes that
+        run in other directories then mean the same."""
+        return {name: _in_force(value, getattr(self, name)) for name, value in options.items()}
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> SSDKVConfig:
         lines: list[str] = []
@@ -407,14 +420,15 @@ class SSDKVConfig(OptionModel):
                 f"sparse.budget_tokens: {tokens} is not more than hbm_window_tokens "
                 f"({self.window_tokens}), which counts in it: raise it, or lower the window"
             )
-        if self.sparse.floor > self.sparse.budget and self.sparse.budget_tokens is None:
+        given = "floor" in self.sparse.model_fields_set
+        if given and self.sparse.floor > self.sparse.budget and tokens is None:
             lines.append(
                 f"sparse.floor: {self.sparse.floor:g} is more than sparse.budget "
                 f"({self.sparse.budget:g}): lower it, or raise the budget"
             )
-        if self.dram_gib is not None and self.io.staging > self.dram_gib * GIB:
+        if self.dram_gib is not None and self.least_dram > self.dram_gib * GIB:
             lines.append(
-                f"io.staging: {format_size(self.io.staging)} is more than dram_gib "
+                f"io.staging: {format_size(self.least_dram)} is more than dram_gib "
                 f"({self.dram_gib:g} GiB), of which it is a part"
             )
         targets = {
@@ -468,6 +482,16 @@ class SSDKVConfig(OptionModel):
         given = self.sparse.exact_below
         return tokens >= (LEAST_CHOOSING if given is None else given)
 
+    @property
+    def stages(self) -> bool:
+        """Whether data pass through ``io.staging``: reads of page mode, and what is encrypted."""
+        return self.mode == "page" or self.encryption is not None
+
+    @property
+    def least_dram(self) -> int:
+        """Bytes that a worker needs for what was given: ``io.staging``, where it is used."""
+        return (self.io.staging or 0) if self.stages else 0
+
     def dram_bytes(self, workers: int) -> int:
         """Bytes of the DRAM tier of each of the engine's ``workers``, staging included.
 
@@ -478,15 +502,24 @@ class SSDKVConfig(OptionModel):
         """
         if self.dram_gib is None:
             total = min(DEFAULT_DRAM_LIMIT, available_memory() // 10)
-            return max(self.io.staging, total // workers)
+            return max(self.least_dram, total // workers)
         share = int(self.dram_gib * GIB) // workers
-        if share < self.io.staging:
+        if share < self.least_dram:
             raise ConfigError(
                 f"dram_gib: {self.dram_gib:g} GiB over {workers} workers is "
                 f"{approximate_size(share)} each, less than io.staging "
-                f"({format_size(self.io.staging)})"
+                f"({format_size(self.least_dram)})"
             )
         return share
+
+    def most_dram_bytes(self, workers: int) -> int:
+        """Bytes that each of the workers may take where :meth:`dram_bytes` is too little.
+
+        What was given is not exceeded; else it is half of the available memory.
+        """
+        if self.dram_gib is not None:
+            return self.dram_bytes(workers)
+        return available_memory() // 2 // workers
 
     def device_paths(self, model_key: str) -> tuple[str, ...]:
         """The devices, or the default directory of the model with fingerprint ``model_key``."""
@@ -545,6 +578,17 @@ def _examined_capacity(path: str) -> int:
             f"than {format_size(MIN_CAPACITY)}; free some space or give its capacity"
         )
     return capacity
+
+
+def _in_force(given: object, value: object) -> object:
+    """``given`` with the texts that validation has changed, which are paths."""
+    if isinstance(value, DeviceConfig) and not isinstance(given, Mapping):
+        return value.path
+    if isinstance(value, BaseModel) and isinstance(given, Mapping):
+        return {name: _in_force(inner, getattr(value, name)) for name, inner in given.items()}
+    if isinstance(value, tuple) and isinstance(given, Sequence) and not isinstance(given, str):
+        return [_in_force(*pair) for pair in zip(given, value, strict=True)]
+    return value if isinstance(value, str) else given
 
 
 def _json_value(value: object) -> object:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from vllm_ssdkv.errors import ConfigError
 from vllm_ssdkv.options import PATH_TEXT, Allowed, OptionModel, PathText, Reason
-from vllm_ssdkv.sizes import MIB, SIZE_TEXT, parse_size, size_or_none
+from vllm_ssdkv.sizes import MIB, SIZE_TEXT, size_or_none
 from vllm_ssdkv.store.engine.faults import FaultRule
 from vllm_ssdkv.store.engine.throttled import ThrottleRule
 
@@ -70,7 +71,10 @@ class FaultConfig(OptionModel):
 
     @model_validator(mode="after")
     def _has_a_meaning(self) -> FaultConfig:
-        self.rule()
+        try:
+            self.rule()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
 
     def rule(self) -> FaultRule:
@@ -163,7 +167,7 @@ class IoConfig(OptionModel):
         ),
     ] = 10.0
     staging: Annotated[
-        int,
+        int | None,
         Field(
             ge=MIN_STAGING,
             description="Bytes per worker, a part of dram_gib, through which page mode reads what "
@@ -172,12 +176,13 @@ class IoConfig(OptionModel):
             "holds slots on their way to the devices, in either mode.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
-        BeforeValidator(parse_size),
+        BeforeValidator(size_or_none),
         Reason(
+            "null: 64MiB, or less where that is more than a quarter of the DRAM. "
             "A quarter of it is under way from several devices while the next one is attended to. "
             "What is written waits in frames: a larger write buffer is a larger dram_gib."
         ),
-    ] = 64 * MIB
+    ] = None
     direct: Annotated[
         Literal["auto", "on", "off"],
         Field(description="O_DIRECT. `on` makes a file system that refuses it an error."),

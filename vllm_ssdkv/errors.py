@@ -7,8 +7,19 @@ class SSDKVError(Exception):
     """Base of all errors of this package; its text says what is wrong and the way out."""
 
 
-class ConfigError(SSDKVError, ValueError):
-    """An option is unknown, of the wrong type, or contradicts another option or the model."""
+class ConfigError(SSDKVError):
+    """An option is unknown, of the wrong type, or contradicts another option or the model.
+
+    No ValueError: pydantic, which vLLM's configuration is made with, would wrap its text.
+    """
+
+
+class DramTooSmallError(ConfigError):
+    """DRAM given to a worker cannot hold what it needs; ``needed`` bytes can."""
+
+    def __init__(self, text: str, needed: int):
+        super().__init__(text)
+        self.needed = needed
 
 
 class UnsupportedError(SSDKVError):

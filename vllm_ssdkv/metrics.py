@@ -201,6 +201,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
     counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
     counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
+    counter("amx_refusals", "processes", "Workers to which Linux refused AMX tiles."),
     counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),

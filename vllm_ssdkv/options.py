@@ -63,15 +63,20 @@ class Allowed:
 
 
 def _absolute_path(value: str) -> str:
+    if not value:
+        raise ValueError("empty")
     if "\0" in value:
         raise ValueError("a path has no NUL byte")
     path = os.path.expanduser(value)
-    if not os.path.isabs(path):
-        raise ValueError("not absolute; vLLM's processes may run in different directories")
-    return os.path.normpath(path)
+    if path.startswith("~"):
+        raise ValueError("there is no such user; a folder whose name begins so is ./~...")
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        raise ValueError("the working directory, where it begins, was removed") from None
 
 
-PATH_TEXT: Final = "an absolute path, or one that starts with ~"
+PATH_TEXT: Final = "a path (~ is the home directory; relative to where vLLM is started)"
 PathText = Annotated[str, AfterValidator(_absolute_path)]
 """A path: absolute, normalised, ``~`` expanded. Need not exist. Declare ``Allowed(PATH_TEXT)``."""
 

@@ -1,5 +1,7 @@
-"""vLLM entry point: registers connector, attention backends and KV cache spec, and has torch tell
-which module holds which. Nothing else.
+"""vLLM entry point: registers connector, attention backends and KV cache spec.
+
+Before that it has a look at vLLM's command line: wrong options end the first process at once. And
+it has torch tell which module holds which, from which the model is found later.
 
 vLLM calls :func:`register` in the front end, the engine core and every worker, some of them more
 than once, and logs an exception instead of raising it: the connector's start-up checks that it
@@ -8,14 +10,26 @@ worked.
 
 from __future__ import annotations
 
+import sys
+
 CONNECTOR = "SSDKVConnector"
-CONNECTOR_MODULE = "vllm_ssdkv.connector.connector"
+BATCH_PLUGIN = "ssdkv_batch"
+"""Adds the Batch API to `vllm serve`, which loads it only where ``VLLM_PLUGINS`` names it."""
+CONNECTOR_MODULE = "vllm_ssdkv.connector.front_end"
+"""Where vLLM looks the class up, and has its configuration checked by that."""
 CPU_BACKEND = "vllm_ssdkv.attention.backend.SSDKVCPUBackend"
 CUDA_BACKEND = "vllm_ssdkv.attention.backend.SSDKVBackend"
 
 
 def register() -> None:
-    """Make vLLM know this package, in this process. Idempotent."""
+    """Make vLLM know this package, in this process. Idempotent.
+
+    Raises:
+        SystemExit: vLLM's command line has options of ours that are wrong.
+    """
+    from vllm_ssdkv.connector.front_end import check_command_line
+
+    check_command_line(sys.argv[1:])
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

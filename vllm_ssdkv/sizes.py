@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: ``64GiB``, ``1.5TiB``, ``10GB`` or a number of bytes."""
+"""Byte sizes as people write them: ``64GiB``, ``64 GB``, ``64g``, ``1.5TiB`` or plain bytes."""
 
 from __future__ import annotations
 
@@ -11,51 +11,68 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 TIB: Final = 1 << 40
 
+_BINARY: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LETTERS: Final = {name[0]: factor for name, factor in _BINARY.items()}
+"""As the options of fio, Docker, systemd, QEMU and ``dd`` have them."""
 _UNITS: Final[dict[str, int]] = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": KIB,
-    "MIB": MIB,
-    "GIB": GIB,
-    "TIB": TIB,
+    unit.upper(): factor for unit, factor in ({"B": 1} | _BINARY | _DECIMAL | _LETTERS).items()
 }
+_PRINTED: Final = sorted((_BINARY | _DECIMAL).items(), key=lambda unit: -unit[1])
 _PATTERN: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*\Z")
+_COMMA: Final = re.compile(r"\s*\d+(?:,\d+)+")
+_BITS: Final = re.compile(r"[KMGT]i?b|[KMGTkmgt]i?bits?")
 _MAX_BYTES: Final = 1 << 60
 """More than any store; keeps every later product of sizes and counts inside 64 bits."""
 
-SIZE_TEXT: Final = 'a number of bytes or a text such as "64GiB", "1.5TiB", "512MiB" or "10GB"'
+SIZE_TEXT: Final = 'a number of bytes or a text such as "64GiB", "1.5TiB", "500M" or "10GB"'
 
 
 def parse_size(value: object) -> int:
-    """Bytes meant by ``value``: an int (bytes) or a text with a unit.
+    """Bytes meant by ``value``: a whole number (bytes) or a text with or without a unit.
 
-    ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000, in either case of
-    letter. Fractions are exact and rounded down to a byte.
+    ``KiB MiB GiB TiB`` and the letters ``K M G T`` are powers of 1024, ``KB MB GB TB`` powers of
+    1000, in either case of letter; no unit is bytes. Fractions are exact and rounded down to a
+    byte.
 
     Raises:
-        ValueError: not a size; the text says which part is wrong.
+        ValueError: no size, or one with two meanings; the text says which part is wrong.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value != value // 1:
+            raise ValueError("not a whole number of bytes; give a text with a unit")
+        nbytes = int(value)
+    elif isinstance(value, str):
+        nbytes = _parsed(value)
     else:
-        if not isinstance(value, str):
-            # Not TypeError: validators of options turn ValueError into a line for the user.
-            raise ValueError("neither an integer nor a text")  # noqa: TRY004
-        match = _PATTERN.match(value)
-        if match is None:
-            raise ValueError("not a number followed by a unit")
-        number, unit = match.groups()
-        if not unit:
-            raise ValueError("the unit is missing; for bytes give an integer, not a text")
-        if unit.upper() not in _UNITS:
-            raise ValueError(f"unknown unit {unit!r}; known: KiB, MiB, GiB, TiB, KB, MB, GB, TB, B")
-        nbytes = int(Fraction(number) * _UNITS[unit.upper()])
+        # Not TypeError: validators of options turn ValueError into a line for the user.
+        raise ValueError("neither a number nor a text")  # noqa: TRY004
     if not 0 <= nbytes <= _MAX_BYTES:
         raise ValueError("a size is between 0 and 2^60 bytes")
     return nbytes
+
+
+def _parsed(text: str) -> int:
+    if _COMMA.match(text):
+        raise ValueError(
+            "a comma may begin decimals or separate thousands; write 1.5 or 1500 instead"
+        )
+    match = _PATTERN.match(text)
+    if match is None:
+        raise ValueError("not a number followed by a unit")
+    number, unit = match.groups()
+    if _BITS.fullmatch(unit):
+        letter = unit[0].upper()
+        raise ValueError(f"{unit!r} may mean bits; for bytes write {letter}iB or {letter}B")
+    if not unit:
+        if "." in number:
+            raise ValueError("a fraction needs a unit")
+        return int(number)
+    factor = _UNITS.get(unit.upper())
+    if factor is None:
+        known = ", ".join([*_BINARY, *_DECIMAL, *_LETTERS, "B"])
+        raise ValueError(f"unknown unit {unit!r}; known: {known}")
+    return int(Fraction(number) * factor)
 
 
 def size_or_none(value: object) -> int | None:
@@ -64,17 +81,21 @@ def size_or_none(value: object) -> int | None:
 
 
 def format_size(nbytes: int) -> str:
-    """Shortest text in binary units that :func:`parse_size` turns back into ``nbytes``."""
-    for name, unit in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    """Shortest text that :func:`parse_size` turns back into ``nbytes``: for values to be copied."""
+    for name, unit in _PRINTED:
         if nbytes >= unit and nbytes * 100 % unit == 0:
-            number = f"{nbytes * 100 // unit / 100:.2f}".rstrip("0").rstrip(".")
-            return f"{number}{name}"
-    return f"{nbytes}B"
+            return _text(nbytes * 100 // unit / 100, 2, name)
+    return f"{nbytes} B"
 
 
 def approximate_size(nbytes: int) -> str:
-    """Text for people, rounded to one decimal of the largest fitting unit."""
-    for name, unit in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    """The same rounded to one decimal of the largest binary unit that fits: for figures."""
+    for name, unit in reversed(_BINARY.items()):
         if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}"
+            return _text(nbytes / unit, 1, name)
     return f"{nbytes} B"
+
+
+def _text(number: float, decimals: int, unit: str) -> str:
+    digits = f"{number:.{decimals}f}"
+    return f"{digits.rstrip('0').rstrip('.')} {unit}"

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows, block_stride
+from vllm_ssdkv.attention.blocks import (
+    BlockLayout,
+    BlockSource,
+    PartialState,
+    Rows,
+    block_stride,
+    head_size_problem,
+)
+from vllm_ssdkv.attention.kernels import select_kernels
 
 CPU = torch.device("cpu")
 
@@ -96,3 +104,25 @@ def test_a_state_must_fit_its_query() -> None:
             state.check(torch.zeros(shape))
     with pytest.raises(ValueError, match="m must be"):
         PartialState(state.m.double(), state.l, state.acc).check(torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("head_size", "served"), [(8, True), (80, True), (256, True), (264, False), (20, False)]
+)
+def test_head_sizes_are_those_of_the_kernels(head_size: int, served: bool) -> None:
+    """What a start refuses, native kernels refuse, and nothing else."""
+    layout = BlockLayout.unpadded(16, 16, 1, head_size, torch.float32)
+    query, blocks = torch.zeros(1, 1, head_size), np.zeros(1, np.int64)
+    source = BlockSource(torch.zeros(layout.block_bytes // 4), blocks, blocks)
+    rows = Rows.build([0], [1], [0], [0], [1])
+
+    def attend() -> None:
+        state = PartialState.empty(1, 1, head_size, CPU)
+        select_kernels(CPU).attend(query, state, rows, source, layout, 1.0)
+
+    assert (head_size_problem(head_size) == "") == served
+    if served:
+        attend()
+        return
+    with pytest.raises(ValueError, match="head_size must be a multiple of 8, at most 256"):
+        attend()

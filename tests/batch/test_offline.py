@@ -95,6 +95,13 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, tail: bytes) -> None
     assert not part.exists()
 
 
+def test_failures_of_an_interrupted_run_count(tmp_path: Path) -> None:
+    """The command's exit code is about the file, not about its last run."""
+    path, output = written(tmp_path, ["a", "b"]), tmp_path / "out.jsonl"
+    assert go(path, output, Model(errors={"a": [400]}), publish=False).failed == 1
+    assert go(path, output, Model()).failed == 1
+
+
 def test_another_input_or_model_begins_anew(tmp_path: Path) -> None:
     path, output = written(tmp_path, ["a", "b"]), tmp_path / "out.jsonl"
     go(path, output, Model(), publish=False)
@@ -160,12 +167,14 @@ def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return progress
 
     monkeypatch.setattr(offline, "run_file", run_file)
-    code, text = command(
-        str(path), str(output), "--model", "m", "--max-model-len", "99", "--enforce-eager", "--json"
-    )
-    assert code == 0, text
-    assert seen == [path, output, "m", ["--max-model-len", "99", "--enforce-eager"]]
-    assert json.loads(text.splitlines()[-1])["failed"] == 1
+    flags = ["--max-model-len", "99", "--enforce-eager"]
+    monkeypatch.chdir(tmp_path)
+    words = ["batch", "run", "in.jsonl", "./out.jsonl", "--model", "m", *flags, "--json"]
+    result = CliRunner().invoke(app, words)
+    assert seen == [path, output, "m", flags]
+    assert json.loads(result.stdout)["failed"] == 1
+    assert result.exit_code == 1, "a request failed"
+    assert f"1 of them with an error, see {output}" in result.stderr
 
 
 def test_batches_of_a_server(url: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.profiling.bench_io import plot
@@ -16,20 +16,18 @@ from vllm_ssdkv.profiling.bench_io.rivals import contender_names
 TINY = ["--quick", "--seconds", "0.01", "--repeats", "1", "--file-size", "8MiB"]
 
 
-def bench(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["bench", "io", *arguments])
-    return done.exit_code, done.output
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "io", *arguments])
 
 
-def test_a_quick_run_measures_everybody(tmp_path: Path) -> None:
+def test_a_quick_run_measures_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    out = tmp_path / "out.json"
-    arguments = [*TINY, "--size", "64KiB", "--depths", "2", "--json", str(out)]
-    code, output = bench(*map(str, directories), *arguments)
-    assert code == 0, output
-    found = json.loads(out.read_text())
+    monkeypatch.chdir(tmp_path)
+    result = bench("a", "./b", *TINY, "--size", "64KiB", "--depths", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert found["schema"] == 1
     assert set(found) == {
         "schema", "date", "machine", "settings", "contenders", "absent", "left_out", "rows",
@@ -39,7 +37,7 @@ def test_a_quick_run_measures_everybody(tmp_path: Path) -> None:
         found["contenders"]
     )
     assert found["left_out"] == []
-    assert str(tmp_path) not in out.read_text()
+    assert str(tmp_path) not in result.stdout
     cases = {(row["op"], row["size"], row["depth"], row["devices"]) for row in found["rows"]}
     assert cases == {(op, 65536, 2, n) for op in ("read", "write") for n in (1, 2)}
     assert len(found["rows"]) == 4 * len(found["contenders"])
@@ -53,20 +51,17 @@ def test_a_quick_run_measures_everybody(tmp_path: Path) -> None:
         assert (row["of_fio"] is None) == ("fio" not in found["contenders"])
         if row["contender"] == "fio":
             assert row["of_fio"] == 1
-    assert "read 64KiB, depth 2, 2 devices" in output
+    assert "read 64 KiB, depth 2, 2 devices" in result.stderr
     assert all(list(directory.iterdir()) == [] for directory in directories)
 
 
 def test_emulated_devices_run_inside_our_engines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "out.json"
     with caplog.at_level(logging.ERROR):
-        code, output = bench(
-            str(tmp_path), *TINY, "--size", "8KiB", "--emulate", "3", "--json", str(out)
-        )
-    assert code == 0, output
-    found = json.loads(out.read_text())
+        result = bench(str(tmp_path), *TINY, "--size", "8KiB", "--emulate", "3", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert found["settings"]["model"]["dilation"] == 47
     assert {row["devices"] for row in found["rows"]} == {1, 2, 3}
     assert all(name.startswith("ssdkv ") for name in found["contenders"])
@@ -74,7 +69,7 @@ def test_emulated_devices_run_inside_our_engines(
     # The model is a limit: nobody is faster than the drive that is emulated.
     assert all(0 < row["of_model"] < 1.05 for row in found["rows"])
     assert not caplog.records
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -82,9 +77,9 @@ def test_emulated_devices_run_inside_our_engines(
     [
         (["{dir}", "{dir}"], ["DIR", "twice"]),
         (["{dir}/missing"], ["DIR", "not a directory"]),
-        (["{dir}", "--size", "5000B"], ["--size", "multiple of 4KiB"]),
-        (["{dir}", "--size", "4"], ["--size", "unit is missing"]),
-        (["{dir}", "--size", "1GiB"], ["--size", "64MiB"]),
+        (["{dir}", "--size", "5000B"], ["--size", "multiple of 4 KiB"]),
+        (["{dir}", "--size", "4"], ["--size", "multiple of 4 KiB"]),
+        (["{dir}", "--size", "1GiB"], ["--size", "64 MiB"]),
         (["{dir}", "--depths", "0"], ["--depths", "1..1024"]),
         (["{dir}", "--depths", "1,x"], ["--depths", "'x'"]),
         (["{dir}", "--ops", "readwrite"], ["--ops", "neither read nor write"]),
@@ -92,16 +87,16 @@ def test_emulated_devices_run_inside_our_engines(
         (["{dir}", "--repeats", "0"], ["--repeats"]),
         (["{dir}", "--seconds", "0"], ["--seconds"]),
         (["{dir}", "--emulate", "65"], ["--emulate"]),
-        (["{dir}", "--file-size", "16MiB", "--size", "16MiB"], ["--file-size", "32MiB"]),
-        (["{dir}", "--json", "{dir}/no/x.json"], ["--json", "not a directory"]),
+        (["{dir}", "--file-size", "16MiB", "--size", "16MiB"], ["--file-size", "32 MiB"]),
+        (["{dir}", "--file-size", "1,5GiB"], ["--file-size", "a comma may begin decimals"]),
         (["{dir}", "--plot", "{dir}/no/x.png"], ["--plot", "not a directory"]),
         ([], ["DIR"]),
     ],
 )  # fmt: skip
 def test_bad_options_are_named(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    code, output = bench(*(text.format(dir=tmp_path) for text in arguments))
-    assert code == 2
-    text = " ".join(output.replace("│", " ").split())
+    result = bench(*(text.format(dir=tmp_path) for text in arguments))
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
     assert [word for word in words if word not in text] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -109,11 +104,11 @@ def test_bad_options_are_named(tmp_path: Path, arguments: list[str], words: list
 def test_a_plot_that_cannot_be_drawn_stops_the_run_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, output = bench(str(tmp_path), "--plot", str(tmp_path / "x.txt"))
-    assert (code, ".svg" in output) == (1, True)
+    result = bench(str(tmp_path), "--plot", str(tmp_path / "x.txt"))
+    assert (result.exit_code, ".svg" in result.stderr) == (1, True)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    code, output = bench(str(tmp_path), "--plot", str(tmp_path / "x.png"))
-    assert (code, "pip install matplotlib" in output) == (1, True)
+    result = bench(str(tmp_path), "--plot", str(tmp_path / "x.png"))
+    assert (result.exit_code, "pip install matplotlib" in result.stderr) == (1, True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.cli import recall_bench
 from vllm_ssdkv.cli.demo_child import PhaseError
@@ -60,18 +60,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return seen
 
 
-def ask(*arguments: str) -> str:
+def ask(*arguments: str) -> Result:
     result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    return result.output
+    return result
 
 
 def test_every_selector_and_budget_is_an_engine(runs: Runs, tmp_path: Path) -> None:
-    file, picture = tmp_path / "a.json", tmp_path / "a.png"
+    picture = tmp_path / "a.png"
     options = ["--contexts", "2048,4096", "--selectors", "bounds,window", "--budgets", "0.25,0.125"]
-    files = ["--json", str(file), "--plot", str(picture)]
-    options += ["--window", "128"]
-    text = ask("accuracy", *options, "--questions", "3,2", "--dir", str(tmp_path), *files)
+    options += ["--window", "128", "--json", "--plot", str(picture)]
+    result = ask("accuracy", *options, "--questions", "3,2", "--dir", str(tmp_path))
+    text = result.stderr
     cases = [(run.selector, run.sparse["budget"]) for run in runs]
     pairs = [(name, share) for name in ("bounds", "window") for share in (0.25, 0.125)]
     assert cases == [("exact", 1.0), *pairs]
@@ -81,9 +81,9 @@ def test_every_selector_and_budget_is_an_engine(runs: Runs, tmp_path: Path) -> N
     # Sparse engines share a store, exact has its own; all are gone.
     assert len({run.stores for run in runs[1:]}) == 1
     assert runs[0].stores != runs[1].stores
-    assert set(tmp_path.iterdir()) == {file, picture}
+    assert set(tmp_path.iterdir()) == {picture}
     assert picture.stat().st_size > 10_000
-    document = json.loads(file.read_text())
+    document = json.loads(result.stdout)
     assert [row["context"] for row in document["rows"]] == [2048, 4096] * 5
     assert document["seconds"] >= 0
     lines = [line.split() for line in text.split("4096 tokens")[1].splitlines()[2:]]
@@ -138,14 +138,14 @@ def test_rows_that_attended_to_everything_are_no_result(runs: Runs, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["accuracy", "--dir", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["accuracy", "--dir", "/no/such/folder"], "/no/such/folder is not a directory"),
         (["accuracy", "--contexts", "12"], "numbers from 1024 to 32768"),
         (["accuracy", "--budgets", "x"], "numbers from 0.001 to 1"),
         (["accuracy", "--selectors", "bounds,best"], f"any of {', '.join(SPARSE)}"),
         (["accuracy", "--channel-group", "5"], "5 does not divide the model's head size, 64"),
         (["accuracy", "--channel-dtype", "int4"], "'int4' is not one of"),
         (["accuracy", "--questions", "4,4"], "as many as --contexts has (5)"),
-        (["accuracy", "--json", "/no/such/place/a.json"], "not a directory"),
+        (["accuracy", "--plot", "/no/such/place/a.png"], "/no/such/place is not a directory"),
     ],
 )
 def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> None:

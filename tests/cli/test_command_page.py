@@ -61,9 +61,25 @@ def test_everything_that_prints_results_prints_json() -> None:
     }
     assert without == {
         *("ssdkv batch show", "ssdkv batch cancel", "ssdkv config schema"),
-        *("ssdkv version", "ssdkv demo-model"),
+        "ssdkv demo-model",
         *("ssdkv dashboard render", "ssdkv docs write", "ssdkv docs check"),
     }
+
+
+def test_json_is_asked_for_in_one_way() -> None:
+    for name, command in leaves(typer.main.get_command(app), "ssdkv").items():
+        for option in command.params:
+            assert "--json" not in option.opts or option.is_flag, name
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_behind_every_command(flag: str) -> None:
+    commands = list(leaves(typer.main.get_command(app), "ssdkv"))
+    groups = {name.rpartition(" ")[0] for name in commands}
+    for name in (*groups, *commands):
+        result = CliRunner().invoke(app, [*name.split()[1:], flag])
+        assert (result.exit_code, result.stderr) == (0, ""), name
+        assert f"Usage: {name}" in result.stdout
 
 
 def complete(words: str) -> set[str]:
@@ -92,7 +108,7 @@ def test_completion_can_be_installed() -> None:
 @pytest.mark.parametrize("module", ["vllm_ssdkv.cli.main"])
 def test_it_runs_as_a_module(module: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", module, "version"],
+        [sys.executable, "-P", "-m", module, "--version"],
         cwd=tmp_path,
         env=dict(os.environ),
         capture_output=True,

@@ -109,11 +109,24 @@ def test_a_path_where_a_list_belongs_is_told_how() -> None:
 
 def test_a_check_as_json() -> None:
     result = run("config", "check", "-", "--json", stdin="{}")
-    assert (result.exit_code, json.loads(result.stdout)) == (0, {"ok": True, "problems": []})
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"ok": True, "problems": [], "warnings": []}
     result = run("config", "check", "-", "--json", stdin='{"devcies": []}')
     found = json.loads(result.stdout)
     assert (result.exit_code, found["ok"]) == (1, False)
     assert found["problems"][1:] == ["  devcies: unknown option; did you mean devices?"]
+
+
+def test_what_is_given_in_vain_is_a_warning() -> None:
+    options = '{"sparse": {"budget": 0.25}}'
+    line = 'sparse.budget has no effect unless mode is "page" and selector "bounds", "sparf", '
+    for command in ("check", "show"):
+        result = run("config", command, "-", stdin=options)
+        assert result.exit_code == 0
+        assert result.stderr.startswith(f"warning: {line}")
+        found = json.loads(run("config", command, "-", "--json", stdin=options).stdout)
+        assert [warning.startswith(line) for warning in found["warnings"]] == [True]
+    assert run("config", "check", "-", stdin=options).stdout == "ok\n"
 
 
 @pytest.mark.parametrize(
@@ -152,8 +165,8 @@ def test_show_prints_every_option_and_where_it_comes_from(tmp_path: Path) -> Non
         if "[]" not in option.path and not option.path.startswith("encryption.")
     }
     assert ["encryption", "null", "default"] in words
-    assert ["DRAM", "of", "a", "single", "worker", "1GiB"] in words
-    assert "1GiB, weight 2" in result.output
+    assert ["DRAM", "of", "a", "single", "worker", "1", "GiB"] in words
+    assert "1 GiB, weight 2" in result.output
 
 
 def test_show_as_json(tmp_path: Path) -> None:
@@ -165,7 +178,7 @@ def test_show_as_json(tmp_path: Path) -> None:
     assert rows["dram_gib"] == (1.0, "given")
     assert rows["io.deadline"] == (10.0, "default")
     assert rows["devices"][0][0]["capacity"] == 1 << 30
-    assert found["on_this_machine"][f"device {tmp_path}"] == "1GiB, weight 1"
+    assert found["on_this_machine"][f"device {tmp_path}"] == "1 GiB, weight 1"
 
 
 def test_the_schema_is_of_what_users_write() -> None:
@@ -208,4 +221,4 @@ def test_show_without_options_prints_the_defaults(
 
 
 def test_version() -> None:
-    assert run("version").output == f"{__version__}\n"
+    assert run("--version").output == f"{__version__}\n"

@@ -78,7 +78,7 @@ def test_the_text_has_every_store_and_file_system(store: FilledStore) -> None:
         str(store.state),
         "some/model",
         f"{len(SLOTS)} of ",
-        "16.0 MiB",
+        "16 MiB",
         "Other files",
         mount,
     ):
@@ -155,14 +155,20 @@ def test_what_does_not_fit_is_said_with_the_way_out(store: FilledStore) -> None:
     result = quota(folder(store), "--capacity", "100000TiB")
     assert result.exit_code == 0, result.output
     assert "are missing for the stores to reach their capacities: make room" in result.stdout
-    assert "give devices[].capacity 100000TiB and restart the engine" in result.stdout
+    assert "give devices[].capacity 100000 TiB and restart the engine" in result.stdout
     full = FileSystemSpace("/mnt", size=100, stores=10, others=80, free=10, growth=30)
     assert (full.short, _advice([full], None)[0].split(" are ")[0]) == (20, "/mnt: 20 B")
     assert _advice([dataclasses.replace(full, growth=10)], None) == []
 
 
 @pytest.mark.parametrize(
-    ("size", "reason"), [("1MiB", "is less than 16MiB"), ("10", "unit is missing"), ("x", "number")]
+    ("size", "reason"),
+    [
+        ("1MiB", "is less than 16 MiB"),
+        ("10", "is less than 16 MiB"),
+        ("x", "not a number"),
+        ("64Gb", "'Gb' may mean bits"),
+    ],
 )
 def test_a_wrong_size_is_refused(size: str, reason: str) -> None:
     result = quota("--capacity", size)

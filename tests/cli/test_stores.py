@@ -77,7 +77,7 @@ def test_a_broken_store_is_named_and_hides_no_other(store: FilledStore, cache: P
 def test_one_store_is_shown(store: FilledStore) -> None:
     result = ssdkv("inspect", store.state)
     assert result.exit_code == 0, result.output
-    for text in ("some/model", f"{len(SLOTS)} of ", "layers 2", "bfloat16", "rank 0: ", "16.0 MiB"):
+    for text in ("some/model", f"{len(SLOTS)} of ", "layers 2", "bfloat16", "rank 0: ", "16 MiB"):
         assert text in result.stdout
     assert "problem" not in result.stdout
     (store.state / COPY).unlink()

@@ -108,8 +108,13 @@ def test_groups_whose_blocks_are_not_alike() -> None:
     class Special(FullAttentionSpec):
         pass
 
-    for other in (replace(SPEC, block_size=32), replace(SPEC, head_size=16), Special(**shape)):
-        with pytest.raises(UnsupportedError, match="--disable-hybrid-kv-cache-manager") as caught:
+    flag = "start with --disable-hybrid-kv-cache-manager"
+    for other, way in (
+        (replace(SPEC, block_size=32), flag),
+        (replace(SPEC, head_size=16), "leave --kv-transfer-config out"),
+        (Special(**shape), "leave --kv-transfer-config out"),
+    ):
+        with pytest.raises(UnsupportedError, match=f": {way}$") as caught:
             attention_spec(several(window, other))
         assert "2 KV cache groups" in str(caught.value)
         assert entry_for(str(caught.value)), "docs/operations.md has its cure"
@@ -146,16 +151,6 @@ def test_layers_with_a_state() -> None:
             attention_spec(several(*specs))
         assert wanted in str(caught.value)
         assert entry_for(str(caught.value)), "docs/operations.md has its cure"
-
-
-def test_layers_with_a_state_in_page_mode(
-    configs: dict[str, VllmConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = copy.deepcopy(configs["page"])
-    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
-    check_engine(SSDKVConfig.from_extra_config({}), config)
-    with pytest.raises(UnsupportedError, match='in place of KV: use mode "reuse"'):
-        check_engine(PAGE, config)
 
 
 def test_attention_that_is_not_causal() -> None:

@@ -102,7 +102,7 @@ def test_a_used_up_budget_is_said_once_a_day(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert rig.paths[1] in lines[0]
-    assert "16MiB" in lines[0]
+    assert "(16 MiB)" in lines[0]
 
 
 def test_shares_are_shown_where_they_are_known(tmp_path: Path) -> None:

@@ -67,6 +67,28 @@ def test_a_device_is_told_from_those_of_the_same_path_elsewhere(name: str) -> No
             assert {"{{instance}}", "{{engine}}"} <= set(re.findall(r"\{\{\w+\}\}", query.legend))
 
 
+def test_limits_are_those_of_the_alerts() -> None:
+    """And no number is red because Grafana thinks that 80 is much."""
+    rules = (GRAFANA / "alerts.yml").read_text()
+    drawn = {
+        panel.title: [limit.value for limit in panel.limits]
+        for name in NAMES
+        for panel in read_board(name).panels
+        if panel.limits
+    }
+    assert drawn["Back-pressure"] == [0.1]
+    assert "write_stall_seconds_total[5m])) > 0.1" in rules
+    assert drawn["Endurance and budget used"] == [0.8, 1]
+    assert "(vllm:ssdkv_wear_used) > 0.8" in rules
+    assert drawn["Out of service"] == drawn["Devices out of service"] == [1]
+    assert "vllm:ssdkv_device_state == 0" in rules
+    for name in NAMES:
+        plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
+        for panel in plain["panels"]:
+            if panel["type"] == "stat":
+                assert panel["fieldConfig"]["defaults"]["thresholds"]["steps"][0]["color"] == "blue"
+
+
 def test_every_metric_of_sparse_attention_and_batches_is_drawn() -> None:
     names = {metric.exposed_name for metric in METRICS if metric.name.startswith("sparse_")}
     names |= {metric.exposed_name for metric in BATCH_METRICS}

@@ -27,5 +27,5 @@ def test_it_measures_both_stores_and_the_cipher(
     assert {"native seal", "native open", "cryptography decrypt"} <= ciphers[8192].keys()
     text = "\n".join(bench.report(ciphers, phases))
     assert "OpenSSL" in text
-    for row in ("8KiB", *bench.PHASES):
+    for row in ("8 KiB", *bench.PHASES):
         assert f"\n| {row} | " in text

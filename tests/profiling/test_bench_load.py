@@ -37,5 +37,5 @@ def test_it_measures_each_size_that_fits(tmp_devices: Callable[[int], list[Path]
         assert row.request_bytes % 4096 == 0
     assert all(not any(device.iterdir()) for device in devices)
     text = bench.table(rows)
-    assert "\n| 128KiB | 4MiB | " in text
+    assert "\n| 128 KiB | 4 MiB | " in text
     assert text.count("\n") == 1 + len(rows)

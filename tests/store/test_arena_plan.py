@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.store.conftest import OPAQUE, SHAPES
-from vllm_ssdkv.errors import ConfigError
-from vllm_ssdkv.sizes import parse_size
-from vllm_ssdkv.store.arena_plan import MIN_FRAMES, ArenaPlan, ChoiceMemory, Runs
+from vllm_ssdkv.errors import ConfigError, DramTooSmallError
+from vllm_ssdkv.sizes import MIB, parse_size
+from vllm_ssdkv.store.arena_plan import MIN_FRAMES, STAGING, ArenaPlan, ChoiceMemory, Runs
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.summaries import ChannelTier, with_summaries
 
@@ -26,10 +26,11 @@ def test_the_plan_uses_what_it_was_given(geometry: SlotGeometry, staging: int, f
     least = ArenaPlan(geometry, 1 << 50, staging).frame_offset + MIN_FRAMES * geometry.slot_bytes
     given_bytes = least + (frames - MIN_FRAMES) * geometry.slot_bytes
     if frames < MIN_FRAMES:
-        with pytest.raises(ConfigError, match=r"at least .* per worker") as caught:
+        with pytest.raises(DramTooSmallError, match=r"at least .* per worker") as caught:
             ArenaPlan(geometry, given_bytes, staging)
         advice = str(caught.value).split("at least ")[1].split(" per worker")[0]
-        assert parse_size(advice) == least
+        assert least <= parse_size(advice) < least + MIB
+        assert caught.value.needed == least
         return
     plan = ArenaPlan(geometry, given_bytes, staging)
     assert plan.frames == frames
@@ -55,6 +56,36 @@ def test_summaries_and_channels_take_what_they_were_given(
     taken = in_dram + (places * geometry.payload_bytes if tier == "hbm" else 0)
     row = taken / plan.summary_rows
     assert given_bytes - row < taken <= given_bytes + PAGE_ALIGN
+
+
+@given(geometry=SHAPES, given_bytes=st.integers(0, 1 << 29), most=st.integers(0, 1 << 30))
+def test_staging_that_is_not_given_follows(
+    geometry: SlotGeometry, given_bytes: int, most: int
+) -> None:
+    """It is never what there is too little DRAM for, and DRAM grows where it may."""
+    least = ArenaPlan(geometry, 1 << 50, 0).frame_offset + MIN_FRAMES * geometry.slot_bytes
+    if max(given_bytes, most) < least:
+        with pytest.raises(DramTooSmallError) as caught:
+            ArenaPlan.of(geometry, given_bytes, None, most_bytes=most)
+        assert "staging" not in str(caught.value)
+        assert caught.value.needed == least
+        return
+    plan = ArenaPlan.of(geometry, given_bytes, None, most_bytes=most)
+    assert plan.nbytes <= max(given_bytes, least)
+    assert plan.staging_bytes <= max(min(STAGING, given_bytes / 4), 4 * geometry.layer_bytes)
+    assert given_bytes < least or plan.nbytes > given_bytes - geometry.slot_bytes
+
+
+@pytest.mark.parametrize(("dram", "staging"), [(4096, 64), (256, 64), (128, 32), (8, 2)])
+def test_staging_takes_a_quarter_up_to_its_most(dram: int, staging: int) -> None:
+    assert ArenaPlan.of(KV, dram * MIB, None).staging_bytes == staging * MIB
+
+
+def test_staging_that_is_given_is_named_where_it_is_used() -> None:
+    with pytest.raises(ConfigError, match=r"\(dram_gib\), or lower io.staging"):
+        ArenaPlan.of(KV, 1 << 20, 1 << 20)
+    with pytest.raises(ConfigError, match=r"per worker \(dram_gib\)$"):
+        ArenaPlan.of(OPAQUE, OPAQUE.slot_bytes, 1 << 20)
 
 
 def test_opaque_slots_need_no_staging() -> None:
@@ -119,8 +150,10 @@ def test_dram_that_is_said_to_be_enough_is_enough(
     choice = ChoiceMemory(16, 5000, page_cache, summaries, "lru", tier, contexts, budget)
     try:
         plan = ArenaPlan(geometry, given_bytes, staging, choice=choice)
-    except ConfigError as error:
-        given_bytes = parse_size(str(error).split("at least ")[1].split(" per worker")[0])
+    except DramTooSmallError as error:
+        said = parse_size(str(error).split("at least ")[1].split(" per worker")[0])
+        given_bytes = error.needed
+        assert given_bytes <= said < given_bytes + MIB
         plan = ArenaPlan(geometry, given_bytes, staging, choice=choice)
     assert plan.frames >= MIN_FRAMES
     assert given_bytes - geometry.slot_bytes < plan.nbytes <= given_bytes

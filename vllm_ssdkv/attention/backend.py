@@ -31,10 +31,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ssdkv.attention import active
+from vllm_ssdkv.attention.blocks import HEAD_SIZE_STEP, MAX_HEAD_SIZE, head_size_problem
 from vllm_ssdkv.attention.exact import RowBatch, attend_exact
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.obstacle import Obstacle
+from vllm_ssdkv.connector.preflight import keeps_dtype, refusal_of_layer
 from vllm_ssdkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -131,15 +134,21 @@ class PagedAttentionImpl(AttentionImpl):
             "KV shared between layers": kv_sharing_target_layer_name,
             **unknown,
         }
+        vllm_config = get_current_vllm_config_or_none()
         found = [name for name, value in refused.items() if _is_given(value)]
         if attn_type != AttentionType.DECODER:
-            found.append(f"{attn_type} attention")
-        if kv_cache_dtype != "auto":
+            # Such a layer has no KV that another request could use.
+            kind = AttentionType(attn_type).value
+            raise Obstacle(
+                f"page mode does not compute {kind} attention, nor does reuse mode store it"
+            ).error()
+        dtype = None if vllm_config is None else vllm_config.model_config.dtype
+        if not keeps_dtype(kv_cache_dtype, dtype):
             found.append(f"--kv-cache-dtype {kv_cache_dtype}")
         if found:
-            raise UnsupportedError(
-                f'page mode does not compute {", ".join(found)}; use mode "reuse"'
-            )
+            raise refusal_of_layer(f"page mode does not compute {', '.join(found)}", vllm_config)
+        if problem := head_size_problem(head_size):
+            raise refusal_of_layer(problem, vllm_config)
         config, reach = page_config(), sliding_window or 0
         if config is not None and reach > config.window_tokens:
             # What a sliding window reaches is in HBM whole, so that such layers read nothing.
@@ -244,11 +253,12 @@ def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
     """The layer's KV cache spec, with only a window in HBM."""
     # Those derived from the two attend in other ways.
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        raise UnsupportedError(
-            f'page mode cannot serve a layer with {type(spec).__name__}; use mode "reuse"'
+        raise refusal_of_layer(
+            f"page mode cannot serve a layer with {type(spec).__name__}",
+            get_current_vllm_config_or_none(),
         )
     if getattr(spec, "non_causal", False):
-        raise UnsupportedError("page mode cannot serve a layer whose attention is not causal")
+        raise Obstacle("neither mode can serve a layer whose attention is not causal").error()
     return TieredAttentionSpec.like(spec, config.window_tokens)
 
 
@@ -332,7 +342,7 @@ class SSDKVCPUBackend(CPUAttentionBackend):
         if page_config() is None:
             stock: list[int] = super().get_supported_head_sizes()
             return stock
-        return list(range(8, 257, 8))
+        return list(range(HEAD_SIZE_STEP, MAX_HEAD_SIZE + 1, HEAD_SIZE_STEP))
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:

@@ -26,6 +26,23 @@ _Number = TypeVar("_Number", bound=np.generic)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Element types that every provider of kernels accepts for queries, keys, values and outputs."""
 
+MAX_HEAD_SIZE = 256
+"""Channels of a head that native kernels have registers for (``kMaxHeadSize``), and Triton's tiles
+shared memory."""
+
+HEAD_SIZE_STEP = 8
+"""Heads are whole vectors."""
+
+
+def head_size_problem(head_size: int) -> str:
+    """Why kernels of page mode have no heads of this size; empty if they have."""
+    if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_STEP == 0:
+        return ""
+    return (
+        f"the model's heads have {head_size} channels, and page mode computes with multiples of "
+        f"{HEAD_SIZE_STEP} up to {MAX_HEAD_SIZE}"
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:

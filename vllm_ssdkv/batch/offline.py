@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm_ssdkv.batch.endpoints import Endpoints
 
 MAX_REQUESTS: Final = 10_000_000
+SHUTDOWN_S: Final = 60
+"""Seconds that the engine has to end, unless vLLM is told otherwise: its own default is none, and
+what waits to be written then is lost to the store."""
 QUEUE: Final = 2
 """Requests that are sent at a time, as a multiple of those that the engine runs at a time: so
 that one is always waiting when another ends."""
@@ -35,7 +38,7 @@ class Progress:
     Attributes:
         requests: All of the input.
         done: Those that have their answer, earlier runs included.
-        failed: Those of this run whose answer is an error.
+        failed: Answers that are an error, earlier runs included.
         usage: Tokens of this run.
         expected_share: Share of the prompts, by text, that the order makes common with the one
             before.
@@ -93,7 +96,8 @@ async def run(
         OSError: a file failed.
     """
     blocks = max(1, found.order.blocks)
-    progress = Progress(len(found.lines), expected_share=found.order.shared_blocks / blocks)
+    share = found.order.shared_blocks / blocks
+    progress = Progress(len(found.lines), failed=partial.failed, expected_share=share)
     answered = partial.answered
     positions = iter(found.order.positions)
 
@@ -141,6 +145,7 @@ async def engine(arguments: Sequence[str]) -> AsyncIterator[Endpoints]:
     from vllm_ssdkv.batch.endpoints import Endpoints
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="ssdkv batch run"))
+    parser.set_defaults(shutdown_timeout=SHUTDOWN_S)
     args = parser.parse_args(["--input-file", "-", "--output-file", "-", *arguments])
     validate_run_batch_args(args)
     async with build_async_engine_client(
@@ -173,7 +178,8 @@ async def run_file(
                 concurrency = QUEUE * endpoints.seats
                 progress = await run(path, found, partial, endpoints, concurrency, tell)
         else:
-            progress = Progress(len(found.lines), done=len(found.lines))
+            done = len(found.lines)
+            progress = Progress(done, done=done, failed=partial.failed)
         names = [parse_request(_read(path, line), None).custom_id for line in found.lines]
         partial.publish(names)
     finally:

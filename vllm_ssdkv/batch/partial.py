@@ -16,8 +16,9 @@ from vllm_ssdkv.sizes import MIB
 from vllm_ssdkv.store.durable import create_temporary, sync_directory
 
 
-class _Named(msgspec.Struct):
+class _Answer(msgspec.Struct):
     custom_id: str
+    error: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class PartialOutput:
@@ -46,6 +47,8 @@ class PartialOutput:
             self._file.close()
             raise BatchError(f"{self._path}: another process writes it") from None
         self._places: dict[str, tuple[int, int]] = {}
+        self.failed = 0
+        """Of the answers found here, those that are an error."""
         self._end = self._find()
         self._file.truncate(self._end)
 
@@ -54,12 +57,13 @@ class PartialOutput:
         with self._path.open("rb", buffering=MIB) as file:
             for line in file:
                 try:
-                    name = msgspec.json.decode(line, type=_Named).custom_id
+                    found = msgspec.json.decode(line, type=_Answer)
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     break
                 if not line.endswith(b"\n"):
                     break
-                self._places[name] = (end, len(line))
+                self._places[found.custom_id] = (end, len(line))
+                self.failed += bytes(found.error) != b"null"
                 end += len(line)
         return end
 

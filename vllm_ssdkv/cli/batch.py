@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -24,6 +25,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.errors import BatchError, SSDKVError
 
 app = typer.Typer(no_args_is_help=True, help="Run batches of requests, and look after them.")
@@ -36,7 +38,6 @@ _Url = Annotated[
 ]
 _Key = Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="The server's key.")]
 _Id = Annotated[str, typer.Argument(metavar="BATCH", help="Its id, as ls shows it.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _URL: Final = "http://127.0.0.1:8000/v1"
 
 
@@ -51,17 +52,28 @@ def run(
     input_file: Annotated[
         Path,
         typer.Argument(
-            metavar="IN", exists=True, dir_okay=False, help="Requests, one JSON object per line."
+            parser=arguments.file_to_read,
+            metavar="IN",
+            help="Requests, one JSON object per line.",
         ),
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; must not exist.")],
-    model: Annotated[str, typer.Option("--model", help="The model, as vLLM takes it.")],
-    as_json: _Json = False,
+    output: Annotated[
+        Path,
+        typer.Argument(
+            parser=arguments.file_to_write, metavar="OUT", help="Answers; must not exist."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option("--model", parser=os.path.expanduser, help="The model, as vLLM takes it."),
+    ],
+    as_json: arguments.Json = False,
 ) -> None:
     """Answer the requests of IN, without a server; all other options go to vLLM.
 
     The formats are those of `vllm run-batch`. Requests that begin alike run together. A run that
-    was interrupted is gone on with by the same command.
+    was interrupted is gone on with by the same command. Exits with 1 when a request failed: its
+    line in OUT says why. vLLM's log goes to the error output.
     """
     from vllm_ssdkv.batch.offline import Progress, run_file
 
@@ -80,27 +92,26 @@ def run(
         bar.update(task, total=progress.requests, completed=progress.done, saved=_saved(progress))
 
     try:
-        with bar:
+        with bar, arguments.output_for_results():
             ended = asyncio.run(run_file(input_file, output, model, context.args, tell))
     except (SSDKVError, OSError) as error:
         raise _fail(error) from None
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "requests": ended.requests,
-                    "failed": ended.failed,
-                    "prompt_tokens": ended.usage.prompt,
-                    "cached_tokens": ended.usage.cached,
-                    "completion_tokens": ended.usage.completion,
-                    "shared_prefix_share": round(ended.expected_share, 4),
-                }
-            )
+        arguments.print_json(
+            {
+                "requests": ended.requests,
+                "failed": ended.failed,
+                "prompt_tokens": ended.usage.prompt,
+                "cached_tokens": ended.usage.cached,
+                "completion_tokens": ended.usage.completion,
+                "shared_prefix_share": round(ended.expected_share, 4),
+            }
         )
     else:
         typer.echo(f"{ended.requests} requests answered; {_saved(ended) or 'nothing was left'}")
-        if ended.failed:
-            typer.echo(f"{ended.failed} of this run with an error, see {output}", err=True)
+    if ended.failed:
+        typer.echo(f"{ended.failed} of them with an error, see {output}", err=True)
+        raise typer.Exit(FAILED)
 
 
 def _saved(progress: Any) -> str:  # noqa: ANN401 - offline.Progress, imported when needed
@@ -155,14 +166,14 @@ def _when(seconds: int | None) -> str:
 
 
 @app.command("ls")
-def list_batches(url: _Url = _URL, key: _Key = "", as_json: _Json = False) -> None:
+def list_batches(url: _Url = _URL, key: _Key = "", as_json: arguments.Json = False) -> None:
     """List the newest 100 batches of a server."""
     try:
         found = _call(url, key, "/batches?limit=100")["data"]
     except BatchError as error:
         raise _fail(error) from None
     if as_json:
-        typer.echo(json.dumps(found))
+        arguments.print_json(found)
         return
     table = Table(
         "Batch", "Status", "Answered", "Failed", "Of", "Created", box=None, pad_edge=False
@@ -192,6 +203,6 @@ def cancel(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
 
 def _print(url: str, key: str, path: str, method: str) -> None:
     try:
-        typer.echo(json.dumps(_call(url, key, path, method), indent=2))
+        arguments.print_json(_call(url, key, path, method))
     except BatchError as error:
         raise _fail(error) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
@@ -11,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
 import typer
 from rich.console import Console
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import KIB, MIB, format_size, parse_size
+from vllm_ssdkv.sizes import GIB, KIB, MIB, format_size, parse_size
 
 # The bench needs the native module. It is imported by those who run it, so that `ssdkv doctor` can
 # say that the module is missing.
@@ -43,10 +42,10 @@ def _list(option: str, text: str, one: Callable[[str], _Value]) -> tuple[_Value,
         _refuse(option, f"{text!r}: {error}")
 
 
-def _size(text: str) -> int:
+def _io_size(text: str) -> int:
     nbytes = parse_size(text)
     if not 4096 <= nbytes <= _MAX_SIZE or nbytes % 4096:
-        raise ValueError(f"{text} is not a multiple of 4KiB up to {format_size(_MAX_SIZE)}")
+        raise ValueError(f"{text} is not a multiple of 4 KiB up to {format_size(_MAX_SIZE)}")
     return nbytes
 
 
@@ -74,46 +73,45 @@ def _contender(text: str) -> str:
 
 
 def _directories(paths: Sequence[Path]) -> tuple[Path, ...]:
-    real = [path.expanduser().absolute() for path in paths]
-    for path in real:
-        if not path.is_dir():
-            _refuse("DIR", f"{path} is not a directory; name one on each SSD")
-        if not os.access(path, os.W_OK | os.X_OK):
-            _refuse("DIR", f"{path} cannot be written; chown it, or name another")
-    if len({path.resolve() for path in real}) != len(real):
+    if len({path.resolve() for path in paths}) != len(paths):
         _refuse("DIR", "a directory is named twice; name one on each SSD")
-    return tuple(real)
+    return tuple(paths)
 
 
-def _region(text: str, largest: int) -> int:
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        _refuse("--file-size", f"{text!r}: {error}")
+def _region(nbytes: int, largest: int) -> int:
     region = nbytes // 2 // _REGION_STEP * _REGION_STEP
     if region < max(_REGION_STEP, largest):
         least = 2 * max(_REGION_STEP, -(-largest // _REGION_STEP) * _REGION_STEP)
-        _refuse("--file-size", f"{text} is too small for these I/O sizes: {format_size(least)}")
+        text = f"{format_size(nbytes)} is too small for these I/O sizes: {format_size(least)}"
+        _refuse("--file-size", text)
     return region
 
 
-def wide_console() -> Console:
+def wide_console(*, stderr: bool = False) -> Console:
     """Prints tables of 112 columns: a narrow terminal breaks their lines, and shows them whole."""
-    console = Console()
+    console = Console(stderr=stderr)
     console.width = max(_WIDTH, console.width)
     return console
 
 
-def require_writable(option: str, path: Path | None) -> None:
-    """Refuse, before anything is measured, a file that could not be written afterwards."""
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        _refuse(option, f"{path.parent} is not a directory that can be written")
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        parser=arguments.file_to_write,
+        metavar="FILE",
+        help="Draw the figures: .png, .svg or .pdf.",
+    ),
+]
 
 
 @app.command()
 def io(
     directory: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="A directory on each SSD.")
+        list[Path],
+        typer.Argument(
+            parser=arguments.directory_to_write, metavar="DIR...", help="A directory on each SSD."
+        ),
     ],
     size: Annotated[
         str | None, typer.Option(help="I/O sizes, e.g. 4KiB,1MiB; 4KiB to 4MiB if not given.")
@@ -128,7 +126,12 @@ def io(
         float | None, typer.Option(min=0.01, max=60, help="Of each run; 1 if not given.")
     ] = None,
     file_size: Annotated[
-        str | None, typer.Option(help="Of the test file on each SSD; 1GiB if not given.")
+        int | None,
+        typer.Option(
+            parser=arguments.size,
+            metavar="SIZE",
+            help="Of the test file on each SSD; 1GiB if not given.",
+        ),
     ] = None,
     only: Annotated[
         str | None, typer.Option(help="Who takes part, e.g. 'fio,ssdkv threads'.")
@@ -141,12 +144,8 @@ def io(
             help="Emulate so many SSDs inside our engines, with files in the directories.",
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw curves into this .png, .svg or .pdf.")
-    ] = None,
+    as_json: arguments.Json = False,
+    plot_file: PlotOption = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two sizes, one depth, 64 MiB, 0.2 s a run.")
     ] = False,
@@ -163,12 +162,10 @@ def io(
 
     directories = _directories(directory)
     default_sizes = (8 * KIB, MIB) if quick else SIZES
-    sizes = default_sizes if size is None else _list("--size", size, _size)
+    sizes = default_sizes if size is None else _list("--size", size, _io_size)
     default_depths = (16,) if quick else DEPTHS
     everybody = tuple(contender_names())
-    region = _region(file_size or ("64MiB" if quick else "1GiB"), max(sizes))
-    require_writable("--json", json_file)
-    require_writable("--plot", plot_file)
+    region = _region(file_size or (64 * MIB if quick else GIB), max(sizes))
     settings = Settings(
         directories=directories,
         devices=emulate or len(directories),
@@ -181,20 +178,20 @@ def io(
         contenders=everybody if only is None else _list("--only", only, _contender),
         model=None if emulate is None else GEN4,
     )
-    console = Console()
+    console = Console(stderr=as_json)
     try:
         if plot_file is not None:
             require_plot(plot_file)
         found = run_bench(settings, console)
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if as_json:
+            arguments.print_json(found)
         if plot_file is not None:
             plot(found["rows"], plot_file)
     except BenchError as error:
         typer.echo(f"ssdkv bench io: {error}", err=True)
         raise typer.Exit(1) from error
     for case in found["left_out"]:
-        typer.echo(f"left out, its buffers would not fit: {case}")
+        typer.echo(f"left out, its buffers would not fit: {case}", err=as_json)
     failed = failures(found["rows"])
     for line in failed:
         typer.echo(f"failed: {line}", err=True)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ssdkv.cli import recall
+from vllm_ssdkv.cli import arguments, recall
 from vllm_ssdkv.cli.accuracy_plot import as_fraction, plot
-from vllm_ssdkv.cli.bench import require_writable
+from vllm_ssdkv.cli.bench import PlotOption
 from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall_bench import (
     SPARSE,
     WINDOW,
     DirectoryOption,
-    JsonOption,
     RecallStores,
     ReuseOption,
     Row,
@@ -31,7 +29,6 @@ from vllm_ssdkv.cli.recall_bench import (
     numbers,
     recall_plan,
     require_choices,
-    write_json,
 )
 from vllm_ssdkv.cli.recall_run import STAGING, Batch
 from vllm_ssdkv.errors import BenchError
@@ -75,10 +72,8 @@ def accuracy(
     quick: Annotated[
         bool, typer.Option("--quick", help="4 questions at 2048 and 4096 tokens, budget 1/8.")
     ] = False,
-    json_file: JsonOption = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the figures: .png, .svg or .pdf.")
-    ] = None,
+    as_json: arguments.Json = False,
+    plot_file: PlotOption = None,
 ) -> None:
     """Ask the recall model questions with each selector and budget: how many answers are right.
 
@@ -99,8 +94,6 @@ def accuracy(
             f"{channel_group} does not divide the model's head size, {recall.HEAD_SIZE}",
             param_hint="--channel-group",
         )
-    require_writable("--json", json_file)
-    require_writable("--plot", plot_file)
     # Channels and sums take nine 16ths of the KV that they stand for, and nobody may go without.
     most = max(batch.context * batch.count * len(batch.tasks) for batch in batches)
     summaries = MIB + most * bytes_per_token() * 5 // 8
@@ -139,7 +132,8 @@ def accuracy(
             "load_before": load,
             "rows": rows,
         }
-        write_json(json_file, document)
+        if as_json:
+            arguments.print_json(document)
         if plot_file is not None:
             plot(rows, plot_file)
     except BenchError as error:
@@ -148,7 +142,9 @@ def accuracy(
     finally:
         stores.remove()
     for length in sorted({int(row["context"]) for row in rows}):
-        Console().print(_table(length, [row for row in rows if row["context"] == length]))
+        Console(stderr=as_json).print(
+            _table(length, [row for row in rows if row["context"] == length])
+        )
 
 
 def _batches(lengths: str, questions: str) -> list[Batch]:

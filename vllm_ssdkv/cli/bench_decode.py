@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -18,26 +17,24 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ssdkv.attention.clock import PARTS
-from vllm_ssdkv.cli.bench import require_writable, wide_console
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.bench import PlotOption, wide_console
 from vllm_ssdkv.cli.decode_plot import plot
 from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall import MAX_CONTEXT
 from vllm_ssdkv.cli.recall_bench import (
     WINDOW,
     DirectoryOption,
-    JsonOption,
     RecallStores,
     ReuseOption,
     Row,
     SelectorsOption,
     SimilarityOption,
     WindowOption,
-    byte_size,
     names,
     numbers,
     recall_plan,
     require_choices,
-    write_json,
 )
 from vllm_ssdkv.cli.recall_run import BLOCK_TOKENS, STAGING, Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
@@ -66,7 +63,15 @@ def decode(
         float, typer.Option(min=0, max=4, help="DRAM, as a share of the contexts' KV.")
     ] = 0.2,
     devices: Annotated[int, typer.Option(min=1, max=16, help="Emulated devices.")] = 4,
-    bandwidth: Annotated[str, typer.Option(help="Of each device, per second.")] = "16MiB",
+    bandwidth: Annotated[
+        int,
+        typer.Option(
+            parser=arguments.size,
+            metavar="SIZE",
+            show_default="16MiB",
+            help="Of each device, per second.",
+        ),
+    ] = 16 * MIB,
     iops: Annotated[float, typer.Option(min=1, help="Of each device.")] = 2500,
     latency: Annotated[float, typer.Option(min=0, max=1, help="Of each, in seconds.")] = 0.0005,
     repeats: Annotated[
@@ -95,10 +100,8 @@ def decode(
             help="Tell Python's share of a step, and --json its time by function; slows it down.",
         ),
     ] = False,
-    json_file: JsonOption = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the figures: .png, .svg or .pdf.")
-    ] = None,
+    as_json: arguments.Json = False,
+    plot_file: PlotOption = None,
 ) -> None:
     """Decode from contexts on slow emulated devices: tokens per second, bytes, where time goes.
 
@@ -117,10 +120,8 @@ def decode(
 
     lengths = [int(n) for n in numbers("--contexts", contexts, _MIN_CONTEXT, MAX_CONTEXT)]
     sizes, chosen = [int(n) for n in numbers("--batch", batch, 1, 64)], names(selectors)
-    require_writable("--json", json_file)
-    require_writable("--plot", plot_file)
     rule: dict[str, object] = {
-        "bandwidth": byte_size("--bandwidth", bandwidth),
+        "bandwidth": bandwidth,
         "iops": iops,
         "latency": latency,
     }
@@ -152,7 +153,8 @@ def decode(
                         turns[-1].append({"selector": name, **_figures(found, machine)})
                 rows += _medians(turns)
         document = {**machine, "rows": rows}
-        write_json(json_file, document)
+        if as_json:
+            arguments.print_json(document)
         if plot_file is not None:
             plot(document, plot_file)
     except BenchError as error:
@@ -160,12 +162,12 @@ def decode(
         raise typer.Exit(1) from error
     finally:
         stores.remove()
-    wide_console().print(_table(rows))
+    wide_console(stderr=as_json).print(_table(rows))
     for name in chosen:
-        typer.echo(_advice(rows, name))
+        typer.echo(_advice(rows, name), err=as_json)
     if profile:
         for line in _python(rows):
-            typer.echo(line)
+            typer.echo(line, err=as_json)
 
 
 def _medians(turns: list[list[Row]]) -> list[Row]:

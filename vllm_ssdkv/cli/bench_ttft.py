@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ssdkv.cli.bench import require_writable, wide_console
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.bench import wide_console
 from vllm_ssdkv.cli.recall import MODEL_DIR
-from vllm_ssdkv.cli.recall_bench import byte_size
 from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.sizes import MIB
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -61,9 +61,8 @@ def ttft(
         list[Path] | None,
         typer.Option(
             "--dir",
-            exists=True,
-            file_okay=False,
-            writable=True,
+            parser=arguments.directory_to_write,
+            metavar="DIR",
             help="Where to make the store, may be repeated for several drives; default: the "
             "working directory.",
         ),
@@ -71,15 +70,23 @@ def ttft(
     model: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, exists=True, help="A model directory; default: the demo's model."
+            parser=arguments.directory,
+            metavar="DIR",
+            help="A model directory; default: the demo's model.",
         ),
     ] = None,
-    bandwidth: Annotated[str, typer.Option(help="Of the slowed drive, per second.")] = "2MiB",
+    bandwidth: Annotated[
+        int,
+        typer.Option(
+            parser=arguments.size,
+            metavar="SIZE",
+            show_default="2MiB",
+            help="Of the slowed drive, per second.",
+        ),
+    ] = 2 * MIB,
     latency: Annotated[float, typer.Option(min=0, max=1, help="Of it, in seconds.")] = 0.02,
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Prompts of each length.")] = 5,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Measure the time to first token of hits on SSD and in DRAM, on real vLLM in mode reuse.
 
@@ -93,25 +100,23 @@ def ttft(
     """
     from vllm_ssdkv.profiling.bench_ttft import run_bench
 
-    slow: dict[str, float] = {"bandwidth": byte_size("--bandwidth", bandwidth), "latency": latency}
-    require_writable("--json", json_file)
-    parents = [path.expanduser().absolute() for path in directory or [Path.cwd()]]
+    slow: dict[str, float] = {"bandwidth": bandwidth, "latency": latency}
     console = Console(stderr=True)
     folders: list[tempfile.TemporaryDirectory[str]] = []
     try:
-        for parent in parents:
+        for parent in directory or [Path.cwd()]:
             folders.append(tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=parent))
         places = [Path(folder.name) for folder in folders]
         with console.status("starting") as status:
             rows = run_bench(model or MODEL_DIR, places, slow, repeats, status.update)
-        if json_file is not None:
-            json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if as_json:
+            arguments.print_json(rows)
     except (BenchError, OSError) as error:
         typer.echo(f"ssdkv bench ttft: {error}", err=True)
         raise typer.Exit(1) from error
     finally:
         for folder in folders:
             folder.cleanup()
-    table, console = _table(rows), wide_console()
+    table, console = _table(rows), wide_console(stderr=as_json)
     console.width = max(console.width, console.measure(table).maximum)
     console.print(table)

@@ -11,7 +11,7 @@ from vllm_ssdkv.sizes import MIB, approximate_size
 
 THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LOW_MEMORY: Final = 640 * MIB
-"""Below this a tenth of the memory cannot hold the default ``io.staging``."""
+"""Below this a tenth of the memory, which the DRAM tier takes by default, holds few blocks."""
 
 
 def memory() -> Finding:
@@ -19,7 +19,7 @@ def memory() -> Finding:
     available = available_memory()
     text = f"{approximate_size(available)} available"
     if available < _LOW_MEMORY:
-        return warn("memory", text, "free some, or set dram_gib and a smaller io.staging")
+        return warn("memory", text, "free some, or set dram_gib")
     return ok("memory", text)
 
 

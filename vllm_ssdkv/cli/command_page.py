@@ -13,9 +13,15 @@ from vllm_ssdkv.cli.pages import NOTICE, table
 _INTRO: Final = """\
 # Commands
 
+`ssdkv --version` prints the version, `-h` or `--help` behind any command explains it.
 `ssdkv --install-completion` installs completion for your shell, `--show-completion` prints it.
-Exit codes: 0 for success, 1 for failure, 2 for wrong arguments, unless the command says otherwise.
-What a command prints for people goes to the output, why it failed to the error output.
+Exit codes: 0 for success, 1 for failure, also of a single request, 2 for wrong arguments, unless
+the command says otherwise. What a command prints for people goes to the output, why it failed to
+the error output. With `--json` the output is one JSON document and nothing else; progress, tables
+and logs go to the error output.
+
+Paths may be relative, and begin with `~`. Sizes are bytes, or have a unit: `KiB`, `MiB`, `GiB`,
+`TiB` and `K`, `M`, `G`, `T` are powers of 1024, `KB`, `MB`, `GB`, `TB` powers of 1000.
 """
 
 
@@ -41,7 +47,8 @@ def _arguments(command: Any) -> Iterator[tuple[str, str, str]]:  # noqa: ANN401 
         name = ", ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else ""
         place = "" if flag else parameter.metavar or (parameter.name.upper())
         shown = f"`{f'{name} {place}'.strip()}`"
-        default = parameter.default
+        shown_default = getattr(parameter, "show_default", None)
+        default = shown_default if isinstance(shown_default, str) else parameter.default
         if parameter.required:
             text = "required"
         else:

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.option_effects import without_effect
 from vllm_ssdkv.sizes import format_size
 
 app = typer.Typer(no_args_is_help=True, help="Check options, show what is in force, or the schema.")
@@ -45,9 +47,10 @@ def read_options(text: str) -> dict[str, object]:
 
 def _load(file: str) -> dict[str, object]:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        path = Path(file).expanduser()
+        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
         return read_options(text)
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
@@ -95,26 +98,35 @@ _File = Annotated[
 ]
 
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
 @app.command()
-def check(file: _File, as_json: _Json = False) -> None:
+def check(file: _File, as_json: arguments.Json = False) -> None:
     """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong.
 
-    Drives and key files are not looked at: `ssdkv doctor --device` does that for drives.
+    An option that has no effect is a warning, which says what would give it one. Drives and key
+    files are not looked at: `ssdkv doctor --device` does that for drives.
     """
-    problem = ""
+    problem, warnings = "", list[str]()
     try:
-        SSDKVConfig.from_extra_config(_load(file))
+        warnings = _warnings(SSDKVConfig.from_extra_config(_load(file)))
     except ConfigError as error:
         problem = str(error)
     if as_json:
-        typer.echo(json.dumps({"ok": not problem, "problems": problem.splitlines()}))
+        found = {"ok": not problem, "problems": problem.splitlines(), "warnings": warnings}
+        arguments.print_json(found)
     else:
+        _warn(warnings)
         typer.echo(problem or "ok", err=bool(problem))
     if problem:
         raise typer.Exit(1)
+
+
+def _warnings(config: SSDKVConfig) -> list[str]:
+    return [str(vain) for vain in without_effect(config)]
+
+
+def _warn(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo(f"warning: {line}", err=True)
 
 
 @app.command()
@@ -123,7 +135,7 @@ def show(
         str | None,
         typer.Argument(metavar="[FILE]", help="As for check; without it, the defaults."),
     ] = None,
-    as_json: _Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Print every option with the value in force, and what it comes to on this machine."""
     try:
@@ -133,10 +145,14 @@ def show(
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    rows = _rows(config, given)
+    rows, warnings = _rows(config, given), _warnings(config)
     if as_json:
-        content = {"options": [row._asdict() for row in rows], "on_this_machine": dict(here)}
-        typer.echo(json.dumps(content, indent=2))
+        content = {
+            "options": [row._asdict() for row in rows],
+            "on_this_machine": dict(here),
+            "warnings": warnings,
+        }
+        arguments.print_json(content)
         return
     console = Console()
     options = Table("Option", "Value", "From", box=None, pad_edge=False)
@@ -149,9 +165,10 @@ def show(
     for name, value in here:
         machine.add_row(Text(name, overflow="fold"), Text(value))
     console.print(machine)
+    _warn(warnings)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the options, for editors and other programs."""
-    typer.echo(json.dumps(SSDKVConfig.model_json_schema(), indent=2))
+    arguments.print_json(SSDKVConfig.model_json_schema())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_ssdkv.cli import demo_stores, recall
+from vllm_ssdkv.cli import arguments, demo_stores, recall
 from vllm_ssdkv.cli.demo_child import Event, PhaseError, run_phase, tail
 from vllm_ssdkv.cli.demo_plan import (
     BLOCK_TOKENS,
@@ -47,9 +46,6 @@ def _capacity(context: int, capacity: int | None) -> int:
 
 
 def _stores(directories: list[Path]) -> tuple[Path, ...]:
-    for path in directories:
-        if not path.is_dir():
-            raise typer.BadParameter(f"{path} is no directory", param_hint="--dir")
     try:
         stores = demo_stores.places(directories)
     except OSError as error:
@@ -141,6 +137,8 @@ def demo(
         list[Path] | None,
         typer.Option(
             "--dir",
+            parser=arguments.directory,
+            metavar="DIR",
             help="Directory on an SSD, may be repeated; the demo makes a folder of its own in it. "
             "Default: two folders in ~/.cache/ssdkv-demo.",
         ),
@@ -160,9 +158,7 @@ def demo(
             help="KV cache of vLLM, in tokens. Default, and largest: a quarter of the context."
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to FILE.")
-    ] = None,
+    as_json: arguments.Json = False,
     keep: Annotated[
         bool,
         typer.Option(help="Use the stores of an earlier demo, and leave them when done."),
@@ -175,12 +171,10 @@ def demo(
     a GPU, vLLM's CPU build. Exits with 1 when a phase fails, when any token differs from stock
     vLLM, or when a stored context is not found again after the restart.
     """
-    console = Console()
+    console = Console(stderr=as_json)
     if importlib.util.find_spec("vllm") is None:
         console.print("vLLM is not installed in this environment", style="bold red")
         raise typer.Exit(1)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{json_file.parent} is no directory", param_hint="--json")
     started = time.monotonic()
     capacity = _capacity(context, kv_capacity)
     stores = _stores(directories or [])
@@ -197,8 +191,8 @@ def demo(
         console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     seconds = time.monotonic() - started
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.figures(seconds), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        arguments.print_json(report.figures(seconds))
     console.print(f"{seconds:.0f} s in all", style="dim")
     _conclude(report, console)
 

@@ -8,13 +8,19 @@ from typing import Annotated
 
 import typer
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.command_page import commands_page
 from vllm_ssdkv.cli.pages import metrics_page, options_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
 
 _Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder of the pages, docs/ of the repository.")
+    Path,
+    typer.Argument(
+        parser=arguments.place,
+        metavar="DIR",
+        help="Folder of the pages, docs/ of the repository.",
+    ),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ssdkv.cli import check_devices, check_gds, check_host, check_io_uring, check_software
+from vllm_ssdkv.cli import (
+    arguments,
+    check_devices,
+    check_gds,
+    check_host,
+    check_io_uring,
+    check_software,
+)
 from vllm_ssdkv.cli.findings import Finding, Level
 from vllm_ssdkv.host import default_root
 
@@ -59,18 +65,22 @@ def render(findings: list[Finding], console: Console) -> None:
 def doctor(
     device: Annotated[
         list[Path] | None,
-        typer.Option(help="Directory or raw block device to check; may be repeated."),
+        typer.Option(
+            parser=arguments.place,
+            metavar="PATH",
+            help="Directory or raw block device to check; may be repeated.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Check versions, plugin, native modules, this machine and its SSDs.
 
     Each SSD is measured with a file of at most 64 MiB that is removed. Exits with 1 when anything
     fails.
     """
-    findings = examine([path.expanduser().absolute() for path in device or []])
+    findings = examine(device or [])
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        arguments.print_json([dataclasses.asdict(finding) for finding in findings])
     else:
         render(findings, Console())
     if any(finding.level is Level.FAIL for finding in findings):

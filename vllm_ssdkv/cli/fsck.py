@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.errors import SSDKVError
 from vllm_ssdkv.sizes import approximate_size
 from vllm_ssdkv.store.fsck import examined
@@ -95,6 +95,7 @@ def fsck(
     directories: Annotated[
         list[Path] | None,
         typer.Argument(
+            parser=arguments.place,
             metavar="DIR...",
             help="The store's devices in the order of the option devices; or its state directory "
             "alone, when they are where they were.",
@@ -102,15 +103,16 @@ def fsck(
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory of store.json, when it is on none of the devices."),
+        typer.Option(
+            parser=arguments.place,
+            metavar="DIR",
+            help="Directory of store.json, when it is on none of the devices.",
+        ),
     ] = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Drop what is wrong; good data is never touched.")
     ] = False,
-    json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is the output."),
-    ] = None,
+    json_wanted: arguments.Json = False,
 ) -> None:
     """Check a store that no engine uses: its files, and every page of every stored block.
 
@@ -120,17 +122,13 @@ def fsck(
     the store cannot be checked.
     """
     messages = Console(stderr=True)
-    here = [path.expanduser().absolute() for path in directories or []]
-    state = None if state_dir is None else state_dir.expanduser().absolute()
     try:
-        report = check(here, state, messages, repair=repair)
-        if json_file not in (None, "-"):
-            Path(str(json_file)).write_text(as_json(report, repair=repair) + "\n", encoding="utf-8")
+        report = check(directories or [], state_dir, messages, repair=repair)
     except (SSDKVError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(CANNOT_CHECK) from None
-    if json_file == "-":
-        sys.stdout.write(as_json(report, repair=repair) + "\n")
+    if json_wanted:
+        typer.echo(as_json(report, repair=repair))
     else:
         render(report, Console(), repair=repair)
     if not report.clean:

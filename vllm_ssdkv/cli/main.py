@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
@@ -22,7 +23,9 @@ from vllm_ssdkv.cli.top import top
 app = typer.Typer(
     name="ssdkv",
     no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="KV cache of vLLM on SSDs: see it work, check and measure machines, options and stores.",
 )
 app.command()(demo)
@@ -44,10 +47,25 @@ app.add_typer(dashboard.app, name="dashboard")
 app.add_typer(docs.app, name="docs")
 
 
-@app.command()
-def version() -> None:
-    """Print the version of vllm-ssdkv."""
-    typer.echo(__version__)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version of vllm-ssdkv.",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -29,9 +29,17 @@ vllm serve MODEL --kv-transfer-config '{
 ```
 
 No option is required. An unknown option, a value of the wrong type and options that contradict each
-other are errors at start; `ssdkv config check FILE` tells them without starting anything, and
-`ssdkv config show FILE` prints what is in force. Sizes are integers (bytes) or texts with a unit:
-`KiB`, `MiB`, `GiB`, `TiB` are powers of 1024, `KB`, `MB`, `GB`, `TB` powers of 1000.
+other are errors at start, told by vLLM's first process; options that have no effect are warnings.
+`ssdkv config check FILE` tells both without starting anything, and `ssdkv config show FILE` prints
+what is in force.
+
+Sizes are bytes, or texts with a unit: `KiB`, `MiB`, `GiB`, `TiB` and `K`, `M`, `G`, `T` are powers
+of 1024, `KB`, `MB`, `GB`, `TB` powers of 1000, in either case of letter (`64GiB`, `64 GB`, `64g`).
+What has two meanings is refused (`64Gb`, `1,5GiB`). Of a value behind a dotted flag, such as
+`--kv-transfer-config.kv_connector_extra_config.io.scrub_rate 64m`, vLLM itself makes a number: `m`
+is a power of 1000 there, and `M` one of 1024. Write `64MiB`.
+
+Paths may be relative to the directory that vLLM is started in, and begin with `~`.
 
 `a.b` is field `b` of the object `a`; `a[]` is an entry of the list `a`.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,25 +13,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.space import FileSystemSpace, StoreSpace, filesystems, store_space
 from vllm_ssdkv.cli.stores import look_at_all
 from vllm_ssdkv.config import MIN_CAPACITY
-from vllm_ssdkv.sizes import approximate_size, format_size, parse_size
+from vllm_ssdkv.sizes import approximate_size, format_size
 
 FAILED: Final = 1
 _BAD: Final = "bold red"
 
 
-def _capacity(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: {error}", param_hint="--capacity") from None
+def _capacity(text: str | int) -> int:
+    nbytes = arguments.size(text)
     if nbytes < MIN_CAPACITY:
-        least = format_size(MIN_CAPACITY)
-        raise typer.BadParameter(f"{text} is less than {least}", param_hint="--capacity")
+        raise typer.BadParameter(f"{text} is less than {format_size(MIN_CAPACITY)}")
     return nbytes
 
 
@@ -92,15 +86,21 @@ def _advice(found: Sequence[FileSystemSpace], capacity: int | None) -> list[str]
 def quota(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR...", help="Where to look; default: the cache directory."),
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Show what this size of each device would mean, e.g. 200GiB."
+        typer.Argument(
+            parser=arguments.place,
+            metavar="DIR...",
+            help="Where to look; default: the cache directory.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            parser=_capacity,
+            metavar="SIZE",
+            help="Show what this size of each device would mean, e.g. 200GiB.",
+        ),
+    ] = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Show the room that stores have and take, and what else is on their file systems.
 
@@ -108,8 +108,7 @@ def quota(
     option of the engine, devices[].capacity, and is applied at its next start. Exits with 1 when a
     store cannot be read; the others are shown.
     """
-    wanted = _capacity(capacity)
-    stores, broken = look_at_all(directories, partial(store_space, capacity=wanted))
+    stores, broken = look_at_all(directories, partial(store_space, capacity=capacity))
     try:
         found = filesystems(stores)
     except OSError as error:
@@ -120,13 +119,13 @@ def quota(
             "stores": [dataclasses.asdict(store) for store in stores],
             "filesystems": [dataclasses.asdict(place) for place in found],
         }
-        typer.echo(json.dumps(content, indent=2))
+        arguments.print_json(content)
     elif stores:
         console = Console()
         console.print(_stores(stores))
         console.print()
         console.print(_filesystems(found))
-        for line in _advice(found, wanted):
+        for line in _advice(found, capacity):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     else:
         typer.echo("no stores")

@@ -6,7 +6,6 @@ them, so that the prompts are computed once for each kind.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -17,12 +16,13 @@ from typing import Annotated, Any, Final, get_args
 import typer
 from rich.console import Console
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.demo_child import PhaseError, environment, run_process, tail
 from vllm_ssdkv.cli.kv_size import bytes_per_token
 from vllm_ssdkv.cli.recall_run import Batch, RecallRun
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import MIB, parse_size
+from vllm_ssdkv.sizes import MIB
 
 SPARSE: Final = tuple(
     name for name in get_args(SSDKVConfig.model_fields["selector"].annotation) if name != "exact"
@@ -38,9 +38,8 @@ DirectoryOption = Annotated[
     Path | None,
     typer.Option(
         "--dir",
-        exists=True,
-        file_okay=False,
-        writable=True,
+        parser=arguments.directory_to_write,
+        metavar="DIR",
         help="Where to make the stores, on one disk; the system's, if missing.",
     ),
 ]
@@ -56,7 +55,6 @@ SimilarityOption = Annotated[
     float,
     typer.Option("--reuse-similarity", min=0, max=1, help="Below which a query chooses at once."),
 ]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 
 
 def numbers(option: str, text: str, low: float, high: float) -> list[float]:
@@ -72,18 +70,6 @@ def numbers(option: str, text: str, low: float, high: float) -> list[float]:
     if not found or not all(low <= value <= high for value in found):
         raise typer.BadParameter(f"{text!r}: numbers from {low:g} to {high:g}", param_hint=option)
     return found
-
-
-def byte_size(option: str, text: str) -> int:
-    """Bytes.
-
-    Raises:
-        BadParameter: the text is no size.
-    """
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
 
 
 def names(text: str) -> list[str]:
@@ -174,9 +160,3 @@ def recall_plan(
         sparse=sparse,
         throttle=tuple(throttle),
     )
-
-
-def write_json(path: Path | None, document: Row) -> None:
-    """Write the figures, if the option asks for it."""
-    if path is not None:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.errors import SSDKVError, StoreError
 from vllm_ssdkv.host import default_root
 from vllm_ssdkv.sizes import approximate_size
@@ -34,6 +34,7 @@ Seen = TypeVar("Seen")
 _Directories = Annotated[
     list[Path] | None,
     typer.Argument(
+        parser=arguments.place,
         metavar="DIR...",
         help="The store's devices in the order of the option devices; or its state directory "
         "alone, when they are where they were.",
@@ -41,9 +42,13 @@ _Directories = Annotated[
 ]
 _StateDir = Annotated[
     Path | None,
-    typer.Option("--state-dir", help="Directory of store.json, when it is on no device."),
+    typer.Option(
+        "--state-dir",
+        parser=arguments.place,
+        metavar="DIR",
+        help="Directory of store.json, when it is on no device.",
+    ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextlib.contextmanager
@@ -53,14 +58,6 @@ def _errors() -> Iterator[None]:
     except (SSDKVError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from None
-
-
-def _absolute(paths: Sequence[Path] | None) -> list[Path]:
-    return [path.expanduser().absolute() for path in paths or []]
-
-
-def _state(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().absolute()
 
 
 def _when(seconds: int) -> str:
@@ -89,7 +86,7 @@ def look_at_all(
         Of each store that could be looked at; and a line of text for each of the others.
     """
     found: list[Seen] = []
-    named = _absolute(directories)
+    named = list(directories or [])
     broken = [f"{path} does not exist: is it mounted?" for path in named if not path.exists()]
     states = {s: None for d in named or [default_root()] for s in stores_below(d)}
     for state in states:
@@ -103,9 +100,13 @@ def look_at_all(
 def list_stores(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR...", help="Where to look; default: the cache directory."),
+        typer.Argument(
+            parser=arguments.place,
+            metavar="DIR...",
+            help="Where to look; default: the cache directory.",
+        ),
     ] = None,
-    as_json: _Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """List the stores in the cache directory, or in DIR, and two folders below.
 
@@ -113,7 +114,7 @@ def list_stores(
     """
     found, broken = look_at_all(directories, summarize)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(store) for store in found], indent=2))
+        arguments.print_json([dataclasses.asdict(store) for store in found])
     else:
         table = _table("Store", "Model", "Mode", "Blocks", "On disk", "Last opened")
         for store in found:
@@ -134,13 +135,13 @@ def list_stores(
 
 
 def inspect(
-    directories: _Directories = None, state_dir: _StateDir = None, as_json: _Json = False
+    directories: _Directories = None, state_dir: _StateDir = None, as_json: arguments.Json = False
 ) -> None:
     """Show one store: geometry, devices, sizes, what the journal holds. Changes nothing."""
     with _errors():
-        details = inspect_store(find_store(_absolute(directories), _state(state_dir)))
+        details = inspect_store(find_store(directories or [], state_dir))
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(details), indent=2))
+        arguments.print_json(dataclasses.asdict(details))
     else:
         _show(details, Console())
 
@@ -194,7 +195,7 @@ def remove(
             help="Remove data files whose store was removed while their drive was away.",
         ),
     ] = False,
-    as_json: _Json = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
 
@@ -202,7 +203,7 @@ def remove(
     what is on that one is removed with --left-over when it is back.
     """
     with _errors():
-        removal = plan_removal(_absolute(directories), _state(state_dir), left_over=left_over)
+        removal = plan_removal(directories or [], state_dir, left_over=left_over)
         if not (removal.files or removal.raw):
             raise StoreError("nothing of a store is there")
         if not yes:
@@ -222,7 +223,7 @@ def remove(
             "missing": [str(path) for path in removal.missing],
             "bytes": removal.nbytes,
         }
-        typer.echo(json.dumps(content, indent=2))
+        arguments.print_json(content)
     else:
         typer.echo(f"removed, {approximate_size(removal.nbytes)} are free again")
     if removal.missing:

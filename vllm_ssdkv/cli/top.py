@@ -207,7 +207,8 @@ def top(
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="One sample, after one interval.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per line and interval.")
+        bool,
+        typer.Option("--json", help="Print one JSON object per line and interval, nothing else."),
     ] = False,
 ) -> None:
     """Watch a running server: requests, hits, tiers, and each SSD. Ctrl-C ends it.

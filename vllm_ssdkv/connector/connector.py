@@ -64,6 +64,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: SSDKVWorker | None = None
         self._ended: SSDKVMetadata | None = None
         if role is KVConnectorRole.SCHEDULER:
+            startup.tell_what_has_no_effect(self.config)
             self._scheduler = startup.open_scheduler(self.config, vllm_config, kv_cache_config)
         else:
             self._worker = startup.open_worker(self.config, vllm_config, kv_cache_config)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -28,6 +29,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US, Obstacle
+from vllm_ssdkv.connector.preflight import refusal_of_layer
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
@@ -94,12 +97,12 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                 first.page_size_bytes,
             )
             if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec) or not alike:
-                raise UnsupportedError(
+                raise Obstacle(
                     f"the model has {len(specs)} KV cache groups ({_kinds(specs)}); of several "
                     "SSDKVConnector serves full and sliding-window attention and layers with a "
-                    "state whose blocks are alike. Start with --disable-hybrid-kv-cache-manager, "
-                    "if all layers are attention"
-                )
+                    "state whose blocks are alike",
+                    _one_group(specs),
+                ).error()
     return first
 
 
@@ -109,7 +112,7 @@ def _check_states(specs: Sequence[AttentionSpec | MambaSpec]) -> None:
     if recurrent and not any(isinstance(spec, FullAttentionSpec) for spec in specs):
         raise UnsupportedError(
             f"the model's KV cache is {_kinds(specs)}; SSDKVConnector serves layers with a state "
-            "(Mamba, linear attention) only beside layers that attend to everything"
+            f"(Mamba, linear attention) only beside layers that attend to everything: {WITHOUT_US}"
         )
     if any(spec.mamba_cache_mode != "align" for spec in recurrent):
         raise UnsupportedError(
@@ -136,21 +139,32 @@ def _group_spec(spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
         if any(
             one != spec if paged else one.page_size_bytes != spec.page_size_bytes for one in specs
         ):
-            raise UnsupportedError(
+            alike = len({one.page_size_bytes for one in specs}) == 1
+            raise Obstacle(
                 "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
-                "layers are alike"
-            )
+                "layers are alike",
+                (REUSE,) if alike else (),
+            ).error()
     if getattr(spec, "non_causal", False):
-        raise UnsupportedError(
+        raise Obstacle(
             "the model's attention is not causal: KV of a prefix depends on what follows it, and "
             "cannot be used again"
-        )
+        ).error()
     if not isinstance(spec, AttentionSpec | MambaSpec):
-        raise UnsupportedError(
+        raise Obstacle(
             f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV "
             "and states"
-        )
+        ).error()
     return spec
+
+
+def _one_group(specs: Sequence[AttentionSpec | MambaSpec]) -> tuple[str, ...]:
+    """The way out for attention layers of one size: vLLM then keeps all of their blocks alike."""
+    kinds = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    sizes = {spec.page_size_bytes // spec.block_size for spec in specs}
+    if all(type(spec) in kinds for spec in specs) and len(sizes) == 1:
+        return ("start with --disable-hybrid-kv-cache-manager",)
+    return ()
 
 
 def kv_layout(
@@ -167,9 +181,10 @@ def kv_layout(
     names = max(layers, key=len)
     if config.mode == "page":
         if spec.head_size_v != spec.head_size:
-            raise UnsupportedError(
+            raise refusal_of_layer(
                 f"the model's heads have {spec.head_size} channels of K and {spec.head_size_v} of "
-                'V; page mode serves as many of each: use mode "reuse"'
+                "V; page mode serves as many of each",
+                vllm_config,
             )
         if spec.block_size % config.page_tokens:
             raise UnsupportedError(

@@ -7,6 +7,7 @@ their KV at a position depends on the tokens after it, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.obstacle import REUSE, Obstacle
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,7 +66,7 @@ class Speculation:
         return max(0, min(computed, known) - self.not_final)
 
 
-def problems_of_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[str]:
+def obstacles_to_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
     """What keeps these drafts from page mode, each with its way out.
 
     One walk over the context serves all drafts of a step. What is stored lags behind what is
@@ -73,24 +75,23 @@ def problems_of_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> list[
     """
     drafts = vllm_config.speculative_config
     if drafts is None:
-        return []
-    problems = []
+        return
     if drafts.method != "ngram":
-        problems.append(
-            f'drafts by {drafts.method} are not served in page mode: use the method "ngram", or '
-            'mode "reuse"'
+        yield Obstacle(
+            f"drafts by {drafts.method} are not served in page mode",
+            ('use the method "ngram"', REUSE),
         )
     if config.selector != "exact":
-        problems.append(
-            f"selector {config.selector!r} chooses for a token at a time: start without "
-            '--speculative-config, or use selector "exact"'
+        yield Obstacle(
+            f"selector {config.selector!r} chooses for a token at a time",
+            ("start without --speculative-config", 'use selector "exact"'),
         )
     if config.window_tokens < vllm_config.num_speculative_tokens + 1:
-        problems.append(
+        yield Obstacle(
             f"hbm_window_tokens ({config.window_tokens}) is less than the tokens of a step with "
-            f"{vllm_config.num_speculative_tokens} drafts: raise it"
+            f"{vllm_config.num_speculative_tokens} drafts",
+            ("raise it",),
         )
-    return problems
 
 
 NO_SPECULATION = Speculation()

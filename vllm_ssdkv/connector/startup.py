@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 
 from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.amx import request_amx
 from vllm_ssdkv.connector.block_comparison import element_type
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
@@ -34,8 +36,11 @@ from vllm_ssdkv.connector.worker import SSDKVWorker
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.option_effects import without_effect
+from vllm_ssdkv.plugin import BATCH_PLUGIN
+from vllm_ssdkv.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.layout import round_up
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Placement
@@ -75,6 +80,13 @@ def _identify(
     return _Identity(layout, identity, place)
 
 
+def tell_what_has_no_effect(config: SSDKVConfig) -> None:
+    """Warn of each option that was given in vain; one process of an engine does it."""
+    plugins = os.environ.get("VLLM_PLUGINS", "").split(",")
+    for vain in without_effect(config, batch_api=BATCH_PLUGIN in plugins):
+        logger.warning("option %s has no effect unless %s", vain.option, vain.condition)
+
+
 def open_worker(
     config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> SSDKVWorker:
@@ -89,6 +101,8 @@ def open_worker(
     _check_backend(config, vllm_config, kv_cache_config)
     rank = int(get_tensor_model_parallel_rank())
     counters = found.place.counters
+    if vllm_config.device_config.device_type == "cpu":
+        request_amx(counters)
     contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
     opened = open_rank(found.place, rank, counters, contexts)
     counters.start_at_zero(opened.files.health.paths)
@@ -184,7 +198,7 @@ def open_scheduler(
                 f"the store is suspended and has no room for a request beside what it keeps: "
                 f"{suspension.way_out}"
             )
-        needed = found.place.capacity_for(longest)
+        needed = round_up(found.place.capacity_for(longest), MIB)
         raise ConfigError(
             f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "
             f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
@@ -242,7 +256,7 @@ def _summary(config: SSDKVConfig, found: _Identity, opened: OpenStore, contexts:
     window = f", window {config.window_tokens} tokens in HBM" if config.mode == "page" else ""
     lines = [
         f"mode {config.mode}, selector {config.selector}{window}, blocks of "
-        f"{layout.block_tokens} tokens in {format_size(layout.geometry.slot_bytes)} per rank, "
+        f"{layout.block_tokens} tokens in {approximate_size(layout.geometry.slot_bytes)} per rank, "
         f"{layout.tp_size} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
         *opened.describe(),
     ]

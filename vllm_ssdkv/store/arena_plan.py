@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import ConfigError
-from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.errors import DramTooSmallError
+from vllm_ssdkv.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.files import GROUP
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.loader import HEADERS
@@ -20,6 +20,12 @@ from vllm_ssdkv.store.summaries import ChannelTier, row_bytes
 from vllm_ssdkv.store.writer import IN_FLIGHT
 
 MIN_FRAMES: Final = 8
+
+STAGING: Final = 64 * MIB
+"""Where nothing else is given and DRAM allows it."""
+
+STAGING_SHARE: Final = 1 / 4
+"""Of the DRAM of a worker, staging takes no more than so much by itself."""
 
 MIN_PLACES: Final = 16
 """Least single pages that DRAM holds: what does not fit into half of them at once is fetched in
@@ -158,8 +164,60 @@ class ArenaPlan:
     those of the single pages and of the summaries that may serve as frames; a choice takes
     ``chosen_places`` single pages per slot of its context.
 
-    Raises ConfigError when the DRAM given is too small for the slot size.
+    Raises DramTooSmallError when the DRAM given is too small for the slot size.
     """
+
+    @classmethod
+    def of(
+        cls,
+        geometry: SlotGeometry,
+        dram_bytes: int,
+        staging_bytes: int | None,
+        *,
+        most_bytes: int = 0,
+        scrub: bool = False,
+        choice: ChoiceMemory | None = None,
+    ) -> ArenaPlan:
+        """The plan for sizes of which some were not given, and follow from the others.
+
+        Args:
+            geometry: Of the slots.
+            dram_bytes: Of this rank.
+            staging_bytes: None: as much as goes well with the DRAM.
+            most_bytes: DRAM that may be taken where ``dram_bytes`` is too little.
+            scrub, choice: As for the plan.
+
+        Raises:
+            DramTooSmallError: names ``io.staging`` only where its size was given.
+        """
+        try:
+            return cls._divided(geometry, dram_bytes, staging_bytes, scrub, choice)
+        except DramTooSmallError as error:
+            if error.needed > most_bytes:
+                raise
+            return cls._divided(geometry, error.needed, staging_bytes, scrub, choice)
+
+    @classmethod
+    def _divided(
+        cls,
+        geometry: SlotGeometry,
+        dram_bytes: int,
+        staging_bytes: int | None,
+        scrub: bool,
+        choice: ChoiceMemory | None,
+    ) -> ArenaPlan:
+        if staging_bytes is not None:
+            try:
+                return cls(geometry, dram_bytes, staging_bytes, scrub=scrub, choice=choice)
+            except DramTooSmallError as error:
+                used = geometry.kind == "paged" or geometry.encrypted
+                cure = ", or lower io.staging" if used else ""
+                raise DramTooSmallError(f"{error}{cure}", error.needed) from None
+        wanted = min(STAGING, int(STAGING_SHARE * dram_bytes))
+        try:
+            return cls(geometry, dram_bytes, wanted, scrub=scrub, choice=choice)
+        except DramTooSmallError:
+            return cls(geometry, dram_bytes, 0, scrub=scrub, choice=choice)
 
     def __init__(
         self,
@@ -221,10 +279,11 @@ class ArenaPlan:
         self.frames = (dram_bytes - self.frame_offset) // geometry.frame_bytes
         if self.frames < MIN_FRAMES:
             needed = self.frame_offset + MIN_FRAMES * geometry.frame_bytes
-            raise ConfigError(
-                f"dram_gib gives each worker {format_size(dram_bytes)}, which holds "
-                f"{max(0, self.frames)} blocks of {format_size(geometry.frame_bytes)}; give at "
-                f"least {format_size(needed)} per worker (dram_gib), or lower io.staging"
+            raise DramTooSmallError(
+                f"dram_gib gives each worker {approximate_size(dram_bytes)}, which holds "
+                f"{max(0, self.frames)} blocks of {approximate_size(geometry.frame_bytes)}; give "
+                f"at least {format_size(round_up(needed, MIB))} per worker (dram_gib)",
+                needed,
             )
         self.nbytes = self.frame_offset + self.frames * geometry.frame_bytes
 

@@ -491,10 +491,11 @@ def open_rank(
             contexts,
             sparse.budget,
         )
-    plan = ArenaPlan(
+    plan = ArenaPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
+        most_bytes=place.config.most_dram_bytes(place.tp_size),
         scrub=place.config.io.scrub_rate is not None,
         choice=choice,
     )

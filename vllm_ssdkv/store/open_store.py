@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.sizes import approximate_size
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.arena_plan import ArenaPlan
 from vllm_ssdkv.store.cipher import libcrypto_version
@@ -29,16 +29,17 @@ class OpenStore:
         """Lines of the start-up summary."""
         slot = self.files.geometry.slot_bytes
         lines = [
-            f"SSD  {device.path.parent}: up to {format_size(capacity)}"
+            f"SSD  {device.path.parent}: up to {approximate_size(capacity)}"
             f"{'' if device.direct else ', page cache in use (no O_DIRECT)'}"
             f"{'' if device.preallocated else ', not preallocated'}"
             for device, capacity in zip(self.devices, self.capacities, strict=True)
         ]
+        staging = self.plan.staging_bytes
         return [
-            f"DRAM {format_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks, "
-            f"{format_size(self.plan.staging_bytes)} staging{self._choice()}",
+            f"DRAM {approximate_size(self.plan.nbytes)} per rank: {self.plan.frames} blocks"
+            f"{f', {approximate_size(staging)} staging' if staging else ''}{self._choice()}",
             *lines,
-            f"store {self.files.placement.slots} blocks of {format_size(slot)} per rank"
+            f"store {self.files.placement.slots} blocks of {approximate_size(slot)} per rank"
             f"{', each of them twice' if self.files.placement.most_copies > 1 else ''}, engine "
             f"{self.files.engine.name}",
             f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
