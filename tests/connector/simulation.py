@@ -471,6 +471,12 @@ class Simulation:
             self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
             self._decoding.discard(name)
             self.mixed.discard(name)
+        for name in output.num_scheduled_tokens:
+            goes_back = starts[name] < len(self.tokens[name]) - 1
+            if name in self._decoding and goes_back and not self.scheduler.num_spec_tokens:
+                # What it had sampled was dropped: a block before was invalid.
+                self.tokens[name] = list(self.scheduler.requests[name].all_token_ids)
+                self._decoding.discard(name)
         rows = {row.request_id: row for row in plan.rows}
         spoiled: list[set[int]] = [set() for _ in self.ranks]
         sampled: list[list[int]] = []

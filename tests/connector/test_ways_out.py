@@ -55,6 +55,7 @@ class Case:
         layer: What a layer of the model is built with, or the specs of its KV cache.
         connector: Whether the engine has ours.
         text: Of the model's own configuration.
+        environment: Variables of the process.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Case:
     layer: Callable[[SSDKVConfig], None] | None = None
     connector: bool = True
     text: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def changed(self, way: str) -> Case:
         changes = dict(self.ways[way])
@@ -215,6 +217,34 @@ CASES = {
         {"raise it": {"options": {**PAGE, "hbm_window_tokens": 64}}},
         options={**PAGE, "hbm_window_tokens": 32},
         drafts=("ngram", 40),
+    ),
+    "drafts-ahead": Case(
+        "llama",
+        "page mode has to know how many drafts were right before the next step is planned",
+        {
+            "start with --no-async-scheduling": {
+                "settings": {"scheduler_config__async_scheduling": False}
+            },
+            REUSE: TO_REUSE,
+        },
+        settings={"scheduler_config__async_scheduling": True},
+        drafts=("ngram", 3),
+    ),
+    "hash-seeds": Case(
+        "llama",
+        "--prefix-caching-hash-algo xxhash has another seed in each process",
+        {
+            "use sha256": {"settings": {"cache_config__prefix_caching_hash_algo": "sha256"}},
+            "set the environment variable PYTHONHASHSEED": {"environment": {"PYTHONHASHSEED": "1"}},
+        },
+        settings={"cache_config__prefix_caching_hash_algo": "xxhash"},
+    ),
+    "encoder-only": Case(
+        "llama",
+        "the model attends to all tokens of an input, and keeps no KV",
+        NO_WAY,
+        options={},
+        settings={"model_config__attn_type": "encoder_only"},
     ),
     "latent": Case("deepseek", "the model uses MLA", REUSE_ALONE),
     "images": Case(
@@ -473,6 +503,9 @@ def start(case: Case, models: Callable[[str], Path], monkeypatch: pytest.MonkeyP
     """
     if not case.connector:
         return
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name, value in case.environment.items():
+        monkeypatch.setenv(name, value)
     vllm_config = configuration(models(case.kind), **case.arguments)
     for name, value in case.text.items():
         setattr(vllm_config.model_config.hf_text_config, name, value)

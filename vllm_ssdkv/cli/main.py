@@ -17,6 +17,7 @@ from vllm_ssdkv.cli.demo import demo, demo_model
 from vllm_ssdkv.cli.doctor import doctor
 from vllm_ssdkv.cli.fsck import fsck
 from vllm_ssdkv.cli.quota import quota
+from vllm_ssdkv.cli.resume import resume
 from vllm_ssdkv.cli.stores import inspect, list_stores, remove
 from vllm_ssdkv.cli.top import top
 
@@ -36,6 +37,7 @@ app.command("ls")(list_stores)
 app.command()(inspect)
 app.command()(fsck)
 app.command("rm")(remove)
+app.command()(resume)
 app.command()(quota)
 app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)

@@ -158,7 +158,12 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """HBM is allocated."""
+        """HBM is allocated, the model is loaded.
+
+        Raises:
+            UnsupportedError: the cache cannot be stored, or failed loads would end requests.
+        """
+        startup.check_failure_policy(self._vllm_config)
         self.worker.register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import ConfigError
-from vllm_ssdkv.plugin import CONNECTOR
+from vllm_ssdkv.plugin import CONNECTOR, RECOMPUTE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,6 +82,9 @@ def check_configuration(vllm_config: VllmConfig) -> None:
         if transfer.kv_connector == CONNECTOR:  # a child has a configuration of its own
             check_engine(config, vllm_config, complete=False)
         options.update(config.with_absolute_paths(options))
+        if transfer.kv_connector == _MULTI:
+            # It hands its children copies, so the connector cannot set this where it is read.
+            transfer.kv_load_failure_policy = RECOMPUTE
 
 
 def check_command_line(arguments: Sequence[str]) -> None:

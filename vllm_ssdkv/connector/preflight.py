@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,13 @@ def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
     ):
         if size > 1:
             yield Obstacle(f"{flag} must be 1", ("leave it out",))
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None:
+        yield Obstacle(
+            f"--prefix-caching-hash-algo {algorithm} has another seed in each process: nothing "
+            "would be found after a restart",
+            ("use sha256", "set the environment variable PYTHONHASHSEED"),
+        )
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         yield Obstacle("blocks are stored and loaded by one engine", ('set kv_role to "kv_both"',))
 
@@ -116,6 +124,8 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
     """Models that reuse mode does not serve, as far as their configuration tells: the KV cache
     itself, which ``model.attention_spec`` looks at, is known much later."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.attn_type == "encoder_only":
+        yield Obstacle("the model attends to all tokens of an input, and keeps no KV")
     if model.is_encoder_decoder:
         yield Obstacle("the model has an encoder beside its decoder, whose KV belongs to one input")
     if model.is_attention_free:

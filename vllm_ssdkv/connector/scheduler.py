@@ -82,10 +82,14 @@ class SSDKVScheduler:
         suspension: Suspension,
         name_key: bytes = b"",
         speculation: Speculation = NO_SPECULATION,
+        *,
+        reuses: bool = True,
     ):
-        """``name_key``: :meth:`StorePlace.name_key`."""
+        """``name_key``: :meth:`StorePlace.name_key`. ``reuses``: whether requests may begin with
+        stored blocks; there are models that need all tokens of a request in one step."""
         self._config = config
         self._paged = config.mode == "page"
+        self._reuses = reuses
         self._index = index
         self._restriper = restriper
         self._shares = DeviceShares(restriper, device_paths)
@@ -197,6 +201,7 @@ class SSDKVScheduler:
             return 0
         if (
             self._suspension
+            or not self._reuses
             or self._failed_loads.given_up(request.request_id)
             or request.skip_reading_prefix_cache
         ):
@@ -446,7 +451,7 @@ class SSDKVScheduler:
         identity = self._identity_to_store(request)
         hashes = request.block_hashes[max(first, state.hit) : end]
         self._hbm_identities.holds(hashes, identity)
-        if not identity or self._suspension:
+        if not (identity and self._reuses) or self._suspension:
             return
         keys = self._keys.to_store(request, end, first)
         if not request.num_preemptions:

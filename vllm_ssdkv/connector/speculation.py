@@ -71,7 +71,7 @@ def obstacles_to_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iter
 
     One walk over the context serves all drafts of a step. What is stored lags behind what is
     computed by the drafts of a step, so a window has to hold these. The scheduler has to know where
-    a step begins: with n-grams from the CPU vLLM never schedules ahead.
+    a step begins: with n-grams from the CPU vLLM 0.32 never schedules ahead, later versions do.
     """
     drafts = vllm_config.speculative_config
     if drafts is None:
@@ -80,6 +80,11 @@ def obstacles_to_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iter
         yield Obstacle(
             f"drafts by {drafts.method} are not served in page mode",
             ('use the method "ngram"', REUSE),
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        yield Obstacle(
+            "page mode has to know how many drafts were right before the next step is planned",
+            ("start with --no-async-scheduling", REUSE),
         )
     if config.selector != "exact":
         yield Obstacle(

@@ -37,7 +37,7 @@ from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.option_effects import without_effect
-from vllm_ssdkv.plugin import BATCH_PLUGIN
+from vllm_ssdkv.plugin import BATCH_PLUGIN, RECOMPUTE
 from vllm_ssdkv.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import round_up
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
-
-RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +185,7 @@ def open_scheduler(
         suspension,
         found.place.name_key(),
         Speculation.of(vllm_config, found.layout.block_tokens),
+        reuses=_reuses(vllm_config),
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
@@ -206,6 +205,35 @@ def open_scheduler(
             "--max-model-len"
         )
     return scheduler
+
+
+def _reuses(vllm_config: VllmConfig) -> bool:
+    """Whether requests may begin with stored blocks: not where vLLM has turned its own prefix
+    caching off for the model, as for a pooler that needs all tokens in one step."""
+    model = vllm_config.model_config
+    if model.is_prefix_caching_supported or vllm_config.cache_config.enable_prefix_caching:
+        return True
+    logger.warning(
+        "ssdkv: vLLM finds no prefixes of this model again, as its pooler needs all tokens of a "
+        "request in one step: nothing is found in the store"
+    )
+    return False
+
+
+def check_failure_policy(vllm_config: VllmConfig) -> None:
+    """Of a MultiConnector's child: raise UnsupportedError unless the parent has failed loads
+    computed again. It gives its children copies of its configuration, so nothing can be set here.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    parent = get_kv_transfer_group()._kv_transfer_config
+    ours = vllm_config.kv_transfer_config
+    if parent is not ours and parent.kv_load_failure_policy != RECOMPUTE:
+        raise UnsupportedError(
+            f"{parent.kv_connector} ends requests whose load failed: add "
+            f'"kv_load_failure_policy": "{RECOMPUTE}" to --kv-transfer-config, beside '
+            '"kv_connector"'
+        )
 
 
 def _write_policy(

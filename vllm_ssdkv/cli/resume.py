@@ -1,0 +1,53 @@
+"""``ssdkv resume``: takes a suspended store back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.store.stored import find_store
+from vllm_ssdkv.store.suspended import resume as resume_store
+
+
+def resume(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            parser=arguments.place,
+            metavar="DIR...",
+            help="The store's devices in the order of the option devices; or its state directory "
+            "alone, when they are where they were.",
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--state-dir",
+            parser=arguments.place,
+            metavar="DIR",
+            help="Directory of store.json, when it is on no device.",
+        ),
+    ] = None,
+    as_json: arguments.Json = False,
+) -> None:
+    """Take back a store that was suspended because a verified hit differed: nothing was deleted.
+
+    The next engine finds its blocks again. Do this when you know why the hit differed, and that the
+    store is right: after a setting was put back, say. Exits with 1 while an engine runs on it.
+    """
+    try:
+        found = resume_store(find_store(directories or [], state_dir))
+    except (SSDKVError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        arguments.print_json(dataclasses.asdict(found))
+    elif found.reason:
+        typer.echo(f"store {found.store} is in use again; it was suspended because {found.reason}")
+    else:
+        typer.echo(f"store {found.store} was not suspended")

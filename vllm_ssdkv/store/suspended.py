@@ -1,0 +1,49 @@
+"""Taking a suspended store back, while no engine runs on it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.store.file_lock import require_unlocked
+from vllm_ssdkv.store.manifest import Manifest, locked
+from vllm_ssdkv.store.stored import StoredStore
+
+WAIT_S = 2.0
+"""How long an engine that is ending may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A store that is in use again.
+
+    Attributes:
+        store: Its UUID.
+        reason: Why it was suspended; empty: it was not.
+    """
+
+    store: str
+    reason: str
+
+
+def resume(store: StoredStore) -> Resumed:
+    """Have the store found in again from the next start on. Blocks on I/O.
+
+    Raises:
+        StoreLockedError: an engine runs on it.
+        StoreError: its manifest cannot be read or saved.
+    """
+    files = [store.journal, *store.manifest.data_files()]
+    require_unlocked(files, time.monotonic() + WAIT_S)
+    with locked(store.state):
+        manifest = Manifest.load(store.state)
+        if manifest is None:
+            raise StoreError(f"{store.state}: store.json was removed meanwhile")
+        reason = manifest.suspended or ""
+        if reason:
+            manifest.suspended = msgspec.UNSET
+            manifest.save(store.state)
+    return Resumed(manifest.store, reason)
