@@ -152,7 +152,7 @@ class SSDKVScheduler:
         self._invalid: list[int] = []
         self._verifier = HitVerifier(
             config.verify_hits,
-            choice.chunk_tokens // block_tokens,
+            max(1, choice.chunk_tokens // block_tokens),
             index,
             self._unpin,
             counters,
