@@ -210,9 +210,19 @@ METRICS: Final[tuple[Metric, ...]] = (
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
     counter(
+        "journal_rebuilds",
+        "journals",
+        "Journals that were lost or damaged at start, and made anew from the headers of slots.",
+    ),
+    counter(
         "manifest_restores",
         "files",
-        "Manifests that were damaged and restored, from their copy or from superblocks.",
+        "Manifests that were damaged or lost, and restored from a copy or from superblocks.",
+    ),
+    counter(
+        "manifest_copy_errors",
+        "errors",
+        "Times that the copy of the manifest on a device could not be written.",
     ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),

@@ -6,8 +6,9 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,8 @@ class FilledStore:
     ranks: int = RANKS
     encrypted: bool = False
     replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    """That go before those here. ``state_dir`` None: it is on the first device."""
 
     @property
     def geometry(self) -> SlotGeometry:
@@ -77,6 +80,7 @@ class FilledStore:
                 "io": {"staging": "4MiB"},
                 "encryption": {"key_command": ["echo", KEY]} if self.encrypted else None,
             }
+            | self.options
         )
         return StorePlace(config, self.geometry, MODEL, self.ranks, model="some/model")
 

@@ -562,7 +562,7 @@ class SSDKVScheduler:
         are those on disk again. Requests that run keep what they hold; vLLM preempts them before
         it asks for this. False when a request's load of old blocks is under way.
         """
-        self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        self._restriper.forget_stored()
         self._trim = self._index.free_slots()
         if not self._forgetful:
             logger.warning(

@@ -12,7 +12,7 @@ from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.data_file import read_copies
 from vllm_ssdkv.store.file_lock import is_locked
 from vllm_ssdkv.store.manifest import has_manifest
-from vllm_ssdkv.store.removal import files_of_store
+from vllm_ssdkv.store.owner import files_named_alike
 from vllm_ssdkv.store.stored import (
     StoredJournal,
     StoredStore,
@@ -141,7 +141,7 @@ def _look_at_journal(store: StoredStore) -> tuple[StoredJournal, bool]:
 
 def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> StoreSummary:
     manifest = store.manifest
-    files = {file for place in (*store.paths, store.state) for file in files_of_store(place)}
+    files = {file for place in (*store.paths, store.state) for file in files_named_alike(place)}
     return StoreSummary(
         state_dir=str(store.state),
         store=manifest.store,
@@ -168,7 +168,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
     manifest, geometry = store.manifest, store.manifest.geometry
     return StoreDetails(
         summary=_summary(store, journal, in_use=in_use),
-        problem="; ".join(text for text in (store.damage, journal.damage) if text),
+        problem="; ".join(text for text in (*store.damage, journal.damage) if text),
         geometry={
             "kind": geometry.kind,
             "layers": geometry.layers,

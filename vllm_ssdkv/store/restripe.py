@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.index import SlotIndex, Usage
+from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS, SlotIndex, Usage
 from vllm_ssdkv.store.layout import I64
 from vllm_ssdkv.store.moving_room import MovingRoom
 from vllm_ssdkv.store.placement import Placement, Segment
@@ -229,6 +229,18 @@ class Restriper:
         """Whether slots are about to come back."""
         return bool(self._successors)
 
+    def forget_stored(self) -> None:
+        """The cache was reset: drop everything. Nothing that is stored now, nor in this opening of
+        the store from now on, may be found by the headers of slots either. Never blocks; the
+        manifest hears of it soon."""
+        self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        since = (self._index.opening + 1) << EPOCH_COUNTER_BITS
+        self._successors = {
+            first: replace(segment, since=since) for first, segment in self._successors.items()
+        }
+        self.placement.change([replace(s, since=since) for s in self.placement.segments])
+        self._saver.put(self._wanted())
+
     def take_segments(self) -> tuple[Segment, ...] | None:
         """The segments, if they have changed since the last call: the workers must hear of it
         before they hear of slots that are allocated from now on."""
@@ -422,7 +434,9 @@ class Restriper:
         new = restriped(placement.geometry, segment, striping, placement.devices)
         first, numbers = self._numbers(segment, new.slots)
         slots = min(new.slots, numbers)
-        return replace(new, first=first, numbers=slots, slots=slots)
+        # What headers there say was given up just now.
+        since = max(segment.since, self._index.next_epoch)
+        return replace(new, first=first, numbers=slots, slots=slots, since=since)
 
     def _numbers(self, segment: Segment, wanted: int) -> tuple[int, int]:
         """First of ``wanted`` slot numbers that no other segment has, or of as many as there are.
