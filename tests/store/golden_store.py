@@ -193,6 +193,7 @@ class Golden:
             last_opened=1_700_000_000,
             revision=1_700_000_001,
             state="/state",
+            inode=7,
         )
         (directory / NAME).write_bytes(mine.text)
         return mine.text

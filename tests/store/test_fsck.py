@@ -438,6 +438,9 @@ def test_a_raw_device_that_is_too_small_is_left_alone(tmp_path: Path) -> None:
         assert kinds(report) == {"data_file": 2}
         assert report.unrepaired == 2
         assert "16777216 bytes" in report.problems[0].text
+        assert "start the engine once with a capacity" in report.problems[0].cure
+        store.served()
+        assert check(store).clean
 
 
 # ---- devices that fail ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -65,6 +66,10 @@ def render(report: Report, console: Console, *, repair: bool) -> None:
         console.print(f"{total - report.unrepaired} repaired, {report.unrepaired} left")
     elif "device" in report.counts:
         console.print("--repair is refused while a device is absent: it would drop what lies there")
+    else:
+        named = [*report.devices, "--state-dir", report.state_dir]
+        command = f"to repair: ssdkv fsck --repair {shlex.join(named)}"
+        console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
 def check(

@@ -23,6 +23,7 @@ from vllm_ssdkv.store.catalog import (
     inspect_store,
     stores_below,
     summarize,
+    without_state_below,
 )
 from vllm_ssdkv.store.removal import Removal, plan_left_over, plan_removal
 from vllm_ssdkv.store.removal import remove as remove_files
@@ -91,12 +92,19 @@ def look_at_all(
     found: list[Seen] = []
     named = _absolute(directories)
     broken = [f"{path} does not exist: is it mounted?" for path in named if not path.exists()]
-    states = {s: None for d in named or [default_root()] for s in stores_below(d)}
-    for state in states:
+    roots = named or [default_root()]
+    for state in {s: None for d in roots for s in stores_below(d)}:
         try:
             found.append(look(find_store([], state)))
         except (SSDKVError, OSError) as error:
             broken.append(f"{state}: {error}")
+    for device, copy in {
+        d: copy for root in roots for d, copy in without_state_below(root)
+    }.items():
+        broken.append(
+            f"{device}: a device of the store {copy.store} of {copy.model}, whose state directory "
+            f"{copy.state} is not there: an engine that has this device goes on with what is left"
+        )
     return found, broken
 
 

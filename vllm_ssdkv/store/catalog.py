@@ -11,7 +11,8 @@ from typing import Literal
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.data_file import read_copies
 from vllm_ssdkv.store.file_lock import is_locked
-from vllm_ssdkv.store.manifest import has_manifest
+from vllm_ssdkv.store.locate import holds_manifest, is_state_directory
+from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.owner import files_named_alike
 from vllm_ssdkv.store.stored import (
     StoredJournal,
@@ -107,8 +108,26 @@ def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
     Directories that cannot be read are passed over: they are other users'.
     """
-    if has_manifest(root):
-        yield root
+    return (path for path in _folders(root, depth) if is_state_directory(path))
+
+
+def without_state_below(root: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, Manifest]]:
+    """Devices in a directory and below it whose store's state directory is nowhere, and the copy of
+    its manifest there. Blocks on I/O."""
+    for path in _folders(root, depth):
+        if is_state_directory(path):
+            continue
+        try:
+            copy = Manifest.load_copy(path)
+        except StoreError:
+            continue  # a device's: who uses the store says what is wrong with it
+        if copy is None or (copy.state and holds_manifest(Path(copy.state), copy.store)):
+            continue
+        yield path, copy
+
+
+def _folders(root: Path, depth: int) -> Iterator[Path]:
+    yield root
     if depth == 0:
         return
     try:
@@ -116,7 +135,7 @@ def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
     except OSError:
         return
     for child in children:
-        yield from stores_below(child, depth - 1)
+        yield from _folders(child, depth - 1)
 
 
 def summarize(store: StoredStore) -> StoreSummary:

@@ -261,7 +261,8 @@ def _check_file(this: Examination, checked: CheckedFile) -> None:
     needed = this.store.data_bytes(checked.device)
     text = f"it has {file.nbytes} bytes, the store's {this.report.slots} slots need {needed}"
     if file.nbytes < needed or (file.nbytes > needed and not file.raw):
-        checked.size_problem = this.report.add("data_file", path, text)
+        cure = "start the engine once with a capacity of this device that fits" if file.raw else ""
+        checked.size_problem = this.report.add("data_file", path, text, cure)
 
 
 def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) -> None:
@@ -435,6 +436,9 @@ def _judge_copies(
     """Report what is wrong with the copies of slots; a slot is right if one source of it is. Those
     ``found`` by a header alone are no findings when they are not."""
     paths = [str(this.store.data_path(device, rank)) for device in range(len(this.store.paths))]
+    missing = any(c.file is None and not this.absent[c.device] for c in this.files)
+    cure = f"start the engine, which makes missing data files anew, then {REPAIR}"
+    cure = cure if missing else ""
     twice = _read_twice(this, entry.slots)
     absent = tuple(np.flatnonzero(this.absent).tolist())
     verdicts = [
@@ -451,7 +455,7 @@ def _judge_copies(
             verdict, slot = lost.pop(index), int(entry.slots[index])
             this.bad_copies += [BadCopy(rank, slot, copy, device) for copy in (0, 1)]
             text = f"what {path} has of it: {verdict.text}; the rest is right"
-            this.report.add("copy", f"slot {slot}, rank {rank}", text)
+            this.report.add("copy", f"slot {slot}, rank {rank}", text, cure)
     for index, verdict in sorted(lost.items()):
         right[index] = False
         if not found[index]:
@@ -462,4 +466,4 @@ def _judge_copies(
                 slot = int(entry.slots[index])
                 this.bad_copies.append(BadCopy(rank, slot, copy))
                 text = f"copy {copy}: {verdict.text}; the other one is right"
-                this.report.add("copy", f"slot {slot}, rank {rank}", text)
+                this.report.add("copy", f"slot {slot}, rank {rank}", text, cure)

@@ -89,6 +89,19 @@ def choose_state(paths: Sequence[Path], default: Path | None = None) -> Path | N
     return next((p for p in (copy.place, *places) if _is_directory(p)), default)
 
 
+def is_state_directory(path: Path) -> bool:
+    """Whether a store's manifest is here, or was, and not just a device's copy of it. Blocks on
+    I/O."""
+    if (path / NAME).exists():
+        return True
+    try:
+        copy = Manifest.load_copy(path)
+    except StoreError:
+        return False
+    # Before version 5 copies lay beside the manifest only.
+    return copy is not None and copy.state in ("", str(path.resolve()))
+
+
 def holds_manifest(state: Path, store: str) -> bool:
     """Whether the manifest of a store, or the copy beside it, is in this directory."""
     with contextlib.suppress(StoreError, OSError):
@@ -198,7 +211,7 @@ def belongs(device: Path, state: Path, manifest: Manifest) -> bool:
         copy = read_copy(device)
     except StoreError:
         return False
-    here = str(state.resolve())
-    return (
-        copy is not None and copy.store == manifest.store and copy.state == here == manifest.state
-    )
+    if copy is None or copy.store != manifest.store or copy.revision > manifest.revision:
+        return False
+    here = str(state.resolve()), state.stat().st_ino
+    return (copy.state, copy.inode) == (manifest.state, manifest.inode) == here

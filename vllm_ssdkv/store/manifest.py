@@ -119,6 +119,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     state: str = ""
     """The state directory at the last save, without symbolic links; empty before version 5. A
     manifest that lies elsewhere is a copy."""
+    inode: int = 0
+    """Of that directory: one with another number is a copy, too, wherever it is mounted."""
     checksum: str = _UNSEALED.decode()
     """Digits only in the file, see :func:`sealed`."""
 
@@ -293,7 +295,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.version = VERSIONS[-1]
         # By the clock, so that a manifest made anew is newer than a copy that was away meanwhile.
         self.revision = max(self.revision + 1, int(time.time()))
-        self.state = str(state.resolve())
+        try:
+            self.state, self.inode = str(state.resolve()), state.stat().st_ino
+        except OSError as error:
+            raise StoreError(f"{state}: {error.strerror}") from error
         data = self.text
         for name in (NAME, COPY):
             try:

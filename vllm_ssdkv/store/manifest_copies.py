@@ -78,7 +78,7 @@ def read_copy(place: Path) -> Manifest | None:
 
 
 def _texts(device: Path) -> dict[int, bytes]:
-    """Contents of the areas of a block device that have any, by where they begin. Raises OSError."""
+    """Contents of the areas of a block device that have any, by where they begin; or OSError."""
     texts: dict[int, bytes] = {}
     fd = os.open(device, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -20,9 +20,10 @@ from uuid import UUID
 from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
 from vllm_ssdkv.store.durable import sync_directory
 from vllm_ssdkv.store.file_lock import lock_file
+from vllm_ssdkv.store.inventory import look
 from vllm_ssdkv.store.journal import JOURNAL
-from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, locked
+from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state, is_state_directory
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest, locked
 from vllm_ssdkv.store.manifest_copies import copies_on, wipe_copies
 from vllm_ssdkv.store.owner import (
     DATA_NAME,
@@ -96,9 +97,7 @@ def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> 
     places = [place for place in named if place.exists()]
     missing, kept = [], []
     unproven: list[Path] = []
-    for device in _distinct(devices):
-        if any(_same(device, place) for place in places):
-            continue
+    for device in _distinct([] if known is None else _not_named(known, places)):
         if not device.exists():
             missing.append(device)
         elif not _owns(device, store):
@@ -122,7 +121,7 @@ def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> 
         found += of_store
         kept += left
     raw = tuple(place for place in places if is_raw(place) and store in owners_of_data(place))
-    found.sort(key=lambda file: MANIFESTS.index(file.name) if file.name in MANIFESTS else -1)
+    found.sort(key=_turn)
     return Removal(
         store,
         "" if known is None else known.model,
@@ -210,6 +209,8 @@ def _state_of(named: Sequence[Path], state_dir: Path | None) -> Path:
     if not named:
         raise StoreError("name the devices of a store; ssdkv ls lists those that need no name")
     state = state_dir or choose_state(named)
+    if state is not None and state.is_dir() and not has_manifest(state):
+        state = None
     if state is None or not any(_same(state, place) for place in named):
         for path in named:
             if not path.exists():
@@ -225,13 +226,11 @@ def _state_of(named: Sequence[Path], state_dir: Path | None) -> Path:
             f"{_rm(state)}; to take a drive out of a store, take it out of the option devices"
         )
     copy = _whole_manifest(state)
-    if copy is not None and not (state / NAME).exists():
-        away = copy.state and copy.state != str(state.resolve())
-        if away:
-            raise StoreError(
-                f"{state} is a device of the store {copy.store}, whose state directory was "
-                f"{copy.state}. If that is gone for good: ssdkv rm --left-over {copy.store} {state}"
-            )
+    if copy is not None and not is_state_directory(state):
+        raise StoreError(
+            f"{state} is a device of the store {copy.store}, whose state directory was "
+            f"{copy.state}. If that is gone for good: ssdkv rm --left-over {copy.store} {state}"
+        )
     return state
 
 
@@ -274,6 +273,15 @@ def _refuse_others(named: Sequence[Path], devices: Sequence[Path], state: Path, 
                 f"{place} holds data of the store {', '.join(sorted(owners))}, not of {store} in "
                 f"{state}: nothing was removed"
             )
+
+
+def _not_named(manifest: Manifest, places: Sequence[Path]) -> list[Path]:
+    """Where the manifest saw the devices that are none of these places: a device is known by its
+    data files, wherever it is now."""
+    seen = [look(str(place), manifest.tp_size, manifest.store).names for place in places]
+    names = frozenset[str]().union(*seen)
+    paths = [Path(device.path) for device in manifest.devices if not names & set(device.files)]
+    return [path for path in paths if not any(_same(path, place) for place in places)]
 
 
 def _known_places(manifests: Sequence[Manifest]) -> list[Path]:
@@ -330,6 +338,13 @@ def _sort_out(place: Path, store: str, *, is_state: bool) -> tuple[list[Path], l
         else:
             kept.append(Kept(file, _of_another({named})))
     return files, kept
+
+
+def _turn(file: Path) -> int:
+    """When a file goes: data first, the manifest last."""
+    if DATA_NAME.fullmatch(file.name):
+        return -2
+    return MANIFESTS.index(file.name) if file.name in MANIFESTS else -1
 
 
 def _owns(place: Path, store: str) -> bool:
