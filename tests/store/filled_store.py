@@ -128,7 +128,12 @@ class FilledStore:
         """Open the store: the slots that are found, each read on every rank and right."""
         place = self.place
         ranks = [_Rank(place, rank) for rank in range(self.ranks)]
-        index, restriper = open_index(place)
+        try:
+            index, restriper = open_index(place)
+        except BaseException:
+            for rank in ranks:
+                rank.close()
+            raise
         found = [slot for slot in self.slots if len(index.lookup([key_of(slot)]))]
         chosen = array(found)
         for rank in ranks:

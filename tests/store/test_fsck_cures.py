@@ -158,20 +158,23 @@ FAULTS = {
 }
 
 
-@pytest.fixture(params=[1, 2], ids=["one copy", "two copies"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> FilledStore:
+TWICE = (device_away, device_dead, somebody_s_file, data_file_missing, journal_missing, slot_page)
+"""Findings that are others where blocks have two copies."""
+
+CASES = [*((fault, 1) for fault in FAULTS), *((fault, 2) for fault in TWICE)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "replicas"), CASES, ids=lambda it: it if isinstance(it, int) else it.__name__
+)
+def test_who_takes_the_cure_has_a_clean_store(
+    fault: Callable[[FilledStore], Cure], replicas: int, tmp_path: Path
+) -> None:
     places = [tmp_path / name for name in ("ssd0", "ssd1", "state")]
     for place in places:
         place.mkdir()
-    made = FilledStore(tuple(places[:2]), places[2], SLOTS, replicas=request.param)
-    made.fill()
-    return made
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_who_takes_the_cure_has_a_clean_store(
-    fault: Callable[[FilledStore], Cure], store: FilledStore
-) -> None:
+    store = FilledStore(tuple(places[:2]), places[2], SLOTS, replicas=replicas)
+    store.fill()
     cure = fault(store)
     problems: list[Problem] = check(store).problems
     assert problems

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,11 +25,11 @@ from vllm_ssdkv.errors import (
     KeyMismatchError,
     StoreError,
 )
-from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.device import data_file_path
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.store.layout import SlotGeometry, of_another_version
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
@@ -40,9 +39,6 @@ COPY = "store.json.copy"
 VERSIONS = (1, 4, 5)
 """Of those that are read; the last one is written. The first two are :attr:`SlotGeometry.version`,
 and know no :attr:`Manifest.revision`."""
-
-_UNSEALED = b"0" * 16
-_SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
 
 
 class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +117,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     manifest that lies elsewhere is a copy."""
     inode: int = 0
     """Of that directory: one with another number is a copy, too, wherever it is mounted."""
-    checksum: str = _UNSEALED.decode()
+    checksum: str = NO_DIGITS
     """Digits only in the file, see :func:`sealed`."""
 
     @classmethod
@@ -214,15 +210,15 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """
         try:
             version = msgspec.json.decode(data, type=_Versioned).version
-            if version in VERSIONS or _SEAL.search(data):
-                _check_seal(data)  # a damaged version is no other release's
+            if version in VERSIONS or has_checksum(data):
+                check_seal(data)  # a damaged version is no other release's
             if version not in VERSIONS:
                 raise _of_another(path, str(version))
             found = msgspec.json.decode(data, type=cls)
             if found.version == 1 and found.summary_pages:  # they came first then
                 raise _of_another(path, "1, with summary pages")
             found._check_values()
-            found.checksum = _UNSEALED.decode()
+            found.checksum = NO_DIGITS
         except (msgspec.MsgspecError, ValueError) as error:
             raise DamagedError(f"{path} is damaged ({error}): {way_out(path.parent)}") from error
         return found
@@ -386,34 +382,14 @@ def store_named(data: bytes) -> str | None:
     """UUID of the store that the text of a manifest, of whatever version, names; None: it is
     damaged, or no manifest."""
     try:
-        _check_seal(data)
+        check_seal(data)
         return msgspec.json.decode(data, type=_Versioned).store or None
     except (msgspec.MsgspecError, ValueError):
         return None
 
 
-def sealed(data: bytes) -> bytes:
-    """The text of a manifest with the checksum that belongs to it.
-
-    It is the xxh3-64 of the file with 16 zeros in the place of its 16 hexadecimal digits.
-
-    Raises:
-        ValueError: the text has no such member.
-    """
-    found = _SEAL.search(data)
-    if found is None:
-        raise ValueError("it has no checksum")
-    blank = data[: found.start(1)] + _UNSEALED + data[found.end(1) :]
-    return blank[: found.start(1)] + b"%016x" % checksum_bytes(blank) + blank[found.end(1) :]
-
-
 def _of_another(path: Path, version: str) -> FormatError:
     return of_another_version(path, version, ", ".join(map(str, VERSIONS)))
-
-
-def _check_seal(data: bytes) -> None:
-    if sealed(data) != data:
-        raise ValueError("its checksum is not that of its content")
 
 
 def way_out(state: Path) -> str:
