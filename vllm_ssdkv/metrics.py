@@ -226,10 +226,24 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
+    counter(
+        "growth_errors",
+        "times",
+        "Times that a store which grows as it fills found no room to grow.",
+    ),
     counter("manifest_errors", "errors", "Times the manifest could not be saved."),
-    gauge("slots", "slots", "Slots that the store has."),
+    gauge(
+        "slots",
+        "slots",
+        "Blocks that the store has room for: not on devices that are lost, and with what it may "
+        "still grow by.",
+    ),
     gauge("slots_ready", "slots", "Slots that can be found."),
-    gauge("slots_free", "slots", "Slots that hold nothing."),
+    gauge(
+        "slots_free",
+        "slots",
+        "Blocks that it has room for besides: `1 - slots_free / slots` is in use.",
+    ),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
     gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),

@@ -149,6 +149,7 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         ],
         "numbers": 4,
         "fresh": [],
+        "grows": False,
         "run": "",
         "opened": 0,
         "last_opened": 0,

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from vllm_ssdkv.cli.check_devices import mount_of
 from vllm_ssdkv.store.catalog import summarize
-from vllm_ssdkv.store.division import divide
 from vllm_ssdkv.store.owner import files_named_alike
 from vllm_ssdkv.store.placement import Placement
-from vllm_ssdkv.store.reconcile import rooms_of
+from vllm_ssdkv.store.reconcile import division_of
 from vllm_ssdkv.store.stored import StoredStore, is_raw, open_journal, read_journal
 
 
@@ -185,24 +184,17 @@ def _occupied(places: Sequence[Path]) -> int:
 def _forecast(store: StoredStore, capacity: int) -> Forecast:
     """What the next start of the engine makes of the store with these capacities."""
     manifest, geometry = store.manifest, store.manifest.geometry
-    copies = max((segment.copies for segment in manifest.segments), default=1)
-    found = divide(
-        geometry,
-        manifest.segments,
-        manifest.weights(),
-        rooms_of(manifest, store.state, capacity),
-        manifest.tp_size,
-        replicas=copies,
-    )
+    found = division_of(manifest, store.state, capacity=capacity)
     fd = open_journal(store, lock=False)
     try:
         slots = read_journal(store, fd).replay.slots
     finally:
         if fd is not None:
             os.close(fd)
-    kept = Placement(geometry, found.kept, len(manifest.devices)) if found.kept else None
+    segments = found.arrangement.kept
+    kept = Placement(geometry, segments, len(manifest.devices)) if segments else None
     return Forecast(
         capacity=capacity,
-        slots=sum(segment.slots for segment in found.segments),
+        slots=found.slots,
         kept=0 if kept is None else int(kept.holds(slots).sum()),
     )

@@ -98,7 +98,7 @@ class SSDKVScheduler:
         self._seats = seats
         self.counters = counters
         self._choice, self._policy = choice, policy
-        self._index_metrics = IndexMetrics(index, counters)
+        self._index_metrics = IndexMetrics(index, restriper, counters)
         self._collector = StatsCollector(counters)
         self._keys = BlockKeys(name_key, apart=speculation.drafts)
         self.keys_of = self._keys.of

@@ -151,6 +151,7 @@ def open_scheduler(
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
     slots = gauges["free"] + gauges["ready"]
+    slots += 0 if restriper.growth is None else restriper.growth.to_come
     if config.mode == "page" and slots < longest:
         scheduler.close()
         needed = found.place.capacity_for(longest)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.data_file import read_copies
 from vllm_ssdkv.store.file_lock import is_locked
 from vllm_ssdkv.store.locate import holds_manifest, is_state_directory
 from vllm_ssdkv.store.manifest import Manifest
 from vllm_ssdkv.store.owner import files_named_alike
+from vllm_ssdkv.store.reconcile import division_of
 from vllm_ssdkv.store.stored import (
     StoredJournal,
     StoredStore,
@@ -33,8 +36,8 @@ class StoreSummary:
 
     Attributes:
         mode: The mode that makes such slots.
-        stored: Blocks in the store.
-        slots: Blocks that it has room for.
+        stored: Blocks in the store, but for those that need a device which is not there.
+        slots: Blocks that it has room for on the devices that are there, and may grow to.
         block_bytes: Bytes of a block on one rank.
         disk_bytes: Space that the store's files occupy, as ``du`` counts it.
         last_opened: Seconds since 1970 (UTC), 0 for never.
@@ -158,8 +161,25 @@ def _look_at_journal(store: StoredStore) -> tuple[StoredJournal, bool]:
         os.close(fd)
 
 
+def _room(store: StoredStore, journal: StoredJournal) -> tuple[int, int]:
+    """Blocks that are stored, and that there is room for, on the devices that are there."""
+    manifest, placement = store.manifest, store.placement
+    away = [
+        not device.present or store.absent(number) for number, device in enumerate(manifest.devices)
+    ]
+    out = np.array(away, dtype=np.bool_)
+    slots = journal.replay.slots
+    stored = int((placement.holds(slots) & ~placement.lost(out, slots)).sum())
+    every = [segment.all_slots() for segment in manifest.segments]
+    there = sum(len(some) - int(placement.lost(out, some).sum()) for some in every)
+    if manifest.grows:
+        there = max(there, division_of(manifest, store.state).slots)
+    return stored, there
+
+
 def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> StoreSummary:
     manifest = store.manifest
+    stored, slots = _room(store, journal)
     files = {file for place in (*store.paths, store.state) for file in files_named_alike(place)}
     return StoreSummary(
         state_dir=str(store.state),
@@ -168,8 +188,8 @@ def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> Sto
         mode="page" if manifest.kind == "paged" else "reuse",
         devices=tuple(str(path) for path in store.paths),
         ranks=manifest.tp_size,
-        stored=len(journal.replay.slots),
-        slots=manifest.slots,
+        stored=stored,
+        slots=slots,
         block_bytes=manifest.geometry.slot_bytes,
         disk_bytes=sum(file.stat().st_blocks * 512 for file in files),
         last_opened=manifest.last_opened,

@@ -27,6 +27,24 @@ class Room:
     journal: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A store on today's devices.
+
+    Attributes:
+        arrangement: Its segments, when it has all the room it may have.
+        ends: Units that each device may have.
+    """
+
+    arrangement: Arrangement
+    ends: tuple[int, ...]
+
+    @property
+    def slots(self) -> int:
+        """Slots of all segments."""
+        return sum(segment.slots for segment in self.arrangement.segments)
+
+
 def divide(
     geometry: SlotGeometry,
     segments: Sequence[Segment],
@@ -35,8 +53,8 @@ def divide(
     tp_size: int,
     added: Collection[int] = (),
     replicas: int = 1,
-) -> Arrangement:
-    """The segments of a store on today's devices, see :func:`arrange`.
+) -> Division:
+    """Give the devices' room to segments, see :func:`arrange`.
 
     Args:
         geometry: Shape of the slots.
@@ -55,7 +73,7 @@ def divide(
         ]
         found = arrange(geometry, segments, weights, ends, added, replicas)
         journal = 2 * journal_bytes(found.numbers)
-    return found
+    return Division(found, tuple(ends))
 
 
 def _units(geometry: SlotGeometry, room: Room, journal: int, tp_size: int, end: int) -> int:

@@ -102,6 +102,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Slot numbers are below this."""
     fresh: list[int] = []
     """First slots of segments that were made since the scheduler last opened the store."""
+    grows: bool = False
+    """Whether the store is smaller than its capacities, and grows as blocks are stored."""
     run: str = ""
     """The engine that has arranged devices and segments: its other processes take them as they are.
     """

@@ -25,12 +25,13 @@ from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.data_file import claim
-from vllm_ssdkv.store.device import OpenDevice, open_device
+from vllm_ssdkv.store.device import OpenDevice, data_file_path, open_device
 from vllm_ssdkv.store.division import STATE_SLACK
 from vllm_ssdkv.store.engine.open import open_engine
 from vllm_ssdkv.store.file_lock import require_unlocked
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.growth import DataFileSpace, StoreGrowth
 from vllm_ssdkv.store.health import DeviceHealth
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS, SlotIndex
 from vllm_ssdkv.store.journal import JOURNAL, Journal, journal_bytes
@@ -43,7 +44,7 @@ from vllm_ssdkv.store.manifest_copies import CopySpreader
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.rebuild import rebuilt
-from vllm_ssdkv.store.reconcile import reconcile
+from vllm_ssdkv.store.reconcile import division_of, growing_by, reconcile
 from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
@@ -480,6 +481,34 @@ def _settle_index(manifest: Manifest, index: SlotIndex) -> Placement:
     return placement
 
 
+def _growth(
+    place: StorePlace,
+    manifest: Manifest,
+    index: SlotIndex,
+    restriper: Restriper,
+    counters: Counters,
+) -> StoreGrowth:
+    """Of a store that is smaller than it may be."""
+    whole = division_of(manifest, place.state, replicas=place.config.replicas)
+    devices = [Path(device.path) for device in manifest.devices]
+    spaces = [
+        DataFileSpace([data_file_path(path, rank) for rank in range(manifest.tp_size)])
+        for path in devices
+    ]
+
+    def following(segments: Sequence[Segment]) -> Segment | None:
+        found = growing_by(manifest, whole, segments)
+        fits = found is not None and found.first + found.numbers <= manifest.numbers
+        return found if fits else None
+
+    def reserve(segment: Segment) -> None:
+        for extent in segment.extents:
+            nbytes = SUPERBLOCK_BYTES + extent.end * place.geometry.unit_bytes
+            spaces[extent.device].reserve(round_up(nbytes, PAGE_ALIGN))
+
+    return StoreGrowth(restriper, following, reserve, whole.slots, index.free_now, counters)
+
+
 def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Restriper]:
     """Open and recover the index of the store whose data files the workers hold. Blocks on I/O.
 
@@ -524,6 +553,8 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     replicas = place.config.replicas
     restriper = Restriper(index, placement, manifest.weights(), saver, counters, replicas)
     restriper.settle(LOCK_TIMEOUT_S)
+    if manifest.grows:
+        restriper.growth = _growth(place, manifest, index, restriper, counters)
     counts = index.counters
     logger.info(
         "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",

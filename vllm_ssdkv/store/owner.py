@@ -41,15 +41,15 @@ def files_named_alike(directory: Path) -> list[Path]:
     return data + [directory / n for n in (*JOURNALS, *NAMELESS, *MANIFESTS) if n in names]
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading; the caller closes it. Never waits.
+def open_regular(path: Path, access: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, with ``access``; the caller closes it. Never waits.
 
     Raises:
         OSError: there is none, or it is a symbolic link, a pipe or the like.
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from vllm_ssdkv.errors import ConfigError, DeviceError
 from vllm_ssdkv.sizes import format_size
-from vllm_ssdkv.store.division import Room, divide
+from vllm_ssdkv.store.division import Division, Room, divide
 from vllm_ssdkv.store.inventory import Sight, look, matched, renumbered
 from vllm_ssdkv.store.manifest import Manifest, ManifestDevice
+from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
+from vllm_ssdkv.store.segments import next_segment
 
 if TYPE_CHECKING:
     from vllm_ssdkv.store.open import StorePlace
@@ -129,38 +131,63 @@ def _weigh(place: StorePlace, devices: Sequence[ManifestDevice]) -> None:
 
 
 def _divide(place: StorePlace, manifest: Manifest, added: Sequence[int]) -> None:
-    """Give the present devices' capacity to segments.
+    """Give the present devices' capacity to segments; a store that grows gets the first one.
 
     Raises:
         ConfigError: there is no room for a single slot.
     """
-    found = divide(
-        place.geometry,
-        manifest.segments,
-        manifest.weights(),
-        rooms_of(manifest, place.state),
-        place.tp_size,
-        added,
-        place.config.replicas,
-    )
-    if not found.segments:
+    manifest.grows = not place.config.devices
+    whole = division_of(manifest, place.state, added, place.config.replicas)
+    found = whole.arrangement
+    made = found.made
+    if manifest.grows:
+        first = None if found.kept else growing_by(manifest, whole, found.kept)
+        made = [] if first is None else [first]
+    if not (found.kept or made):
         raise ConfigError(
             f"the devices have no room for a block of {format_size(place.geometry.slot_bytes)}: "
             f"capacities are {', '.join(format_size(d.capacity) for d in manifest.present())} for "
             f"{place.tp_size} rank(s)"
         )
-    manifest.segments, manifest.numbers = found.segments, found.numbers
-    manifest.fresh += [segment.first for segment in found.made]
+    manifest.segments, manifest.numbers = [*found.kept, *made], found.numbers
+    manifest.fresh += [segment.first for segment in made]
 
 
-def rooms_of(manifest: Manifest, state: Path, capacity: int | None = None) -> list[Room]:
-    """What the store may take of each device.
+def division_of(
+    manifest: Manifest,
+    state: Path,
+    added: Sequence[int] = (),
+    replicas: int | None = None,
+    capacity: int | None = None,
+) -> Division:
+    """How the store's devices are divided when it has all the room that it may have.
 
     Args:
         manifest: Of the store.
         state: The state directory.
+        added: Devices that are there again, or for the first time.
+        replicas: Copies of each new slot; None: as its segments have.
         capacity: Of every device, all ranks together; None: that of the manifest.
     """
+    copies = max((segment.copies for segment in manifest.segments), default=1)
+    return divide(
+        manifest.geometry,
+        manifest.segments,
+        manifest.weights(),
+        _rooms(manifest, state, capacity),
+        manifest.tp_size,
+        added,
+        copies if replicas is None else replicas,
+    )
+
+
+def growing_by(manifest: Manifest, whole: Division, segments: Sequence[Segment]) -> Segment | None:
+    """The segment that a growing store gets next; None: it is as large as it may be."""
+    return next_segment(manifest.geometry, segments, manifest.weights(), whole.ends, whole.slots)
+
+
+def _rooms(manifest: Manifest, state: Path, capacity: int | None) -> list[Room]:
+    """What the store may take of each device; ``capacity``: of every one."""
     return [
         Room(
             (device.capacity if capacity is None else capacity) if device.present else 0,
