@@ -153,8 +153,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "bytes_used",
         "bytes",
-        "Bytes of KV that requests got out of what was read. bytes_read is more: headers, padding, "
-        "page bounds, checks by the scrub. Their ratio is the read amplification.",
+        "Bytes of KV that were read, were right, and were used by a request, each once. bytes_read "
+        "is more: headers, padding, page bounds, checks by the scrub, and what was read ahead in "
+        "vain. Their ratio is the read amplification.",
     ),
     counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
     Metric(

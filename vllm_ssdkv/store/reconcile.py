@@ -14,12 +14,15 @@ from vllm_ssdkv.store.inventory import Sight, look, matched, renumbered
 from vllm_ssdkv.store.manifest import Manifest, ManifestDevice
 from vllm_ssdkv.store.placement import Segment
 from vllm_ssdkv.store.probe import read_rates, weights_of
-from vllm_ssdkv.store.segments import next_segment
+from vllm_ssdkv.store.segments import next_segment, segment_slots
 
 if TYPE_CHECKING:
     from vllm_ssdkv.store.open import StorePlace
 
 logger = logging.getLogger(__name__)
+
+GROWTH_BYTES = 512 << 20
+"""What a growing store takes at a time, at most, unless a slot is larger."""
 
 
 def reconcile(place: StorePlace, manifest: Manifest) -> None:
@@ -183,7 +186,10 @@ def division_of(
 
 def growing_by(manifest: Manifest, whole: Division, segments: Sequence[Segment]) -> Segment | None:
     """The segment that a growing store gets next; None: it is as large as it may be."""
-    return next_segment(manifest.geometry, segments, manifest.weights(), whole.ends, whole.slots)
+    geometry = manifest.geometry
+    slot = geometry.units_per_slot * geometry.unit_bytes * manifest.tp_size
+    slots = min(segment_slots(whole.slots, 1), max(1, GROWTH_BYTES // slot))
+    return next_segment(geometry, segments, manifest.weights(), whole.ends, slots)
 
 
 def _rooms(manifest: Manifest, state: Path, capacity: int | None) -> list[Room]:

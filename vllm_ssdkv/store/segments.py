@@ -282,7 +282,7 @@ def next_segment(
     copies = min(replicas, len(present))
     lanes = lanes_over(present, weights, copies)
     stripes = StripeMap(geometry, lanes, len(weights), copies)
-    count = min(segment_slots(slots, len(lanes)), stripes.max_slots(rooms))
+    count = min(ceil(slots / len(lanes)) * len(lanes), stripes.max_slots(rooms))
     if count < len(lanes):
         return None
     extents: list[Extent] = []
