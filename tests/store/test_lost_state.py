@@ -164,8 +164,10 @@ def test_a_state_directory_of_its_own_is_lost(make: Make, tmp_path: Path) -> Non
     shutil.rmtree(state)
     assert store.served() == set(SLOTS)
     assert (state / NAME).exists()
-    # Another place, or none: it stays where it was made while that is there.
-    assert replace(store, options={"state_dir": None}).place.state == state
+    # Another place, or none, is one as well.
+    without = replace(store, options={"state_dir": None})
+    assert without.place.state == store.devices[0]
+    assert without.served() == set(SLOTS)
     elsewhere = tmp_path / "other"
     moved = replace(store, options={"state_dir": elsewhere})
     assert moved.served() == set(SLOTS)

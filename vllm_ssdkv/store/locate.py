@@ -47,7 +47,8 @@ def choose_state(paths: Sequence[Path], default: Path | None = None) -> Path | N
 
     The order of devices may change, and with it the default; so where ``store.json`` lies decides.
     Several of one store are left where a drive was away: the newest counts. Without any, the copies
-    on the devices say where it is; if that is gone, it is where the newest copy is.
+    on the devices say which of these places it is; else it is where the newest copy is. A place
+    that nobody named is never taken: it may be that of another copy of the store.
 
     Args:
         paths: The devices.
@@ -81,9 +82,6 @@ def choose_state(paths: Sequence[Path], default: Path | None = None) -> Path | N
     before = [path for path in places if str(path.resolve()) == copy.manifest.state]
     if before:
         return before[0]
-    home = Path(copy.manifest.state)
-    if copy.manifest.state and holds_manifest(home, copy.manifest.store):
-        return home
     if default is not None and _is_directory(default):
         return default
     return next((p for p in (copy.place, *places) if _is_directory(p)), default)
@@ -108,6 +106,22 @@ def holds_manifest(state: Path, store: str) -> bool:
         found = any_manifest(state)
         return found is not None and found.store == store
     return False
+
+
+def state_elsewhere(device: Path) -> Path | None:
+    """Where the state of the store that a device is of lies, if that is there, and elsewhere.
+
+    Blocks on I/O.
+    """
+    if is_state_directory(device):
+        return None
+    try:
+        copy = read_copy(device)
+    except StoreError:
+        return None
+    if copy is None or not copy.state or not holds_manifest(Path(copy.state), copy.store):
+        return None
+    return Path(copy.state)
 
 
 def any_manifest(state: Path) -> Manifest | None:

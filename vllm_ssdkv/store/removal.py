@@ -22,7 +22,13 @@ from vllm_ssdkv.store.durable import sync_directory
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.inventory import look
 from vllm_ssdkv.store.journal import JOURNAL
-from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state, is_state_directory
+from vllm_ssdkv.store.locate import (
+    any_manifest,
+    belongs,
+    choose_state,
+    is_state_directory,
+    state_elsewhere,
+)
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest, locked
 from vllm_ssdkv.store.manifest_copies import copies_on, wipe_copies
 from vllm_ssdkv.store.owner import (
@@ -208,22 +214,20 @@ def _state_of(named: Sequence[Path], state_dir: Path | None) -> Path:
     """The state directory among the places that were named."""
     if not named:
         raise StoreError("name the devices of a store; ssdkv ls lists those that need no name")
+    for path in named if state_dir is None else [state_dir]:
+        if not path.exists() and choose_state(named) is None:
+            raise StoreError(f"{path} does not exist: is it mounted?")
     state = state_dir or choose_state(named)
-    if state is not None and state.is_dir() and not has_manifest(state):
-        state = None
-    if state is None or not any(_same(state, place) for place in named):
-        for path in named:
-            if not path.exists():
-                raise StoreError(f"{path} does not exist: is it mounted?")
-    if state is None:
+    if state is None or not has_manifest(state):
         raise StoreError(
             f"no {NAME} in {', '.join(map(str, named))}: name the devices of a store, or its state "
             "directory with --state-dir"
         )
-    if not any(_same(state, place) for place in named):
+    elsewhere = state_elsewhere(state)
+    if elsewhere is not None:
         raise StoreError(
-            f"{', '.join(map(str, named))}: the state directory of this store is {state}, and "
-            f"{_rm(state)}; to take a drive out of a store, take it out of the option devices"
+            f"{state}: the state directory of this store is {elsewhere}, and {_rm(elsewhere)}; to "
+            "take a drive out of a store, take it out of the option devices"
         )
     copy = _whole_manifest(state)
     if copy is not None and not is_state_directory(state):

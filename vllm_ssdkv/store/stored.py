@@ -18,7 +18,7 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.inventory import look, matched
 from vllm_ssdkv.store.journal import JOURNAL
 from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
-from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state, locate
+from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state, locate, state_elsewhere
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.manifest_copies import holds_data
 from vllm_ssdkv.store.placement import Placement
@@ -124,6 +124,12 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     state = state_dir or choose_state(directories)
     if state is None or not state.is_dir():
         raise _no_store([state_dir] if state_dir else directories)
+    elsewhere = None if state_dir else state_elsewhere(state)
+    if elsewhere is not None:
+        raise StoreError(
+            f"{state} is a device of the store whose state directory is {elsewhere}: name that, "
+            f"or all devices and --state-dir {elsewhere}"
+        )
     known = any_manifest(state)
     was = [] if known is None else [Path(device.path) for device in known.devices]
     others = [d for d in directories if not _same(d, state)]
