@@ -14,15 +14,16 @@ import pytest
 
 from tests.store.checked_store import check
 from tests.store.conftest import array, key_of
-from tests.store.filled_store import GEOMETRY, FilledStore, flip, loop_devices, name_of
+from tests.store.filled_store import GEOMETRY, FilledStore, flip, loop_devices
 from tests.store.opening import close
-from vllm_ssdkv.errors import FormatError, StoreError
+from vllm_ssdkv.errors import DeadlineError, DeviceError, FormatError, StoreError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store import journal_rebuild, layout
 from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.journal import JOURNAL
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.manifest_copies import AREAS, CopySpreader, read_copy
-from vllm_ssdkv.store.open import JOURNAL, open_index, open_rank
+from vllm_ssdkv.store.open import open_index, open_rank
 from vllm_ssdkv.store.stored import find_store
 
 SLOTS = (0, 1, 2, 5, 8, 13, 21, 34, 55)
@@ -363,15 +364,26 @@ def test_raw_devices_have_copies_too(raw: FilledStore, tmp_path: Path) -> None:
         find_store(raw.devices, raw.state)
 
 
-def test_names_of_slots_are_not_taken_for_others(make: Make) -> None:
-    """What is found by a header is what was stored there, on every rank."""
+def test_a_scan_that_fails_is_no_empty_store(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make()
     (store.state / JOURNAL).unlink()
-    store.served()  # reads it, and compares with name_of
-    assert name_of(5, 0) != name_of(5, 1)
+
+    def hangs(*_: object, **__: object) -> int:
+        raise DeadlineError("a read did not end within 60 s on /mnt/a: check the drives")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "rebuild_journal", hangs)
+        with pytest.raises(DeviceError, match=r"journal is missing.*/mnt/a.*devices.*recover"):
+            open_index(store.place)
+        place = replace(store, options=store.options | {"recover": "none"}).place
+        journal = open_index(place)[0]  # what the message names as a way out
+        journal.close()
+        assert not journal.counters["recovered"]
 
 
-def test_a_scan_that_fails_is_no_empty_store(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_scan_that_failed_the_next_one_counts(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make()
     (store.state / JOURNAL).unlink()
     with monkeypatch.context() as patch:

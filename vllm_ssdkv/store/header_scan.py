@@ -83,8 +83,7 @@ def scan_headers(
     progress(0, total)
     epochs = np.zeros(len(slots), dtype=np.int64)
     keys = np.zeros((len(slots), 0), dtype=np.uint8)
-    others = Headers(epochs, keys)
-    """Of the first rank, the older one of the two copies."""
+    others = Headers(epochs, keys)  # of the first rank, the older one of the two copies
     for rank, mine in enumerate(files):
         found = _of_rank(store, rank, mine, slots, out, count)
         if rank == 0:

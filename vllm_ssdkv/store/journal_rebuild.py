@@ -15,6 +15,7 @@ from pathlib import Path
 from uuid import UUID
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.direct_io import turn_on_direct
@@ -118,10 +119,10 @@ def rebuild_journal(store: StoredStore, *, whole: bool) -> int:
 def _right(
     store: StoredStore,
     files: Sequence[Sequence[DataFile | None]],
-    absent: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    absent: NDArray[np.bool_],
     entry: Entry,
-    doubtful: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    doubtful: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
     """Which blocks, [n], are right, of those that are ``doubtful``; the others are taken to be."""
     right = np.ones(len(entry.slots), dtype=np.bool_)
     which = np.flatnonzero(doubtful)

@@ -18,7 +18,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError, DamagedError, DeviceError, FormatError, StoreError
+from vllm_ssdkv.errors import (
+    ConfigError,
+    DamagedError,
+    DeadlineError,
+    DeviceError,
+    FormatError,
+    StoreError,
+)
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
@@ -434,6 +441,10 @@ def _find_journal(place: StorePlace, manifest: Manifest) -> None:
     """Where there should be a journal and is none, make it anew from the headers of the slots.
 
     Blocks on I/O, for as long as it takes to read these.
+
+    Raises:
+        DeviceError: a device does not answer.
+        StoreError: the journal cannot be written.
     """
     if not manifest.opened or place.config.recover == "none":
         return
@@ -444,7 +455,13 @@ def _find_journal(place: StorePlace, manifest: Manifest) -> None:
     set_aside(store.journal)
     place.counters.add("journal_rebuilds")
     begin = time.monotonic()
-    found = rebuild_journal(store, whole=place.config.io.verify != "all")
+    try:
+        found = rebuild_journal(store, whole=place.config.io.verify != "all")
+    except (DeadlineError, DeviceError) as error:
+        raise DeviceError(
+            f"{lost}, and it cannot be made anew from the slots: {error}; or take a broken drive "
+            'out of the option devices, or start empty with recover: "none"'
+        ) from error
     logger.warning(
         "ssdkv: %s: made anew from the headers of slots in %.1f s, which name %d stored blocks",
         lost,

@@ -321,11 +321,10 @@ def _sort_out(place: Path, store: str, *, is_state: bool) -> tuple[list[Path], l
         if store not in owners:
             kept.append(Kept(place, _of_another(owners)))
         return files, kept
-    here = has_data = False
+    has_data = False
     for file in files_named_alike(place):
         data = DATA_NAME.fullmatch(file.name) is not None
-        here = data or file.name in _OF_DEVICES or is_state
-        if not here:
+        if not (data or file.name in _OF_DEVICES or is_state):
             continue
         try:
             named = store if file.name in NAMELESS else owner_of(file)
@@ -410,13 +409,14 @@ def _held(path: Path, store: str) -> Iterator[None]:
         data = DATA_NAME.fullmatch(path.name) is not None
         if data or path.name == JOURNAL:
             lock_file(fd, path, "store", time.monotonic())
-        named = store if path.name in NAMELESS else owner(fd, path.name)
-        same = os.path.samestat(os.fstat(fd), path.lstat())
+        try:
+            named = store if path.name in NAMELESS else owner(fd, path.name)
+            same = os.path.samestat(os.fstat(fd), path.lstat())
+        except OSError as error:
+            raise StoreError(f"cannot look at {path}: {error.strerror}") from error
         if not same or named not in ({store} if data else {store, None}):
             raise StoreError(f"{path} has changed meanwhile, nothing was removed: look again")
         yield
-    except OSError as error:
-        raise StoreError(f"cannot look at {path}: {error.strerror}") from error
     finally:
         os.close(fd)
 
@@ -429,7 +429,11 @@ def _held_device(path: Path, store: str) -> Iterator[int]:
         raise StoreError(f"cannot open {path}: {error.strerror}") from error
     try:
         lock_file(fd, path, "store", time.monotonic())
-        if owner(fd, "") != store:
+        try:
+            named = owner(fd, "")
+        except OSError as error:
+            raise StoreError(f"cannot look at {path}: {error.strerror}") from error
+        if named != store:
             raise StoreError(f"{path} has changed meanwhile, nothing was removed: look again")
         yield fd
     finally:
