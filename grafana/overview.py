@@ -66,7 +66,8 @@ def _numbers(board: Dashboard) -> None:
         ),
         number(
             "Store in use",
-            "Share of the slots that hold something. A cache is full most of its life.",
+            "Share of the blocks that the store has room for, with what it may still grow by, that "
+            "is in use. A cache is full most of its life.",
             "percentunit",
             (_FULL, "in use"),
         ),

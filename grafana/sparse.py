@@ -40,7 +40,9 @@ _WAITING: Final = share(
 )
 _CHOOSING_STEPS: Final = rate(ours("context_steps_total", 'attention="sparse"'))
 _EXACT_STEPS: Final = rate(ours("context_steps_total", 'attention="exact"'))
-_AMPLIFICATION: Final = share(rate(ours("bytes_read_total")), rate(ours("bytes_used_total")))
+_READ: Final = share(rate(ours("bytes_read_total")), rate(ours("bytes_used_total")))
+# What is read ahead in one interval may be used in the next, which is no amplification below 1.
+_AMPLIFICATION: Final = f"clamp_min({_READ}, 1)"
 
 
 def sparse() -> Dashboard:

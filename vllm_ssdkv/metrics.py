@@ -178,8 +178,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "bytes_used",
         "bytes",
-        "Bytes of KV that requests got out of what was read. bytes_read is more: headers, padding, "
-        "page bounds, checks by the scrub. Their ratio is the read amplification.",
+        "Bytes of KV that were read, were right, and were used by a request, each once. bytes_read "
+        "is more: headers, padding, page bounds, checks by the scrub, and what was read ahead in "
+        "vain. Their ratio is the read amplification.",
     ),
     counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
     Metric(
@@ -236,16 +237,40 @@ METRICS: Final[tuple[Metric, ...]] = (
         "journal_lost_records", "records", "Journal records that could not be written at first."
     ),
     counter(
+        "journal_rebuilds",
+        "journals",
+        "Journals that were lost or damaged at start, and made anew from the headers of slots.",
+    ),
+    counter(
         "manifest_restores",
         "files",
-        "Manifests that were damaged and restored, from their copy or from superblocks.",
+        "Manifests that were damaged or lost, and restored from a copy or from superblocks.",
+    ),
+    counter(
+        "manifest_copy_errors",
+        "errors",
+        "Times that the copy of the manifest on a device could not be written.",
     ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
+    counter(
+        "growth_errors",
+        "times",
+        "Times that a store which grows as it fills found no room to grow.",
+    ),
     counter("manifest_errors", "errors", "Times the manifest could not be saved."),
-    gauge("slots", "slots", "Slots that the store has."),
+    gauge(
+        "slots",
+        "slots",
+        "Blocks that the store has room for: not on devices that are lost, and with what it may "
+        "still grow by.",
+    ),
     gauge("slots_ready", "slots", "Slots that can be found."),
-    gauge("slots_free", "slots", "Slots that hold nothing."),
+    gauge(
+        "slots_free",
+        "slots",
+        "Blocks that it has room for besides: `1 - slots_free / slots` is in use.",
+    ),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
     gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),

@@ -216,7 +216,7 @@ def test_a_file_that_goes_meanwhile_takes_nothing(
 ) -> None:
     """An engine replaces its journal while we look."""
     known = space.store_space(find_store([], store.state)).devices[0].on_disk
-    real = space.files_of_store
+    real = space.files_named_alike
     gone = store.state / "journal.tmp"
-    monkeypatch.setattr(space, "files_of_store", lambda place: [*real(place), gone])
+    monkeypatch.setattr(space, "files_named_alike", lambda place: [*real(place), gone])
     assert space._occupied([store.state]) == known

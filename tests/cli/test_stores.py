@@ -39,6 +39,11 @@ def store(cache: Path) -> FilledStore:
     return store
 
 
+def store_name(store: FilledStore) -> str:
+    found: str = json.loads((store.state / NAME).read_bytes())["store"]
+    return found
+
+
 def test_stores_of_the_cache_are_listed(store: FilledStore, cache: Path) -> None:
     for arguments in ([], [cache], [store.state]):
         result = ssdkv("ls", *arguments)
@@ -74,6 +79,26 @@ def test_a_broken_store_is_named_and_hides_no_other(store: FilledStore, cache: P
     assert f"{broken}: {broken / NAME} is damaged" in result.stderr
 
 
+def test_each_store_is_listed_once(tmp_devices: Callable[[int], list[Path]]) -> None:
+    """Every device has a copy of the manifest; without a state directory that is all there is."""
+    devices = tmp_devices(2)
+    FilledStore(tuple(devices), devices[0], SLOTS).fill()
+    (found,) = json.loads(ssdkv("ls", devices[0].parent, "--json").stdout)
+    assert found["state_dir"] == str(devices[0])
+    (devices[0] / NAME).unlink()
+    (found,) = json.loads(ssdkv("ls", devices[0].parent, "--json").stdout)
+    assert found["state_dir"] == str(devices[0])
+    devices[0].rename(devices[0].parent.with_name("pulled"))
+    try:
+        result = ssdkv("ls", devices[1].parent)
+    finally:
+        devices[0].parent.with_name("pulled").rename(devices[0])
+    assert result.exit_code == 1
+    assert f"{devices[1]}: a device of the store {found['store']} of some/model, whose" in (
+        result.stderr
+    )
+
+
 def test_one_store_is_shown(store: FilledStore) -> None:
     result = ssdkv("inspect", store.state)
     assert result.exit_code == 0, result.output
@@ -104,6 +129,8 @@ def test_a_store_is_removed_after_a_yes(store: FilledStore, cache: Path) -> None
         assert result.exit_code == 1
         assert str(store.data(0, 0)) in result.stderr
         assert store.data(0, 0).exists()
+    for text in (store_name(store), "of some/model", "last opened 20", "KiB, written 20"):
+        assert text in result.stderr
     result = ssdkv("rm", store.state, stdin="y\n")
     assert result.exit_code == 0, result.output
     assert "removed" in result.stdout
@@ -114,11 +141,12 @@ def test_a_store_is_removed_after_a_yes(store: FilledStore, cache: Path) -> None
 def test_a_removal_as_json(store: FilledStore, cache: Path) -> None:
     keep = cache / "0123456789abcdef" / "notes"
     keep.touch()
-    files = {str(file) for file in store.state.iterdir()}
+    files, name = {str(file) for file in store.state.iterdir()}, store_name(store)
     result = ssdkv("rm", store.state, "--yes", "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert set(content["removed"]) == files
+    assert (content["store"], content["model"], content["kept"]) == (name, "some/model", [])
     assert (content["wiped"], content["missing"]) == ([], [])
     assert content["bytes"] > 0
     assert list(cache.rglob("*")) == [keep.parent, keep]
@@ -141,18 +169,20 @@ def test_a_device_that_is_away_is_said(tmp_devices: Callable[[int], list[Path]])
     devices[1].rename(away)
     result = ssdkv("rm", devices[0], "--yes")
     assert result.exit_code == 1
-    assert f"{devices[1]} is not there, and nothing was removed from it" in result.stderr
+    said = result.stderr
+    assert f"{devices[1]} is not there, and nothing was removed from it" in said
     assert "are free again" in result.stdout
     assert devices[0].is_dir(), "a folder that somebody named stays"
     assert list(devices[0].iterdir()) == []
     # When it is back, what is left on it goes.
     away.rename(devices[1])
     (devices[1] / "notes").write_text("mine")
-    assert f"no {NAME} in {devices[1]}" in ssdkv("rm", devices[1], "--yes").stderr
-    result = ssdkv("rm", devices[1], "--yes", "--left-over")
+    assert f"{devices[1]} is a device of the store" in ssdkv("rm", devices[1], "--yes").stderr
+    command = said.split("what is left with ssdkv ")[1].split()
+    result = ssdkv(*command, "--yes")
     assert result.exit_code == 0, result.output
     assert [file.name for file in devices[1].iterdir()] == ["notes"]
-    assert "nothing of a store" in ssdkv("rm", devices[1], "--yes", "--left-over").stderr
+    assert "nothing of the store" in ssdkv(*command, "--yes").stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "quota", "inspect", "fsck", "rm"])

@@ -95,7 +95,8 @@ class Ledger:
         names = {path.name for path in Path(self.state_dir).iterdir()}
         assert names == {"journal", "store.json", "store.json.copy", self.log.name}
         for device in self.devices:
-            assert [path.name for path in Path(device).iterdir()] == ["rank0.data"]
+            names = {path.name for path in Path(device).iterdir()}
+            assert names == {"rank0.data", "store.json.copy"}
 
     def _run(self, window: int, blocks: int | None, delay_s: float) -> Life:
         task = {

@@ -10,8 +10,11 @@ import pytest
 
 from tests.conftest import disk_directory
 from tests.e2e.engine import Engine, environment
+from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
-from tests.e2e.workload import SHORT
+from tests.e2e.workload import SHORT, kv_tokens
+from vllm_ssdkv import host
+from vllm_ssdkv.store import reconcile
 
 BLOCK = 128
 """What vLLM chooses on the CPU when nobody names a block size."""
@@ -36,3 +39,40 @@ def test_no_option_at_all(models: dict[str, Path], stock: Stock, cache_home: Pat
     (store,) = Path(cache_home, "ssdkv").iterdir()
     assert {file.name for file in store.iterdir()} >= {"store.json", "journal", "rank0.data"}
     assert store.stat().st_mode & 0o777 == 0o700
+
+
+def test_page_mode_waits_for_the_store_to_grow(
+    models: dict[str, Path], stock: Stock, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt needs more blocks than the store has at first, and it takes no more than its
+    limit: then it evicts."""
+    monkeypatch.setattr(reconcile, "GROWTH_BYTES", 1 << 18)
+    monkeypatch.setattr(host, "DEFAULT_CAPACITY_LIMIT", 16 << 20)
+    long = prompts((1500, 1800, 1600), seed=11)
+    wanted = [a.tokens for a in stock.answers("llama", long)]
+    sizes: set[int] = set()
+
+    def look(_: int) -> None:
+        (data,) = cache_home.rglob("rank0.data")
+        sizes.add(data.stat().st_size)
+
+    with (
+        environment(XDG_CACHE_HOME=str(cache_home)),
+        Engine(
+            models["llama"],
+            ssdkv={"mode": "page", "hbm_window_tokens": 128, "dram_gib": "16MiB"}
+            | {"io": {"staging": "4MiB"}},
+            kv_tokens=3 * kv_tokens(128, 256),
+            max_num_batched_tokens=256,
+            max_model_len=2048,
+        ) as engine,
+    ):
+        for number, prompt in enumerate(long):
+            engine.add(str(number), prompt)
+        got = engine.run(look)
+        assert [got[str(number)] for number in range(len(long))] == wanted
+        engine.settle()
+        used = engine.ssdkv("slots") - engine.ssdkv("slots_free")
+        assert used == engine.ssdkv("slots_ready")
+    assert len(sizes) > 10
+    assert max(sizes) <= 16 << 20

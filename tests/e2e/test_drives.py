@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,28 @@ def test_drives_removed_and_added_between_runs(
     here.ask()
     assert here.count("hit_tokens") > 0
     assert 3 in used(here)
+    assert_no_trouble(here)
+
+
+def test_the_first_drive_is_lost_with_the_state(bench: StartBench) -> None:
+    """It holds manifest and journal. With two copies all that was stored is found again."""
+    here = bench(count=3, replicas=2)
+    here.ask()
+    stored = sum(len(here.stored(prompt)) for prompt in range(len(here.prompts)))
+    here.engine.close()
+    shutil.rmtree(here.paths[0])
+    here.places = here.places[1:]
+    here.start()
+    here.ask()
+    assert here.count("recovered_slots") >= stored
+    assert here.count("manifest_restores") == here.count("journal_rebuilds") == 1
+    assert here.count("hit_tokens") > 0
+    assert_no_trouble(here)
+    # And the next start knows of nothing.
+    here.restart()
+    here.ask()
+    assert here.count("manifest_restores") == here.count("journal_rebuilds") == 0
+    assert here.count("hit_tokens") > 0
     assert_no_trouble(here)
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from tests.conftest import disk_directory
 from tests.store.conftest import array
 from tests.store.filled_store import FilledStore
 from vllm_ssdkv.store.fsck import examined
 from vllm_ssdkv.store.fsck_report import Report
+from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.repair import repair
 
 SLOTS = (0, 1, 2, 5, 8, 13, 21, 34, 55)
@@ -48,3 +56,20 @@ def mended(store: FilledStore, **counts: int) -> set[int]:
 def on_device(store: FilledStore, device: int) -> set[int]:
     touched = store.placement.touches(device, array(store.slots))
     return {slot for slot, hit in zip(store.slots, touched.tolist(), strict=True) if hit}
+
+
+@contextmanager
+def copied(original: FilledStore) -> Iterator[FilledStore]:
+    """A copy of it, to be damaged."""
+    with tempfile.TemporaryDirectory(prefix="ssdkv-fsck-", dir=disk_directory()) as root:
+        places = [Path(root, old.name) for old in (*original.devices, original.state)]
+        for old, new in zip((*original.devices, original.state), places, strict=True):
+            shutil.copytree(old, new)
+        yield original.moved(places[:-1], places[-1])
+
+
+def order_of(store: FilledStore) -> list[int]:
+    """Slots in the order of their records."""
+    data = (store.state / "journal").read_bytes()[HEADER_BYTES:]
+    slots: list[int] = np.frombuffer(data, "<u8").reshape(-1, RECORD_BYTES // 8)[:, 1].tolist()
+    return slots

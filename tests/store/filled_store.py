@@ -6,8 +6,9 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,8 @@ class FilledStore:
     ranks: int = RANKS
     encrypted: bool = False
     replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    """That go before those here. ``state_dir`` None: it is on the first device."""
 
     @property
     def geometry(self) -> SlotGeometry:
@@ -77,6 +80,7 @@ class FilledStore:
                 "io": {"staging": "4MiB"},
                 "encryption": {"key_command": ["echo", KEY]} if self.encrypted else None,
             }
+            | self.options
         )
         return StorePlace(config, self.geometry, MODEL, self.ranks, model="some/model")
 
@@ -124,7 +128,12 @@ class FilledStore:
         """Open the store: the slots that are found, each read on every rank and right."""
         place = self.place
         ranks = [_Rank(place, rank) for rank in range(self.ranks)]
-        index, restriper = open_index(place)
+        try:
+            index, restriper = open_index(place)
+        except BaseException:
+            for rank in ranks:
+                rank.close()
+            raise
         found = [slot for slot in self.slots if len(index.lookup([key_of(slot)]))]
         chosen = array(found)
         for rank in ranks:

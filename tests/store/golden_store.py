@@ -63,7 +63,7 @@ def segments(units: int) -> tuple[Segment, ...]:
     ``units`` are those of a slot.
     """
     return (
-        Segment(0, 3, 3, (0, 1, 0), (Extent(0, 0, 2 * units), Extent(1, 0, units))),
+        Segment(0, 3, 3, (0, 1, 0), (Extent(0, 0, 2 * units), Extent(1, 0, units)), since=epoch(1)),
         Segment(3, 1, 1, (1,), (Extent(1, units, units),)),
     )
 
@@ -164,7 +164,6 @@ class Golden:
         placement = Placement(self.geometry, self.segments, len(DEVICES))
         shape = self.geometry
         mine = Manifest(
-            version=4 if shape.summary_pages else 1,
             store=str(STORE),
             fingerprint=dict(FINGERPRINT.fields),
             model="golden/model",
@@ -192,9 +191,12 @@ class Golden:
             run="golden",
             opened=2,
             last_opened=1_700_000_000,
+            revision=1_700_000_001,
+            state="/state",
+            inode=7,
         )
-        mine.save(directory)
-        return (directory / NAME).read_bytes()
+        (directory / NAME).write_bytes(mine.text)
+        return mine.text
 
     def files(self) -> dict[str, bytes]:
         """Name to content of every file of the store."""

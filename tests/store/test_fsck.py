@@ -18,19 +18,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import disk_directory
-from tests.store.checked_store import SLOTS, check, kinds, make, mended, on_device
+from tests.store.checked_store import (
+    SLOTS,
+    check,
+    copied,
+    kinds,
+    make,
+    mended,
+    on_device,
+    order_of,
+)
 from tests.store.conftest import array
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_devices
 from tests.store.test_recovery import of_version
 from vllm_ssdkv.errors import DeadlineError, FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store import fsck as checking
-from vllm_ssdkv.store import slot_check
+from vllm_ssdkv.store import slot_check, slot_reader
 from vllm_ssdkv.store.engine.faults import FaultRule
 from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
 from vllm_ssdkv.store.engine.protocol import IoEngine
 from vllm_ssdkv.store.fsck import examined
-from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, StripeMap
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import open_index, open_rank
 from vllm_ssdkv.store.placement import Extent, Segment
@@ -45,16 +53,6 @@ def original() -> Iterator[FilledStore]:
     """A store that every test leaves as it was."""
     with tempfile.TemporaryDirectory(prefix="ssdkv-fsck-", dir=disk_directory()) as root:
         yield make(Path(root))
-
-
-@contextmanager
-def copied(original: FilledStore) -> Iterator[FilledStore]:
-    """A copy of it, to be damaged."""
-    with tempfile.TemporaryDirectory(prefix="ssdkv-fsck-", dir=disk_directory()) as root:
-        places = [Path(root, old.name) for old in (*original.devices, original.state)]
-        for old, new in zip((*original.devices, original.state), places, strict=True):
-            shutil.copytree(old, new)
-        yield original.moved(places[:-1], places[-1])
 
 
 @pytest.fixture
@@ -200,13 +198,6 @@ def expected(store: FilledStore, path: Path, at: int, device: int, rank: int) ->
         return {"journal" if path.name == "journal" else "manifest"}
     found = meaning(store, device, rank, at)
     return set() if found is None else {found[0]}
-
-
-def order_of(store: FilledStore) -> list[int]:
-    """Slots in the order of their records."""
-    data = (store.state / "journal").read_bytes()[HEADER_BYTES:]
-    slots: list[int] = np.frombuffer(data, "<u8").reshape(-1, RECORD_BYTES // 8)[:, 1].tolist()
-    return slots
 
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -356,7 +347,7 @@ def test_data_files_of_no_rank(store: FilledStore) -> None:
     report = check(store, mend=True)
     assert kinds(report) == {"orphan": 2}
     assert [p.repaired for p in report.problems] == [True, False]
-    assert "holds no superblock" in report.problems[1].text
+    assert "has no superblock of this store" in report.problems[1].text
     assert not ours.exists()
     assert theirs.read_text() == "dear diary"
     theirs.unlink()
@@ -371,98 +362,6 @@ def test_a_file_made_anew_before_a_crash(store: FilledStore) -> None:
     manifest.devices[0].files[0] = str(UUID(int=7))
     manifest.save(store.state)
     assert mended(store, superblock=1) == set(SLOTS)
-
-
-# ---- the journal ----
-
-
-def test_a_journal_with_a_bad_header_keeps_its_records(store: FilledStore) -> None:
-    flip(store.state / "journal", 40)
-    assert mended(store, journal=1) == set(SLOTS)
-
-
-def test_a_record_cut_off(store: FilledStore) -> None:
-    path = store.state / "journal"
-    last = order_of(store)[-1]
-    os.truncate(path, path.stat().st_size - 10)
-    assert mended(store, journal=1) == set(SLOTS) - {last}
-
-
-@pytest.mark.parametrize("loss", ["missing", "empty"])
-def test_a_lost_journal_is_an_empty_store(store: FilledStore, loss: str) -> None:
-    (store.state / "journal").unlink()
-    if loss == "empty":
-        (store.state / "journal").touch(mode=0o600)
-    assert mended(store, journal=1) == set()
-
-
-def cut_to(manifest: Manifest, slots: int) -> None:
-    """The store has only the first slots any more, all in its first segment."""
-    segment = manifest.segments[0]
-    assert slots <= segment.slots
-    stripes = StripeMap(GEOMETRY, segment.lanes, len(manifest.devices))
-    extents = tuple(
-        Extent(e.device, e.begin, stripes.device_units(e.device, slots)) for e in segment.extents
-    )
-    manifest.segments = [Segment(0, slots, slots, segment.lanes, extents)]
-    manifest.numbers = slots
-
-
-def test_records_of_slots_that_do_not_exist(store: FilledStore) -> None:
-    manifest = Manifest.load(store.state)
-    assert manifest is not None
-    cut_to(manifest, 22)
-    manifest.save(store.state)
-    beyond = {slot for slot in SLOTS if slot >= 22}
-    report = check(store, mend=True)
-    assert kinds(report) == {"journal": 1, "data_file": 2 * RANKS}
-    assert report.stored == len(SLOTS) - len(beyond)
-    assert (report.bad, report.unrepaired) == (0, 0)
-    assert check(store).clean
-    assert store.served() == set(SLOTS) - beyond
-
-
-def test_the_order_of_eviction_survives(store: FilledStore) -> None:
-    before = order_of(store)
-    device, at = store.at(8, 200)
-    flip(store.data(device, 0), at)
-    check(store, mend=True)
-    assert order_of(store) == [slot for slot in before if slot != 8]
-
-
-# ---- the manifest ----
-
-
-@pytest.mark.parametrize("name", [NAME, COPY])
-def test_one_of_two_manifests_is_enough(store: FilledStore, name: str) -> None:
-    (store.state / name).unlink()
-    assert mended(store, manifest=1) == set(SLOTS)
-    assert (store.state / NAME).read_bytes() == (store.state / COPY).read_bytes()
-
-
-def test_a_copy_that_is_behind_does_not_use_epochs_twice(store: FilledStore) -> None:
-    """It was written before the last opening, and the original is gone."""
-    manifest = Manifest.load_copy(store.state)
-    assert manifest is not None
-    newest = manifest.opened
-    manifest.opened -= 1
-    manifest.save(store.state)
-    (store.state / NAME).unlink()
-    assert mended(store, manifest=2) == set(SLOTS)
-    restored = Manifest.load(store.state)
-    assert restored is not None
-    assert restored.opened > newest
-
-
-def test_without_any_manifest_there_is_nothing_to_check(store: FilledStore) -> None:
-    for name in (NAME, COPY):
-        flip(store.state / name, 7)
-    with pytest.raises(FormatError, match=f"{store.state / NAME} is damaged.*{COPY} is damaged"):
-        check(store, mend=True)
-    for name in (NAME, COPY):
-        (store.state / name).unlink()
-    with pytest.raises(StoreError, match=f"no {NAME} in {store.state}"):
-        check(store)
 
 
 # ---- whose it is ----
@@ -539,6 +438,9 @@ def test_a_raw_device_that_is_too_small_is_left_alone(tmp_path: Path) -> None:
         assert kinds(report) == {"data_file": 2}
         assert report.unrepaired == 2
         assert "16777216 bytes" in report.problems[0].text
+        assert "start the engine once with a capacity" in report.problems[0].cure
+        store.served()
+        assert check(store).clean
 
 
 # ---- devices that fail ----
@@ -552,7 +454,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, *rules: FaultRule) -> Iterator[None]
         return open_engine(replace(options, faults=rules), *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checking, "open_engine", opener)
+        patch.setattr(slot_reader, "open_engine", opener)
         yield
 
 
@@ -575,7 +477,7 @@ def test_a_device_that_hangs_is_said_and_repairs_nothing(
 ) -> None:
     stall = FaultRule(kind="stall", op="read", device=1, seconds=1.5)
     with monkeypatch.context() as hurried, faulty(monkeypatch, stall):
-        hurried.setattr(checking, "DEADLINE_S", 0.3)
+        hurried.setattr(slot_reader, "DEADLINE_S", 0.3)
         with pytest.raises(DeadlineError, match=r"did not end within 0\.3"):
             check(store, mend=True)
     assert check(store).clean

@@ -176,8 +176,7 @@ def test_manifests(fuzz_seconds: float, tmp_path: Path) -> None:
         saved = (tmp_path / NAME).read_bytes()
         again = Manifest.load(tmp_path)
         assert again == found
-        again.save(tmp_path)
-        assert (tmp_path / NAME).read_bytes() == saved
+        assert again.text == saved
         return data  # JSON has many spellings, so the bytes may differ from those saved
 
     fuzz(golden(NAME), parse, lambda d: d, fuzz_seconds)

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import xxhash
 
 from vllm_ssdkv.errors import (
+    DamagedError,
     FingerprintMismatchError,
     FormatError,
     KeyMismatchError,
@@ -60,7 +62,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
     manifest().save(tmp_path)
-    assert b"channel_pages" not in (tmp_path / NAME).read_bytes()
+    assert b'"channel_pages"' not in (tmp_path / NAME).read_bytes()
     shape = replace(SHAPE, channel_pages=2)
     mine = manifest()
     mine.channel_pages = Manifest.create(MODEL, shape, 2).channel_pages
@@ -73,8 +75,8 @@ def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "summaries", "channels", "scaled_from", "text"),
     [
-        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4: use"),
-        (2, 1, 2, 0, "has format version 2, this release reads 1, 4: use another directory"),
+        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4, 5"),
+        (2, 1, 2, 0, "has format version 2, this release reads 1, 4, 5: use another directory"),
         (4, 0, 0, 0, "version 4, and summary_pages is 0"),
         (4, 0, 2, 0, "channel_pages is 2, with 0 summary pages"),
         (4, 1, 0, 2, "scaled_from is 2, with 0 channel pages"),
@@ -86,7 +88,7 @@ def test_where_the_tail_lies_is_told_by_the_version(
     mine = manifest()
     mine.version, mine.summary_pages = version, summaries
     mine.channel_pages, mine.scaled_from = channels, scaled_from
-    mine.save(tmp_path)
+    (tmp_path / NAME).write_bytes(mine.text)
     with pytest.raises(FormatError, match=text):
         Manifest.load(tmp_path)
 
@@ -104,8 +106,9 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
     digits = content.pop("checksum")
     blank = data.replace(digits.encode(), b"0" * 16)
     assert digits == f"{xxhash.xxh3_64_intdigest(blank):016x}"
+    assert abs(content.pop("revision") - time.time()) < DEADLINE_S
     assert content == {
-        "version": 4,
+        "version": 5,
         "store": mine.store,
         "model": "a/model",
         "fingerprint": {"model": "tiny", "layers": 2},
@@ -141,14 +144,46 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
                     {"device": 1, "begin": 0, "units": 2},
                 ],
                 "copies": 1,
+                "since": 0,
             }
         ],
         "numbers": 4,
         "fresh": [],
+        "grows": False,
         "run": "",
         "opened": 0,
         "last_opened": 0,
+        "state": str(tmp_path.resolve()),
+        "inode": tmp_path.stat().st_ino,
     }
+
+
+def test_revisions_grow_whatever_the_clock_says(tmp_path: Path) -> None:
+    """And a manifest that is made anew is newer than what was there before."""
+    mine = manifest()
+    mine.save(tmp_path)
+    first = mine.revision
+    assert abs(first - time.time()) < DEADLINE_S
+    mine.save(tmp_path)
+    assert mine.revision > first
+    mine.revision = 1 << 40
+    mine.save(tmp_path)
+    assert mine.revision == (1 << 40) + 1
+    assert Manifest.load(tmp_path) == mine
+
+
+@pytest.mark.parametrize("version", [1, 4])
+def test_what_an_earlier_release_wrote_is_read(tmp_path: Path, version: int) -> None:
+    text = (Path(__file__).parent / "golden_earlier" / f"version{version}.json").read_bytes()
+    (tmp_path / NAME).write_bytes(text)
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert (found.version, found.revision, found.state, found.opened) == (version, 0, "", 2)
+    assert [segment.since for segment in found.segments] == [0, 0]
+    found.save(tmp_path)
+    again = Manifest.load(tmp_path)
+    assert again is not None
+    assert (again.version, again.segments, again.geometry) == (5, found.segments, found.geometry)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +219,9 @@ def test_what_is_in_the_file(tmp_path: Path) -> None:
         ("segments.extents", [{"device": 2, "begin": 0, "units": 2}]),
         ("segments.extents", [{"device": 0, "begin": -1, "units": 2}]),
         ("segments.copies", 3),
+        ("segments.since", -1),
+        ("revision", -1),
+        ("state", None),
         ("segments.unknown", 1),
         ("devices.gap", [2, 1]),
         ("devices.gap", [-1, 1]),
@@ -226,8 +264,20 @@ def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"version": 5, "new": true}')
-    with pytest.raises(FormatError, match="format version 5, this release reads 1, 4"):
+    (tmp_path / NAME).write_text('{"version": 6, "new": true}')
+    with pytest.raises(FormatError, match="format version 6, this release reads 1, 4, 5"):
+        Manifest.load(tmp_path)
+    text = sealed(manifest().text.replace(b'"version": 5', b'"version": 6'))
+    (tmp_path / NAME).write_bytes(text)
+    with pytest.raises(FormatError, match="format version 6") as refused:
+        Manifest.load(tmp_path)
+    assert not isinstance(refused.value, DamagedError)
+
+
+def test_a_version_that_is_damaged_is_no_other_release_s(tmp_path: Path) -> None:
+    """Refused as another version it would stop every start, with a whole copy beside it."""
+    (tmp_path / NAME).write_bytes(manifest().text.replace(b'"version": 5', b'"version": 7'))
+    with pytest.raises(DamagedError, match="its checksum"):
         Manifest.load(tmp_path)
 
 
@@ -244,7 +294,7 @@ def test_an_unreadable_or_unwritable_place_is_a_store_error(tmp_path: Path) -> N
     (tmp_path / NAME).mkdir()
     with pytest.raises(StoreError, match=r"store\.json: Is a directory"):
         Manifest.load(tmp_path)
-    with pytest.raises(StoreError, match=r"store\.json: No such file"):
+    with pytest.raises(StoreError, match="absent: No such file"):
         manifest().save(tmp_path / "absent")
     with pytest.raises(StoreError, match="absent: No such file"), locked(tmp_path / "absent"):
         pass

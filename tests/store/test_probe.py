@@ -15,8 +15,7 @@ from tests.store.conftest import PAGED, PATIENCE_S
 from tests.store.model_time import ModelTime
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.errors import DeviceError
-from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store import probe
+from vllm_ssdkv.store import probe, reconcile
 from vllm_ssdkv.store.engine import throttled
 from vllm_ssdkv.store.engine.faults import FaultRule
 from vllm_ssdkv.store.engine.open import EngineOptions
@@ -95,7 +94,7 @@ def test_each_device_is_measured_once(
         asked.append([paths[i] for i in which])
         return [speeds[paths[i]] for i in which]
 
-    monkeypatch.setattr(opening, "read_rates", measured)
+    monkeypatch.setattr(reconcile, "read_rates", measured)
 
     def weights(paths: list[Path], **entry: Any) -> list[float]:  # noqa: ANN401
         config = SSDKVConfig.from_extra_config(

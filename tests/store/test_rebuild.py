@@ -12,7 +12,7 @@ import pytest
 from tests.store.opening import Opened, close, fill, found, place
 from vllm_ssdkv.errors import FormatError
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.manifest import COPY, NAME, VERSIONS, Manifest
+from vllm_ssdkv.store.manifest import COPY, NAME, VERSIONS, Manifest, sealed
 from vllm_ssdkv.store.open import open_index
 from vllm_ssdkv.store.superblock import COPY_OFFSETS
 
@@ -31,11 +31,12 @@ def stored(devices: list[Path], opened: Opened, **options: Any) -> dict[int, byt
     return keys
 
 
-def damage(state: Path) -> None:
-    for name in (NAME, COPY):
-        data = bytearray((state / name).read_bytes())
+def damage(devices: list[Path]) -> None:
+    """Of the manifest and all its copies nothing is whole."""
+    for path in [devices[0] / NAME, *(device / COPY for device in devices)]:
+        data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
-        (state / name).write_bytes(data)
+        path.write_bytes(data)
 
 
 def content(devices: list[Path]) -> dict[Path, bytes]:
@@ -65,9 +66,10 @@ def test_superblocks_that_agree_are_enough(
     assert index.close()
     before = Manifest.load(devices[0])
     assert before is not None
-    damage(devices[0])
+    damage(devices)
     if lost == "copy missing":
-        (devices[0] / COPY).unlink()
+        for device in devices:
+            (device / COPY).unlink()
     where = place(devices, **options)
     for rank in range(options.get("tp_size", 1)):
         close(opened(where, rank))
@@ -97,7 +99,7 @@ def test_sizes_stay_where_no_capacity_is_given(tmp_devices: Devices, opened: Ope
     devices = tmp_devices(2)
     stored(devices, opened)
     sizes = [(device / "rank0.data").stat().st_size for device in devices]
-    damage(devices[0])
+    damage(devices)
     close(opened(place(devices, devices=[{"path": d, "weight": 1} for d in devices])))
     after = [(device / "rank0.data").stat().st_size for device in devices]
     assert all(0.9 * old < new <= old for old, new in zip(sizes, after, strict=True))
@@ -106,7 +108,7 @@ def test_sizes_stay_where_no_capacity_is_given(tmp_devices: Devices, opened: Ope
 def test_a_device_that_is_gone_is_left_out(tmp_devices: Devices, opened: Opened) -> None:
     devices = tmp_devices(3)
     stored(devices, opened)
-    damage(devices[0])
+    damage(devices)
     shutil.rmtree(devices[2])
     close(opened(place(devices)))
     assert (devices[2] / "rank0.data").exists()  # made anew
@@ -136,10 +138,10 @@ def test_otherwise_it_is_said_and_nothing_changes(
     if case == "another version":
         for name in (NAME, COPY):
             path = devices[0] / name
-            old, new = f'"version": {VERSIONS[0]}', f'"version": {VERSIONS[-1] + 1}'
-            path.write_text(path.read_text().replace(old, new))
+            old, new = (f'"version": {v}'.encode() for v in (VERSIONS[-1], VERSIONS[-1] + 1))
+            path.write_bytes(sealed(path.read_bytes().replace(old, new)))
     else:
-        damage(devices[0])
+        damage(devices)
     data = devices[1] / "rank0.data"
     if case == "another store's file":
         shutil.copy(others[1] / "rank0.data", data)

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from vllm_ssdkv.cli.recall import MODEL_DIR
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.host import default_root
 from vllm_ssdkv.store.file_lock import lock_file
-from vllm_ssdkv.store.removal import files_of_store
+from vllm_ssdkv.store.locate import any_manifest
+from vllm_ssdkv.store.owner import DATA_NAME, files_named_alike
 
 FOLDER: Final = "ssdkv-demo"
 _DEFAULT_STORES: Final = 2
@@ -43,16 +45,21 @@ def clean(stores: Sequence[Path]) -> None:
 
     Raises:
         StoreLockedError: an engine uses one of them.
-        StoreError: one holds something that is no part of a store.
+        StoreError: one holds something that is no part of a store, or a store of another model.
     """
     for store in stores:
-        ours = files_of_store(store)
+        ours = files_named_alike(store)
         for entry in store.iterdir():
             if entry not in ours:
                 raise StoreError(f"{entry} is no file of the demo: remove or rename {store}")
-        _check_unused(store / "rank0.data")
+        found = any_manifest(store)
+        if found is not None and Path(found.model).name not in ("", MODEL_DIR.name):
+            raise StoreError(f"{store} holds a store of {found.model}: remove or rename it")
+        for file in ours:
+            if DATA_NAME.fullmatch(file.name):
+                _check_unused(file)
     for store in stores:
-        for file in files_of_store(store):
+        for file in files_named_alike(store):
             file.unlink()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -22,9 +23,6 @@ from vllm_ssdkv.store.repair import repair as repair_store
 
 PROBLEMS = 1
 CANNOT_CHECK = 2
-
-_SHOWN = 50
-"""Problems that are printed; JSON has more."""
 
 
 def as_json(report: Report, *, repair: bool) -> str:
@@ -45,28 +43,33 @@ def render(report: Report, console: Console, *, repair: bool) -> None:
     if report.clean:
         console.print("clean", style="green")
         return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    for problem in report.problems[:_SHOWN]:
-        state = Text("repaired", "green") if problem.repaired else Text(problem.kind, "bold red")
-        table.add_row(state, Text(problem.subject), Text(problem.text))
+    table = Table(box=None, pad_edge=False)
+    for name in ("Finding", "Times", "For example", "Cure"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("Finding", "Times"))
+    for kind in report.kinds():
+        example = kind.example
+        state = Text(example.kind, "green" if example.repaired else "bold red")
+        cure = Text("repaired", "green") if example.repaired else Text(example.cure)
+        table.add_row(state, str(kind.count), Text(f"{example.subject}: {example.text}"), cure)
     console.print(table)
     total = sum(report.counts.values())
-    if total > _SHOWN:
-        console.print(f"and {total - _SHOWN} more")
-    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(report.counts.items()))
-    away = ""
+    lines = [f"{total} problem(s)", f"{report.bad} block(s) cannot be served"]
+    if report.found or report.lost:
+        lines.append(
+            f"{report.found} were found by the headers of their slots, {report.lost} slot(s) with "
+            "such a header are not whole"
+        )
     if report.out_of_reach:
-        away = f", {report.out_of_reach} more are on absent devices only and were not read"
-    console.print(f"{total} problem(s): {counts}; {report.bad} block(s) cannot be served{away}")
+        lines.append(f"{report.out_of_reach} are on absent devices only and were not read")
+    console.print("; ".join(lines), highlight=False)
     if repair:
         console.print(f"{total - report.unrepaired} repaired, {report.unrepaired} left")
     elif "device" in report.counts:
         console.print("--repair is refused while a device is absent: it would drop what lies there")
     else:
-        console.print("with --repair, what is wrong is dropped and what is right stays")
+        named = [*report.devices, "--state-dir", report.state_dir]
+        command = f"to repair: ssdkv fsck --repair {shlex.join(named)}"
+        console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
 def check(

@@ -10,12 +10,9 @@ from pathlib import Path
 
 from vllm_ssdkv.cli.check_devices import mount_of
 from vllm_ssdkv.store.catalog import summarize
-from vllm_ssdkv.store.journal import journal_bytes
-from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES
-from vllm_ssdkv.store.open import STATE_SLACK
+from vllm_ssdkv.store.owner import files_named_alike
 from vllm_ssdkv.store.placement import Placement
-from vllm_ssdkv.store.removal import files_of_store
-from vllm_ssdkv.store.segments import arrange
+from vllm_ssdkv.store.reconcile import division_of
 from vllm_ssdkv.store.stored import StoredStore, is_raw, open_journal, read_journal
 
 
@@ -178,7 +175,7 @@ def _filesystem(path: Path) -> str:
 
 def _occupied(places: Sequence[Path]) -> int:
     nbytes = 0
-    for file in {file for place in places for file in files_of_store(place)}:
+    for file in {file for place in places for file in files_named_alike(place)}:
         with contextlib.suppress(FileNotFoundError):  # an engine has just replaced it
             nbytes += file.stat().st_blocks * 512
     return nbytes
@@ -187,26 +184,17 @@ def _occupied(places: Sequence[Path]) -> int:
 def _forecast(store: StoredStore, capacity: int) -> Forecast:
     """What the next start of the engine makes of the store with these capacities."""
     manifest, geometry = store.manifest, store.manifest.geometry
-    journal = 0
-    for _ in range(2):  # as StorePlace does: the journal's size follows from the slots
-        ends = []
-        for path, device in zip(store.paths, manifest.devices, strict=True):
-            holds_state = path == store.state or path in store.state.parents
-            room = (capacity - (journal if holds_state else 0)) // manifest.tp_size
-            units = max(0, room - SUPERBLOCK_BYTES) // geometry.unit_bytes
-            ends.append(units if device.present else 0)
-        copies = max((segment.copies for segment in manifest.segments), default=1)
-        found = arrange(geometry, manifest.segments, manifest.weights(), ends, replicas=copies)
-        journal = 2 * journal_bytes(found.numbers) + STATE_SLACK
+    found = division_of(manifest, store.state, capacity=capacity)
     fd = open_journal(store, lock=False)
     try:
         slots = read_journal(store, fd).replay.slots
     finally:
         if fd is not None:
             os.close(fd)
-    kept = Placement(geometry, found.kept, len(manifest.devices)) if found.kept else None
+    segments = found.arrangement.kept
+    kept = Placement(geometry, segments, len(manifest.devices)) if segments else None
     return Forecast(
         capacity=capacity,
-        slots=sum(segment.slots for segment in found.segments),
+        slots=found.slots,
         kept=0 if kept is None else int(kept.holds(slots).sum()),
     )

@@ -23,8 +23,9 @@ from vllm_ssdkv.store.catalog import (
     inspect_store,
     stores_below,
     summarize,
+    without_state_below,
 )
-from vllm_ssdkv.store.removal import Removal, plan_removal
+from vllm_ssdkv.store.removal import Removal, plan_left_over, plan_removal
 from vllm_ssdkv.store.removal import remove as remove_files
 from vllm_ssdkv.store.stored import StoredStore, find_store
 
@@ -88,12 +89,19 @@ def look_at_all(
     found: list[Seen] = []
     named = list(directories or [])
     broken = [f"{path} does not exist: is it mounted?" for path in named if not path.exists()]
-    states = {s: None for d in named or [default_root()] for s in stores_below(d)}
-    for state in states:
+    roots = named or [default_root()]
+    for state in {s: None for d in roots for s in stores_below(d)}:
         try:
             found.append(look(find_store([], state)))
         except (SSDKVError, OSError) as error:
             broken.append(f"{state}: {error}")
+    for device, copy in {
+        d: copy for root in roots for d, copy in without_state_below(root)
+    }.items():
+        broken.append(
+            f"{device}: a device of the store {copy.store} of {copy.model}, whose state directory "
+            f"{copy.state} is not there: an engine that has this device goes on with what is left"
+        )
     return found, broken
 
 
@@ -189,38 +197,54 @@ def remove(
     state_dir: _StateDir = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     left_over: Annotated[
-        bool,
+        str | None,
         typer.Option(
             "--left-over",
-            help="Remove data files whose store was removed while their drive was away.",
+            metavar="STORE",
+            help="Remove what the store with this UUID, which was removed while their drives were "
+            "away, has left in DIR.",
         ),
-    ] = False,
+    ] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
+
+    Only what carries the name of the store goes. Devices that are not named go with their state
+    directory, when they say that it is theirs: a copy of it, or a backup, is not. What goes, of
+    which store, and what is left alone is shown first.
 
     Exits with 1 when it is in use, when the answer is no, or when one of its devices is not there:
     what is on that one is removed with --left-over when it is back.
     """
     with _errors():
-        removal = plan_removal(directories or [], state_dir, left_over=left_over)
+        if left_over is None:
+            removal = plan_removal(directories or [], state_dir)
+        else:
+            removal = plan_left_over(
+                [*(directories or []), *([state_dir] if state_dir else [])], left_over
+            )
+        _show_removal(removal)
         if not (removal.files or removal.raw):
-            raise StoreError("nothing of a store is there")
-        if not yes:
-            _ask(removal)
+            raise StoreError("nothing of the store is there")
+        if not yes and not typer.confirm("Remove this?", err=True):
+            raise typer.Exit(FAILED)
         remove_files(removal)
         _remove_cache_folders(removal)
     for path in removal.missing:
         typer.echo(
             f"{path} is not there, and nothing was removed from it: when it is back, remove what "
-            f"is left with ssdkv rm --left-over {path}",
+            f"is left with ssdkv rm --left-over {removal.store} {path}",
             err=True,
         )
     if as_json:
         content = {
+            "store": removal.store,
+            "model": removal.model,
+            "last_opened": removal.last_opened,
             "removed": [str(file) for file in removal.files],
             "wiped": [str(path) for path in removal.raw],
             "missing": [str(path) for path in removal.missing],
+            "kept": [{"path": str(kept.path), "why": kept.why} for kept in removal.kept],
             "bytes": removal.nbytes,
         }
         arguments.print_json(content)
@@ -230,12 +254,20 @@ def remove(
         raise typer.Exit(FAILED)
 
 
-def _ask(removal: Removal) -> None:
-    for path in (*removal.files, *removal.raw):
-        typer.echo(str(path), err=True)
+def _show_removal(removal: Removal) -> None:
+    """Say what goes, of which store, on the error output."""
+    model = f" of {removal.model}" if removal.model else ""
+    opened = f", last opened {_when(removal.last_opened)}" if removal.last_opened else ""
+    typer.echo(f"store {removal.store}{model}{opened}", err=True)
     size = approximate_size(removal.nbytes)
-    if not typer.confirm(f"Remove this store ({size})?", err=True):
-        raise typer.Exit(FAILED)
+    typer.echo(f"to be removed, {size}:", err=True)
+    for path in removal.files:
+        used = _when(int(path.stat().st_mtime))
+        typer.echo(f"  {path}, {approximate_size(path.stat().st_size)}, written {used}", err=True)
+    for path in removal.raw:
+        typer.echo(f"  {path}: its superblocks", err=True)
+    for kept in removal.kept:
+        typer.echo(f"left alone: {kept.path}: {kept.why}", err=True)
 
 
 def _remove_cache_folders(removal: Removal) -> None:

@@ -53,7 +53,7 @@ class PageAdmission:
         if self._index.available() >= needed:
             return True
         self._restriper.step(patient=soon)
-        if self._restriper.under_way:
+        if self._restriper.grow_for(needed):
             return False
         if self._index.available() >= needed:  # what was striped anew has come back
             return True

@@ -6,6 +6,7 @@ from typing import Final
 
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.restripe import Restriper
 
 _GAUGES = ("ready", "free", "pinned")
 _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
@@ -25,15 +26,19 @@ _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
 class IndexMetrics:
     """Carries an index's numbers to the metrics. Used by the scheduler's thread."""
 
-    def __init__(self, index: SlotIndex, counters: Counters):
+    def __init__(self, index: SlotIndex, restriper: Restriper, counters: Counters):
         self._index = index
+        self._restriper = restriper
         self._counters = counters
         self._told: dict[str, int] = {}
 
     def update(self) -> None:
         """Bring the metrics up to date."""
-        self._counters.set("slots", float(self._index.num_slots))
-        gauges = self._index.gauges()
+        gauges, growth = self._index.gauges(), self._restriper.growth
+        # Not every number has a slot: some are spare, for segments that will be striped anew.
+        to_come = 0 if growth is None else growth.to_come
+        gauges["free"] += to_come
+        self._counters.set("slots", float(self._index.num_slots - gauges["lost"] + to_come))
         for name in _GAUGES:
             self._counters.set(f"slots_{name}", float(gauges[name]))
         self._counters.set("journal_bytes", float(gauges["journal_bytes"]))

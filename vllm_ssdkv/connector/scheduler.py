@@ -107,7 +107,7 @@ class SSDKVScheduler:
         self._seats = seats
         self.counters = counters
         self._choice, self._policy = choice, policy
-        self._index_metrics = IndexMetrics(index, counters)
+        self._index_metrics = IndexMetrics(index, restriper, counters)
         self._collector = StatsCollector(counters)
         self._identities, self._suspension = identities, suspension
         self._keys = BlockKeys(
@@ -724,7 +724,7 @@ class SSDKVScheduler:
         Requests that run keep what they hold; vLLM preempts them before it asks for this. False
         when a request's load is under way.
         """
-        self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        self._restriper.forget_stored()
         self._trim = self._index.free_slots()
         return not self._loading.keys() - BACKGROUND
 

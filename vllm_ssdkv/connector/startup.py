@@ -160,7 +160,7 @@ def open_scheduler(
     index, restriper = open_index(found.place, counters)
     manifest = found.place.stored()
     suspension = Suspension(
-        index, counters, found.place.suspend, [found.place.state], manifest.suspended or ""
+        index, counters, found.place.suspend, [found.place.state], manifest.suspended
     )
     scheduler = SSDKVScheduler(
         config,
@@ -189,7 +189,8 @@ def open_scheduler(
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
-    slots = gauges["free"] + gauges["evictable"]
+    slots = gauges["free"] + gauges["ready"]
+    slots += 0 if restriper.growth is None else restriper.growth.to_come
     if config.mode == "page" and slots < longest:
         scheduler.close()
         if suspension:

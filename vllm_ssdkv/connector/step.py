@@ -143,7 +143,8 @@ class PagedStep:
     def count(self, counters: Counters) -> None:
         """Add what the step did to the worker's counters."""
         in_dram, on_ssd = self._stream.pages_in_dram, self._stream.pages_on_ssd
-        streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, on_ssd * self._payload_bytes)
+        used = self._stream.pages_used * self._payload_bytes
+        streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, used)
         gains = (*streamed, self.left_out, *self.clock.seconds)
         counters.add_keyed(STEP_KEYS, gains)
         if self._decode is not None:
@@ -162,7 +163,7 @@ class PagedStep:
         # Written out: every step does this, behind a model that has emptied the caches.
         return (
             counts.lists > 0,
-            (ssd + channel.ssd) * self._payload_bytes,
+            contexts.pages_used * self._payload_bytes,
             counts.lists,
             counts.kept,
             counts.selected,

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.data_file import read_copies
 from vllm_ssdkv.store.file_lock import is_locked
-from vllm_ssdkv.store.manifest import has_manifest
-from vllm_ssdkv.store.removal import files_of_store
+from vllm_ssdkv.store.locate import holds_manifest, is_state_directory
+from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.owner import files_named_alike
+from vllm_ssdkv.store.reconcile import division_of
 from vllm_ssdkv.store.stored import (
     StoredJournal,
     StoredStore,
@@ -32,8 +36,8 @@ class StoreSummary:
 
     Attributes:
         mode: The mode that makes such slots.
-        stored: Blocks in the store.
-        slots: Blocks that it has room for.
+        stored: Blocks in the store, but for those that need a device which is not there.
+        slots: Blocks that it has room for on the devices that are there, and may grow to.
         block_bytes: Bytes of a block on one rank.
         disk_bytes: Space that the store's files occupy, as ``du`` counts it.
         last_opened: Seconds since 1970 (UTC), 0 for never.
@@ -107,8 +111,26 @@ def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
     Directories that cannot be read are passed over: they are other users'.
     """
-    if has_manifest(root):
-        yield root
+    return (path for path in _folders(root, depth) if is_state_directory(path))
+
+
+def without_state_below(root: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, Manifest]]:
+    """Devices in a directory and below it whose store's state directory is nowhere, and the copy of
+    its manifest there. Blocks on I/O."""
+    for path in _folders(root, depth):
+        if is_state_directory(path):
+            continue
+        try:
+            copy = Manifest.load_copy(path)
+        except StoreError:
+            continue  # a device's: who uses the store says what is wrong with it
+        if copy is None or (copy.state and holds_manifest(Path(copy.state), copy.store)):
+            continue
+        yield path, copy
+
+
+def _folders(root: Path, depth: int) -> Iterator[Path]:
+    yield root
     if depth == 0:
         return
     try:
@@ -116,7 +138,7 @@ def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
     except OSError:
         return
     for child in children:
-        yield from stores_below(child, depth - 1)
+        yield from _folders(child, depth - 1)
 
 
 def summarize(store: StoredStore) -> StoreSummary:
@@ -139,9 +161,26 @@ def _look_at_journal(store: StoredStore) -> tuple[StoredJournal, bool]:
         os.close(fd)
 
 
+def _room(store: StoredStore, journal: StoredJournal) -> tuple[int, int]:
+    """Blocks that are stored, and that there is room for, on the devices that are there."""
+    manifest, placement = store.manifest, store.placement
+    away = [
+        not device.present or store.absent(number) for number, device in enumerate(manifest.devices)
+    ]
+    out = np.array(away, dtype=np.bool_)
+    slots = journal.replay.slots
+    stored = int((placement.holds(slots) & ~placement.lost(out, slots)).sum())
+    every = [segment.all_slots() for segment in manifest.segments]
+    there = sum(len(some) - int(placement.lost(out, some).sum()) for some in every)
+    if manifest.grows:
+        there = max(there, division_of(manifest, store.state).slots)
+    return stored, there
+
+
 def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> StoreSummary:
     manifest = store.manifest
-    files = {file for place in (*store.paths, store.state) for file in files_of_store(place)}
+    stored, slots = _room(store, journal)
+    files = {file for place in (*store.paths, store.state) for file in files_named_alike(place)}
     return StoreSummary(
         state_dir=str(store.state),
         store=manifest.store,
@@ -149,8 +188,8 @@ def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> Sto
         mode="page" if manifest.kind == "paged" else "reuse",
         devices=tuple(str(path) for path in store.paths),
         ranks=manifest.tp_size,
-        stored=len(journal.replay.slots),
-        slots=manifest.slots,
+        stored=stored,
+        slots=slots,
         block_bytes=manifest.geometry.slot_bytes,
         disk_bytes=sum(file.stat().st_blocks * 512 for file in files),
         last_opened=manifest.last_opened,
@@ -168,7 +207,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
     manifest, geometry = store.manifest, store.manifest.geometry
     return StoreDetails(
         summary=_summary(store, journal, in_use=in_use),
-        problem="; ".join(text for text in (store.damage, journal.damage) if text),
+        problem="; ".join(text for text in (*store.damage, journal.damage) if text),
         geometry={
             "kind": geometry.kind,
             "layers": geometry.layers,

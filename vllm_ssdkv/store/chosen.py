@@ -101,6 +101,8 @@ class ChosenContexts:
         self._hot = hot
         self.fetched = PageCounts()
         self.fetched_channels = PageCounts()
+        self.pages_used = 0
+        """Pages of KV that were read for this step, or ahead of it, and are right."""
         self.fetched_summaries = PageCounts()
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
@@ -346,6 +348,7 @@ class ChosenContexts:
         are poisoned.
         """
         good = fetch.finish() if isinstance(fetch, HotFetch) else self._fetcher.finish(fetch)
+        self.pages_used += (fetch.below if isinstance(fetch, HotFetch) else fetch).used
         self.bad += self._fetcher.take_bad()
         if not good.all():
             self._poison(blocks[~good])

@@ -60,6 +60,8 @@ class Fetch:
         asked: What is known of them.
         address: Absolute address of each, uint64 [n], once they have arrived; 0 where one has not.
         from_cache, from_ssd: Distinct pages found in the cache, and read: for this, or ahead of it.
+        used: Of those read, once they have arrived, those that are right; each that was read ahead
+            when it is asked for first.
     """
 
     pages: Pages
@@ -68,6 +70,7 @@ class Fetch:
     from_cache: int
     from_ssd: int
     _read: _Read | None
+    used: int = 0
     _again: Fetch | None = None
     """Pages that are read once more: from another copy, or because somebody had begun to read them
     ahead, and they did not come that way."""
@@ -152,6 +155,7 @@ class PageFetcher:
         Their memory stays as it is until :meth:`release`. Waits for one more deadline per device
         that hangs, as long as there are other copies.
         """
+        fetch.used = fetch.asked.guessed
         if not fetch.asked.coming and fetch._read is None:  # all of it is in memory
             fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
             return here
@@ -160,7 +164,8 @@ class PageFetcher:
         again = np.full(len(fetch.pages), fetch.asked.coming > 0)
         if fetch._read is not None:
             read, fetch._read = fetch._read, None
-            lent = self._arrive(read)
+            lent, right = self._arrive(read)
+            fetch.used += right
             if lent.any():
                 hanging = lent & ~read.batch.out_of_reach()
                 entries = np.flatnonzero(np.isin(fetch.asked.places, read.places[hanging]))
@@ -169,8 +174,12 @@ class PageFetcher:
         fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
         missing = np.flatnonzero(again & ~here)
         if len(missing):
+            # Of what was read ahead, these did not come.
+            lost = len(np.unique(fetch.asked.which[missing]))
+            fetch.used -= min(lost, fetch.asked.coming, fetch.used)
             fetch._again = self.start(fetch.pages.part(missing))
             here[missing] = self.finish(fetch._again)
+            fetch.used += fetch._again.used
             fetch.address[missing] = fetch._again.address
         return here
 
@@ -233,13 +242,14 @@ class PageFetcher:
             load += np.bincount(read.batch.extents.device, minlength=len(load))
         return load
 
-    def _arrive(self, read: _Read) -> NDArray[np.bool_]:
-        """Wait for a read, and hand what is right to the cache; which places are lent, [n]."""
+    def _arrive(self, read: _Read) -> tuple[NDArray[np.bool_], int]:
+        """Wait for a read, and hand what is right to the cache; which places are lent, [n], and how
+        many pages are right."""
         good = self._verify(read, final=False)
         lent = np.zeros(len(good), dtype=np.bool_)
         if good.all():
             self._take_in(read, good, lent)
-            return lent
+            return lent, len(good)
         lent = read.batch.held() & ~good
         again = np.flatnonzero(~good & ~lent & ~read.batch.out_of_reach())
         if len(again):
@@ -254,7 +264,7 @@ class PageFetcher:
             lent[again] = held
         else:
             self._take_in(read, good, lent)
-        return lent
+        return lent, int(np.count_nonzero(good))
 
     def _take_in(self, read: _Read, good: NDArray[np.bool_], lent: NDArray[np.bool_]) -> None:
         """A read is over: the cache holds what is good; the read may still write to ``lent``."""

@@ -23,20 +23,16 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import DeviceError, FormatError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.data_file import read_copies
-from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
-from vllm_ssdkv.store.files import SlotFiles, Source
-from vllm_ssdkv.store.fsck_report import Problem, Report
-from vllm_ssdkv.store.health import DeviceHealth
+from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
+from vllm_ssdkv.store.data_file import peek_superblock, read_copies
+from vllm_ssdkv.store.files import Source
+from vllm_ssdkv.store.fsck_report import REPAIR, Problem, Report
+from vllm_ssdkv.store.header_scan import scan_headers
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
+from vllm_ssdkv.store.locate import COPIES_SINCE
 from vllm_ssdkv.store.manifest import NAME, locked
-from vllm_ssdkv.store.replicas import Replicas
-from vllm_ssdkv.store.sealer import ChecksumSealer
 from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker, Verdict
-from vllm_ssdkv.store.speed import DeviceSpeed
+from vllm_ssdkv.store.slot_reader import open_slots
 from vllm_ssdkv.store.stored import (
     DataFile,
     StoredStore,
@@ -47,11 +43,6 @@ from vllm_ssdkv.store.stored import (
 )
 from vllm_ssdkv.store.superblock import COPY_OFFSETS, Superblock
 
-DEADLINE_S = 60.0
-"""Until a read that has not ended counts as a device that hangs."""
-
-_QUEUE_DEPTH = 32
-_NEVER = 1 << 62
 _DATA_NAME = re.compile(r"rank(\d+)\.data")
 
 Verdicts: TypeAlias = dict[int, Verdict]
@@ -99,7 +90,9 @@ class Examination:
     """A locked store after its check.
 
     Attributes:
-        entry: What the journal says, in the order of eviction.
+        entry: What the journal says, in the order of eviction, behind what it does not say and
+            headers of slots do.
+        found: Per entry whether it is from a header only, bool.
         good: Per entry whether it is right on every rank, bool; also where it is out of reach.
         absent: Per device whether it is, bool.
         stale: Problems of the manifest.
@@ -111,6 +104,7 @@ class Examination:
     report: Report
     files: list[CheckedFile]
     entry: Entry
+    found: NDArray[np.bool_]
     good: NDArray[np.bool_]
     absent: NDArray[np.bool_]
     stale: list[Problem] = field(default_factory=list)
@@ -142,6 +136,7 @@ def examined(
         state = find_store(directories, state_dir).state
         stack.enter_context(locked(state, 0.0))
         store = find_store(directories, state_dir)  # as it is now that nobody changes it
+        _refuse_foreign(store, write=write)
         journal = open_journal(store)
         if journal is not None:
             stack.callback(os.close, journal)
@@ -164,8 +159,25 @@ def examined(
         for checked in files:
             _check_file(examination, checked)
         _look_for_orphans(examination)
+        _look_for_blocks(examination)
         _check_slots(examination, progress)
+        for checked in files:
+            _name_cure(checked)
         yield examination
+
+
+def _refuse_foreign(store: StoredStore, *, write: bool) -> None:
+    """Raise StoreError where devices that nobody named may be those of another copy of the store.
+
+    Before version 5 of the manifest nobody can tell: then only a repair is refused.
+    """
+    if store.foreign and (write or store.manifest.version >= COPIES_SINCE):
+        paths = " ".join(map(str, store.foreign))
+        was = store.manifest.state or "another place"
+        raise StoreError(
+            f"{store.state} is not known to be the state directory of the store on {paths}, which "
+            f"was {was}: it may be a copy. If it is not, name the devices, too: {paths}"
+        )
 
 
 def _new(store: StoredStore, files: list[CheckedFile], absent: NDArray[np.bool_]) -> Examination:
@@ -177,25 +189,30 @@ def _new(store: StoredStore, files: list[CheckedFile], absent: NDArray[np.bool_]
         store.manifest.slots,
     )
     nothing = np.zeros(0, dtype=np.int64)
-    entry = Entry(nothing, nothing, [])
-    return Examination(store, report, files, entry, nothing.astype(np.bool_), absent)
+    entry, none = Entry(nothing, nothing, []), nothing.astype(np.bool_)
+    return Examination(store, report, files, entry, none, none, absent)
 
 
 def _check_journal(this: Examination, fd: int | None) -> None:
-    found, report = read_journal(this.store, fd), this.report
+    report, path = this.report, this.store.journal
+    if this.store.journal_void:
+        report.add("journal", path, "it is older than the manifest that counts")
+        return
+    found = read_journal(this.store, fd)
     if found.damage:
-        report.add("journal", this.store.journal, found.damage)
+        report.add("journal", path, found.damage)
     slots = found.replay.slots
     if found.replay.corrupt:
         text = f"{found.replay.corrupt} record(s) do not match their checksums or are incomplete"
-        report.add("journal", this.store.journal, text)
+        report.add("journal", path, text)
     this.entry = Entry(slots, found.replay.epochs, found.replay.keys)
+    this.found = np.zeros(len(slots), dtype=np.bool_)
     this.good = np.ones(len(slots), dtype=np.bool_)
     report.stored = len(slots)
     beyond = found.replay.out_of_range
     if beyond:
         text = f"{beyond} record(s) name slots that the store of {report.slots} does not have"
-        report.add("journal", this.store.journal, text)
+        report.add("journal", path, text)
 
 
 def _check_absent(this: Examination, *, write: bool) -> None:
@@ -223,8 +240,8 @@ def _check_absent(this: Examination, *, write: bool) -> None:
 
 def _check_manifest(this: Examination) -> None:
     path, manifest = this.store.state / NAME, this.store.manifest
-    if this.store.damage:
-        this.stale.append(this.report.add("manifest", path, this.store.damage))
+    for damage in this.store.damage:
+        this.stale.append(this.report.add("manifest", path, damage))
     known = int(this.entry.epochs.max(initial=0)) >> EPOCH_COUNTER_BITS
     if known > manifest.opened:
         text = f"it counts {manifest.opened} openings of the store, the journal {known}"
@@ -244,7 +261,8 @@ def _check_file(this: Examination, checked: CheckedFile) -> None:
     needed = this.store.data_bytes(checked.device)
     text = f"it has {file.nbytes} bytes, the store's {this.report.slots} slots need {needed}"
     if file.nbytes < needed or (file.nbytes > needed and not file.raw):
-        checked.size_problem = this.report.add("data_file", path, text)
+        cure = "start the engine once with a capacity of this device that fits" if file.raw else ""
+        checked.size_problem = this.report.add("data_file", path, text, cure)
 
 
 def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) -> None:
@@ -284,10 +302,57 @@ def _look_for_orphans(this: Examination) -> None:
             name = _DATA_NAME.fullmatch(entry.name)
             if name is not None and int(name[1]) >= this.report.ranks:
                 text = f"the store has {this.report.ranks} rank(s): it belongs to none of them"
-                this.orphans.append((entry, this.report.add("orphan", entry, text)))
+                cure = "" if is_orphan(this.store, entry) else _NOT_OURS
+                problem = this.report.add("orphan", entry, text, cure)
+                this.orphans.append((entry, problem))
+
+
+_NOT_OURS = "it has no superblock of this store: move it away, or delete it if nobody needs it"
+
+
+def is_orphan(store: StoredStore, path: Path) -> bool:
+    """Whether a superblock in the file names the store. Blocks on I/O."""
+    try:
+        block = peek_superblock(path)
+    except (FormatError, OSError):
+        return False
+    return block is not None and str(block.store) == store.manifest.store
+
+
+def _name_cure(checked: CheckedFile) -> None:
+    """Superblocks that nothing proves to be the store's are not written anew."""
+    file, problem = checked.file, checked.problem
+    if file is None or problem is None or problem.kind != "superblock":
+        return
+    empty = not any(copy.strip(b"\0") for copy in read_copies(file))
+    if not (checked.epoch or checked.proven or empty):
+        what = "zero its first 1 MiB" if file.raw else "delete it"
+        problem.cure = (
+            f"nothing in it proves that it is the store's: {what} if nobody needs it, then {REPAIR}"
+        )
 
 
 # ---- slots ----
+
+
+def _look_for_blocks(this: Examination) -> None:
+    """What the journal does not say, where it is lost or damaged, is in the headers of slots."""
+    if "journal" not in this.report.counts:
+        return
+    ranks = range(this.report.ranks)
+    files = [[checked.file for checked in this.files if checked.rank == rank] for rank in ranks]
+    seen = scan_headers(this.store, files, this.absent)
+    known = set(this.entry.keys)
+    which = np.flatnonzero(~np.isin(seen.slots, this.entry.slots))
+    which = which[[seen.keys[i] not in known for i in which.tolist()]]
+    new = seen.part(which)
+    this.entry = Entry(
+        np.concatenate([new.slots, this.entry.slots]),
+        np.concatenate([new.epochs, this.entry.epochs]),
+        [*new.keys, *this.entry.keys],
+    )
+    this.found = np.arange(len(this.entry.slots)) < len(which)
+    this.good = np.ones(len(this.entry.slots), dtype=np.bool_)
 
 
 def _check_slots(this: Examination, progress: Progress) -> None:
@@ -302,13 +367,16 @@ def _check_slots(this: Examination, progress: Progress) -> None:
         right = np.ones(len(inside), dtype=np.bool_)
         mine = [checked for checked in this.files if checked.rank == rank]
         if len(inside):
-            _check_rank(this, mine, entry, right, progress, total)
+            _check_rank(this, mine, entry, right, this.found[inside], progress, total)
         for checked in mine:
             on_it = this.store.placement.touches(checked.device, entry.slots)
             on_it &= ~np.isin(entry.slots, [bad.slot for bad in this.bad_copies])
             checked.proven = bool((right & on_it).any())
         this.good[inside] &= right
-    this.report.bad = this.report.stored - int(this.good.sum())
+    this.report.bad = int((~this.good & ~this.found).sum())
+    this.report.found = int((this.good & this.found).sum())
+    this.report.lost = int((~this.good & this.found).sum())
+    this.report.stored += this.report.found
 
 
 def _read_twice(this: Examination, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -332,48 +400,14 @@ def _check_rank(
     mine: Sequence[CheckedFile],
     entry: Entry,
     right: NDArray[np.bool_],
+    found: NDArray[np.bool_],
     progress: Progress,
     total: int,
 ) -> None:
     """Clear ``right`` where a slot of this rank is not what it should be."""
-    paths = [str(this.store.data_path(c.device, c.rank)) for c in mine]
-    # Unreadable slots are this check's business, not a reason to give a device up.
-    missing = [checked.device for checked in mine if checked.file is None]
-    health = DeviceHealth(
-        paths, DEADLINE_S, Counters(), failures_to_quarantine=_NEVER, absent=missing
-    )
-    placement, rank = this.store.placement, mine[0].rank
-    geometry = placement.geometry
+    rank, geometry = mine[0].rank, this.store.manifest.geometry
     plan = BatchPlan(geometry)
-    with contextlib.ExitStack() as stack:
-        arena = Arena(plan.nbytes)
-        stack.callback(arena.close)
-        nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        stack.callback(os.close, nowhere)
-        engine = open_engine(
-            EngineOptions(queue_depth=_QUEUE_DEPTH),
-            [nowhere if c.file is None else c.file.fd for c in mine],
-            paths,
-            arena,
-        )
-        stack.callback(engine.close, DEADLINE_S)
-        digest = this.store.fingerprint.digest
-        # Checksums are over the bytes on the drives: an encrypted store needs no key here.
-        sealer = ChecksumSealer(geometry, digest, rank, arena)
-        speed = DeviceSpeed(paths, [1.0] * len(paths))
-        files = SlotFiles(
-            geometry,
-            placement,
-            engine,
-            health,
-            speed,
-            Counters(),
-            digest,
-            rank,
-            DEADLINE_S,
-            sealer,
-            Replicas(health, speed, this.store.manifest.numbers, []),
-        )
+    with open_slots(this.store, rank, [c.file for c in mine], plan.nbytes) as (files, _):
 
         def count(slots: int) -> None:
             this.report.checked_bytes += slots * geometry.slot_bytes
@@ -384,7 +418,7 @@ def _check_rank(
             heard = (lambda _: None) if again else count
             return {int(which[v.index]): v for v in checker.check(entry.part(which), heard)}
 
-        _judge_copies(this, rank, entry, right, paths, wrong)
+        _judge_copies(this, rank, entry, right, found, wrong)
         this.report.checked_slots += len(entry.slots)
     for checked in mine:
         if checked.file is not None:
@@ -396,17 +430,22 @@ def _judge_copies(
     rank: int,
     entry: Entry,
     right: NDArray[np.bool_],
-    paths: Sequence[str],
+    found: NDArray[np.bool_],
     wrong: Callable[..., Verdicts],
 ) -> None:
-    """Report what is wrong with the copies of slots; a slot is right if one source of it is."""
+    """Report what is wrong with the copies of slots; a slot is right if one source of it is. Those
+    ``found`` by a header alone are no findings when they are not."""
+    paths = [str(this.store.data_path(device, rank)) for device in range(len(this.store.paths))]
+    missing = any(c.file is None and not this.absent[c.device] for c in this.files)
+    cure = f"start the engine, which makes missing data files anew, then {REPAIR}"
+    cure = cure if missing else ""
     twice = _read_twice(this, entry.slots)
     absent = tuple(np.flatnonzero(this.absent).tolist())
-    found = [
+    verdicts = [
         wrong(np.arange(len(entry.slots)), Source(0, absent)),
         wrong(np.flatnonzero(twice), Source(1, absent)),
     ]
-    lost = {i: v for i, v in found[0].items() if not twice[i] or i in found[1]}
+    lost = {i: v for i, v in verdicts[0].items() if not twice[i] or i in verdicts[1]}
     for device, path in enumerate(paths if lost else ()):
         # Each copy may lie on several devices, of which one alone is bad.
         which = np.array([i for i in lost if twice[i]], dtype=np.int64)
@@ -416,14 +455,15 @@ def _judge_copies(
             verdict, slot = lost.pop(index), int(entry.slots[index])
             this.bad_copies += [BadCopy(rank, slot, copy, device) for copy in (0, 1)]
             text = f"what {path} has of it: {verdict.text}; the rest is right"
-            this.report.add("copy", f"slot {slot}, rank {rank}", text)
+            this.report.add("copy", f"slot {slot}, rank {rank}", text, cure)
     for index, verdict in sorted(lost.items()):
         right[index] = False
-        this.report.add(verdict.kind, f"slot {entry.slots[index]}, rank {rank}", verdict.text)
-    for copy, verdicts in enumerate(found):
-        for index, verdict in sorted(verdicts.items()):
-            if twice[index] and index not in found[1 - copy]:
+        if not found[index]:
+            this.report.add(verdict.kind, f"slot {entry.slots[index]}, rank {rank}", verdict.text)
+    for copy, mine in enumerate(verdicts):
+        for index, verdict in sorted(mine.items()):
+            if twice[index] and index not in verdicts[1 - copy]:
                 slot = int(entry.slots[index])
                 this.bad_copies.append(BadCopy(rank, slot, copy))
                 text = f"copy {copy}: {verdict.text}; the other one is right"
-                this.report.add("copy", f"slot {slot}, rank {rank}", text)
+                this.report.add("copy", f"slot {slot}, rank {rank}", text, cure)

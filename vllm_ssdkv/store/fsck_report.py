@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 MAX_LISTED = 1000
-"""Problems that are listed one by one; all are counted."""
+"""Problems that are listed one by one, besides the first one of each kind; all are counted."""
 
 ProblemKind: TypeAlias = Literal[
     "device",
@@ -22,6 +22,24 @@ ProblemKind: TypeAlias = Literal[
 ]
 
 
+REPAIR = "ssdkv fsck --repair"
+CURES: dict[ProblemKind, str] = {
+    "device": "mount it, or name the directories where the devices are now; if it is dead, start "
+    "the engine once without it",
+    "manifest": f"{REPAIR} writes it and its copies anew from the newest one",
+    "superblock": f"{REPAIR} writes it anew",
+    "data_file": f"{REPAIR} brings the manifest or the size up to date; what lay there alone is "
+    "dropped",
+    "orphan": f"{REPAIR} removes it",
+    "journal": f"{REPAIR} writes it anew from what is right, headers of slots included",
+    "header": f"{REPAIR} drops the blocks",
+    "page": f"{REPAIR} drops the blocks",
+    "unreadable": f"{REPAIR} drops the blocks; watch the health of the drive",
+    "copy": f"{REPAIR} writes it anew from the other copy",
+}
+"""What makes a finding of each kind go away, unless the finding says otherwise."""
+
+
 @dataclass(slots=True)
 class Problem:
     """One finding.
@@ -29,12 +47,30 @@ class Problem:
     Attributes:
         subject: The file, or the slot and rank.
         repaired: Whether it is gone now.
+        cure: How to make it go.
     """
 
     kind: ProblemKind
     subject: str
     text: str
     repaired: bool = False
+    cure: str = ""
+
+    def __post_init__(self) -> None:
+        self.cure = self.cure or CURES[self.kind]
+
+
+@dataclass(slots=True)
+class Kind:
+    """Findings that are alike: of one kind, with one cure, all repaired or none.
+
+    Attributes:
+        count: How many there are.
+        example: One of them.
+    """
+
+    count: int
+    example: Problem
 
 
 @dataclass(slots=True)
@@ -43,8 +79,12 @@ class Report:
 
     Attributes:
         slots: Slots of the store.
-        stored: Slots that hold a block, by the journal.
-        bad: Those of them that cannot be served; a repair drops them.
+        stored: Slots that hold a block: by the journal, and those ``found``.
+        found: Blocks that the journal does not name, where it is lost or damaged, found whole by
+            the headers of their slots.
+        lost: Slots with such a header whose block is not whole: it was being overwritten, or is
+            damaged.
+        bad: Stored blocks that cannot be served; a repair drops them.
         out_of_reach: Those that have a part on absent devices only: they are neither right nor
             wrong, and stay.
         checked_slots: Slots read and verified, those of each rank counted.
@@ -60,6 +100,8 @@ class Report:
     ranks: int
     slots: int
     stored: int = 0
+    found: int = 0
+    lost: int = 0
     bad: int = 0
     out_of_reach: int = 0
     checked_slots: int = 0
@@ -68,12 +110,12 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, kind: ProblemKind, subject: object, text: str) -> Problem:
-        """Take in a problem."""
-        problem = Problem(kind, str(subject), text)
+    def add(self, kind: ProblemKind, subject: object, text: str, cure: str = "") -> Problem:
+        """Take in a problem; without a ``cure`` it is that of its kind."""
+        problem = Problem(kind, str(subject), text, cure=cure)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.unrepaired += 1
-        if len(self.problems) < MAX_LISTED:
+        if len(self.problems) < MAX_LISTED or self.counts[kind] == 1:
             self.problems.append(problem)
         return problem
 
@@ -88,6 +130,18 @@ class Report:
         for problem in self.problems:
             problem.repaired |= problem.kind in kinds
         self.unrepaired -= sum(self.counts.get(kind, 0) for kind in kinds)
+
+    def kinds(self) -> list[Kind]:
+        """What was found, each kind of it once, in the order in which it was found."""
+        found: dict[tuple[str, str, bool], Kind] = {}
+        for problem in self.problems:
+            alike = (problem.kind, problem.cure, problem.repaired)
+            kind = found.setdefault(alike, Kind(0, problem))
+            kind.count += 1
+        for name, total in self.counts.items():
+            listed = [kind for kind in found.values() if kind.example.kind == name]
+            listed[-1].count += total - sum(kind.count for kind in listed)
+        return list(found.values())
 
     @property
     def clean(self) -> bool:

@@ -150,6 +150,17 @@ class HeaderFormat:
         found = _io.right_headers(_row_addresses(data), fixed.ravel(), self.shape)
         return found.view(np.bool_)
 
+    def read(self, data: U8, slots: Numbers) -> tuple[NDArray[np.bool_], NDArray[np.int64], U8]:
+        """What n headers, [n, header_bytes], say that these slots, [n], hold.
+
+        Returns:
+            Which headers are whole and those of their slots, [n]; epochs, int64 [n]; keys, [n, 32].
+        """
+        fixed = np.ascontiguousarray(data[:, :HEADER_FIXED_BYTES]).view(_FIXED)[:, 0]
+        epochs = np.minimum(fixed["epoch"], np.uint64(np.iinfo(np.int64).max)).astype(np.int64)
+        keys = np.ascontiguousarray(fixed["key"])
+        return self.right(data, slots, epochs, keys), epochs, keys
+
     def what_is_wrong(self, data: U8, slot: int, epoch: int, key: bytes) -> str | None:
         """The field of one header, [header_bytes], that makes it not :meth:`right`, in words."""
         try:

@@ -97,6 +97,8 @@ class SlotIndex:
             self._out_of_range = found.out_of_range
             number = max(number, (found.newest_epoch >> EPOCH_COUNTER_BITS) + 1)
         self._table.set_last_epoch(number << EPOCH_COUNTER_BITS)
+        self.opening = number
+        """Number of this opening of the store, in all epochs of it."""
         if journal is not None:
             # A record that another slot's newer one has replaced must not come back when that one
             # is gone: by then its slot may be half overwritten.
@@ -373,6 +375,11 @@ class SlotIndex:
     def free_now(self) -> int:
         """Slots that are free and not deferred."""
         return self._table.free
+
+    @property
+    def next_epoch(self) -> int:
+        """Epochs from now on are not below this."""
+        return (self.opening << EPOCH_COUNTER_BITS) + self._table.counts()["allocated"] + 1
 
     @property
     def nbytes(self) -> int:

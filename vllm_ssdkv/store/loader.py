@@ -356,6 +356,9 @@ class SlotLoader:
                     self._overdue.append((batch, frames[held]))
             if not good.all():
                 self._mend(hit, read, frames, good, held)
+            geometry = self._files.geometry
+            used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
+            self._files.counters.add_keyed(_BYTES_USED, (used,))
         finally:
             self._frames.abandon(frames[held])
             self._frames.settle(frames[good], FrameState.CLEAN)
@@ -495,8 +498,6 @@ class SlotLoader:
         geometry = self._files.geometry
         offsets = geometry.header_bytes + page * geometry.page_bytes if len(page) else page
         batch.verified(good, row, offsets, final=final)
-        used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
-        self._files.counters.add_keyed(_BYTES_USED, (used,))
 
     def _read_seals(
         self, hit: Hit, which: NDArray[np.int64], places: U64, *, final: bool

@@ -1,15 +1,14 @@
 """``store.json``: identity and size of a store, shared by the scheduler and all workers.
 
 A small JSON file, written whole and renamed into place, mode 0600. What it says is checked when it
-is read: a checksum of the file, types, names and ranges (``docs/format.md``). A copy beside it lets
-``ssdkv fsck`` restore it.
+is read: a checksum of the file, types, names and ranges (``docs/format.md``). There is a copy
+beside it, and one on every device (:mod:`vllm_ssdkv.store.manifest_copies`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,25 +25,23 @@ from vllm_ssdkv.errors import (
     KeyMismatchError,
     StoreError,
 )
-from vllm_ssdkv.store.checksum import checksum_bytes
 from vllm_ssdkv.store.device import data_file_path
 from vllm_ssdkv.store.durable import replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.store.layout import SlotGeometry, of_another_version
 from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
 
 NAME = "store.json"
 COPY = "store.json.copy"
-VERSIONS = (1, 4)
-"""Which one: :attr:`SlotGeometry.version`."""
+VERSIONS = (1, 4, 5)
+"""Of those that are read; the last one is written. The first two are :attr:`SlotGeometry.version`,
+and know no :attr:`Manifest.revision`."""
 
 _OF_SAMPLED_WEIGHTS = frozenset({"model", "hf_config"})
 """Fields of fingerprints before keys were bound to the weights in memory."""
-
-_UNSEALED = b"0" * 16
-_SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
 
 
 class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,12 +73,13 @@ class _Versioned(msgspec.Struct):
     """The part of ``store.json`` that every version has."""
 
     version: int
+    store: str = ""
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
 
-    version: int = VERSIONS[0]
+    version: int = VERSIONS[-1]
     store: str
     model: str
     """The model's name as it was last given; for people, nothing depends on it."""
@@ -107,6 +105,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Slot numbers are below this."""
     fresh: list[int] = []
     """First slots of segments that were made since the scheduler last opened the store."""
+    grows: bool = False
+    """Whether the store is smaller than its capacities, and grows as blocks are stored."""
     run: str = ""
     """The engine that has arranged devices and segments: its other processes take them as they are.
     """
@@ -114,14 +114,22 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How often a scheduler has opened the store."""
     last_opened: int = 0
     """When, in seconds since 1970 (UTC)."""
-    model_digests: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """Digest of the weights of each rank of that engine, in hexadecimal digits; empty until the
-    rank has told. Left out where no engine has opened the store."""
-    bound_to: dict[str, str | int] | msgspec.UnsetType = msgspec.UNSET
-    """What that engine's keys are bound to: settings that change KV, and the weights."""
-    suspended: str | msgspec.UnsetType = msgspec.UNSET
-    """Why nothing is found or stored until somebody resumes the store; left out: it is in use."""
-    checksum: str = _UNSEALED.decode()
+    model_digests: list[str] = []
+    """Digest of the weights of each rank of that engine, in hexadecimal digits: none until it has
+    opened the store, an empty one until its rank has told."""
+    bound_to: dict[str, str | int] = {}
+    """Settings that change KV, and weights, that keys of the last engine are bound to."""
+    suspended: str = ""
+    """Why nothing is found or stored until somebody resumes the store; empty: it is in use."""
+    revision: int = 0
+    """Grows with every save, and is not behind the seconds since 1970 (UTC): of several copies the
+    highest one counts."""
+    state: str = ""
+    """The state directory at the last save, without symbolic links; empty before version 5. A
+    manifest that lies elsewhere is a copy."""
+    inode: int = 0
+    """Of that directory: one with another number is a copy, too, wherever it is mounted."""
+    checksum: str = NO_DIGITS
     """Digits only in the file, see :func:`sealed`."""
 
     @classmethod
@@ -135,7 +143,6 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) -> Manifest:
         """A new store's manifest, without devices."""
         return cls(
-            version=geometry.version,
             store=str(uuid.uuid4()),
             model=model,
             fingerprint=dict(fingerprint.fields),
@@ -179,38 +186,53 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             FormatError: it is of another version.
             StoreError: the file cannot be read.
         """
-        found = cls._read(state / NAME)
+        found = cls.read(state / NAME)
         if found is None and (state / COPY).exists():
             raise DamagedError(
-                f"{state / NAME} is missing, but its copy is there: {_way_out(state)}"
+                f"{state / NAME} is missing, but its copy is there: {way_out(state)}"
             )
         return found
 
     @classmethod
     def load_copy(cls, state: Path) -> Manifest | None:
         """As :meth:`load`, the copy. It may be one save older, after a crash."""
-        return cls._read(state / COPY)
+        return cls.read(state / COPY)
 
     @classmethod
-    def _read(cls, path: Path) -> Manifest | None:
+    def read(cls, path: Path) -> Manifest | None:
+        """The manifest in a file; None when there is none. Blocks on I/O.
+
+        Raises:
+            DamagedError, FormatError, StoreError: as :meth:`load`.
+        """
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreError(f"{path}: {error.strerror}") from error
+        return cls.decode(data, path)
+
+    @classmethod
+    def decode(cls, data: bytes, path: Path) -> Manifest:
+        """The manifest from its text; ``path`` names it in errors.
+
+        Raises:
+            DamagedError, FormatError: as :meth:`load`.
+        """
         try:
             version = msgspec.json.decode(data, type=_Versioned).version
+            if version in VERSIONS or has_checksum(data):
+                check_seal(data)  # a damaged version is no other release's
             if version not in VERSIONS:
                 raise _of_another(path, str(version))
-            _check_seal(data)
             found = msgspec.json.decode(data, type=cls)
             if found.version == 1 and found.summary_pages:  # they came first then
                 raise _of_another(path, "1, with summary pages")
             found._check_values()
-            found.checksum = _UNSEALED.decode()
+            found.checksum = NO_DIGITS
         except (msgspec.MsgspecError, ValueError) as error:
-            raise DamagedError(f"{path} is damaged ({error}): {_way_out(path.parent)}") from error
+            raise DamagedError(f"{path} is damaged ({error}): {way_out(path.parent)}") from error
         return found
 
     def _check_values(self) -> None:
@@ -255,24 +277,42 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
             if low < 0 or not named <= set(range(len(self.devices))):
                 raise ValueError(f"segments[{i}] is {segment}")
-            if segment.copies not in (1, 2):
-                raise ValueError(f"segments[{i}].copies is {segment.copies}")
+            if segment.copies not in (1, 2) or segment.since < 0:
+                raise ValueError(
+                    f"segments[{i}].copies is {segment.copies}, since is {segment.since}"
+                )
             if segment.first + segment.numbers > self.numbers:
                 raise ValueError(f"numbers is {self.numbers}, segments[{i}] is {segment}")
         if min(self.fresh, default=0) < 0:
             raise ValueError(f"fresh is {self.fresh}")
-        if self.opened < 0 or self.last_opened < 0:
-            raise ValueError(f"opened is {self.opened}, last_opened is {self.last_opened}")
-        if self.version != self.geometry.version:  # which checks its numbers
+        if min(self.opened, self.last_opened, self.revision) < 0:
+            raise ValueError(
+                f"opened is {self.opened}, last_opened is {self.last_opened}, "
+                f"revision is {self.revision}"
+            )
+        # The geometry checks its numbers.
+        if self.geometry.version != self.version != VERSIONS[-1]:
             raise ValueError(f"version {self.version}, and summary_pages is {self.summary_pages}")
 
+    @property
+    def text(self) -> bytes:
+        """Content of the file."""
+        return sealed(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
     def save(self, state: Path) -> None:
-        """Replace the file, then its copy, each atomically and durably. Blocks.
+        """Replace the file, then its copy beside it, each atomically and durably. Blocks.
 
         Raises:
             StoreError: the directory cannot be written.
         """
-        data = sealed(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        self.version = VERSIONS[-1]
+        # By the clock, so that a manifest made anew is newer than a copy that was away meanwhile.
+        self.revision = max(self.revision + 1, int(time.time()))
+        try:
+            self.state, self.inode = str(state.resolve()), state.stat().st_ino
+        except OSError as error:
+            raise StoreError(f"{state}: {error.strerror}") from error
+        data = self.text
         for name in (NAME, COPY):
             try:
                 replace_file(state / name, data)
@@ -358,35 +398,26 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def has_manifest(directory: Path) -> bool:
-    """Whether this is the state directory of a store."""
+    """Whether a store's manifest, or a copy of it, lies in this directory."""
     return any((directory / name).exists() for name in (NAME, COPY))
 
 
-def sealed(data: bytes) -> bytes:
-    """The text of a manifest with the checksum that belongs to it.
-
-    It is the xxh3-64 of the file with 16 zeros in the place of its 16 hexadecimal digits.
-
-    Raises:
-        ValueError: the text has no such member.
-    """
-    found = _SEAL.search(data)
-    if found is None:
-        raise ValueError("it has no checksum")
-    blank = data[: found.start(1)] + _UNSEALED + data[found.end(1) :]
-    return blank[: found.start(1)] + b"%016x" % checksum_bytes(blank) + blank[found.end(1) :]
+def store_named(data: bytes) -> str | None:
+    """UUID of the store that the text of a manifest, of whatever version, names; None: it is
+    damaged, or no manifest."""
+    try:
+        check_seal(data)
+        return msgspec.json.decode(data, type=_Versioned).store or None
+    except (msgspec.MsgspecError, ValueError):
+        return None
 
 
 def _of_another(path: Path, version: str) -> FormatError:
     return of_another_version(path, version, ", ".join(map(str, VERSIONS)))
 
 
-def _check_seal(data: bytes) -> None:
-    if sealed(data) != data:
-        raise ValueError("its checksum is not that of its content")
-
-
-def _way_out(state: Path) -> str:
+def way_out(state: Path) -> str:
+    """How to go on without a whole ``store.json``."""
     return f"`ssdkv fsck --repair {state}` restores it, `ssdkv rm {state}` gives the store up"
 
 

@@ -15,40 +15,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import UUID, uuid4
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError, DamagedError, DeviceError, FormatError, StoreError
+from vllm_ssdkv.errors import (
+    ConfigError,
+    DamagedError,
+    DeadlineError,
+    DeviceError,
+    FormatError,
+    StoreError,
+)
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.cipher import CipherSealer
 from vllm_ssdkv.store.data_file import claim
-from vllm_ssdkv.store.device import OpenDevice, open_device
+from vllm_ssdkv.store.device import OpenDevice, data_file_path, open_device
+from vllm_ssdkv.store.division import STATE_SLACK
 from vllm_ssdkv.store.engine.open import open_engine
 from vllm_ssdkv.store.file_lock import require_unlocked
 from vllm_ssdkv.store.files import SlotFiles
 from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.growth import DataFileSpace, StoreGrowth
 from vllm_ssdkv.store.health import DeviceHealth
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.inventory import Sight, look, matched, renumbered
-from vllm_ssdkv.store.journal import Journal, journal_bytes
+from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS, SlotIndex
+from vllm_ssdkv.store.journal import JOURNAL, Journal, journal_bytes
+from vllm_ssdkv.store.journal_rebuild import is_lost, rebuild_journal, set_aside
 from vllm_ssdkv.store.key_source import read_key
 from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
-from vllm_ssdkv.store.manifest import Manifest, ManifestDevice, has_manifest, locked
+from vllm_ssdkv.store.locate import Location, choose_state, locate
+from vllm_ssdkv.store.manifest import NAME, Manifest, locked
+from vllm_ssdkv.store.manifest_copies import CopySpreader
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.placement import Segment
-from vllm_ssdkv.store.probe import read_rates, weights_of
+from vllm_ssdkv.store.placement import Placement, Segment
 from vllm_ssdkv.store.rebuild import rebuilt
+from vllm_ssdkv.store.reconcile import division_of, growing_by, reconcile
 from vllm_ssdkv.store.recovery import ProgressLog
 from vllm_ssdkv.store.replicas import Replicas
 from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
 from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
-from vllm_ssdkv.store.segments import arrange
 from vllm_ssdkv.store.speed import DeviceSpeed
 from vllm_ssdkv.store.store_key import KEY_ID_BYTES
+from vllm_ssdkv.store.stored import StoredStore
 from vllm_ssdkv.store.trim import trim_new
 from vllm_ssdkv.store.verify import PageSampler
 
@@ -56,11 +67,6 @@ logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 10.0
 """A killed predecessor's last writes may hold the lock for as long as its devices need."""
-
-JOURNAL = "journal"
-
-STATE_SLACK = 128 * 1024
-"""Room for store.json, directories and the file system's own rounding."""
 
 
 class StorePlace:
@@ -109,15 +115,12 @@ class StorePlace:
             raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
         self.counters = Counters()
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
-        self.state = self._find_state(config.state_path(key) / below)
-        self._key = key
-        self._nested = not config.devices or replica is not None
-
-    def _find_state(self, default: Path) -> Path:
-        """Where the state is: the order of devices may change, and with it the default."""
-        if self.config.state_dir is not None:
-            return default
-        return next((Path(p) for p in self.paths if has_manifest(Path(p))), default)
+        default = config.state_path(key) / below
+        chosen = None if config.state_dir else choose_state([Path(p) for p in self.paths], default)
+        self.state = chosen or default
+        self.copies = CopySpreader(self.counters)
+        self.model_key = key
+        self._replica = replica is not None
 
     def prepare(self) -> None:
         """Make the directories that nobody named by hand. Those that somebody did must exist, or
@@ -127,9 +130,11 @@ class StorePlace:
             ConfigError: the parent of ``state_dir`` does not exist.
             StoreError: a directory cannot be made.
         """
-        if self._nested:
-            for path in self.paths:
-                _make_directory(Path(path), parents=True)
+        for path in map(Path, self.paths):
+            if not self.config.devices or (
+                self._replica and (path.parent.exists() or path.parent.parent.exists())
+            ):
+                _make_directory(path, parents=True)
         if not self.state.exists() and not self.state.parent.exists():
             raise ConfigError(f"state_dir {self.state}: neither it nor its parent exists")
         _make_directory(self.state, parents=False)
@@ -150,7 +155,8 @@ class StorePlace:
             ConfigError: the devices have no room for a single slot.
         """
         with locked(self.state):
-            found = self._load_manifest()
+            location = self._locate()
+            found = location.manifest
             if found is None:
                 found = Manifest.create(
                     self.fingerprint, self.geometry, self.tp_size, self.model, self.key_id
@@ -161,9 +167,14 @@ class StorePlace:
                 # What another engine counts on must not be changed under it.
                 files = [self.state / JOURNAL, *found.data_files()]
                 require_unlocked(files, time.monotonic() + LOCK_TIMEOUT_S)
-                self._arrange(found)
+                self._take_over(location)
+                reconcile(self, found)
                 found.run = self.run
-                found.model_digests = msgspec.UNSET
+                found.model_digests = []
+                found.save(self.state)
+                self._retire_others(found)
+            elif location.problem:
+                self._take_over(location)
                 found.save(self.state)
         return found
 
@@ -196,23 +207,48 @@ class StorePlace:
         slots_key = self.key.slots(UUID(self.stored().store), rank)
         return CipherSealer(self.geometry, digest, rank, arena, slots_key)
 
-    def _load_manifest(self) -> Manifest | None:
+    def _locate(self) -> Location:
+        """The manifest that counts; nothing is changed yet."""
         try:
-            return Manifest.load(self.state)
+            location = locate(self.state, self.paths)
         except FormatError as damage:
             if self.config.recover == "strict":
                 raise
-            try:
-                found = Manifest.load_copy(self.state)
-            except DamagedError:
-                found = None
-            if found is None:
-                found = self._rebuild(damage)
-            else:
-                logger.warning("ssdkv: %s: restored from its copy", damage)
-                found.save(self.state)
             self.counters.add("manifest_restores")
-            return found
+            return Location(self._rebuild(damage))
+        if location.damage is not None and self.config.recover == "strict":
+            raise location.damage
+        return location
+
+    def _take_over(self, location: Location) -> None:
+        """Say why another manifest counts than the one that was here; a journal that is older than
+        it must not be read. Blocks on I/O.
+
+        Raises:
+            StoreError: the journal cannot be set aside.
+        """
+        if location.problem:
+            self.counters.add("manifest_restores")
+            logger.warning(
+                "ssdkv: %s: restored from its copy on %s", location.problem, location.source
+            )
+        if location.journal_void:
+            set_aside(self.state / JOURNAL)
+
+    def _retire_others(self, manifest: Manifest) -> None:
+        """Where the state directory was before, on a device that was away since, it is no more.
+        Blocks on I/O."""
+        for path in map(Path, self.paths):
+            if path.resolve() == self.state.resolve():
+                continue
+            try:
+                other = Manifest.read(path / NAME)
+                if other is not None and other.store == manifest.store:
+                    set_aside(path / JOURNAL)
+                    (path / NAME).unlink()
+                    logger.info("ssdkv: the state is in %s now, not in %s", self.state, path)
+            except (StoreError, OSError) as error:  # the newest manifest counts anyway
+                self.copies.failed(str(path), str(error))
 
     def _rebuild(self, damage: FormatError) -> Manifest:
         """A manifest from superblocks, which is not saved yet."""
@@ -229,144 +265,6 @@ class StorePlace:
             found.store,
         )
         return found
-
-    def _arrange(self, manifest: Manifest) -> None:
-        """Bring the manifest's devices and segments up to date."""
-        sights = [look(path, self.tp_size, manifest.store) for path in self.paths]
-        before = manifest.devices
-        there = {id(device) for device in manifest.present()}
-        numbers = matched(before, sights)
-        manifest.devices = self._present(before, sights, numbers)
-        in_use = {device for segment in manifest.segments for device in segment.lanes}
-        number: dict[int, int] = {}
-        for old, device in enumerate(before):
-            device.present = any(device is d for d in manifest.devices)
-            if not device.present and old in in_use:
-                manifest.devices.append(device)
-            for new, other in enumerate(manifest.devices):
-                if other is device:
-                    number[old] = new
-        manifest.segments = renumbered(manifest.segments, number)
-        added = [i for i, d in enumerate(manifest.present()) if id(d) not in there]
-        for device in before:
-            # What it misses: this opening if it is away, those before if it is back.
-            if not device.present:
-                device.missed(manifest.opened + 1, manifest.opened + 2)
-        self._divide(manifest, added)
-
-    def _present(
-        self,
-        known: Sequence[ManifestDevice],
-        sights: Sequence[Sight],
-        numbers: Sequence[int | None],
-    ) -> list[ManifestDevice]:
-        """Devices that are there, in the order of the options; logs what has changed."""
-        sizes = {
-            sight.path: known[number].capacity
-            for sight, number in zip(sights, numbers, strict=True)
-            if number is not None and known[number].capacity
-        }
-        found: list[ManifestDevice] = []
-        for i, (sight, number) in enumerate(zip(sights, numbers, strict=True)):
-            if sight.missing and number is None:
-                raise DeviceError(f"device {i} ({sight.path}) {sight.missing}")
-            if number is None:
-                device = ManifestDevice(
-                    path=sight.path, capacity=0, weight=0, files=[""] * self.tp_size
-                )
-                if known:
-                    logger.info("ssdkv: device %s is added", sight.path)
-            else:
-                device = known[number]
-                if device.path != sight.path:
-                    logger.info("ssdkv: device %s is at %s now", device.path, sight.path)
-            device.path = sight.path
-            if sight.missing:
-                logger.error(
-                    "ssdkv: device %s %s; the store runs without it, what lay nowhere else is "
-                    "computed again",
-                    sight.path,
-                    sight.missing,
-                )
-                continue
-            if not device.present:
-                logger.info("ssdkv: device %s is back", sight.path)
-            found.append(device)
-        for old, device in enumerate(known):
-            if device.present and old not in numbers:
-                logger.warning(
-                    "ssdkv: device %s is not among the devices any more, what lay nowhere else is "
-                    "computed again",
-                    device.path,
-                )
-        if not found:
-            raise DeviceError(f"no device is left of {', '.join(self.paths)}")
-        capacities = self.config.device_capacities(self._key, sizes)
-        by_path = dict(zip(self.paths, capacities, strict=True))
-        for device in found:
-            device.capacity = by_path[device.path]
-        self._weigh(found)
-        return found
-
-    def _weigh(self, devices: Sequence[ManifestDevice]) -> None:
-        """Give devices the weights of the options, or those that they were measured to have.
-
-        Raises:
-            DeviceError: a device cannot be measured.
-        """
-        given = self.config.device_weights()
-        if given is None and len(devices) > 1:
-            new = [i for i, device in enumerate(devices) if not device.rate]
-            if new:
-                io = self.config.io
-                paths = [device.path for device in devices]
-                rates = read_rates(paths, new, io.engine_options(), io.direct, io.deadline)
-                for i, rate in zip(new, rates, strict=True):
-                    devices[i].rate = rate
-            given = tuple(weights_of([device.rate for device in devices]))
-            by_path = dict(zip((d.path for d in devices), given, strict=True))
-        else:
-            by_path = dict(zip(self.paths, given or (1.0,) * len(self.paths), strict=True))
-        for device in devices:
-            device.weight = by_path[device.path]
-
-    def _divide(self, manifest: Manifest, added: Sequence[int]) -> None:
-        """Give the present devices' capacity to segments.
-
-        Raises:
-            ConfigError: there is no room for a single slot.
-        """
-        journal = 0
-        for _ in range(2):  # how large the journal may become is known only after the first time
-            ends = [
-                self._units(device, journal) if device.present else 0 for device in manifest.devices
-            ]
-            found = arrange(
-                self.geometry,
-                manifest.segments,
-                manifest.weights(),
-                ends,
-                added,
-                self.config.replicas,
-            )
-            journal = 2 * journal_bytes(found.numbers) + STATE_SLACK
-        if not found.segments:
-            raise ConfigError(
-                f"the devices have no room for a block of "
-                f"{format_size(self.geometry.slot_bytes)}: capacities are "
-                f"{', '.join(format_size(d.capacity) for d in manifest.present())} for "
-                f"{self.tp_size} rank(s)"
-            )
-        manifest.segments, manifest.numbers = found.segments, found.numbers
-        manifest.fresh += [segment.first for segment in found.made]
-
-    def _units(self, device: ManifestDevice, journal: int) -> int:
-        """Units that each rank's data file may have on a device."""
-        room = device.capacity
-        if Path(device.path) == self.state or Path(device.path) in self.state.parents:
-            # The journal and, while it is rewritten, its successor share the device's capacity.
-            room -= journal
-        return max(0, room // self.tp_size - SUPERBLOCK_BYTES) // self.geometry.unit_bytes
 
     def tell_weights(self, rank: int, digest: bytes) -> None:
         """Note what a rank of this engine computes with, for its scheduler. Blocks on I/O.
@@ -391,7 +289,7 @@ class StorePlace:
         """
         with locked(self.state):
             manifest = self.stored()
-            told = manifest.model_digests or []
+            told = manifest.model_digests
             if manifest.run != self.run or not (told and all(told)):
                 raise StoreError(
                     f"store {manifest.store}: not every rank of this engine has told what weights "
@@ -419,8 +317,9 @@ class StorePlace:
         """
         with locked(self.state):
             manifest = self.stored()
-            manifest.suspended = reason or msgspec.UNSET
+            manifest.suspended = reason
             manifest.save(self.state)
+        self.copies.spread(manifest)
 
     def save_segments(self, segments: Sequence[Segment], weights: Sequence[float]) -> None:
         """Replace the segments in the manifest, and note devices that are out of use, whose weight
@@ -436,6 +335,12 @@ class StorePlace:
                 if not weight:
                     device.missed(manifest.opened, manifest.opened + 1)
             manifest.save(self.state)
+        self.copies.spread(manifest)
+
+    def on_disk(self, manifest: Manifest) -> StoredStore:
+        """The store for what reads it as it lies there."""
+        paths = tuple(Path(device.path) for device in manifest.devices)
+        return StoredStore(self.state, manifest, (), paths)
 
     def stored(self) -> Manifest:
         """The manifest as it is on disk now; who changes it holds the lock.
@@ -593,6 +498,95 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
         return known not in ("", found)
 
 
+def _find_journal(place: StorePlace, manifest: Manifest) -> None:
+    """Where there should be a journal and is none, make it anew from the headers of the slots.
+
+    Blocks on I/O, for as long as it takes to read these.
+
+    Raises:
+        DeviceError: a device does not answer.
+        StoreError: the journal cannot be written.
+    """
+    if not manifest.opened or place.config.recover == "none":
+        return
+    store = place.on_disk(manifest)
+    lost = is_lost(store)
+    if not lost or (place.config.recover == "strict" and store.journal.exists()):
+        return
+    set_aside(store.journal)
+    place.counters.add("journal_rebuilds")
+    begin = time.monotonic()
+    try:
+        found = rebuild_journal(store, whole=place.config.io.verify != "all")
+    except (DeadlineError, DeviceError) as error:
+        raise DeviceError(
+            f"{lost}, and it cannot be made anew from the slots: {error}; or take a broken drive "
+            'out of the option devices, or start empty with recover: "none"'
+        ) from error
+    logger.warning(
+        "ssdkv: %s: made anew from the headers of slots in %.1f s, which name %d stored blocks",
+        lost,
+        time.monotonic() - begin,
+        found,
+    )
+
+
+def _settle_index(manifest: Manifest, index: SlotIndex) -> Placement:
+    """Drop what devices have lost, and what the journal says of segments that are new; bring the
+    manifest up to date with that. Where the slots are."""
+    slots = np.arange(manifest.numbers, dtype=np.int64)
+    manifest.segments = [
+        replace(segment, since=index.opening << EPOCH_COUNTER_BITS)
+        if segment.first in manifest.fresh
+        else segment
+        for segment in manifest.segments
+    ]
+    placement = manifest.placement()
+    absent = np.array([not entry.present for entry in manifest.devices], dtype=np.bool_)
+    for entry in manifest.devices:
+        if not entry.present:
+            entry.missed(index.opening, index.opening + 1)
+    empty = absent | [bool(entry.fresh) for entry in manifest.devices]
+    index.drop(slots[placement.lost(empty, slots)])
+    for entry in manifest.present():
+        entry.fresh = []
+    gone = ~placement.holds(slots) | placement.lost(absent, slots)
+    for segment in placement.segments:
+        if segment.first in manifest.fresh:
+            index.drop(segment.all_slots())
+    manifest.fresh = []
+    index.quarantine(gone)
+    return placement
+
+
+def _growth(
+    place: StorePlace,
+    manifest: Manifest,
+    index: SlotIndex,
+    restriper: Restriper,
+    counters: Counters,
+) -> StoreGrowth:
+    """Of a store that is smaller than it may be."""
+    whole = division_of(manifest, place.state, replicas=place.config.replicas)
+    devices = [Path(device.path) for device in manifest.devices]
+    spaces = [
+        DataFileSpace([data_file_path(path, rank) for rank in range(manifest.tp_size)])
+        for path in devices
+    ]
+
+    def following(segments: Sequence[Segment]) -> Segment | None:
+        found = growing_by(manifest, whole, segments)
+        fits = found is not None and found.first + found.numbers <= manifest.numbers
+        return found if fits else None
+
+    def reserve(segment: Segment) -> None:
+        for extent in segment.extents:
+            nbytes = SUPERBLOCK_BYTES + extent.end * place.geometry.unit_bytes
+            spaces[extent.device].reserve(round_up(nbytes, PAGE_ALIGN))
+
+    return StoreGrowth(restriper, following, reserve, whole.slots, index.free_now, counters)
+
+
 def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Restriper]:
     """Open and recover the index of the store whose data files the workers hold. Blocks on I/O.
 
@@ -606,8 +600,8 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     """
     place.prepare()
     manifest = place.manifest()
-    placement = manifest.placement()
     begin = time.monotonic()
+    _find_journal(place, manifest)
     journal = Journal(
         place.state / JOURNAL,
         store=UUID(manifest.store),
@@ -618,25 +612,15 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
     index = SlotIndex(manifest.numbers, journal, open_number=manifest.opened + 1)
-    slots = np.arange(manifest.numbers, dtype=np.int64)
     with locked(place.state):
         manifest = place.stored()
-        absent = np.array([not entry.present for entry in manifest.devices], dtype=np.bool_)
-        empty = absent | [bool(entry.fresh) for entry in manifest.devices]
-        index.drop(slots[placement.lost(empty, slots)])
-        for entry in manifest.present():
-            entry.fresh = []
-        gone = ~placement.holds(slots) | placement.lost(absent, slots)
-        for segment in placement.segments:
-            if segment.first in manifest.fresh:
-                index.drop(segment.all_slots())
-        manifest.fresh = []
-        index.quarantine(gone)
+        placement = _settle_index(manifest, index)
         manifest.model = place.model
-        manifest.opened += 1
+        manifest.opened = index.opening
         manifest.last_opened = int(time.time())
         index.flush()  # a power loss must not bring back what the manifest calls gone
         manifest.save(place.state)
+    place.copies.spread(manifest)
     counters = counters or Counters()
 
     def save(segments: Sequence[Segment]) -> None:
@@ -647,6 +631,8 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     replicas = place.config.replicas
     restriper = Restriper(index, placement, manifest.weights(), saver, counters, replicas)
     restriper.settle(LOCK_TIMEOUT_S)
+    if manifest.grows:
+        restriper.growth = _growth(place, manifest, index, restriper, counters)
     counts = index.counters
     logger.info(
         "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",

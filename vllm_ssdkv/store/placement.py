@@ -45,6 +45,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         extents: What the segment owns of each device, at most one per device. It may own parts of
             devices on which it has no lane.
         copies: How often each slot is there, 1 or 2: a second one lies on other devices.
+        since: Slot headers with a lower epoch are of an earlier segment here, or were given up.
     """
 
     first: int
@@ -53,6 +54,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lanes: tuple[int, ...]
     extents: tuple[Extent, ...]
     copies: int = 1
+    since: int = 0
 
     def rooms(self, devices: int) -> list[int]:
         """Units it owns of each device."""

@@ -93,6 +93,15 @@ def refuse_another_version(data: bytes, path: Path) -> None:
         raise of_another_version(path, str(version), str(VERSION))
 
 
+def store_named(data: bytes) -> UUID | None:
+    """The store that these first bytes of a journal file name, of whatever version; None: they are
+    no header that is whole."""
+    if not data.startswith(MAGIC) or not is_whole(data):
+        return None
+    _, _, _, _, owner, _ = _HEADER.unpack_from(data)
+    return UUID(bytes=owner)
+
+
 def is_whole(data: bytes) -> bool:
     """Whether these first bytes of a journal file are a header as it was written, whoever's."""
     if len(data) < HEADER_BYTES:

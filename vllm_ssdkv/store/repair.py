@@ -10,22 +10,23 @@ import mmap
 import os
 import time
 from pathlib import Path
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import DeviceError, StoreError
+from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.data_file import read_copies, write_both
-from vllm_ssdkv.store.durable import replace_file, sync_directory
+from vllm_ssdkv.store.durable import sync_directory
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.file_space import reserve_space
-from vllm_ssdkv.store.fsck import CheckedFile, Examination
+from vllm_ssdkv.store.fsck import CheckedFile, Examination, is_orphan
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
+from vllm_ssdkv.store.journal_rebuild import write_journal
 from vllm_ssdkv.store.layout import Extents
-from vllm_ssdkv.store.records import Kind, encode_header, encode_records
+from vllm_ssdkv.store.manifest_copies import CopySpreader
 from vllm_ssdkv.store.stored import DataFile
-from vllm_ssdkv.store.superblock import newest
 
 
 def repair(this: Examination) -> None:
@@ -41,6 +42,9 @@ def repair(this: Examination) -> None:
     """
     if this.report.clean:
         return
+    for device, path in enumerate(this.store.paths):
+        if not this.absent[device]:  # copies of the manifest go there
+            this.store.manifest.devices[device].path = str(path)
     _note_new_files(this)
     for checked in this.files:
         _repair_superblocks(this, checked)
@@ -49,7 +53,7 @@ def repair(this: Examination) -> None:
     _rewrite_manifest(this)
     for path, problem in this.orphans:
         try:
-            _remove_orphan(path)
+            _remove_orphan(this, path)
         except (StoreError, OSError) as error:
             problem.text += f"; not repaired: {error}"
         else:
@@ -174,19 +178,23 @@ def _rewrite_manifest(this: Examination) -> None:
         # A copy may be one opening behind: epochs must not be used twice.
         manifest.opened = max(manifest.opened, newest_opening) + 1
     manifest.save(this.store.state)
+    counters = Counters()
+    CopySpreader(counters).spread(manifest)
+    if counters.total("manifest_copy_errors"):
+        return
     for problem in this.stale:
         this.report.repaired(problem)
 
 
-def _remove_orphan(path: Path) -> None:
+def _remove_orphan(this: Examination, path: Path) -> None:
     """Remove a data file that belongs to no rank. Raises StoreError or OSError when somebody uses
-    it, or when it has content and no superblock: then it may be anything.
+    it, or when it has no superblock of this store: then it may be anything.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         lock_file(fd, path, "orphan", time.monotonic())
-        size = os.fstat(fd).st_size
-        newest(read_copies(DataFile(-1, -1, path, fd, size, raw=False)), str(path))
+        if not is_orphan(this.store, path):
+            raise StoreError("it has no superblock of this store")
         path.unlink()
         sync_directory(path.parent)
     finally:
@@ -197,18 +205,5 @@ def _rewrite_journal(this: Examination) -> None:
     """Write the right entries, in their order, in the place of the journal."""
     if this.good.all() and not this.report.counts.get("journal"):
         return
-    kept = np.flatnonzero(this.good)
-    records = encode_records(
-        Kind.PUT,
-        this.entry.slots[kept],
-        this.entry.epochs[kept],
-        [this.entry.keys[i] for i in kept.tolist()],
-        1,
-    )
-    header = encode_header(UUID(this.store.manifest.store), this.store.fingerprint.digest)
-    path = this.store.journal
-    try:
-        replace_file(path, header + records)
-    except OSError as error:
-        raise StoreError(f"journal {path}: {error.strerror}") from error
+    write_journal(this.store, this.entry.part(np.flatnonzero(this.good)))
     this.report.repaired_all("journal", "header", "page", "unreadable")

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.index import SlotIndex, Usage
+from vllm_ssdkv.store.growth import StoreGrowth
+from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS, SlotIndex, Usage
 from vllm_ssdkv.store.layout import I64
 from vllm_ssdkv.store.moving_room import MovingRoom
 from vllm_ssdkv.store.placement import Placement, Segment
@@ -139,6 +141,23 @@ class BackgroundSaver:
         return False
 
 
+@dataclass(slots=True)
+class _Pace:
+    """How fast slots are handed out.
+
+    Attributes:
+        begun: Slots ever handed out when segments were last emptied.
+        handed_out: Slots handed out, at most, between that and when they came back.
+        looked: Slots ever handed out at the last step.
+        at_once: Slots handed out, at most, between two steps while segments had the wrong lanes.
+    """
+
+    begun: int
+    handed_out: int
+    looked: int
+    at_once: int
+
+
 class Restriper:
     """Decides which segments are striped anew, and does it. Single-threaded, with the index."""
 
@@ -163,14 +182,9 @@ class Restriper:
         self._stale: list[Segment] = []
         # First slot of a segment that was emptied, and its successor, until the manifest has it.
         self._successors: dict[int, Segment] = {}
-        self._begun = 0
-        """Slots ever handed out when segments were last emptied."""
-        self._handed_out = 0
-        """Slots handed out, at most, between that and when they came back."""
-        self._looked = index.counters["allocated"]
-        """Slots ever handed out at the last step."""
-        self._at_once = 0
-        """Slots handed out, at most, between two steps while segments had the wrong lanes."""
+        self._pace = _Pace(0, 0, index.counters["allocated"], 0)
+        self.growth: StoreGrowth | None = None
+        """Of a store that grows as it fills; None: it has its size."""
         self._news = False
         self._look = True
         self._clock = clock
@@ -206,12 +220,14 @@ class Restriper:
         slots in every step would take more time than the step."""
         if self._stale or self._successors:
             allocated = self._index.counters["allocated"]
-            self._at_once = max(self._at_once, allocated - self._looked)
-            self._looked = allocated
+            self._pace.at_once = max(self._pace.at_once, allocated - self._pace.looked)
+            self._pace.looked = allocated
         if self._successors and self._saver.saved():
             self._finish()
         if self._stale and not self._successors:
             self._begin(patient=patient)
+        if self.growth is not None:
+            self.growth.step()
 
     def settle(self, timeout_s: float) -> None:
         """Do what can be done now, and wait for the manifest: at start, nothing else waits.
@@ -226,8 +242,41 @@ class Restriper:
 
     @property
     def under_way(self) -> bool:
-        """Whether slots are about to come back."""
-        return bool(self._successors)
+        """Whether slots are about to come back, or new ones to come."""
+        return bool(self._successors) or (self.growth is not None and self.growth.busy)
+
+    def grow_for(self, slots: int) -> bool:
+        """Whether new slots are to come, for who wants so many free ones. Never blocks."""
+        if self.growth is not None:
+            self.growth.step(slots)
+        return self.under_way
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Those that are in use."""
+        return self.placement.segments
+
+    def add(self, segment: Segment) -> bool:
+        """Have one more segment, whose space is reserved, when the manifest has it; False: others
+        are being saved, ask again. Never blocks."""
+        if self._successors:
+            return False
+        self._successors[segment.first] = replace(segment, since=self._index.next_epoch)
+        self._pace.begun = self._index.counters["allocated"]
+        self._saver.put(self._wanted())
+        return True
+
+    def forget_stored(self) -> None:
+        """The cache was reset: drop everything. Nothing that is stored now, nor in this opening of
+        the store from now on, may be found by the headers of slots either. Never blocks; the
+        manifest hears of it soon."""
+        self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        since = (self._index.opening + 1) << EPOCH_COUNTER_BITS
+        self._successors = {
+            first: replace(segment, since=since) for first, segment in self._successors.items()
+        }
+        self.placement.change([replace(s, since=since) for s in self.placement.segments])
+        self._saver.put(self._wanted())
 
     def take_segments(self) -> tuple[Segment, ...] | None:
         """The segments, if they have changed since the last call: the workers must hear of it
@@ -262,8 +311,8 @@ class Restriper:
         slots = self._index.allocate(max(0, n))
         self._room.slots -= len(slots)
         # These are no new blocks: nothing need be emptied for the next ones.
-        self._looked += len(slots)
-        self._begun += len(slots)
+        self._pace.looked += len(slots)
+        self._pace.begun += len(slots)
         return slots
 
     def give_room_back(self, n: int) -> None:
@@ -342,7 +391,7 @@ class Restriper:
         if not self._sources:
             self._stop_moves()
         self._look = True
-        self._looked = self._index.counters["allocated"]
+        self._pace.looked = self._index.counters["allocated"]
         mask = np.zeros(self._index.num_slots, dtype=np.bool_)
         for segment in self._stale:
             mask[segment.first : segment.first + segment.slots] = True
@@ -360,8 +409,8 @@ class Restriper:
         """Slots that are kept free for new blocks."""
         # Where a device is lost, slots with its lanes either are not handed out, or still hold one
         # copy: neither is worth giving up stored blocks in a hurry.
-        at_once = 0 if self.out_of_use().any() else self._at_once
-        soon = 2 * (at_once + self._handed_out)
+        at_once = 0 if self.out_of_use().any() else self._pace.at_once
+        soon = 2 * (at_once + self._pace.handed_out)
         rush = min(soon, self.placement.slots // MOST_AHEAD)
         return max(max(s.slots for s in self._stale) // AHEAD, rush)
 
@@ -410,11 +459,14 @@ class Restriper:
         ended = self._clock()
         self._look_from = ended + LOOK_SHARE * (ended - began)
         if self._successors:
-            self._begun = index.counters["allocated"]
+            self._pace.begun = index.counters["allocated"]
             self._saver.put(self._wanted())
 
     def _wanted(self) -> list[Segment]:
-        return [self._successors.get(s.first, s) for s in self.placement.segments]
+        """The segments with their successors, and those that are new."""
+        here = {segment.first for segment in self.placement.segments}
+        new = [segment for first, segment in self._successors.items() if first not in here]
+        return [*(self._successors.get(s.first, s) for s in self.placement.segments), *new]
 
     def _successor(self, segment: Segment) -> Segment:
         placement = self.placement
@@ -422,7 +474,9 @@ class Restriper:
         new = restriped(placement.geometry, segment, striping, placement.devices)
         first, numbers = self._numbers(segment, new.slots)
         slots = min(new.slots, numbers)
-        return replace(new, first=first, numbers=slots, slots=slots)
+        # What headers there say was given up just now.
+        since = max(segment.since, self._index.next_epoch)
+        return replace(new, first=first, numbers=slots, slots=slots, since=since)
 
     def _numbers(self, segment: Segment, wanted: int) -> tuple[int, int]:
         """First of ``wanted`` slot numbers that no other segment has, or of as many as there are.
@@ -451,8 +505,8 @@ class Restriper:
             self._room.back(first, successor.slots)
         self._successors = {}
         self._news = True
-        handed_out = self._index.counters["allocated"] - self._begun
-        self._handed_out = max(self._handed_out, handed_out)
+        handed_out = self._index.counters["allocated"] - self._pace.begun
+        self._pace.handed_out = max(self._pace.handed_out, handed_out)
         # Devices may have been lost meanwhile: what lies on them stays out of use.
         self._index.restore(slots[~self.placement.lost(self.out_of_use(), slots)])
         self._judge()

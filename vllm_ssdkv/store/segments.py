@@ -252,11 +252,53 @@ def _fill(
     return made
 
 
+def segment_slots(slots: int, lanes: int) -> int:
+    """Slots of each segment of so many, on so many lanes: whole rows."""
+    each = max(ceil(slots / SEGMENTS), MIN_SLOTS)
+    return ceil(each / lanes) * lanes
+
+
+def next_segment(
+    geometry: SlotGeometry,
+    segments: Sequence[Segment],
+    weights: Sequence[float],
+    ends: Sequence[int],
+    slots: int,
+    replicas: int = 1,
+) -> Segment | None:
+    """The segment that a store grows by, over all its devices; None: it is as large as it may be.
+
+    Args:
+        geometry: Shape of the slots.
+        segments: Those there are.
+        weights: By device; 0 for one that is not there.
+        ends: Units that each device may have.
+        slots: As many as there is room for, of so many.
+        replicas: Copies of each slot; one where there is one device.
+    """
+    present = [device for device, weight in enumerate(weights) if weight]
+    space = _Space(ends, segments)
+    rooms = [space.largest(device) if weights[device] else 0 for device in range(len(weights))]
+    copies = min(replicas, len(present))
+    lanes = lanes_over(present, weights, copies)
+    stripes = StripeMap(geometry, lanes, len(weights), copies)
+    count = min(ceil(slots / len(lanes)) * len(lanes), stripes.max_slots(rooms))
+    if count < len(lanes):
+        return None
+    extents: list[Extent] = []
+    for device in sorted(set(lanes)):
+        units = stripes.device_units(device, count)
+        begin = space.take(device, units)
+        if begin is None:
+            return None
+        extents.append(Extent(device, begin, units))
+    first = max((segment.first + segment.numbers for segment in segments), default=0)
+    return Segment(first, count, count, lanes, tuple(extents), copies)
+
+
 def _divided(stripes: StripeMap, slots: int, space: _Space, first: int) -> list[Segment]:
     """A run of slots as segments of whole rows, but for the end of the last one."""
-    lanes = len(stripes.lanes)
-    each = max(ceil(slots / SEGMENTS), MIN_SLOTS)
-    each = ceil(each / lanes) * lanes
+    each = segment_slots(slots, len(stripes.lanes))
     begin: dict[int, int] = {}
     for device in sorted(set(stripes.lanes)):
         start = space.take(device, stripes.device_units(device, slots))

@@ -16,9 +16,11 @@ from vllm_ssdkv.store.direct_io import turn_on_direct
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.inventory import look, matched
+from vllm_ssdkv.store.journal import JOURNAL
 from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest
-from vllm_ssdkv.store.open import JOURNAL
+from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state, locate, state_elsewhere
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.manifest_copies import holds_data
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.records import (
     HEADER_BYTES,
@@ -37,14 +39,19 @@ class StoredStore:
     Attributes:
         state: The state directory.
         manifest: The manifest, or its copy.
-        damage: What is wrong with ``store.json`` or with its copy; empty when nothing is.
+        damage: What is wrong with ``store.json`` and its copies, an entry each.
         paths: Directory or raw block device of each device, in stripe order.
+        journal_void: Whether the journal is older than the manifest.
+        foreign: Devices that nobody named, found where the manifest saw them last, which may be
+            those of another copy of the store: the state directory is not where it was.
     """
 
     state: Path
     manifest: Manifest
-    damage: str
+    damage: tuple[str, ...]
     paths: tuple[Path, ...]
+    journal_void: bool = False
+    foreign: tuple[Path, ...] = ()
 
     @property
     def placement(self) -> Placement:
@@ -108,37 +115,67 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
         directories: Its devices, in any order while their data files say who they are; or only the
             state directory, when the devices are where they were last; may be empty with
             ``state_dir``.
-        state_dir: The state directory; default: the first of ``directories`` with a manifest.
+        state_dir: The state directory; default: see :func:`choose_state`.
 
     Raises:
         StoreError: there is none, or not so many devices belong to it.
-        FormatError: manifest and copy are both damaged or of another version.
+        FormatError: the manifest and all its copies are damaged or of another version.
     """
-    state = state_dir or next((d for d in directories if has_manifest(d)), None)
-    if state is None or not has_manifest(state):
-        looked = [state_dir] if state_dir else directories
-        if not looked:
-            raise StoreError("name the devices of a store; ssdkv ls lists those that need no name")
-        for path in looked:
-            if not path.exists():
-                raise StoreError(f"{path} does not exist: is it mounted?")
+    state = state_dir or choose_state(directories)
+    if state is None or not state.is_dir():
+        raise _no_store([state_dir] if state_dir else directories)
+    elsewhere = None if state_dir else state_elsewhere(state)
+    if elsewhere is not None:
         raise StoreError(
-            f"no {NAME} in {', '.join(map(str, looked))}: name the devices of a store, or its "
-            "state directory with --state-dir"
+            f"{state} is a device of the store whose state directory is {elsewhere}: name that, "
+            f"or all devices and --state-dir {elsewhere}"
         )
-    manifest, damage = _read_manifest(state)
-    devices = [d for d in directories if d != state or _is_device(manifest, d)]
-    if len(devices) in (len(manifest.devices), len(manifest.present())):
-        return StoredStore(state, manifest, damage, _placed(manifest, devices))
-    if [d for d in devices if d != state]:
-        raise StoreError(
-            f"the store in {state} has {len(manifest.devices)} device(s) "
-            f"({', '.join(d.path for d in manifest.devices)}), {len(devices)} are named: name "
-            "all of them, or only the state directory"
+    known = any_manifest(state)
+    was = [] if known is None else [Path(device.path) for device in known.devices]
+    others = [d for d in directories if not _same(d, state)]
+    location = locate(state, others or was)
+    manifest = location.manifest
+    if manifest is None:
+        raise _no_store([state_dir] if state_dir else directories)
+    devices = [d for d in directories if not _same(d, state) or _is_device(manifest, d)]
+    damage = [location.problem] if location.problem else []
+    damage += [f"{place / COPY} is missing or damaged" for place in location.without_copy]
+    foreign: tuple[Path, ...] = ()
+    if len(devices) not in (len(manifest.devices), len(manifest.present())):
+        if others:
+            raise StoreError(
+                f"the store in {state} has {len(manifest.devices)} device(s) "
+                f"({', '.join(d.path for d in manifest.devices)}), {len(devices)} are named: name "
+                "all of them, or only the state directory"
+            )
+        # Where they were last; but paths may have changed places.
+        named = {d.resolve() for d in (*directories, state)}
+        devices = [Path(device.path) for device in manifest.present()]
+        foreign = tuple(
+            d
+            for d in devices
+            if d.resolve() not in named
+            and holds_data(d, manifest)
+            and not belongs(d, state, manifest)
         )
-    # Where they were last; but paths may have changed places.
-    present = [Path(device.path) for device in manifest.present()]
-    return StoredStore(state, manifest, damage, _placed(manifest, present))
+    paths = _placed(manifest, devices)
+    return StoredStore(state, manifest, tuple(damage), paths, location.journal_void, foreign)
+
+
+def _no_store(looked: Sequence[Path]) -> StoreError:
+    if not looked:
+        return StoreError("name the devices of a store; ssdkv ls lists those that need no name")
+    for path in looked:
+        if not path.exists():
+            return StoreError(f"{path} does not exist: is it mounted?")
+    return StoreError(
+        f"no {NAME} in {', '.join(map(str, looked))}: name the devices of a store, or its "
+        "state directory with --state-dir"
+    )
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one == other or one.resolve() == other.resolve()
 
 
 def _is_device(manifest: Manifest, directory: Path) -> bool:
@@ -157,28 +194,6 @@ def _placed(manifest: Manifest, directories: Sequence[Path]) -> tuple[Path, ...]
     for directory, number in zip(directories, numbers, strict=True):
         paths[unseen.pop(0) if number is None else number] = directory
     return tuple(paths)
-
-
-def _read_manifest(state: Path) -> tuple[Manifest, str]:
-    """The manifest and what is wrong with its two files."""
-    wrong: list[str] = []
-    found: list[Manifest] = []
-    for name, load in ((NAME, Manifest.load), (COPY, Manifest.load_copy)):
-        try:
-            manifest = load(state)
-        except FormatError as error:
-            wrong.append(str(error))
-            continue
-        if manifest is None:
-            wrong.append(f"{state / name} is missing")
-        else:
-            found.append(manifest)
-    if not found:
-        raise FormatError(
-            f"{'; '.join(wrong)}. Where neither is whole, a start of the engine makes both anew "
-            "from superblocks, without the stored blocks, unless the option recover is strict"
-        )
-    return found[0], "; ".join(wrong)
 
 
 @dataclass(slots=True)

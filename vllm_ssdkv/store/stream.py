@@ -161,6 +161,8 @@ class ContextStream:
         away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
         self.pages_in_dram = in_dram * files.geometry.pages_per_layer
         self.pages_on_ssd = away * files.geometry.pages_per_layer
+        self.pages_used = 0
+        """Of those, pages that have been read, and are right."""
         self._todo = collections.deque(
             (i, chunk) for i, w in enumerate(self._walks) for chunk in w.chunks
         )
@@ -358,6 +360,7 @@ class ContextStream:
         good[which] = checked.same.all(axis=1) & known
         right = np.zeros(len(asked), dtype=np.bool_)
         right[position] = good[which]
+        self.pages_used += int(np.count_nonzero(right)) * self._files.geometry.pages_per_layer
         row, page = np.nonzero(~checked.same & known[:, None])
         if final:
             self._files.counters.add("checksum_failures", len(row))

@@ -31,6 +31,8 @@ _CIPHERS = (False, True)
 _FIXED = struct.Struct("<8s2I16s16s3I4xQ4IQI16sII16sI")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
+_STORE = slice(16, 32)
+"""Where every version has the store's UUID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,22 @@ class Superblock:
                     f"{path}: superblock: {field.name} is {found}, expected {wanted}. The data "
                     "file belongs to another store; name another place, or delete it."
                 )
+
+
+def store_named(copies: Sequence[bytes]) -> UUID | None:
+    """The store that superblocks name, of whatever version; None: none is whole, or they differ.
+
+    Args:
+        copies: The blocks read at :data:`COPY_OFFSETS`; shorter ones (end of file) are allowed.
+    """
+    found = {
+        UUID(bytes=copy[_STORE])
+        for copy in copies
+        if len(copy) == BLOCK_BYTES
+        and copy.startswith(MAGIC)
+        and _TAIL.unpack_from(copy, _BODY)[0] == checksum_bytes(copy[:_BODY])
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def newest(copies: Sequence[bytes], path: str) -> Superblock | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import msgspec
-
 from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.file_lock import require_unlocked
 from vllm_ssdkv.store.manifest import Manifest, locked
+from vllm_ssdkv.store.manifest_copies import CopySpreader
 from vllm_ssdkv.store.stored import StoredStore
 
 WAIT_S = 2.0
@@ -42,8 +42,9 @@ def resume(store: StoredStore) -> Resumed:
         manifest = Manifest.load(store.state)
         if manifest is None:
             raise StoreError(f"{store.state}: store.json was removed meanwhile")
-        reason = manifest.suspended or ""
+        reason = manifest.suspended
         if reason:
-            manifest.suspended = msgspec.UNSET
+            manifest.suspended = ""
             manifest.save(store.state)
+            CopySpreader(Counters()).spread(manifest)
     return Resumed(manifest.store, reason)

@@ -18,11 +18,14 @@ import msgspec
 
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.durable import replace_file
+from vllm_ssdkv.store.json_checksum import NO_DIGITS, check_seal, sealed
 
 logger = logging.getLogger(__name__)
 
 NAME = "wear.json"
-VERSION = 1
+VERSION = 2
+_WITHOUT_CHECKSUM = 1
+"""Version of the file before it had one; it is read."""
 SAVE_INTERVAL_S = 30.0
 
 MAX_DEVICES = 256
@@ -43,6 +46,25 @@ class DeviceWear(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     version: int = VERSION
     devices: dict[str, DeviceWear] = {}
+    checksum: str | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def decode(cls, data: bytes, today: int) -> _File:
+        """What a file says; ``today``: days since 1970.
+
+        Raises:
+            ValueError: it is damaged, or of another version.
+        """
+        found = msgspec.json.decode(data, type=cls)
+        if found.version != _WITHOUT_CHECKSUM:
+            check_seal(data)
+        if found.version not in (_WITHOUT_CHECKSUM, VERSION):
+            raise ValueError(f"version {found.version}")
+        for name, wear in found.devices.items():
+            unsure = found.version == _WITHOUT_CHECKSUM and wear.day > today + 1
+            if unsure or not 0 <= wear.today <= wear.written or wear.day < 0:
+                raise ValueError(f"{name}: {wear}")
+        return found
 
 
 class WearLedger:
@@ -86,12 +108,10 @@ class WearLedger:
         if self._path is None:
             return {}
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=_File)
-            if found.version != VERSION:
-                raise msgspec.ValidationError(f"version {found.version}")
+            found = _File.decode(self._path.read_bytes(), self.day())
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             self._counters.add("wear_file_errors")
             logger.warning(
                 "ssdkv: %s cannot be read (%s): bytes written are counted anew", self._path, error
@@ -142,11 +162,12 @@ class WearLedger:
             ending = self._end.wait(self._interval_s)
             with self._lock:
                 changed, self._changed = self._changed, False
-                data = msgspec.json.encode(_File(devices=self._others | self._devices))
+                now = _File(devices=self._others | self._devices, checksum=NO_DIGITS)
+                data = msgspec.json.encode(now)
             if not changed:
                 continue
             try:
-                replace_file(self._path, msgspec.json.format(data, indent=1) + b"\n")
+                replace_file(self._path, sealed(msgspec.json.format(data, indent=1) + b"\n"))
             except OSError as error:
                 self._counters.add("wear_file_errors")
                 logger.warning("ssdkv: %s cannot be written: %s", self._path, error.strerror)
