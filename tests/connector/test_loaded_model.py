@@ -78,20 +78,20 @@ def tree() -> Iterator[ModuleTree]:
         each.update(kept)
 
 
-def digest(tree: ModuleTree, model: Model) -> ModelDigest:
-    return LoadedModel(model.attention(), tree).digest()
+def digest(tree: ModuleTree, model: Model, files: str = "") -> ModelDigest:
+    return LoadedModel(model.attention(), lambda: files, tree).digest()
 
 
 def test_the_model_is_found_from_its_layers(tree: ModuleTree) -> None:
     model, drafter = Model(), Model(5)
-    found = LoadedModel([*model.attention(), *drafter.attention()], tree)
+    found = LoadedModel([*model.attention(), *drafter.attention()], str, tree)
     assert found.roots == [model, drafter]
     assert found.digest().nbytes == 2 * 2 * (16 + 4 + 8) * 4
 
 
 def test_a_model_that_was_made_before_cannot_be_found(tree: ModuleTree) -> None:
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
-        LoadedModel([Attention()], tree)
+        LoadedModel([Attention()], str, tree)
 
 
 def test_the_same_model_has_the_same_digest(tree: ModuleTree) -> None:
@@ -148,7 +148,6 @@ def test_weights_that_a_kernel_has_taken_away_count(tree: ModuleTree) -> None:
         model = Model(seed)
         take_away(model)
         found = digest(tree, model)
-        assert found.unseen == ()
         digests.add(found.digest)
     assert len(digests) == 2
 
@@ -163,15 +162,36 @@ def test_weights_that_are_loaded_anew_and_taken_away(tree: ModuleTree) -> None:
         assert (digest(tree, model).digest == before) == same
 
 
-def test_weights_that_are_taken_away_unseen_are_named(tree: ModuleTree) -> None:
+def test_files_stand_for_weights_that_are_taken_away_unseen(tree: ModuleTree) -> None:
     model = Model()
     model.layers[1].proj.weight.data = torch.empty(0)
-    assert digest(tree, model).unseen == ("0.layers.1.proj.weight",)
+    one = digest(tree, model, "these files").digest
+    assert one == digest(tree, model, "these files").digest
+    assert one != digest(tree, model, "other files").digest
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.proj\.weight.*Download the model"):
+        digest(tree, model)
+
+
+def test_weights_that_are_loaded_anew_unseen_are_like_no_others(tree: ModuleTree) -> None:
+    model = Model()
+    model.layers[1].proj.weight.data = torch.empty(0)
+    found = LoadedModel(model.attention(), lambda: "files", tree)
+    before = found.digest().digest
+    model.layers[0].proj.weight.data.copy_(torch.ones(4, 4))
+    after = found.digest().digest
+    model.layers[0].proj.weight.data.zero_()
+    assert len({before, after, found.digest().digest}) == 3
+
+
+def test_parameters_that_are_empty_by_nature_need_no_files(tree: ModuleTree) -> None:
+    model = Model()
+    model.layers[1].proj.order = nn.Parameter(torch.empty(0))
+    digest(tree, model)
 
 
 def test_reloading_is_seen(tree: ModuleTree) -> None:
     model = Model()
-    found = LoadedModel(model.attention(), tree)
+    found = LoadedModel(model.attention(), str, tree)
     assert found.changed(), "nobody has looked yet"
     found.digest()
     assert not found.changed()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import time
+import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from vllm_ssdkv.connector.module_tree import TREE, ModuleTree, describe
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.tensor_digest import TensorProbe, digest_tensors
+
+logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 
@@ -53,13 +57,11 @@ class ModelDigest:
         digest: Of all parameters, buffers and settings, 16 bytes.
         nbytes: Of the tensors.
         seconds: It took.
-        unseen: Parameters whose weights a kernel has taken away unseen.
     """
 
     digest: bytes
     nbytes: int
     seconds: float
-    unseen: tuple[str, ...] = ()
 
 
 class LoadedModel:
@@ -69,8 +71,18 @@ class LoadedModel:
     windows, caps, kinds of kernels) make the digest. Used by the worker's thread.
     """
 
-    def __init__(self, layers: Iterable[torch.nn.Module], tree: ModuleTree = TREE):
-        """``layers``: with KV or a state, as vLLM knows them.
+    def __init__(
+        self,
+        layers: Iterable[torch.nn.Module],
+        files: Callable[[], str],
+        tree: ModuleTree = TREE,
+    ):
+        """
+        Args:
+            layers: With KV or a state, as vLLM knows them.
+            files: Digest of the whole content of the weights' files, empty where there are none;
+                asked for when a kernel has taken weights away unseen.
+            tree: Where modules are recorded.
 
         Raises:
             UnsupportedError: nobody holds a layer: vLLM made the model before it loaded plugins.
@@ -85,7 +97,7 @@ class LoadedModel:
                     "ssdkv in it, and run `ssdkv doctor`"
                 )
             roots.setdefault(id(root), root)
-        self._tree = tree
+        self._tree, self._files = tree, files
         self._roots = [weakref.ref(root) for root in roots.values()]
         self._probe: TensorProbe | None = None
         self._registered: list[int] = []
@@ -96,7 +108,11 @@ class LoadedModel:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def digest(self) -> ModelDigest:
-        """One pass over all of it, at the speed of memory; :meth:`changed` is relative to it."""
+        """One pass over all of it, at the speed of memory; :meth:`changed` is relative to it.
+
+        Raises:
+            UnsupportedError: weights can be seen neither in memory nor in files.
+        """
         started = time.perf_counter()
         lines: list[str] = []
         named: list[tuple[str, torch.Tensor]] = []
@@ -114,9 +130,11 @@ class LoadedModel:
                     taken = self._tree.taken(module, name)
                     if taken is not None:
                         lines.append(f"{path}.{name} taken {taken}")
-                    elif tensor.numel() == 0 and isinstance(tensor, torch.nn.Parameter):
+                    elif tensor.numel() == 0 and self._tree.held(module, name):
                         unseen.append(f"{path}.{name}")
                     named.append((f"{path}.{name}", tensor))
+        if unseen:
+            lines.append(self._in_place_of(unseen))
         tensors = [tensor for _, tensor in named]
         digests = digest_tensors(tensors).tolist()
         lines += [
@@ -128,7 +146,29 @@ class LoadedModel:
         self._registered = self._registrations()
         found = hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).digest()
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        return ModelDigest(found, nbytes, time.perf_counter() - started, tuple(unseen))
+        return ModelDigest(found, nbytes, time.perf_counter() - started)
+
+    def _in_place_of(self, unseen: Sequence[str]) -> str:
+        """What stands for weights that a kernel keeps where nobody sees them.
+
+        The files, as long as weights are those of the start; later ones are like no others.
+        """
+        if self._probe is not None:
+            return f"loaded anew {uuid.uuid4()}"
+        found = self._files()
+        if not found:
+            raise UnsupportedError(
+                f"a kernel keeps the weights of {unseen[0]} and {len(unseen) - 1} more where they "
+                "cannot be read, and the model has no weight files on this machine: nothing tells "
+                "whose KV this is. Download the model, or leave --kv-transfer-config out"
+            )
+        logger.info(
+            "ssdkv: a kernel keeps the weights of %s and %d more where they cannot be read: the "
+            "content of the model's files stands for them",
+            unseen[0],
+            len(unseen) - 1,
+        )
+        return f"files {found}"
 
     def changed(self) -> bool:
         """Whether weights may be others than at the last :meth:`digest`: a cheap look.

@@ -31,6 +31,7 @@ from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US, Obstacle
 from vllm_ssdkv.connector.preflight import refusal_of_layer
+from vllm_ssdkv.connector.weight_files import weight_files
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
@@ -39,7 +40,6 @@ from vllm_ssdkv.store.summaries import with_summaries
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _SAMPLE_BYTES = 64 * 1024
 
 
@@ -313,7 +313,7 @@ def directory_name(model: str, revision: str | None) -> str:
     root = Path(model)
     if not root.exists():
         return f"{model}@{revision or 'main'}"
-    files = sorted({f for pattern in _WEIGHTS for f in root.glob(pattern)}) or [root]
+    files = weight_files(model) or [root]
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.name}:{file.stat().st_size}:".encode())

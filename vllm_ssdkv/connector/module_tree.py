@@ -32,6 +32,9 @@ class ModuleTree:
         self._taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]] = (
             weakref.WeakKeyDictionary()
         )
+        self._held: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._watched: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._installed = False
 
@@ -56,6 +59,7 @@ class ModuleTree:
         empty = parameter is not None and _is_there(parameter) and parameter.numel() == 0
         if not empty:
             self._taken.get(module, {}).pop(name, None)
+            self._held.setdefault(module, set()).add(name)
         elif before is not None and _has_content(before):
             taken = self._taken.setdefault(module, {})
             taken[name] = describe(before, int(digest_tensors([before])[0]))
@@ -81,6 +85,10 @@ class ModuleTree:
     def taken(self, module: torch.nn.Module, name: str) -> str | None:
         """Description of the weights in whose place a parameter is empty; None if unknown."""
         return self._taken.get(module, {}).get(name)
+
+    def held(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether a parameter has ever been more than empty."""
+        return name in self._held.get(module, ())
 
     def watch(self, roots: Iterable[torch.nn.Module]) -> None:
         """Count what is registered below these modules from now on."""

@@ -32,6 +32,7 @@ from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.speculation import Speculation
 from vllm_ssdkv.connector.suspension import Suspension
+from vllm_ssdkv.connector.weight_files import digest_of_files
 from vllm_ssdkv.connector.worker import SSDKVWorker
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.errors import ConfigError, UnsupportedError
@@ -111,7 +112,10 @@ def open_worker(
         logger.info("%s", _summary(config, found, opened, contexts))
     layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
     modules = vllm_config.compilation_config.static_forward_context
-    model = LoadedModel(modules[name] for name in found.layout.all_layers)
+    model = LoadedModel(
+        (modules[name] for name in found.layout.all_layers),
+        functools.partial(digest_of_files, vllm_config),
+    )
     tell_weights = functools.partial(found.place.tell_weights, rank)
     return SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
 
