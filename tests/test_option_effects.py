@@ -23,6 +23,7 @@ ALWAYS = {
     "recover",
     "dram_gib",
     "admission",
+    "verify_hits",
     "io.engine",
     "io.queue_depth",
     "io.deadline",

@@ -37,6 +37,10 @@ def test_alerts_fire_when_they_should_and_not_before(promtool: str) -> None:
     run(promtool, "test", "rules", Path(__file__).parent / "alerts_test.yml")
 
 
+OF_LATER_RUNS = {"SSDKVStoreSuspended"}
+"""Alerts that no fault brings about in a server that runs; tests/e2e has their metrics."""
+
+
 def test_every_alert_is_tested_and_has_its_cure_in_the_docs() -> None:
     alerts = {rule["alert"] for group in read("alerts.yml")["groups"] for rule in group["rules"]}
     here = Path(__file__).parent
@@ -44,7 +48,7 @@ def test_every_alert_is_tested_and_has_its_cure_in_the_docs() -> None:
     page = (DOCS / "monitoring.md").read_text()
     assert alerts
     assert {name for name in alerts if f"alertname: {name}" not in cases} == set()
-    assert {name for name in alerts if f'"{name}"' not in live} == set()
+    assert {name for name in alerts if f'"{name}"' not in live} == OF_LATER_RUNS
     assert set(re.findall(r"^### `(\w+)`", page, re.MULTILINE)) == alerts
 
 

@@ -127,6 +127,7 @@ def list_stores(
         table = _table("Store", "Model", "Mode", "Blocks", "On disk", "Last opened")
         for store in found:
             opened = "in use" if store.in_use else _when(store.last_opened)
+            opened += ", suspended" if store.suspended else ""
             table.add_row(
                 Text(store.state_dir),
                 Text(store.model),
@@ -168,6 +169,7 @@ def _show(details: StoreDetails, console: Console) -> None:
         ("journal", f"{details.journal_bytes} bytes, {details.damaged_records} damaged records"),
         ("opened", f"{details.opened} times, last {_when(summary.last_opened)}"),
         ("in use", "yes" if summary.in_use else "no"),
+        ("suspended", summary.suspended or "no"),
         ("encryption", f"key id {details.key_id}" if details.key_id else "off"),
         ("geometry", ", ".join(f"{name} {value}" for name, value in geometry.items())),
         ("two copies", f"{details.doubled_slots} of {summary.slots} slots"),

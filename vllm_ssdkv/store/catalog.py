@@ -42,6 +42,7 @@ class StoreSummary:
         disk_bytes: Space that the store's files occupy, as ``du`` counts it.
         last_opened: Seconds since 1970 (UTC), 0 for never.
         in_use: Whether an engine, or a command, has it open.
+        suspended: Why it is suspended, see ``ssdkv resume``; empty: it is not.
     """
 
     state_dir: str
@@ -56,6 +57,7 @@ class StoreSummary:
     disk_bytes: int
     last_opened: int
     in_use: bool
+    suspended: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> Sto
         disk_bytes=sum(file.stat().st_blocks * 512 for file in files),
         last_opened=manifest.last_opened,
         in_use=in_use,
+        suspended=manifest.suspended,
     )
 
 
