@@ -197,3 +197,21 @@ def test_who_names_no_store_learns_where_some_are(command: str) -> None:
     result = ssdkv(command)
     assert result.exit_code == (2 if command == "fsck" else 1)
     assert "ssdkv ls" in result.stderr
+
+
+def test_a_suspended_store_is_shown_and_resumed(store: FilledStore) -> None:
+    assert "was not suspended" in ssdkv("resume", store.state).stdout
+    store.place.suspend("a hit differed")
+    assert "suspended" in ssdkv("ls").stdout
+    assert "a hit differed" in ssdkv("inspect", store.state).stdout
+    (listed,) = json.loads(ssdkv("ls", "--json").stdout)
+    assert listed["suspended"] == "a hit differed"
+    index, _ = open_index(store.place)
+    refused = ssdkv("resume", store.state)
+    assert refused.exit_code == 1
+    assert "in use" in refused.stderr
+    index.close()
+    result = ssdkv("resume", "--json", store.state)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"store": store_name(store), "reason": "a hit differed"}
+    assert "suspended" not in ssdkv("ls").stdout

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import os
 from dataclasses import dataclass
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.file_lock import require_unlocked
 from vllm_ssdkv.store.manifest import Manifest, locked
 from vllm_ssdkv.store.manifest_copies import CopySpreader
-from vllm_ssdkv.store.stored import StoredStore
-
-WAIT_S = 2.0
-"""How long an engine that is ending may take."""
+from vllm_ssdkv.store.stored import StoredStore, open_journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +32,18 @@ def resume(store: StoredStore) -> Resumed:
         StoreLockedError: an engine runs on it.
         StoreError: its manifest cannot be read or saved.
     """
-    files = [store.journal, *store.manifest.data_files()]
-    require_unlocked(files, time.monotonic() + WAIT_S)
-    with locked(store.state):
-        manifest = Manifest.load(store.state)
-        if manifest is None:
-            raise StoreError(f"{store.state}: store.json was removed meanwhile")
-        reason = manifest.suspended
-        if reason:
-            manifest.suspended = ""
-            manifest.save(store.state)
-            CopySpreader(Counters()).spread(manifest)
+    journal = open_journal(store, lock=True)
+    try:
+        with locked(store.state):
+            manifest = Manifest.load(store.state)
+            if manifest is None:
+                raise StoreError(f"{store.state}: store.json was removed meanwhile")
+            reason = manifest.suspended
+            if reason:
+                manifest.suspended = ""
+                manifest.save(store.state)
+                CopySpreader(Counters()).spread(manifest)
+    finally:
+        if journal is not None:
+            os.close(journal)
     return Resumed(manifest.store, reason)
