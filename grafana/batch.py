@@ -86,7 +86,7 @@ def _numbers(board: Dashboard) -> None:
         ),
         number(
             "Files and results",
-            "Their size. At `batch.capacity` batches wait and uploads are refused.",
+            "Their size. At `batch.capacity` batches end and uploads are refused.",
             "bytes",
             (_STORED, "bytes"),
         ),
@@ -113,10 +113,12 @@ def _jobs(board: Dashboard) -> None:
         ),
         graph(
             "Queue",
-            "Requests of batches that run, beside all that vLLM runs and lets wait. While users' "
-            "requests wait, batches take too many seats: lower `batch.concurrency`.",
+            "Requests of batches that run, beside all that vLLM runs and lets wait, and batches "
+            "that are held since users have, or wait for, the KV. While users' requests wait, "
+            "batches take too much: lower `batch.concurrency` or `batch.kv_share`.",
             "none",
             (_RUNNING, "of batches"),
+            (total(on_server("ssdkv_batches_held")), "batches held"),
             (total(on_server("num_requests_running")), "all running"),
             (total(on_server("num_requests_waiting")), "all waiting"),
         ),
@@ -202,7 +204,7 @@ def _trouble(board: Dashboard) -> None:
         ),
         graph(
             "Files and results",
-            "Their size. At `batch.capacity` batches wait and uploads are refused.",
+            "Their size. At `batch.capacity` batches end and uploads are refused.",
             "bytes",
             (_STORED, "bytes"),
         ),

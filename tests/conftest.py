@@ -92,3 +92,9 @@ def fuzz_seconds() -> float:
 def memory_seconds() -> float:
     """How long a store works while its memory is watched: SSDKV_SOAK_MEMORY_S (`make soak`)."""
     return float(os.environ.get("SSDKV_SOAK_MEMORY_S", "4"))
+
+
+@pytest.fixture
+def batch_seconds() -> float:
+    """How long hostile batches are handed in: SSDKV_SOAK_BATCH_S (`make soak`), or a while."""
+    return float(os.environ.get("SSDKV_SOAK_BATCH_S", "15"))

@@ -30,13 +30,27 @@ class BatchConfig(OptionModel):
         int,
         Field(
             ge=MIB,
-            description="Bytes that uploaded files and results may take together. When it is used "
-            "up, uploads are refused, and batches wait until files are deleted or expire.",
+            description="Bytes that uploaded files and results may take together, and lines of "
+            "batches in progress, 64 each. When it is used up, uploads are refused, and batches "
+            "end with the results that they have.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(parse_size),
         Reason("Holds some twenty of the largest files that are accepted, and their results."),
     ] = 10 * GIB
+    key_share: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="Share of `capacity`, of `max_batches` that have not ended, and of uploads "
+            "and downloads at a time, that one API key may take.",
+        ),
+        Reason(
+            "null: divided evenly among the server's API keys, so that none can take what is "
+            "another one's. More is right where few of many keys are used."
+        ),
+    ] = None
     max_file: Annotated[
         int,
         Field(ge=KIB, description="Bytes of one uploaded file."),
@@ -68,5 +82,13 @@ class BatchConfig(OptionModel):
             "null: half of vLLM's max_num_seqs, so that a request of a user who waits finds a "
             "seat; with --scheduling-policy priority all of it, as batches then have the lowest "
             "priority."
+        ),
+    ] = None
+    kv_share: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="Share of vLLM's KV that requests of batches may take."),
+        Reason(
+            "null: half, as of the seats, so that a request of a user who waits finds room; with "
+            "--scheduling-policy priority all of it."
         ),
     ] = None

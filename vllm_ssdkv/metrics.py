@@ -370,6 +370,11 @@ BATCH_METRICS: Final[tuple[Metric, ...]] = (
         Label("outcome", ("completed", "failed")),
     ),
     gauge("batch_requests_running", "requests", "Requests of batches that run now."),
+    gauge(
+        "batches_held",
+        "batches",
+        "Batches whose next request waits for KV that users have, or wait for.",
+    ),
     counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
     counter(
         "batch_saved_tokens",

@@ -1,4 +1,4 @@
-"""A served API on a socket, for clients that are programs."""
+"""A served API: on a socket, for clients that are programs, and without the pauses it makes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from tests.batch.served import DEADLINE_S, serving
+from vllm_ssdkv.batch import runner, sending, validations
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.sizes import MIB
 
@@ -45,3 +46,11 @@ def url(tmp_path: Path) -> Iterator[str]:
     stop.set()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is tried again at once."""
+    for module in (runner, sending, validations):
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(runner, "POLL_S", 0.05)

@@ -18,14 +18,16 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from openai.types import Batch
 from prometheus_client import CollectorRegistry
+from starlette.responses import Response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, Usage
-from vllm_ssdkv.batch.lines import CHAT, ENDPOINTS
 from vllm_ssdkv.batch.plugin import RUNNER, BatchPlugin, running
 from vllm_ssdkv.batch.prometheus import BatchCounters
+from vllm_ssdkv.batch.request import CHAT, ENDPOINTS
+from vllm_ssdkv.batch.room import Engine, Room
 from vllm_ssdkv.batch.routes import STATE
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import Service, open_service
@@ -82,6 +84,18 @@ class Model:
 
 
 @dataclass
+class Gated(Model):
+    """Stops answering after a number of requests, so that a batch does not end too early."""
+
+    closes_after: int = 0
+
+    async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
+        if len(self.seen) >= self.closes_after:
+            self.open.clear()
+        return await super().answer(endpoint, body)
+
+
+@dataclass
 class Served:
     """A running server."""
 
@@ -103,6 +117,10 @@ class Served:
         return value
 
 
+async def _health() -> Response:
+    return Response()
+
+
 @contextlib.asynccontextmanager
 async def serving(
     directory: Path,
@@ -112,17 +130,25 @@ async def serving(
     concurrency: int = 4,
     clock: Callable[[], float] = time.time,
     run: bool = True,
+    keys: int = 1,
+    engine: Engine | None = None,
+    room: Room | None = None,
 ) -> AsyncIterator[Served]:
-    """A server on a directory, as a restart would find it."""
+    """A server on a directory, as a restart would find it.
+
+    It takes two keys; each has its share where ``keys`` says so.
+    """
     app = FastAPI()
     BatchPlugin().attach_router(app)
+    app.add_api_route("/health", _health, include_in_schema=False)
     init_exception_handler(app)
     app.add_middleware(AuthenticationMiddleware, tokens=list(KEYS))
     config = config or BatchConfig()
     model = model or Model()
-    service = open_service(directory, config, frozenset(ENDPOINTS), clock)
+    service = open_service(directory, config, frozenset(ENDPOINTS), clock, keys)
     registry = CollectorRegistry()
-    runner = Runner(service, model, concurrency, BatchCounters(registry), clock)
+    counters = BatchCounters(registry)
+    runner = Runner(service, model, concurrency, counters, clock, engine, room)
     setattr(app.state, STATE, service)
     setattr(app.state, RUNNER, runner)
     transport = httpx2.ASGITransport(app=app)
@@ -165,6 +191,22 @@ def jsonl(lines: Iterable[Mapping[str, object] | bytes]) -> bytes:
     return b"".join(
         (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
     )
+
+
+def multipart(
+    parts: list[tuple[str, str | None, bytes]], boundary: str = "XbX"
+) -> tuple[bytes, str]:
+    """A form, written by hand: names as they are."""
+    body = b""
+    for name, filename, value in parts:
+        named = "" if filename is None else f'; filename="{filename}"'
+        head = f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'
+        body += head.encode() + value + b"\r\n"
+    return body + f"--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
+
+
+FILE = ("file", "f", b"x")
+BATCH = ("purpose", None, b"batch")
 
 
 async def submit(

@@ -9,9 +9,19 @@ from typing import Any
 import openai
 import pytest
 
-from tests.batch.served import Model, Served, chat_line, content, ended, served, submit
-from vllm_ssdkv.batch.jobs import NewBatch
-from vllm_ssdkv.batch.lines import COMPLETIONS
+from tests.batch.served import (
+    BATCH,
+    FILE,
+    Model,
+    Served,
+    chat_line,
+    content,
+    ended,
+    multipart,
+    served,
+    submit,
+)
+from vllm_ssdkv.batch.files import insert_file
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.sizes import KIB, MIB
 
@@ -117,22 +127,6 @@ def test_names_and_modes(tmp_path: Path) -> None:
     assert {path.name for path in names} <= {"files", "jobs.db", "jobs.db-wal", "jobs.db-shm"}
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def multipart(
-    parts: list[tuple[str, str | None, bytes]], boundary: str = "XbX"
-) -> tuple[bytes, str]:
-    """A form, written by hand: names as they are."""
-    body = b""
-    for name, filename, value in parts:
-        named = "" if filename is None else f'; filename="{filename}"'
-        head = f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'
-        body += head.encode() + value + b"\r\n"
-    return body + f"--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
-
-
-FILE = ("file", "f", b"x")
-BATCH = ("purpose", None, b"batch")
 
 
 @pytest.mark.parametrize(
@@ -501,74 +495,6 @@ def test_bad_pages_are_refused(tmp_path: Path, path: str, param: str) -> None:
     served(tmp_path, scenario, run=False)
 
 
-def test_the_number_of_batches_is_bounded(tmp_path: Path) -> None:
-    async def scenario(server: Served) -> None:
-        client = server.client()
-        server.model.open.clear()
-        first = await submit(client, [chat_line("a", "x")])
-        with pytest.raises(openai.RateLimitError) as refused:
-            await submit(client, [chat_line("a", "x")])
-        assert refused.value.code == "too_many_batches"
-        server.model.open.set()
-        await ended(client, first)
-        second = await submit(client, [chat_line("a", "x")])
-        assert [batch.id async for batch in client.batches.list()] == [second.id]
-
-    served(tmp_path, scenario, config=BatchConfig(max_batches=1))
-
-
-def test_many_batches_of_a_key_push_out_its_own(tmp_path: Path) -> None:
-    async def scenario(server: Served) -> None:
-        many, few = server.client("key-a"), server.client("key-b")
-
-        async def begin(client: openai.AsyncOpenAI, number: int, *, end: bool) -> None:
-            for _ in range(number):
-                await submit(client, [chat_line("a", "x")])
-                if end:
-                    with server.service.database.transaction() as connection:
-                        connection.execute("UPDATE batches SET status = 'failed'")
-
-        async def kept() -> tuple[int, int]:
-            first, second = [[one async for one in c.batches.list()] for c in (many, few)]
-            return len(first), len(second)
-
-        await begin(few, 3, end=True)
-        newest = await few.batches.list(limit=1)
-        await begin(many, 15, end=True)
-        assert await kept() == (7, 3)
-        # Who has fewer gets as many, and then pushes out their own, oldest first.
-        await begin(few, 4, end=False)
-        assert await kept() == (5, 5)
-        assert (await few.batches.retrieve(newest.data[0].id)).status == "failed"
-        await begin(few, 1, end=False)
-        assert await kept() == (5, 5)
-        with pytest.raises(openai.RateLimitError) as refused:
-            await begin(few, 1, end=False)
-        assert refused.value.code == "too_many_batches"
-        await begin(many, 5, end=False)
-        assert await kept() == (5, 5)
-        with pytest.raises(openai.RateLimitError):
-            await begin(many, 1, end=False)
-
-    served(tmp_path, scenario, run=False, config=BatchConfig(max_batches=10))
-
-
-def test_a_key_without_batches_finds_room_among_many_keys(tmp_path: Path) -> None:
-    async def scenario(server: Served) -> None:
-        files, jobs = server.service.files, server.service.jobs
-        for i in range(8):
-            owner = f"owner-{i}".encode()
-            with files.upload() as upload:
-                file = files.keep(upload, owner, "f", "batch", 3600)
-            jobs.create(owner, NewBatch(COMPLETIONS, file["id"], "24h", 86400, None))
-            with server.service.database.transaction() as connection:
-                connection.execute("UPDATE batches SET status = 'failed'")
-        left = server.service.database.rows("SELECT owner FROM batches ORDER BY seq")
-        assert [bytes(row["owner"]) for row in left] == [b"owner-5", b"owner-6", b"owner-7"]
-
-    served(tmp_path, scenario, run=False, config=BatchConfig(max_batches=3))
-
-
 def test_the_input_of_a_running_batch_stays(tmp_path: Path) -> None:
     async def scenario(server: Served) -> None:
         client = server.client()
@@ -583,3 +509,77 @@ def test_the_input_of_a_running_batch_stays(tmp_path: Path) -> None:
             await client.batches.cancel(batch.id)
 
     served(tmp_path, scenario)
+
+
+def test_a_list_has_room_for_so_much(tmp_path: Path) -> None:
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        file = await client.files.create(file=b"x", purpose="batch")
+        metadata = {f"{i}" * 32: "\U0001f600" * 512 for i in range(10, 26)}
+        for _ in range(60):
+            await client.batches.create(
+                input_file_id=file.id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+                metadata=metadata,
+            )
+        answer = await server.http.get(
+            "/v1/batches?limit=100", headers={"Authorization": "Bearer key-a"}
+        )
+        page = answer.json()
+        assert len(answer.content) < 1.1 * MIB
+        assert page["has_more"]
+        assert 20 < len(page["data"]) < 60
+        assert page["last_id"] == page["data"][-1]["id"]
+        ids = [batch.id async for batch in client.batches.list(limit=100)]
+        assert len(set(ids)) == len(ids) == 60
+        (owner,) = server.service.database.rows("SELECT owner FROM files")
+        with server.service.database.transaction() as connection:
+            for i in range(4000):
+                row = (f"file-{i}", owner["owner"], "batch", "\U0001f600" * 255, 1, 1, 10**10)
+                insert_file(connection, row)
+        answer = await server.http.get("/v1/files", headers={"Authorization": "Bearer key-a"})
+        assert len(answer.content) < 1.1 * MIB
+        assert answer.json()["has_more"]
+        ids = [file.id async for file in client.files.list()]
+        assert len(set(ids)) == len(ids) == 4001
+
+    served(tmp_path, scenario, run=False)
+
+
+def test_the_model_of_a_batch_is_a_name(tmp_path: Path) -> None:
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        lines = [chat_line("a", "x"), chat_line("b", "x")]
+        lines[1]["body"]["model"] = "m" * 1000
+        batch = await ended(client, await submit(client, lines))
+        assert batch.status == "completed"
+        (error,) = await content(client, batch.error_file_id)
+        assert error["error"]["code"] == "invalid_model"
+        assert len(batch.model_dump_json()) < 3000
+
+    served(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/files"),
+        ("GET", "/v1/files/x"),
+        ("GET", "/v1/files/x/content"),
+        ("DELETE", "/v1/files/x"),
+        ("GET", "/v1/batches"),
+        ("GET", "/v1/batches/x"),
+        ("POST", "/v1/batches/x/cancel"),
+    ],
+)
+def test_a_database_that_fails_is_told_as_such(tmp_path: Path, method: str, path: str) -> None:
+    async def scenario(server: Served) -> None:
+        server.service.database.close()
+        answer = await server.http.request(method, path, headers={"Authorization": "Bearer key-a"})
+        assert answer.status_code == 507
+        assert answer.json()["error"]["message"] == (
+            "The server cannot store this: ProgrammingError."
+        )
+
+    served(tmp_path, scenario, run=False)

@@ -1,4 +1,7 @@
-"""Kill -9 at any moment: every request gets one answer, and what was answered is not sent again."""
+"""Kill -9 at any moment: every request gets one answer, and what was answered is not sent again.
+
+One that was under way at two deaths is answered with that.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +23,9 @@ from tests.batch.victim import OWNER
 from vllm_ssdkv.batch.answers import Usage
 from vllm_ssdkv.batch.files import KEPT_S
 from vllm_ssdkv.batch.jobs import Finished, NewBatch
-from vllm_ssdkv.batch.lines import COMPLETIONS
-from vllm_ssdkv.batch.order import arrange
+from vllm_ssdkv.batch.request import COMPLETIONS
 from vllm_ssdkv.batch.service import Service, open_service
-from vllm_ssdkv.batch.validation import plan
+from vllm_ssdkv.batch.validation import Summary, plan
 from vllm_ssdkv.config_batch import BatchConfig
 
 VICTIM = Path(__file__).with_name("victim.py")
@@ -75,11 +78,15 @@ def kill_again_and_again(root: Path, kills: int) -> None:
     service = open_service(directory, BatchConfig(), frozenset())
     ((batch,), _) = service.jobs.page(OWNER, after=None, limit=10)
     assert batch["status"] == "completed"
-    assert (batch["total"], batch["completed"], batch["failed"]) == (REQUESTS, REQUESTS, 0)
-    assert batch["prompt_tokens"] == 3 * REQUESTS
-    lines = [json.loads(line) for line in service.files.path(batch["output_file"]).open()]
-    assert sorted(line["custom_id"] for line in lines) == sorted(f"id-{i}" for i in range(REQUESTS))
-    for line in lines:
+    assert batch["completed"] + batch["failed"] == batch["total"] == REQUESTS
+    assert batch["failed"] <= kills, "they ran alone when they were killed a second time"
+    assert batch["prompt_tokens"] == 3 * batch["completed"]
+    good, bad = (lines_of(service, batch[f"{name}_file"]) for name in ("output", "error"))
+    assert {line["error"]["code"] for line in bad} <= {"server_died"}
+    assert (len(good), len(bad)) == (batch["completed"], batch["failed"])
+    names = [line["custom_id"] for line in good + bad]
+    assert sorted(names) == sorted(f"id-{i}" for i in range(REQUESTS))
+    for line in good:
         assert line["custom_id"] == f"id-{line['response']['body']['echo']}"
     known = {row["id"] for row in service.database.rows("SELECT id FROM files")}
     assert {batch["input_file"], batch["output_file"]} <= known
@@ -87,8 +94,43 @@ def kill_again_and_again(root: Path, kills: int) -> None:
     service.database.close()
 
 
+def lines_of(service: Service, name: str) -> list[dict[str, Any]]:
+    path = service.files.path(name)
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
 def test_killed_a_few_times(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 4)
+
+
+def test_a_request_that_kills_the_server_kills_two(tmp_path: Path) -> None:
+    directory, log = tmp_path / "jobs", tmp_path / "sent.log"
+    command = [sys.executable, str(VICTIM), str(directory), str(log), "60", "7"]
+    statuses = []
+    starts: list[list[str]] = []
+    for _ in range(3):
+        before = len(sent(log))
+        ended = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        statuses.append(ended.returncode)
+        starts.append(sent(log)[before:])
+    assert statuses == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    # Then all that is not suspect comes first, and it dies alone.
+    first, second, third = starts
+    assert "7" in first
+    assert second[-1] == "7"
+    assert "7" not in third, "it is sent no more"
+    assert len(third) < 4, "others that were under way with it"
+    service = open_service(directory, BatchConfig(), frozenset())
+    ((batch,), _) = service.jobs.page(OWNER, after=None, limit=10)
+    assert (batch["status"], batch["completed"], batch["failed"]) == ("completed", 59, 1)
+    (bad,) = lines_of(service, batch["error_file"])
+    assert (bad["custom_id"], bad["error"]["code"]) == ("id-7", "server_died")
+    service.database.close()
 
 
 @pytest.mark.soak
@@ -111,13 +153,13 @@ def begun(directory: Path, count: int) -> tuple[Service, int]:
     (row,) = service.jobs.unended()
     with service.files.path(file["id"]).open("rb") as content:
         found = plan(content, COMPLETIONS, count)
-    service.jobs.start(row["seq"], found.lines, found.order, found.model)
+    service.jobs.start(row["seq"], found.summary, found.in_order())
     return service, row["seq"]
 
 
 def test_a_kill_between_file_and_database_leaves_no_trace(tmp_path: Path) -> None:
     service, seq = begun(tmp_path, 3)
-    row = service.jobs.unended()[0]
+    row = service.jobs.page(OWNER, after=None, limit=1)[0][0]
     torn = b'{"custom_id": "0", "torn": true}\n{"half'
     service.files.path(row["output_file"]).write_bytes(torn)
     service.jobs.record(seq, [Finished(1, b"one\n", succeeded=True, usage=Usage(1, 1, 1))])
@@ -152,7 +194,7 @@ def test_finishing_again_after_a_kill_changes_nothing(tmp_path: Path) -> None:
     service.jobs.record(seq, [Finished(0, b"x\n", succeeded=True)])
     with service.database.transaction() as connection:
         connection.execute("UPDATE batches SET status = 'finalizing', finalizing_at = 7")
-    service.jobs.start(seq, [], arrange([], []), None)
+    service.jobs.start(seq, Summary(0, None, 0, 0, [], [], 0), [])
     assert service.jobs.finish(seq, "completed")
     row = service.jobs.page(OWNER, after=None, limit=1)[0][0]
     assert (row["finalizing_at"], row["total"]) == (7, 1)

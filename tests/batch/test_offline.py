@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import stat
 import time
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, tail: bytes) -> None
     (part,) = tmp_path.glob("*.part")
     with part.open("ab") as file:
         file.write(tail)
-    answered = len(part.read_bytes().removesuffix(tail).splitlines())
+    answered = part.read_bytes().count(b'"response"')
     assert answered >= 3
     second = Model()
     progress = go(path, output, second)
@@ -100,6 +101,50 @@ def test_failures_of_an_interrupted_run_count(tmp_path: Path) -> None:
     path, output = written(tmp_path, ["a", "b"]), tmp_path / "out.jsonl"
     assert go(path, output, Model(errors={"a": [400]}), publish=False).failed == 1
     assert go(path, output, Model()).failed == 1
+
+
+def test_what_an_engine_died_of_is_tried_alone_and_then_no_more(tmp_path: Path) -> None:
+    path, output = written(tmp_path, [f"q{i}" for i in range(10)]), tmp_path / "out.jsonl"
+    first = Model(errors={"q5": [None]})
+    with pytest.raises(NoReplyError):
+        go(path, output, first)
+    second = Model(errors={"q5": [None]})
+    with pytest.raises(NoReplyError):
+        go(path, output, second)
+    assert second.seen[-1] == "q5", "the rest comes first, and it runs alone"
+    third = Model()
+    progress = go(path, output, third)
+    assert "q5" not in third.seen
+    assert progress.failed == 1
+    lines = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"id-{i}" for i in range(10)]
+    assert [line["error"]["code"] for line in lines if line["error"]] == ["server_died"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interruption_is_no_death(tmp_path: Path, error: type[BaseException]) -> None:
+    path, output = written(tmp_path, [f"q{i}" for i in range(10)]), tmp_path / "out.jsonl"
+
+    class Interrupted(Model):
+        async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
+            reply = await super().answer(endpoint, body)
+            await asyncio.sleep(0)
+            if len(self.seen) < 5:
+                return reply
+            if error is OSError:
+                raise OSError
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(DEADLINE_S)
+            return reply
+
+    for _ in range(3):
+        with pytest.raises(error):
+            go(path, output, Interrupted())
+    (part,) = tmp_path.glob("*.part")
+    assert b'"begun"' in part.read_bytes()
+    last = PartialOutput(path, output, "m")
+    assert [last.attempts(f"id-{i}") for i in range(10)] == [0] * 10
+    last.close()
 
 
 def test_another_input_or_model_begins_anew(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import openai
 import pytest
@@ -20,12 +20,12 @@ import pytest
 from tests.batch.served import (
     ABORT,
     DEADLINE_S,
+    Gated,
     Model,
     Served,
     chat_line,
     content,
     ended,
-    jsonl,
     served,
     serving,
     submit,
@@ -37,27 +37,10 @@ from vllm_ssdkv.batch.files import Files
 from vllm_ssdkv.batch.jobs import Jobs
 from vllm_ssdkv.batch.order import BLOCK_BYTES
 from vllm_ssdkv.batch.plugin import RUNNER
-from vllm_ssdkv.batch.validation import Plan, plan
 from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.sizes import KIB, MIB
 
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "RETRY_S", 0.01)
-    monkeypatch.setattr(runner, "POLL_S", 0.05)
-
-
-@dataclass
-class Gated(Model):
-    """Stops answering after a number of requests, so that a batch does not end too early."""
-
-    closes_after: int = 0
-
-    async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
-        if len(self.seen) >= self.closes_after:
-            self.open.clear()
-        return await super().answer(endpoint, body)
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 def texts(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -192,16 +175,16 @@ def test_a_stop_while_answers_are_made_final_costs_none_of_them(
     begun, may_end, ended_once = (threading.Event() for _ in range(3))
     record = Jobs.record
 
-    def slow(self: Jobs, *arguments: Any) -> None:  # noqa: ANN401
+    def slow(self: Jobs, *arguments: Any) -> int:  # noqa: ANN401
         if begun.is_set():
             # Another one at the same time would find answers that are recorded meanwhile.
             assert ended_once.wait(DEADLINE_S)
-            record(self, *arguments)
-            return
+            return record(self, *arguments)
         begun.set()
         assert may_end.wait(DEADLINE_S)
-        record(self, *arguments)
+        recorded = record(self, *arguments)
         ended_once.set()
+        return recorded
 
     monkeypatch.setattr(Jobs, "record", slow)
 
@@ -310,22 +293,112 @@ def test_two_processes_share_a_directory_and_one_runs(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_batches_wait_for_room(tmp_path: Path) -> None:
+@dataclass
+class Verbose(Model):
+    """Answers at length."""
+
+    async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
+        reply = await super().answer(endpoint, body)
+        return Reply(200, json.dumps({"echo": "x" * 200 * KIB}).encode(), reply.usage)
+
+
+def test_a_batch_whose_results_find_no_room_ends_with_those_that_it_has(tmp_path: Path) -> None:
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        lines = [chat_line(str(i), f"q{i}") for i in range(40)]
+        batch = await ended(client, await submit(client, lines))
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert [error.code for error in batch.errors.data] == ["storage_full"]
+        assert "1MiB (batch.capacity of this server)." in str(batch.errors.data[0].message)
+        # Five of 200 KiB fit; there is room to say of each of the others why it has no answer.
+        good = await content(client, batch.output_file_id)
+        rest = await content(client, batch.error_file_id)
+        assert len(good) == 5
+        assert {line["error"]["code"] for line in rest} == {"storage_full"}
+        ids = [line["custom_id"] for line in good + rest]
+        assert sorted(ids) == sorted(str(i) for i in range(40))
+        counts = batch.request_counts
+        assert counts is not None
+        assert (counts.total, counts.completed, counts.failed) == (40, 5, 35)
+        assert server.service.files.used_bytes() <= MIB
+        assert len(server.model.seen) < 20, "it was told soon"
+        # Everything can be deleted, and then the next one runs.
+        for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            assert file is not None
+            await client.files.delete(file)
+        after = await ended(client, await submit(client, lines[:3]))
+        assert after.status == "completed"
+
+    served(tmp_path, scenario, model=Verbose(), config=BatchConfig(capacity=MIB))
+
+
+def test_where_not_even_reasons_find_room_their_number_is_told(tmp_path: Path) -> None:
     async def scenario(server: Served) -> None:
         client = server.client()
         server.model.open.clear()
-        batch = await submit(client, [chat_line(str(i), "q") for i in range(6)])
+        lines = [chat_line("i" * 500 + str(i), "q") for i in range(60)]
+        batch = await submit(client, lines)
         await until(lambda: server.model.under_way == 4)
-        free = MIB - server.service.files.used_bytes()
-        filler = await client.files.create(file=b"x" * free, purpose="batch")
-        server.model.open.set()
-        await until(lambda: server.metric("batch_requests_total", outcome="completed") == 4)
-        assert not server.service.files.has_room()
-        assert await one_more(server, batch.input_file_id) == "cancelled"
-        assert len(server.model.seen) == 4
-        await client.files.delete(filler.id)
-        assert (await ended(client, batch)).status == "completed"
-        assert len(server.model.seen) == 6
+        filler = b"x" * (MIB - server.service.files.used_bytes() - 5000)
+        await client.files.create(file=filler, purpose="batch")
+        batch = await ended(client, await client.batches.cancel(batch.id))
+        assert batch.status == "cancelled"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        (error,) = batch.errors.data
+        rest = await content(client, batch.error_file_id)
+        assert 5 < len(rest) < 20
+        assert error.code == "storage_full"
+        assert f"{60 - len(rest)} requests have no line" in str(error.message)
+        assert batch.request_counts is not None
+        assert batch.request_counts.failed == 60
+        assert server.service.files.used_bytes() <= MIB
+
+    served(tmp_path, scenario, config=BatchConfig(capacity=MIB))
+
+
+def test_a_key_that_has_taken_its_share_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    async def scenario(server: Served) -> None:
+        greedy, other = server.client("key-a"), server.client("key-b")
+        lines = [chat_line(str(i), f"q{i}") for i in range(20)]
+        batch = await ended(greedy, await submit(greedy, lines))
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        message = str(batch.errors.data[0].message)
+        assert "512KiB, the share of a key (batch.key_share of this server)" in message
+        with pytest.raises(openai.APIStatusError) as refused:
+            await greedy.files.create(file=b"x" * 400 * KIB, purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (413, "storage_full")
+        batch = await ended(other, await submit(other, lines[:2]))
+        assert batch.status == "completed"
+
+    served(tmp_path, scenario, model=Verbose(), config=BatchConfig(capacity=MIB), keys=2)
+
+
+def test_lines_of_batches_in_progress_count(tmp_path: Path) -> None:
+    """Many batches may read one file, and each has a row for each of its lines."""
+
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        server.model.open.clear()
+        lines = [chat_line(str(i), "q") for i in range(4000)]
+        first = await submit(client, lines)
+        await until(lambda: server.model.under_way == 4)
+        assert MIB - 4000 * 64 < server.service.files.used_bytes() <= MIB
+        second = await client.batches.create(
+            input_file_id=first.input_file_id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+        )
+        second = await ended(client, second)
+        assert second.status == "failed"
+        assert second.errors is not None
+        assert second.errors.data is not None
+        assert [error.code for error in second.errors.data] == ["storage_full"]
+        await client.batches.cancel(first.id)
 
     served(tmp_path, scenario, config=BatchConfig(capacity=MIB))
 
@@ -346,10 +419,10 @@ def test_a_full_disk_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     record = Jobs.record
 
-    def failing(self: Jobs, *arguments: Any) -> None:  # noqa: ANN401
+    def failing(self: Jobs, *arguments: Any) -> int:  # noqa: ANN401
         if failures:
             raise failures.pop()
-        record(self, *arguments)
+        return record(self, *arguments)
 
     monkeypatch.setattr(Jobs, "record", failing)
 
@@ -382,73 +455,6 @@ def test_an_upload_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "files").iterdir()) == []
 
 
-def test_a_batch_that_is_refused_keeps_no_other_one_waiting(tmp_path: Path) -> None:
-    async def scenario(server: Served) -> None:
-        client = server.client()
-        for lines in ([b"nonsense"], [chat_line("a", "x"), chat_line("a", "y")], []):
-            assert (await ended(client, await submit(client, lines))).status == "failed"
-        after = await ended(client, await submit(client, [chat_line("a", "x")]))
-        assert after.status == "completed"
-
-    served(tmp_path, scenario)
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "unreadable"), RuntimeError("a defect")])
-def test_a_batch_that_cannot_be_validated_keeps_no_other_one_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    unreadable: set[str] = set()
-
-    def failing(file: BinaryIO, *arguments: Any) -> Plan:  # noqa: ANN401
-        if Path(file.name).name in unreadable:
-            raise error
-        return plan(file, *arguments)
-
-    monkeypatch.setattr(runner, "plan", failing)
-
-    async def scenario(server: Served) -> None:
-        client = server.client()
-        server.model.open.clear()
-        first = await submit(client, [chat_line(str(i), "q") for i in range(50)])
-        await until(lambda: server.model.under_way == 4)
-        file = await client.files.create(file=jsonl([chat_line("a", "x")]), purpose="batch")
-        unreadable.add(file.id)
-        # Longer than this test may take: who waits for it does not come through.
-        monkeypatch.setattr(runner, "RETRY_S", 10 * DEADLINE_S)
-        bad = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-        )
-        await until(lambda: server.metric("batch_errors_total") == 1)
-        server.model.open.set()
-        for batch in (first, await submit(client, [chat_line("b", "y")])):
-            assert (await ended(client, batch)).status == "completed"
-        assert server.metric("batch_errors_total") == 1
-        assert (await ended(client, await client.batches.cancel(bad.id))).status == "cancelled"
-
-    served(tmp_path, scenario)
-
-
-def test_what_could_not_be_validated_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [OSError(errno.EIO, "unreadable") for _ in range(3)]
-
-    def failing(*arguments: Any) -> Plan:  # noqa: ANN401
-        if failures:
-            raise failures.pop()
-        return plan(*arguments)
-
-    monkeypatch.setattr(runner, "plan", failing)
-
-    async def scenario(server: Served) -> None:
-        client = server.client()
-        batch = await ended(client, await submit(client, [chat_line("a", "x")]))
-        assert batch.status == "completed"
-        assert server.metric("batch_errors_total") == 3
-
-    served(tmp_path, scenario)
-
-
 def test_a_batch_whose_input_is_gone_fails(tmp_path: Path) -> None:
     async def first(server: Served) -> None:
         batch = await submit(server.client(), [chat_line("a", "x")])
@@ -479,7 +485,7 @@ def test_files_that_somebody_damaged_end_the_batch(
         made = await submit(client, [chat_line(str(i), f"q{i}") for i in range(30)])
         await until(lambda: server.model.under_way == 4 and len(server.model.seen) > 12)
         await until(lambda: server.metric("batch_requests_total", outcome="completed") >= 1)
-        row = server.service.jobs.unended()[0]
+        (row,) = server.service.database.rows("SELECT * FROM batches")
         path = server.service.files.path(row[f"{lost}_file"])
         if deleted:
             path.unlink()
@@ -524,6 +530,28 @@ def test_lines_of_the_error_file_are_json(tmp_path: Path) -> None:
     served(tmp_path, scenario)
 
 
+def test_memory_is_given_back_while_there_are_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(runner, "TRIM_S", 0.0)
+    monkeypatch.setattr(runner, "trim", lambda: given.append(None))
+
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        await asyncio.sleep(0.2)
+        assert not given
+        batch = await ended(client, await submit(client, [chat_line("a", "x")]))
+        assert batch.status == "completed"
+        await until(lambda: len(given) > 1)
+        await asyncio.sleep(0.2)
+        before = len(given)
+        await asyncio.sleep(0.3)
+        assert len(given) == before, "nothing is left to be given back"
+
+    served(tmp_path, scenario)
+
+
 def test_it_ends_although_it_was_woken_at_that_moment(tmp_path: Path) -> None:
     """What asyncio.wait_for of Python 3.11 forgets: a cancellation that comes with the event."""
 
@@ -539,3 +567,31 @@ def test_it_ends_although_it_was_woken_at_that_moment(tmp_path: Path) -> None:
                 assert not late
 
     asyncio.run(run())
+
+
+def test_the_trouble_of_one_batch_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Jobs.finish
+    broken: list[int] = []
+
+    def failing(self: Jobs, seq: int, *arguments: Any) -> bool:  # noqa: ANN401
+        if seq in broken:
+            raise OSError(errno.EIO, "unreadable")
+        return finish(self, seq, *arguments)
+
+    monkeypatch.setattr(Jobs, "finish", failing)
+
+    async def scenario(server: Served) -> None:
+        client = server.client()
+        bad = await submit(client, [chat_line("a", "x")])
+        broken.append(1)
+        await until(lambda: server.metric("batch_errors_total") >= 1)
+        good = await ended(
+            client, await submit(client, [chat_line(str(i), "y") for i in range(20)])
+        )
+        assert good.status == "completed"
+        broken.clear()
+        assert (await ended(client, bad)).status == "completed"
+
+    served(tmp_path, scenario)

@@ -1,13 +1,17 @@
 """Runs the batches of a directory, with answers that take a moment, until none is left or it is
 killed. What is sent is logged before it is answered.
 
-Usage: victim.py DIRECTORY LOG REQUESTS
+A prompt that is ``POISON`` kills it.
+
+Usage: victim.py DIRECTORY LOG REQUESTS [POISON]
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,8 @@ from prometheus_client import CollectorRegistry
 from vllm_ssdkv.batch.answers import Reply, Usage
 from vllm_ssdkv.batch.files import KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch
-from vllm_ssdkv.batch.lines import COMPLETIONS, ENDPOINTS
 from vllm_ssdkv.batch.prometheus import BatchCounters
+from vllm_ssdkv.batch.request import COMPLETIONS, ENDPOINTS
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import Service, open_service
 from vllm_ssdkv.config_batch import BatchConfig
@@ -27,12 +31,15 @@ OWNER = b"owner"
 
 
 class Model:
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, poison: str) -> None:
         self._log = log.open("ab", buffering=0)
+        self._poison = poison
 
     async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
         self._log.write(f"{body['prompt']}\n".encode())
         await asyncio.sleep(0.001)
+        if body["prompt"] == self._poison:
+            os.kill(os.getpid(), signal.SIGKILL)
         return Reply(200, json.dumps({"echo": body["prompt"]}).encode(), Usage(3, 1, 2))
 
 
@@ -50,11 +57,11 @@ def begin(service: Service, count: int) -> None:
     service.jobs.create(OWNER, NewBatch(COMPLETIONS, file["id"], "24h", 86400, None))
 
 
-async def run(directory: Path, log: Path, count: int) -> None:
+async def run(directory: Path, log: Path, count: int, poison: str) -> None:
     service = open_service(directory, BatchConfig(), frozenset(ENDPOINTS))
     if not service.jobs.page(OWNER, after=None, limit=1)[0]:
         begin(service, count)
-    runner = Runner(service, Model(log), 4, BatchCounters(CollectorRegistry()))
+    runner = Runner(service, Model(log, poison), 4, BatchCounters(CollectorRegistry()))
     task = asyncio.create_task(runner.run())
     while service.jobs.unended():
         await asyncio.sleep(0.02)
@@ -63,4 +70,4 @@ async def run(directory: Path, log: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:])))

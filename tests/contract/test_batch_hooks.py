@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,9 +16,12 @@ from typing import Any, cast
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
+from jinja2 import TemplateError
+from prometheus_client import CollectorRegistry, Gauge
+from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
-from vllm.entrypoints.launchers import run_batch
+from vllm.config import CacheConfig
+from vllm.entrypoints.launchers import launcher, run_batch
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -24,20 +30,34 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
+from vllm.entrypoints.serve.middleware import register
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMNotFoundError,
+    VLLMUnprocessableEntityError,
+    VLLMValidationError,
+)
 from vllm.plugins import ENDPOINT_PLUGINS_GROUP
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.renderers.base import BaseRenderer
 from vllm.utils.async_utils import make_async
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import WAITING_REASON_CAPACITY, PrometheusStatLogger
 
 from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
 from vllm_ssdkv.batch.answers import Reply
-from vllm_ssdkv.batch.endpoints import Endpoints
-from vllm_ssdkv.batch.lines import CHAT
-from vllm_ssdkv.batch.plugin import BatchPlugin, batch_config, directory
+from vllm_ssdkv.batch.endpoints import Endpoints, brief, fail_fast
+from vllm_ssdkv.batch.engine import RUNNING, USED, WAITING, VllmEngine, kv_cache, load_of
+from vllm_ssdkv.batch.plugin import BatchPlugin, api_keys, batch_config, directory, limits
+from vllm_ssdkv.batch.request import CHAT, Limits
+from vllm_ssdkv.batch.room import KVCache, Load
 from vllm_ssdkv.batch.routes import STATE
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.host import default_root
+from vllm_ssdkv.sizes import KIB, MIB
 
 
 def test_the_plugin_is_one() -> None:
@@ -203,12 +223,16 @@ def test_what_batches_log_goes_the_way_of_vllms_log(
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(
             kv_transfer_config=None,
-            model_config=SimpleNamespace(model="m"),
+            model_config=SimpleNamespace(
+                model="m", max_model_len=2048, supports_multimodal_inputs=False
+            ),
+            cache_config=SimpleNamespace(num_gpu_blocks=0),
             scheduler_config=SimpleNamespace(policy="fcfs", max_num_seqs=8),
         )
     )
     state: Any = SimpleNamespace()
-    asyncio.run(BatchPlugin().init_state(cast("Any", engine), state, cast("Any", None)))
+    args: Any = SimpleNamespace(api_key=["a", "b", ""])
+    asyncio.run(BatchPlugin().init_state(cast("Any", engine), state, args))
     getattr(state, STATE).database.close()
     assert ours.handlers == theirs.handlers
 
@@ -230,3 +254,199 @@ def test_a_local_model_is_known_by_its_real_path(
     named = directory(BatchConfig(), "owner/model")
     monkeypatch.chdir(tmp_path)
     assert directory(BatchConfig(), "owner/model") == named
+
+
+# --- what no line may cost
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body", "where"),
+    [
+        (ChatCompletionRequest, {"messages": [{}] * 100_000}, "messages.0"),
+        (ChatCompletionRequest, {"messages": [1] * 100_000}, "messages.0"),
+        (ChatCompletionRequest, {"messages": [], "tools": [{}] * 100_000}, "tools.0"),
+        (ChatCompletionRequest, {"messages": [], "documents": [{"a": 1}] * 100_000}, "documents.0"),
+        (CompletionRequest, {"prompt": [*range(200_000), "x"]}, "prompt."),
+        (EmbeddingRequest, {"input": [{}] * 100_000}, "input."),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {"x" * 9999: "x"}}, "logit_bias."),
+    ],
+)
+def test_a_request_that_is_wrong_a_hundred_thousand_times_is_told_so_once(
+    request_type: Any,  # noqa: ANN401
+    body: dict[str, Any],
+    where: str,
+) -> None:
+    """Pydantic makes an error of each item and type: of these, 30 MB to 400 MB of text."""
+    begun = time.monotonic()
+    with pytest.raises(ValidationError) as refused:
+        fail_fast(request_type).validate_python(body)
+    assert refused.value.error_count() < 50
+    answer = create_error_response(brief(refused.value))
+    assert time.monotonic() - begun < 2
+    assert (answer.error.code, answer.error.type) == (400, "BadRequestError")
+    assert answer.error.message.startswith(where)
+    assert len(answer.error.message) < 1500
+
+
+def test_what_is_right_stays_so() -> None:
+    """The validator is vLLM's own but for where it ends."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}] * 9, "n": 2}
+    ours = fail_fast(ChatCompletionRequest).validate_python(body)
+    assert isinstance(ours, ChatCompletionRequest)
+    assert ours.model_dump() == {
+        **ChatCompletionRequest.model_validate(body).model_dump(),
+        "request_id": ours.request_id,
+    }
+
+
+PATHS = "/a-" * 100_000
+"""vLLM looks for paths in errors, for a time that grows with the cube of the length."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError(PATHS), 400),
+        (VLLMValidationError(PATHS, parameter="p", value=PATHS), 400),
+        (VLLMValidationError("short", parameter="p", value=PATHS), 400),
+        (VLLMNotFoundError(PATHS), 404),
+        (VLLMUnprocessableEntityError(PATHS), 422),
+        (GenerationError(PATHS), 500),
+        (RetryableRequestError(PATHS), 503),
+        (GracefulHTTPError(PATHS, HTTPStatus.SERVICE_UNAVAILABLE), 503),
+        (TemplateError(PATHS), 400),
+        (KeyError(PATHS), 500),
+        (UnicodeDecodeError("utf-8", PATHS.encode(), 0, 1, PATHS), 400),
+    ],
+)
+def test_errors_of_vllm_are_short_and_keep_their_status(error: Exception, code: int) -> None:
+    begun = time.monotonic()
+    answer = create_error_response(brief(error))
+    assert time.monotonic() - begun < 2
+    assert answer.error.code == code
+    assert 10 < len(answer.error.message) < 2500
+
+
+def test_between_two_requests_that_take_long_to_check_others_have_a_turn() -> None:
+    """vLLM tries each part of a message as any of twenty types."""
+    parts = [{"role": "user", "content": ["x"] * 10_000}]
+    at: list[int] = []
+    turns = 0
+
+    async def answer(_: ChatCompletionRequest) -> Response:
+        at.append(turns)
+        return Response(b"{}")
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def ask(endpoints: Endpoints) -> None:
+        other = asyncio.create_task(others())
+        body = {"model": "m", "messages": parts}
+        await asyncio.gather(*(endpoints.answer(CHAT, dict(body)) for _ in range(4)))
+        other.cancel()
+
+    engine = SimpleNamespace(
+        errored=False,
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs")),
+    )
+    chat = SimpleNamespace(create_chat_completion=answer)
+    state = cast("Any", SimpleNamespace(openai_serving_chat=chat))
+    asyncio.run(ask(Endpoints(state, cast("Any", engine))))
+    assert all(later - earlier > 100 for earlier, later in itertools.pairwise(at))
+
+
+def test_a_short_error_is_as_it_was() -> None:
+    error = VLLMValidationError("it is too long", parameter="p", value=7)
+    assert brief(error) is error
+
+
+def test_the_server_tells_its_keys_and_what_a_line_may_ask() -> None:
+    def keys(given: list[str] | None) -> int:
+        return api_keys(cast("Any", SimpleNamespace(api_key=given)))
+
+    assert (keys(None), keys([]), keys(["a"]), keys(["a", "b", "a", ""])) == (0, 0, 1, 2)
+    source = inspect.getsource(register)
+    assert "[key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]" in source
+
+    def found(context: int, images: bool) -> Limits:
+        model = SimpleNamespace(max_model_len=context, supports_multimodal_inputs=images)
+        return limits(cast("Any", SimpleNamespace(model_config=model)), 7)
+
+    assert found(2048, images=False).text == 384 * KIB
+    assert found(100_000, images=False).text == 3_200_000
+    assert found(100_000, images=True).text is None
+    assert found(2048, images=True) == Limits(None, 7, 8 * KIB, 2048, 256 * MIB)
+
+
+# --- the engine
+
+
+def test_the_load_is_in_vllms_own_metrics() -> None:
+    source = inspect.getsource(PrometheusStatLogger)
+    for name in (WAITING, RUNNING, USED):
+        assert f'"{name}"' in source
+    assert WAITING_REASON_CAPACITY == "capacity"
+    assert "num_waiting_reqs=num_waiting - num_deferred" in inspect.getsource(Scheduler.make_stats)
+    registry = CollectorRegistry()
+    waiting = Gauge(WAITING, "", ["engine", "reason"], registry=registry)
+    running = Gauge(RUNNING, "", ["engine"], registry=registry)
+    assert load_of(registry.collect()) is None
+    used = Gauge(USED, "", ["engine"], registry=registry)
+    for engine in ("0", "1"):
+        waiting.labels(engine, "capacity").set(2)
+        waiting.labels(engine, "deferred").set(50)
+        running.labels(engine).set(3)
+        used.labels(engine).set(0.25 if engine == "0" else 0.75)
+    Gauge("vllm:other", "", registry=registry).set(9)
+    assert load_of(registry.collect()) == Load(waiting=4, running=6, used=0.5)
+
+
+def kv(blocks: int | None, concurrency: float | None, longest: int, engines: int = 1) -> Any:  # noqa: ANN401
+    return kv_cache(
+        cast(
+            "Any",
+            SimpleNamespace(
+                cache_config=SimpleNamespace(
+                    num_gpu_blocks=blocks, block_size=16, kv_cache_max_concurrency=concurrency
+                ),
+                model_config=SimpleNamespace(max_model_len=longest),
+                parallel_config=SimpleNamespace(data_parallel_size=engines),
+            ),
+        )
+    )
+
+
+def test_kv_is_counted_as_requests_take_it() -> None:
+    for name in ("num_gpu_blocks", "block_size", "kv_cache_max_concurrency"):
+        assert name in CacheConfig.__dataclass_fields__
+    # One group of layers: a thousand blocks of 16 tokens are eight contexts of 2,000.
+    assert kv(1000, 8.0, 2000) == KVCache(16_000, 2000)
+    # Two groups: as many blocks for four.
+    assert kv(1000, 4.0, 2000) == KVCache(8000, 2000)
+    # A window of 500 tokens is all that a request of 100,000 keeps.
+    assert kv(1000, 32.0, 100_000) == KVCache(16_000, 500)
+    assert kv(1000, 8.0, 2000, engines=2) == KVCache(32_000, 2000)
+    assert kv(0, None, 2000) is None
+
+
+def test_an_end_that_nobody_asked_for_is_a_death() -> None:
+    pool = ThreadPoolExecutor(1)
+    client = SimpleNamespace(
+        errored=False,
+        renderer=SimpleNamespace(_executor=pool),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=0)),
+    )
+    engine = VllmEngine(cast("Any", client))
+    assert not engine.died
+    client.errored = True
+    assert engine.died
+    # A server that is told to end first ends what renders prompts, and then the engine.
+    pool.shutdown()
+    assert not engine.died
+    source = inspect.getsource(AsyncLLM.shutdown)
+    assert source.index("renderer.shutdown()") < source.index("engine_core.shutdown(")
+    assert "engine_client.shutdown" in inspect.getsource(launcher)

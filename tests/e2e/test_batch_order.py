@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from tests.conftest import SOAK_ROUNDS
 from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, reuse_mode
-from vllm_ssdkv.batch.lines import COMPLETIONS, BatchRequest, prompt_bytes
 from vllm_ssdkv.batch.order import arrange, block_hashes
+from vllm_ssdkv.batch.request import COMPLETIONS, parse_request
 
 QUESTION = 20
 SEATS = 4
@@ -24,7 +25,11 @@ Devices = Callable[..., list[dict[str, object]]]
 
 def arranged(batch: list[Tokens]) -> tuple[int, ...]:
     """The order in which the Batch API would run these prompts."""
-    texts = [prompt_bytes(BatchRequest("", COMPLETIONS, {"prompt": p})) for p in batch]
+    lines = [
+        {"custom_id": "x", "method": "POST", "url": COMPLETIONS, "body": {"prompt": prompt}}
+        for prompt in batch
+    ]
+    texts = [parse_request(json.dumps(line).encode(), None).prompt() for line in lines]
     return arrange([block_hashes(text) for text in texts], [len(text) for text in texts]).positions
 
 

@@ -1,4 +1,6 @@
-"""The Batch API on a real `vllm serve`, with the official client: answers, cancelling, kill -9."""
+"""The Batch API on a real `vllm serve`, with the official client: answers, cancelling, kill -9,
+users beside it, and keys that mean no good.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import openai
 import pytest
 from openai.types import Batch
 
+from tests.batch.hostile import MIB, Siege, memory_of
+
 START_S = 420.0
 DEADLINE_S = 600.0
-KEYS = ("key-a", "key-b")
+KEYS = ("key-a", "key-b", "key-c")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SEATS = 8
 NOTHING: Mapping[str, object] = {}
@@ -38,6 +43,7 @@ class Server:
     def __init__(self, model: Path, device: dict[str, Any], root: Path) -> None:
         self.root = root
         self._process: subprocess.Popen[bytes] | None = None
+        self._options: object = None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -76,6 +82,7 @@ class Server:
     def start(self, batch: Mapping[str, object] = NOTHING, **more: object) -> None:
         """Returns when it serves. ``batch`` are more of our options, ``more`` of vLLM's."""
         log = self.root / "serve.log"
+        self._options = (dict(batch), more)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command(batch, {name.replace("_", "-"): more[name] for name in more}),
@@ -103,6 +110,29 @@ class Server:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
+    def restart(self, batch: Mapping[str, object] = NOTHING, **more: object) -> None:
+        """Kill -9, and start with these options, unless it has them."""
+        if self._options != (dict(batch), more):
+            self.kill()
+            self.start(batch, **more)
+
+    @property
+    def session(self) -> int:
+        """The session of its processes."""
+        assert self._process is not None
+        return self._process.pid
+
+    def kill_engine(self) -> None:
+        """Kill -9 of what computes; the server ends by itself."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                name = (process / "comm").read_text()
+                if os.getsid(int(process.name)) == self.session and name.startswith("VLLM::Engine"):
+                    os.kill(int(process.name), signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(DEADLINE_S)
+        self.kill()
+
     def kill(self) -> None:
         """Kill -9, engine and all."""
         assert self._process is not None
@@ -121,14 +151,15 @@ class Server:
             api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=DEADLINE_S
         )
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric, over the labels that are not given."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         found = [
             float(line.rpartition(" ")[2])
             for line in lines
             if line.partition("{")[0].partition(" ")[0] == f"vllm:{name}"
+            and all(f'{label}="{value}"' in line for label, value in labels.items())
         ]
         assert found, name
         return sum(found)
@@ -200,6 +231,10 @@ def wait(client: openai.OpenAI, batch: Batch, until: Callable[[Batch], bool]) ->
 def completed(batch: Batch) -> int:
     assert batch.request_counts is not None
     return batch.request_counts.completed
+
+
+def ended(batch: Batch) -> bool:
+    return batch.status == "completed"
 
 
 def lines_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -358,11 +393,96 @@ def test_a_server_that_drains_calls_no_request_failed(server: Server) -> None:
     assert completed(batch) == len(requests)
 
 
+def completions(requests: list[dict[str, Any]]) -> list[bytes]:
+    """Lines of a file."""
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(requests)
+    ]
+    return [json.dumps(line).encode() + b"\n" for line in lines]
+
+
+def begin(client: openai.OpenAI, lines: list[bytes]) -> Batch:
+    file = client.files.create(file=("f", b"".join(lines)), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+
+
+def test_users_find_kv_beside_batches(server: Server) -> None:
+    """Four seats of contexts of 3,500 tokens would be all of it: 64 MiB are 16,384 tokens."""
+    client = server.client()
+    source = random.Random(8)
+
+    def body(max_tokens: int) -> dict[str, Any]:
+        prompt = [source.randrange(100, 500) for _ in range(3400)]
+        return {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+
+    batch = begin(client, completions([body(100) for _ in range(8)]))
+    batch = wait(client, batch, lambda b: completed(b) >= 1)
+    with ThreadPoolExecutor(1) as pool:
+        waited: list[float] = []
+        for _ in range(2):
+            asked = pool.submit(client.completions.create, **body(4))
+            while not asked.done():
+                waited.append(server.metric("num_requests_waiting_by_reason", reason="capacity"))
+                assert server.metric("ssdkv_batch_requests_running") <= 2
+                time.sleep(0.05)
+            assert asked.result().usage is not None
+    assert completed(client.batches.retrieve(batch.id)) < 8, "batches ran beside them"
+    # Between two steps it may be seen in the queue once.
+    assert sum(waited) <= 2
+    batch = wait(client, batch, lambda b: b.status == "completed")
+    assert completed(batch) == 8
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_seconds: float) -> None:
+    """With the longest files there may be in `make soak`, for ten minutes."""
+    client = server.client(KEYS[2])
+    wait(client, begin(client, completions([{"model": "tiny", "prompt": "hello"}])), ended)
+    scale = 16 if batch_seconds >= 60 else 2
+    siege = Siege(server.url, KEYS, lambda: memory_of(server.session), 1, scale)
+    seen = siege.run(batch_seconds)
+    first, most, last = (held / MIB for held in (seen.memory[0], max(seen.memory), seen.memory[-1]))
+    told = (
+        f"/health {len(seen.latency)} times: {median(seen.latency):.3f} s, {max(seen.latency):.2f} "
+        f"s at most; MiB at first, at most, at last: {first:.0f}, {most:.0f}, {last:.0f}; "
+        f"{len(seen.honest)} honest batches, {max(seen.honest):.1f} s at most; {dict(seen.done)}"
+    )
+    print(told)
+    assert max(seen.latency) < 1.0, told
+    assert most < first + 300, told
+    assert len(seen.honest) >= 1
+    assert sum(seen.done.values()) > batch_seconds / 3
+
+
+def test_a_request_that_kills_the_engine_kills_two(server: Server) -> None:
+    client = server.client()
+    short = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+    long = {"model": "tiny", "prompt": "the end", "max_tokens": 3500, "ignore_eos": True}
+    batch = begin(client, completions([short] * 5 + [long]))
+    batch = wait(client, batch, lambda b: completed(b) == 5)
+    server.kill_engine()
+    server.start()
+    deadline = time.monotonic() + DEADLINE_S
+    # Not before the engine has it: a request that it never saw is no suspect.
+    while server.metric("num_requests_running") != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    server.kill_engine()
+    server.start({"concurrency": 8 * SEATS}, scheduling_policy="priority")
+    batch = wait(client, batch, lambda b: b.status == "completed")
+    assert completed(batch) == 5
+    (line,) = lines_of(client, batch.error_file_id)
+    assert (line["custom_id"], line["error"]["code"]) == ("5", "server_died")
+
+
 def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
     """Batches have the lowest priority: with more of their requests in vLLM's queue than there are
     seats, one of a user gets the next seat."""
-    server.kill()
-    server.start({"concurrency": 8 * SEATS}, scheduling_policy="priority")
+    server.restart({"concurrency": 8 * SEATS}, scheduling_policy="priority")
     client = server.client()
 
     def ask() -> None:
@@ -385,8 +505,7 @@ def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
 
 
 def test_embeddings_are_batched_too(server: Server) -> None:
-    server.kill()
-    server.start(runner="pooling", convert="embed")
+    server.restart(runner="pooling", convert="embed")
     client = server.client()
     texts = {f"t{i}": f"{i} {words(random.Random(i), 20)}" for i in range(12)}
     lines = [

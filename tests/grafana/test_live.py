@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -280,13 +282,16 @@ def test_no_alert_fires_without_a_fault(alerts: Alerts) -> None:
     assert alerts.firing() == {}
 
 
-def test_batches_that_have_no_room(serving: Server, alerts: Alerts) -> None:
-    file = serving.upload(SEEDS)
-    filler = serving.fill_batches()
-    batch = serving.start(file)
-    alerts.wait({"SSDKVBatchStalled"})
-    assert set(alerts.firing()) == {"SSDKVBatchStalled"}
-    serving.client().files.delete(filler)
+def test_batches_that_do_not_go_on(serving: Server, alerts: Alerts) -> None:
+    serving.batch(SEEDS[:1])
+    reader = serving.reader()
+    os.kill(reader, signal.SIGSTOP)
+    try:
+        batch = serving.start(serving.upload(SEEDS))
+        alerts.wait({"SSDKVBatchStalled"})
+        assert set(alerts.firing()) == {"SSDKVBatchStalled"}
+    finally:
+        os.kill(reader, signal.SIGCONT)
     counts = serving.ended(batch).request_counts
     assert counts is not None
     assert counts.completed == len(SEEDS)

@@ -43,4 +43,7 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
         "param": error.param,
         "code": error.code,
     }
-    return JSONResponse({"error": content}, status_code=error.status)
+    # Of a body that comes too slowly no more is waited for. Others are taken in to their end, or
+    # clients that send first and read then would not see the answer.
+    headers = {"Connection": "close"} if error.status == 408 else None
+    return JSONResponse({"error": content}, status_code=error.status, headers=headers)

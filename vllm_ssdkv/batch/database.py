@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import Final
 
 from vllm_ssdkv.errors import FormatError, StoreError
+from vllm_ssdkv.sizes import KIB, MIB
 
-VERSION: Final = 1
+VERSION: Final = 2
 BUSY_S: Final = 30.0
 """How long a call waits for another process's transaction."""
 _AGAIN_S: Final = 0.01
 _DAMAGE: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
-_SCHEMA: Final = """
-CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+SMALLEST: Final = 4 * KIB
+"""What a file counts at least, so that many empty ones are bounded, too."""
+REQUEST_BYTES: Final = 64
+"""What a line of a batch that has not ended counts: its row takes about as much."""
+_WAL_BYTES: Final = 64 * MIB
+"""What a large transaction leaves of the journal."""
+_SHRINK_PAGES: Final = 4096
+"""Pages that are given back at a time, as the database is locked meanwhile."""
+
+_SCHEMA: Final = (
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+    """
 CREATE TABLE files (
   seq INTEGER PRIMARY KEY AUTOINCREMENT,
   id TEXT NOT NULL UNIQUE,
@@ -30,8 +41,9 @@ CREATE TABLE files (
   bytes INTEGER NOT NULL,
   created_at INTEGER NOT NULL,
   expires_at INTEGER
-);
-CREATE INDEX files_of_owner ON files (owner, seq);
+)""",
+    "CREATE INDEX files_of_owner ON files (owner, seq)",
+    """
 CREATE TABLE batches (
   seq INTEGER PRIMARY KEY AUTOINCREMENT,
   id TEXT NOT NULL UNIQUE,
@@ -65,9 +77,10 @@ CREATE TABLE batches (
   completion_tokens INTEGER NOT NULL DEFAULT 0,
   prompt_bytes INTEGER NOT NULL DEFAULT 0,
   shared_bytes INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX batches_of_owner ON batches (owner, seq);
-CREATE INDEX batches_by_status ON batches (status, seq);
+)""",
+    "CREATE INDEX batches_of_owner ON batches (owner, seq)",
+    "CREATE INDEX batches_by_status ON batches (status, seq)",
+    """
 CREATE TABLE requests (
   batch INTEGER NOT NULL REFERENCES batches (seq) ON DELETE CASCADE,
   rank INTEGER NOT NULL,
@@ -76,8 +89,34 @@ CREATE TABLE requests (
   length INTEGER NOT NULL,
   done INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (batch, rank)
-) WITHOUT ROWID;
-"""
+) WITHOUT ROWID""",
+)
+"""Version 1."""
+
+_FROM_1_TO_2: Final = (
+    # Times that the request was sent by a server that died before it was answered.
+    "ALTER TABLE requests ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0",
+    # What it takes of the engine. Lines of version 1 were not measured.
+    "ALTER TABLE requests ADD COLUMN tokens INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE requests ADD COLUMN answers INTEGER NOT NULL DEFAULT 1",
+    "ALTER TABLE requests ADD COLUMN answer_tokens INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE requests ADD COLUMN logprobs INTEGER NOT NULL DEFAULT 0",
+    "UPDATE requests SET tokens = length / 4",
+    "UPDATE batches SET model = substr(model, 1, 256)",
+    # Sums of files, so that nothing has to be added up when one comes in.
+    "CREATE TABLE usage (owner BLOB PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID",
+    f"INSERT INTO usage SELECT owner, sum(max(bytes, {SMALLEST})) FROM files GROUP BY owner",
+    f"""
+CREATE TRIGGER file_added AFTER INSERT ON files BEGIN
+  INSERT INTO usage VALUES (new.owner, max(new.bytes, {SMALLEST}))
+    ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes;
+END""",
+    f"""
+CREATE TRIGGER file_removed AFTER DELETE ON files BEGIN
+  UPDATE usage SET bytes = bytes - max(old.bytes, {SMALLEST}) WHERE owner = old.owner;
+  DELETE FROM usage WHERE owner = old.owner AND bytes <= 0;
+END""",
+)
 
 
 class Database:
@@ -120,13 +159,17 @@ class Database:
         run("PRAGMA auto_vacuum = INCREMENTAL")
         self._switch_to_wal()
         run("PRAGMA synchronous = FULL")
+        run(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         run("PRAGMA foreign_keys = ON")
         with self.transaction():
             version = int(run("PRAGMA user_version").fetchone()[0])
             if version == 0:
-                for statement in _SCHEMA.split(";"):
+                for statement in _SCHEMA:
                     run(statement)
                 run("INSERT INTO settings VALUES ('salt', ?)", (os.urandom(32),))
+            if version in (0, 1):
+                for statement in _FROM_1_TO_2:
+                    run(statement)
                 run(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise FormatError(
@@ -148,21 +191,30 @@ class Database:
             time.sleep(_AGAIN_S)
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, *, synced: bool = True) -> Iterator[sqlite3.Connection]:
         """All or nothing, and durable when the block has ended.
+
+        One that is not ``synced`` survives the end of the process, but maybe not that of the
+        machine; it costs no write to the disk.
 
         Raises:
             sqlite3.Error: among others the disk is full; nothing was changed.
         """
         with self._lock:
-            self._connection.execute("BEGIN IMMEDIATE")
+            run = self._connection.execute
+            if not synced:
+                run("PRAGMA synchronous = NORMAL")
             try:
+                run("BEGIN IMMEDIATE")
                 yield self._connection
-                self._connection.execute("COMMIT")
+                run("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                    run("ROLLBACK")
                 raise
+            finally:
+                if not synced:
+                    run("PRAGMA synchronous = FULL")
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """All rows of a query."""
@@ -176,9 +228,9 @@ class Database:
             return found
 
     def shrink(self) -> None:
-        """Give space of deleted rows back to the file system."""
+        """Give space of deleted rows back to the file system, some of it at a time."""
         with self._lock:
-            self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+            self._connection.execute(f"PRAGMA incremental_vacuum({_SHRINK_PAGES})").fetchall()
 
     def close(self) -> None:
         """Close it. Idempotent; nothing else may be called afterwards."""

@@ -8,24 +8,27 @@ import os
 import secrets
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from vllm_ssdkv.batch.api_error import ApiError, not_found
-from vllm_ssdkv.batch.database import Database
+from vllm_ssdkv.batch.database import REQUEST_BYTES, SMALLEST, Database
 from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.sizes import KIB, format_size
+from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.sizes import format_size
 from vllm_ssdkv.store.durable import sync_directory
 
-SMALLEST: Final = 4 * KIB
-"""What a file counts at least, so that many empty ones are bounded, too."""
 DAY_S: Final = 86400
 KEPT_S: Final = 30 * DAY_S
 """What uploads and results are kept when the user names no time, as at OpenAI."""
-
 _LIVE: Final = "(expires_at IS NULL OR expires_at > ?)"
+
+
+class NoRoomError(SSDKVError):
+    """Results would take more than the capacity, or a key's share of it; the text says which."""
 
 
 def new_id(prefix: str) -> str:
@@ -48,11 +51,17 @@ def file_object(row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
+def counted(size: int) -> int:
+    """What a file of so many bytes counts."""
+    return max(size, SMALLEST)
+
+
 @dataclass
 class Upload:
     """A file on its way in. Its lock tells other processes that somebody still writes it."""
 
     id: str
+    owner: bytes
     path: Path
     file: BinaryIO
     bytes: int = 0
@@ -67,39 +76,54 @@ class Files:
         directory: Path,
         config: BatchConfig,
         clock: Callable[[], float],
+        share: float = 1.0,
     ) -> None:
+        """One key may have ``share`` of the capacity."""
         self._database = database
         self._directory = directory
         self._config = config
         self._clock = clock
+        self._of_a_key = int(config.capacity * share)
         self._lock = threading.Lock()
-        self._arriving = 0
+        self._arriving: Counter[bytes] = Counter()
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def path(self, identifier: str) -> Path:
         """Where a file lies. ``identifier`` comes from the database, never from a request."""
         return self._directory / identifier
 
-    def used_bytes(self) -> int:
-        """What counts against the capacity now: files, results so far, and what arrives."""
+    def used_bytes(self, owner: bytes | None = None) -> int:
+        """What counts against the capacity, of a key or of all: files, and what batches have in
+        progress. What arrives does not count yet.
+        """
         row = self._database.row(
-            "SELECT (SELECT coalesce(sum(max(bytes, ?)), 0) FROM files) + (SELECT coalesce("
-            "sum(output_bytes + error_bytes), 0) FROM batches WHERE status IN "
-            "('in_progress', 'finalizing', 'cancelling')) AS used",
+            "SELECT (SELECT coalesce(sum(bytes), 0) FROM usage WHERE ?1 IS NULL OR owner = ?1) "
+            "+ (SELECT coalesce(sum(max(output_bytes, ?2) + max(error_bytes, ?2) + total * ?3), 0)"
+            " FROM batches WHERE status IN ('in_progress', 'finalizing', 'cancelling') "
+            "AND total > 0 AND (?1 IS NULL OR owner = ?1)) AS used",
+            owner,
             SMALLEST,
+            REQUEST_BYTES,
         )
-        with self._lock:
-            return (0 if row is None else int(row["used"])) + self._arriving
+        return 0 if row is None else int(row["used"])
 
-    def has_room(self) -> bool:
-        """Whether results may be added."""
-        return self.used_bytes() < self._config.capacity
+    def room(self, owner: bytes) -> int:
+        """Bytes that results of a key may still take; below 0 where there is none."""
+        return min(
+            self._config.capacity - self.used_bytes(), self._of_a_key - self.used_bytes(owner)
+        )
+
+    def full(self, owner: bytes) -> str:
+        """Why there is no room: what is used up, and the option that says so."""
+        if self._config.capacity - self.used_bytes() <= self._of_a_key - self.used_bytes(owner):
+            return f"{format_size(self._config.capacity)} (batch.capacity of this server)"
+        return f"{format_size(self._of_a_key)}, the share of a key (batch.key_share of this server)"
 
     # ---- coming in ----
 
     @contextlib.contextmanager
-    def upload(self) -> Iterator[Upload]:
-        """A new file to write to; gone again unless :meth:`keep` was called.
+    def upload(self, owner: bytes = b"") -> Iterator[Upload]:
+        """A new file of a key to write to; gone again unless :meth:`keep` was called.
 
         Raises:
             OSError: it cannot be created.
@@ -107,7 +131,7 @@ class Files:
         identifier = new_id("file-")
         path = self.path(identifier)
         file = create_locked(path)
-        upload = Upload(identifier, path, file)
+        upload = Upload(identifier, owner, path, file)
         try:
             yield upload
         except BaseException:
@@ -115,7 +139,8 @@ class Files:
             raise
         finally:
             with self._lock:
-                self._arriving -= upload.bytes
+                self._arriving[owner] -= upload.bytes
+                self._arriving = +self._arriving
             file.close()
 
     def append(self, upload: Upload, data: bytes) -> None:
@@ -133,14 +158,18 @@ class Files:
                 "file",
                 "file_too_large",
             )
+        owner = upload.owner
         with self._lock:
-            self._arriving += len(data)
+            self._arriving[owner] += len(data)
             upload.bytes += len(data)
-        if self.used_bytes() > self._config.capacity:
+            mine, all_together = self._arriving[owner], self._arriving.total()
+        if (
+            self.used_bytes() + all_together > self._config.capacity
+            or self.used_bytes(owner) + mine > self._of_a_key
+        ):
             raise ApiError(
                 413,
-                f"Files and results would take more than {format_size(self._config.capacity)} "
-                "(batch.capacity of this server); delete some.",
+                f"Files and results would take more than {self.full(owner)}; delete some.",
                 "file",
                 "storage_full",
             )
@@ -253,6 +282,7 @@ class Files:
             ).fetchall()
         for row in gone:
             self.path(row["id"]).unlink(missing_ok=True)
+        self._database.shrink()
         return len(gone)
 
     def remove_orphans(self) -> int:

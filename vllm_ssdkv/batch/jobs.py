@@ -14,21 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from vllm_ssdkv.batch.answers import NO_TOKENS, Usage
 from vllm_ssdkv.batch.api_error import ApiError, not_found
-from vllm_ssdkv.batch.database import Database
-from vllm_ssdkv.batch.files import KEPT_S, Files, insert_file, new_id
-from vllm_ssdkv.batch.lines import Line
-from vllm_ssdkv.batch.order import BLOCK_BYTES, Order
+from vllm_ssdkv.batch.database import REQUEST_BYTES, Database
+from vllm_ssdkv.batch.files import KEPT_S, Files, NoRoomError, counted, insert_file, new_id
+from vllm_ssdkv.batch.order import BLOCK_BYTES
+from vllm_ssdkv.batch.validation import Entry, Summary
 from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.store.durable import sync_directory, write_all
 
-UNENDED: Final = ("validating", "in_progress", "finalizing", "cancelling")
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
-MAX_ERRORS: Final = 100
-"""Of a batch that failed; the rest is likely more of the same."""
-
 _UNENDED_SQL: Final = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
@@ -95,12 +93,30 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request without an answer: its rank in the order of running and its line."""
+    """A request without an answer.
+
+    Attributes:
+        rank: Its place in the order of running.
+        number, offset, length: Its line.
+        tokens, answers, answer_tokens, logprobs: What it takes of the engine, see
+            :class:`request.Size`.
+        attempts: Servers that died while it was under way.
+    """
 
     rank: int
     number: int
     offset: int
     length: int
+    tokens: int = 0
+    answers: int = 1
+    answer_tokens: int = 0
+    logprobs: int = 0
+    attempts: int = 0
+
+    @property
+    def seats(self) -> int:
+        """Seats that it takes; a line that is no request takes one for a moment."""
+        return max(1, self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +142,13 @@ class Jobs:
         files: Files,
         config: BatchConfig,
         clock: Callable[[], float],
+        share: float = 1.0,
     ) -> None:
+        """One key may have ``share`` of the batches that have not ended."""
         self._database = database
         self._files = files
         self._config = config
+        self._of_a_key = max(1, int(config.max_batches * share))
         self._clock = clock
 
     # ---- for users ----
@@ -171,13 +190,15 @@ class Jobs:
 
         Otherwise one key's many batches would push out all of another one's.
         """
+        (unended,) = connection.execute(
+            f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {_UNENDED_SQL}", (owner,)
+        ).fetchone()
+        if unended >= self._of_a_key:
+            raise self._too_many()
         (count,) = connection.execute("SELECT count(*) FROM batches").fetchone()
         excess = count + 1 - self._config.max_batches
         if excess <= 0:
             return
-        (unended,) = connection.execute(
-            f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {_UNENDED_SQL}", (owner,)
-        ).fetchone()
         # Each key's batches are a pile: unended ones lowest, the new one on them, then those that
         # have ended, newest first. What is highest goes; of another key only what is higher than
         # the new one's place.
@@ -190,12 +211,16 @@ class Jobs:
             {"owner": owner, "unended": unended, "excess": excess},
         ).rowcount
         if gone < excess:
-            raise ApiError(
-                429,
-                f"This server keeps {self._config.max_batches} batches (batch.max_batches), and "
-                "too few of yours have ended.",
-                code="too_many_batches",
-            )
+            raise self._too_many()
+
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            429,
+            f"This server keeps {self._config.max_batches} batches (batch.max_batches), "
+            f"{self._of_a_key} of a key that have not ended (batch.key_share), and too few of "
+            "yours have ended.",
+            code="too_many_batches",
+        )
 
     def get(self, owner: bytes, identifier: str) -> sqlite3.Row:
         """The row of a batch.
@@ -246,20 +271,27 @@ class Jobs:
     # ---- for the runner: one process, the only one that changes batches otherwise ----
 
     def unended(self) -> list[sqlite3.Row]:
-        """Batches that have not ended, oldest first."""
+        """Batches that have not ended, oldest first: what is needed to run them."""
         return self._database.rows(
-            f"SELECT * FROM batches WHERE status IN {_UNENDED_SQL} ORDER BY seq"
+            "SELECT seq, owner, endpoint, input_file, status, expires_at FROM batches "
+            f"WHERE status IN {_UNENDED_SQL} ORDER BY seq"
         )
 
-    def start(self, seq: int, lines: Sequence[Line], order: Order, model: str | None) -> None:
+    def start(self, seq: int, summary: Summary, entries: Iterable[Entry]) -> None:
         """A validated batch is in progress, unless it was cancelled meanwhile.
 
         Args:
             seq: The batch.
-            lines: Its lines; their text is not looked at.
-            order: The order in which they are to run.
-            model: What the requests name, when they agree.
+            summary: What there is in its file.
+            entries: Its lines, in the order of running.
+
+        Raises:
+            NoRoomError: its lines and results would not fit.
+            OSError, sqlite3.Error: nothing has changed; try again.
         """
+        owner = self._one(seq)["owner"]
+        if self._files.room(owner) < 2 * counted(0) + REQUEST_BYTES * summary.lines:
+            raise NoRoomError(f"Its results would take more than {self._files.full(owner)}.")
         for column in ("output_file", "error_file"):
             self._create(seq, column)
         with self._database.transaction() as connection:
@@ -269,20 +301,20 @@ class Jobs:
                 "WHERE seq = ? AND status = 'validating'",
                 (
                     int(self._clock()),
-                    len(lines),
-                    model,
-                    order.blocks * BLOCK_BYTES,
-                    order.shared_blocks * BLOCK_BYTES,
+                    summary.lines,
+                    summary.model,
+                    summary.blocks * BLOCK_BYTES,
+                    summary.shared_blocks * BLOCK_BYTES,
                     seq,
                 ),
             ).rowcount
             if changed:
                 connection.executemany(
-                    "INSERT INTO requests (batch, rank, line, offset, length) "
-                    "VALUES (?, ?, ?, ?, ?)",
+                    "INSERT INTO requests (batch, rank, line, offset, length, tokens, answers, "
+                    "answer_tokens, logprobs) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (
-                        (seq, rank, lines[i].number, lines[i].offset, lines[i].length)
-                        for rank, i in enumerate(order.positions)
+                        (seq, rank, *msgspec.structs.astuple(entry))
+                        for rank, entry in enumerate(entries)
                     ),
                 )
 
@@ -296,31 +328,79 @@ class Jobs:
         return row
 
     def pending(self, seq: int, after_rank: int, limit: int) -> list[Pending]:
-        """The next requests without an answer, in the order of running."""
+        """The next requests without an answer, in the order of running, suspects left out."""
+        return self._pending(seq, "attempts != 1", after_rank, limit)
+
+    def suspects(self, seq: int) -> list[Pending]:
+        """Requests that were under way when a server died, once. Before any is begun."""
+        return self._pending(seq, "attempts = 1", -1, -1)
+
+    def rest(self, seq: int, limit: int) -> list[Pending]:
+        """The first requests without an answer, whichever."""
+        return self._pending(seq, "TRUE", -1, limit)
+
+    def left(self, seq: int) -> int:
+        """The number of requests without an answer."""
+        (row,) = self._database.rows(
+            "SELECT count(*) FROM requests WHERE batch = ? AND NOT done", seq
+        )
+        return int(row[0])
+
+    def _pending(self, seq: int, which: str, after_rank: int, limit: int) -> list[Pending]:
         return [
             Pending(*row)
             for row in self._database.rows(
-                "SELECT rank, line, offset, length FROM requests "
-                "WHERE batch = ? AND rank > ? AND NOT done ORDER BY rank LIMIT ?",
+                "SELECT rank, line, offset, length, tokens, answers, answer_tokens, logprobs, "
+                f"attempts FROM requests WHERE batch = ? AND rank > ? AND NOT done AND {which} "
+                "ORDER BY rank LIMIT ?",
                 seq,
                 after_rank,
                 limit,
             )
         ]
 
-    def record(self, seq: int, finished: Iterable[Finished]) -> None:
+    def begin(self, sent: Iterable[tuple[int, int]]) -> None:
+        """These requests (batch, rank) are under way: if the server dies now, they may be why.
+
+        Known to the next start, unless the machine has gone down with the server.
+
+        Raises:
+            sqlite3.Error: nothing has changed; try again.
+        """
+        self._count(1, sent)
+
+    def put_back(self, sent: Iterable[tuple[int, int]]) -> None:
+        """These are under way no more, have no answer, and killed nobody.
+
+        Raises:
+            sqlite3.Error: nothing has changed; each is tried alone by the next server.
+        """
+        self._count(-1, sent)
+
+    def _count(self, change: int, sent: Iterable[tuple[int, int]]) -> None:
+        with self._database.transaction(synced=False) as connection:
+            connection.executemany(
+                "UPDATE requests SET attempts = attempts + ? WHERE batch = ? AND rank = ? "
+                "AND NOT done",
+                ((change, seq, rank) for seq, rank in sent),
+            )
+
+    def record(self, seq: int, finished: Iterable[Finished]) -> int:
         """Make answers final: durable, counted, each request's once.
 
         First the lines are on disk, then the database counts them: a crash in between leaves
         bytes behind the counted ones, which the next record overwrites.
+
+        Returns:
+            How many there was room for; those are recorded, the first ones.
 
         Raises:
             OSError, sqlite3.Error: nothing was recorded; try again.
             StoreError: somebody has shortened the file of answers.
             ValueError: one of them has an answer already, or is no request of this batch.
         """
-        answers = list(finished)
         row = self._one(seq)
+        answers = self._fitting(row, finished)
         output = b"".join(answer.line for answer in answers if answer.succeeded)
         errors = b"".join(answer.line for answer in answers if not answer.succeeded)
         self._append(row["output_file"], row["output_bytes"], output)
@@ -332,7 +412,7 @@ class Jobs:
                 "UPDATE requests SET done = 1 WHERE batch = ? AND rank = ? AND NOT done",
                 [(seq, answer.rank) for answer in answers],
             ).rowcount
-            if changed != len(answers):
+            if answers and changed != len(answers):
                 raise ValueError(f"{len(answers) - changed} of these answers are not awaited")
             connection.execute(
                 "UPDATE batches SET output_bytes = output_bytes + ?, error_bytes = error_bytes + ?,"
@@ -350,6 +430,19 @@ class Jobs:
                     seq,
                 ),
             )
+        return len(answers)
+
+    def _fitting(self, row: sqlite3.Row, finished: Iterable[Finished]) -> list[Finished]:
+        """The first answers, as many as there is room for."""
+        sizes = {True: row["output_bytes"], False: row["error_bytes"]}
+        room = self._files.room(row["owner"]) + sum(map(counted, sizes.values()))
+        fitting: list[Finished] = []
+        for answer in finished:
+            sizes[answer.succeeded] += len(answer.line)
+            if sum(map(counted, sizes.values())) > room:
+                break
+            fitting.append(answer)
+        return fitting
 
     def _append(self, identifier: str, offset: int, data: bytes) -> None:
         if not data:
@@ -363,7 +456,7 @@ class Jobs:
         finally:
             os.close(fd)
 
-    def finish(self, seq: int, status: str) -> bool:
+    def finish(self, seq: int, status: str, errors: Sequence[dict[str, Any]] = ()) -> bool:
         """End a batch: its results become files, its requests are forgotten.
 
         Safe to repeat after a crash. Does nothing to a batch that would be completed but was
@@ -371,7 +464,8 @@ class Jobs:
 
         Args:
             seq: The batch.
-            status: ``completed``, ``expired`` or ``cancelled``.
+            status: ``completed``, ``expired``, ``cancelled`` or ``failed``.
+            errors: Why it failed, as :meth:`fail` has them.
 
         Returns:
             Whether it has ended.
@@ -406,7 +500,9 @@ class Jobs:
                         ),
                     )
             connection.execute(
-                f"UPDATE batches SET status = ?, {status}_at = ? WHERE seq = ?", (status, now, seq)
+                f"UPDATE batches SET status = ?, {status}_at = ?, errors = ?, "
+                "failed = total - completed WHERE seq = ?",
+                (status, now, json.dumps(list(errors)) if errors else None, seq),
             )
             connection.execute("DELETE FROM requests WHERE batch = ?", (seq,))
         self._database.shrink()
@@ -431,6 +527,7 @@ class Jobs:
             seq: The batch.
             errors: Up to ``MAX_ERRORS`` objects with code, message, param and line.
         """
+        row = self._one(seq)
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, "
@@ -438,3 +535,6 @@ class Jobs:
                 (int(self._clock()), json.dumps(list(errors)), seq),
             )
             connection.execute("DELETE FROM requests WHERE batch = ?", (seq,))
+        for name in ("output", "error"):
+            self._files.path(row[f"{name}_file"]).unlink(missing_ok=True)
+        self._database.shrink()

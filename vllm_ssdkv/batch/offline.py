@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vllm_ssdkv.batch.answering import Answering
-from vllm_ssdkv.batch.answers import NO_TOKENS, Usage, run_batch_line
-from vllm_ssdkv.batch.jobs import MAX_ERRORS
-from vllm_ssdkv.batch.lines import Line, parse_request
+from vllm_ssdkv.batch.answering import Answering, NoReplyError
+from vllm_ssdkv.batch.answers import NO_TOKENS, Usage, failure_line, run_batch_line
 from vllm_ssdkv.batch.partial import PartialOutput
-from vllm_ssdkv.batch.validation import Plan, plan
+from vllm_ssdkv.batch.request import Request, parse_request
+from vllm_ssdkv.batch.sending import DEATHS, died
+from vllm_ssdkv.batch.validation import MAX_ERRORS, Entry, Plan, plan
 from vllm_ssdkv.errors import BatchError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def read_plan(path: Path) -> Plan:
     """
     with path.open("rb") as file:
         found = plan(file, None, MAX_REQUESTS)
-    problems = found.errors or found.bad
+    problems = found.errors or found.summary.bad
     if problems:
         lines = [
             f"{path}:{problem['line']}: {problem['message']}"
@@ -68,17 +68,57 @@ def read_plan(path: Path) -> Plan:
             else f"{path}: {problem['message']}"
             for problem in problems
         ]
-        more = max(found.bad_lines, len(lines)) - len(lines)
+        more = max(found.summary.bad_lines, len(lines)) - len(lines)
         if more:
             lines.append(f"and {more} more (only the first {MAX_ERRORS} are shown)")
         raise BatchError("\n".join(lines))
     return found
 
 
-def _read(path: Path, line: Line) -> bytes:
+def _read(path: Path, entry: Entry) -> Request:
     with path.open("rb") as file:
-        file.seek(line.offset)
-        return file.read(line.length)
+        file.seek(entry.offset)
+        return parse_request(file.read(entry.length), None)
+
+
+class _Run:
+    """Requests of a run that are sent, and those under way."""
+
+    def __init__(
+        self,
+        partial: PartialOutput,
+        answering: Answering,
+        progress: Progress,
+        tell: Callable[[Progress], None],
+    ) -> None:
+        self._partial = partial
+        self._answering = answering
+        self._progress = progress
+        self._tell = tell
+        self._under_way: set[str] = set()
+
+    async def send(self, request: Request) -> None:
+        custom_id = request.custom_id
+        self._partial.begin(custom_id)
+        self._under_way.add(custom_id)
+        reply = await self._answering.answer(request.endpoint, request.body())
+        self._partial.append(custom_id, run_batch_line(custom_id, reply))
+        self._under_way.discard(custom_id)
+        self._progress.failed += not reply.succeeded
+        self._progress.usage += reply.usage
+        self._done()
+
+    def give_up(self, request: Request) -> None:
+        self._partial.append(request.custom_id, failure_line(died(request.custom_id)))
+        self._progress.failed += 1
+        self._done()
+
+    def _done(self) -> None:
+        self._progress.done += 1
+        self._tell(self._progress)
+
+    def put_back(self) -> None:
+        self._partial.put_back(self._under_way)
 
 
 async def run(
@@ -91,33 +131,43 @@ async def run(
 ) -> Progress:
     """Send what has no answer yet, in order, and append the answers.
 
+    What was under way when an engine died is sent last, each alone; what was so twice is not.
+
     Raises:
         NoReplyError: the engine has ended; what was answered is kept.
         OSError: a file failed.
     """
-    blocks = max(1, found.order.blocks)
-    share = found.order.shared_blocks / blocks
-    progress = Progress(len(found.lines), failed=partial.failed, expected_share=share)
+    summary = found.summary
+    share = summary.shared_blocks / max(1, summary.blocks)
+    progress = Progress(summary.lines, failed=partial.failed, expected_share=share)
+    sending = _Run(partial, answering, progress, tell)
     answered = partial.answered
-    positions = iter(found.order.positions)
+    entries = found.in_order()
+    suspects: list[Entry] = []
 
     async def work() -> None:
-        for position in positions:
-            text = _read(path, found.lines[position])
-            request = parse_request(text, None)
+        for entry in entries:
+            request = _read(path, entry)
+            attempts = partial.attempts(request.custom_id)
             if request.custom_id in answered:
                 progress.done += 1
-                continue
-            reply = await answering.answer(request.endpoint, request.body)
-            partial.append(request.custom_id, run_batch_line(request.custom_id, reply))
-            progress.done += 1
-            progress.failed += not reply.succeeded
-            progress.usage += reply.usage
-            tell(progress)
+            elif attempts >= DEATHS:
+                sending.give_up(request)
+            elif attempts:
+                suspects.append(entry)
+            else:
+                await sending.send(request)
 
     tasks = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:
         await asyncio.gather(*tasks)
+        for entry in suspects:
+            await sending.send(_read(path, entry))
+    except NoReplyError:
+        raise
+    except BaseException:  # Ctrl-C, or a file: no request is to blame
+        sending.put_back()
+        raise
     finally:
         for task in tasks:
             task.cancel()
@@ -172,15 +222,15 @@ async def run_file(
     found = read_plan(path)
     partial = PartialOutput(path, output, model)
     try:
-        if len(partial.answered) < len(found.lines):
+        if len(partial.answered) < found.summary.lines:
             async with engine(["--model", model, *arguments]) as endpoints:
                 _check_endpoints(path, found, endpoints)
                 concurrency = QUEUE * endpoints.seats
                 progress = await run(path, found, partial, endpoints, concurrency, tell)
         else:
-            done = len(found.lines)
+            done = found.summary.lines
             progress = Progress(done, done=done, failed=partial.failed)
-        names = [parse_request(_read(path, line), None).custom_id for line in found.lines]
+        names = [_read(path, entry).custom_id for entry in found.entries]
         partial.publish(names)
     finally:
         partial.close()
@@ -188,7 +238,7 @@ async def run_file(
 
 
 def _check_endpoints(path: Path, found: Plan, endpoints: Endpoints) -> None:
-    for line in found.lines:
-        endpoint = parse_request(_read(path, line), None).endpoint
+    for entry in found.entries:
+        endpoint = _read(path, entry).endpoint
         if endpoint not in endpoints.supported:
-            raise BatchError(f"{path}:{line.number}: this model has no {endpoint}")
+            raise BatchError(f"{path}:{entry.number}: this model has no {endpoint}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vllm_ssdkv.batch.files import KEPT_S
-from vllm_ssdkv.batch.lines import ENDPOINTS
 from vllm_ssdkv.batch.parameters import MIN_LIFETIME_S
+from vllm_ssdkv.batch.request import ENDPOINTS
 
 
 def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:

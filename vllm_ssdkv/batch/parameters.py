@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import DAY_S, KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch
+from vllm_ssdkv.batch.transfers import chunks
 from vllm_ssdkv.sizes import KIB
 
 MAX_BODY: Final = 64 * KIB
@@ -133,16 +134,13 @@ async def json_body(request: Request) -> dict[str, Any]:
     """The JSON object of a request's body, of which no more than ``MAX_BODY`` bytes are read.
 
     Raises:
-        ApiError: 400, it is none; 413, it is larger.
+        ApiError: 400, it is none; 408, it comes too slowly; 413, it is larger.
     """
     data = bytearray()
-    try:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BODY:
-                raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
-    except ClientDisconnect:
-        raise ApiError(400, "The request was broken off.") from None
+    async for chunk in chunks(request):
+        data += chunk
+        if len(data) > MAX_BODY:
+            raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.")
     try:
         value = msgspec.json.decode(bytes(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

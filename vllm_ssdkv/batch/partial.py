@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,19 +14,24 @@ import msgspec
 
 from vllm_ssdkv.errors import BatchError
 from vllm_ssdkv.sizes import MIB
-from vllm_ssdkv.store.durable import create_temporary, sync_directory
+from vllm_ssdkv.store.durable import create_temporary, sync_directory, write_all
 
 
-class _Answer(msgspec.Struct):
-    custom_id: str
-    error: msgspec.Raw = msgspec.Raw(b"null")
+class _Line(msgspec.Struct, omit_defaults=True):
+    """An answer, or a mark: a request was begun, or was put back and may be begun again."""
+
+    custom_id: str | None = None
+    error: msgspec.Raw | None = None
+    begun: str | None = None
+    put_back: str | None = None
 
 
 class PartialOutput:
     """``OUT.<digest>.part`` next to the output file; the digest names input and model.
 
-    A kill loses no whole line. A line that is torn, and what follows it, is dropped by the next
-    run. One process at a time. Every method blocks on I/O.
+    It also has a mark of each request that was begun, so that one of which the engine dies is
+    known. A kill loses no whole line. A line that is torn, and what follows it, is dropped by the
+    next run. One process at a time. Every method blocks on I/O.
     """
 
     def __init__(self, input_file: Path, output: Path, model: str) -> None:
@@ -49,6 +55,7 @@ class PartialOutput:
         self._places: dict[str, tuple[int, int]] = {}
         self.failed = 0
         """Of the answers found here, those that are an error."""
+        self._attempts: Counter[str] = Counter()
         self._end = self._find()
         self._file.truncate(self._end)
 
@@ -57,13 +64,20 @@ class PartialOutput:
         with self._path.open("rb", buffering=MIB) as file:
             for line in file:
                 try:
-                    found = msgspec.json.decode(line, type=_Answer)
+                    found = msgspec.json.decode(line, type=_Line)
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     break
                 if not line.endswith(b"\n"):
                     break
-                self._places[found.custom_id] = (end, len(line))
-                self.failed += bytes(found.error) != b"null"
+                if found.custom_id is not None:
+                    self._places[found.custom_id] = (end, len(line))
+                    self.failed += found.error is not None
+                elif found.begun is not None:
+                    self._attempts[found.begun] += 1
+                elif found.put_back is not None:
+                    self._attempts[found.put_back] -= 1
+                else:
+                    break
                 end += len(line)
         return end
 
@@ -72,17 +86,41 @@ class PartialOutput:
         """The ``custom_id`` of every request that has its answer."""
         return frozenset(self._places)
 
+    def attempts(self, custom_id: str) -> int:
+        """How often a request was begun, and neither answered nor put back."""
+        return 0 if custom_id in self._places else self._attempts[custom_id]
+
+    def begin(self, custom_id: str) -> None:
+        """A request is under way: if the engine dies now, it may be why.
+
+        Raises:
+            OSError: it is not marked.
+        """
+        self._write(msgspec.json.encode(_Line(begun=custom_id)) + b"\n")
+        self._attempts[custom_id] += 1
+
+    def put_back(self, custom_ids: Iterable[str]) -> None:
+        """These are under way no more, and killed nobody.
+
+        Raises:
+            OSError: some are not marked.
+        """
+        for custom_id in custom_ids:
+            self._write(msgspec.json.encode(_Line(put_back=custom_id)) + b"\n")
+            self._attempts[custom_id] -= 1
+
     def append(self, custom_id: str, line: bytes) -> None:
         """Add an answer; a kill does not take it back, a power loss may.
 
         Raises:
             OSError: it was not added.
         """
-        view = memoryview(line)
-        while view:
-            done = len(line) - len(view)
-            view = view[os.pwrite(self._file.fileno(), view, self._end + done) :]
-        self._places[custom_id] = (self._end, len(line))
+        place = (self._end, len(line))
+        self._write(line)
+        self._places[custom_id] = place
+
+    def _write(self, line: bytes) -> None:
+        write_all(self._file.fileno(), line, self._end)
         self._end += len(line)
 
     def publish(self, order: Sequence[str]) -> None:

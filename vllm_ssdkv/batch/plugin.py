@@ -12,13 +12,17 @@ import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
+from vllm import envs
 
 from vllm_ssdkv.batch.api_error import ApiError, respond
 from vllm_ssdkv.batch.prometheus import server_counters
+from vllm_ssdkv.batch.request import Limits
+from vllm_ssdkv.batch.room import Room
 from vllm_ssdkv.batch.routes import STATE, router
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import open_service
@@ -27,6 +31,7 @@ from vllm_ssdkv.config_batch import BatchConfig
 from vllm_ssdkv.host import default_root
 from vllm_ssdkv.log import show_log
 from vllm_ssdkv.plugin import CONNECTOR
+from vllm_ssdkv.sizes import KIB, MIB
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,6 +48,14 @@ RUNNER: Final = "ssdkv_batch_runner"
 
 STOP_S: Final = 30.0
 """How long a server that ends waits for what the runner has under way."""
+LEAST_TEXT: Final = 384 * KIB
+"""What a prompt may have in any case: some are to be truncated."""
+MAX_BYTES_PER_TOKEN: Final = 32
+"""Of a whole prompt. Four are usual; single tokens, as of many blanks, may have more."""
+IMAGES_UNDER_WAY: Final = 256 * MIB
+"""Lines of images are long, and decoded one at a time."""
+MAX_LOGPROBS: Final = 8 * KIB
+"""Of one request; vLLM takes up to fifty microseconds for each."""
 
 
 class BatchPlugin:
@@ -74,6 +87,7 @@ class BatchPlugin:
             OSError, StoreError: the directory cannot be used. Either ends the start.
         """
         from vllm_ssdkv.batch.endpoints import Endpoints
+        from vllm_ssdkv.batch.engine import VllmEngine
 
         if engine_client is None:
             return  # a server without an engine: the routes say that there is no batch API
@@ -81,18 +95,30 @@ class BatchPlugin:
         vllm_config = engine_client.vllm_config
         config = batch_config(vllm_config)
         endpoints = Endpoints(state, engine_client)
+        engine = VllmEngine(engine_client)
         place = directory(config, str(vllm_config.model_config.model))
-        service = await asyncio.to_thread(open_service, place, config, endpoints.supported)
-        concurrency = config.concurrency or max(
-            1, endpoints.seats if endpoints.by_priority else endpoints.seats // 2
+        service = await asyncio.to_thread(
+            open_service, place, config, endpoints.supported, keys=api_keys(args)
         )
-        runner = Runner(service, endpoints, concurrency, server_counters())
+        users_first = endpoints.by_priority
+        concurrency = config.concurrency or max(1, endpoints.seats // (1 if users_first else 2))
+        share = config.kv_share or (1.0 if users_first else 0.5)
+        runner = Runner(
+            service,
+            endpoints,
+            concurrency,
+            server_counters(),
+            engine=engine,
+            room=Room(engine.kv, share, users_first=users_first),
+            limits=limits(vllm_config, concurrency),
+        )
         setattr(state, STATE, service)
         setattr(state, RUNNER, runner)
         logger.info(
-            "batches: in %s; %d requests at a time; %s",
+            "batches: in %s; %d requests at a time, %.0f %% of KV; %s",
             place,
             concurrency,
+            100 * share,
             ", ".join(sorted(endpoints.supported)),
         )
 
@@ -107,6 +133,24 @@ def batch_config(vllm_config: VllmConfig) -> BatchConfig:
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return BatchConfig()
     return SSDKVConfig.from_extra_config(transfer.kv_connector_extra_config).batch
+
+
+def api_keys(args: Namespace) -> int:
+    """The number of keys that the server takes, as vLLM's middleware finds them."""
+    return len({key for key in (args.api_key or [envs.VLLM_API_KEY]) if key})
+
+
+def limits(vllm_config: VllmConfig, concurrency: int) -> Limits:
+    """What a line may ask of this server.
+
+    A text that has more bytes per token than any language cannot fit into the model's context;
+    what images take is another matter.
+    """
+    context = int(vllm_config.model_config.max_model_len)
+    found = Limits(answers=concurrency, logprobs=MAX_LOGPROBS, context=context)
+    if vllm_config.model_config.supports_multimodal_inputs:
+        return replace(found, under_way=IMAGES_UNDER_WAY)
+    return replace(found, text=max(LEAST_TEXT, MAX_BYTES_PER_TOKEN * context))
 
 
 def directory(config: BatchConfig, model: str) -> Path:

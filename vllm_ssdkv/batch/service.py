@@ -15,6 +15,7 @@ from starlette.requests import Request
 from vllm_ssdkv.batch.database import Database
 from vllm_ssdkv.batch.files import Files
 from vllm_ssdkv.batch.jobs import Jobs
+from vllm_ssdkv.batch.transfers import Transfers
 from vllm_ssdkv.config_batch import BatchConfig
 
 
@@ -24,6 +25,7 @@ class Service:
 
     Attributes:
         directory: The directory of the jobs, absolute.
+        transfers: Uploads and downloads under way in this process.
         endpoints: Endpoints that batches may name.
         wakers: Called when there is something to do; the runner of this process adds itself.
     """
@@ -33,6 +35,7 @@ class Service:
     database: Database
     files: Files
     jobs: Jobs
+    transfers: Transfers
     salt: bytes
     endpoints: frozenset[str]
     wakers: list[Callable[[], None]] = field(default_factory=list)
@@ -57,8 +60,16 @@ def open_service(
     config: BatchConfig,
     endpoints: frozenset[str],
     clock: Callable[[], float] = time.time,
+    keys: int = 1,
 ) -> Service:
     """Open the directory of the jobs, or make it with mode 0700. Blocks on I/O.
+
+    Args:
+        directory: Where it is.
+        config: Options.
+        endpoints: Endpoints that batches may name.
+        clock: Seconds since the epoch.
+        keys: Number of API keys that the server takes; each has its share, see ``key_share``.
 
     Raises:
         OSError: it cannot be created.
@@ -67,13 +78,15 @@ def open_service(
     os.makedirs(directory, mode=0o700, exist_ok=True)
     database = Database(directory / "jobs.db")
     row = database.row("SELECT value FROM settings WHERE name = 'salt'")
-    files = Files(database, directory / "files", config, clock)
+    share = 1 / max(1, keys) if config.key_share is None else config.key_share
+    files = Files(database, directory / "files", config, clock, share)
     return Service(
         directory=directory,
         config=config,
         database=database,
         files=files,
-        jobs=Jobs(database, files, config, clock),
+        jobs=Jobs(database, files, config, clock, share),
+        transfers=Transfers(share),
         salt=b"" if row is None else bytes(row["value"]),
         endpoints=endpoints,
     )

@@ -13,17 +13,18 @@ from typing import Final
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import Files, Upload
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.batch.transfers import chunks
+from vllm_ssdkv.sizes import KIB
 
 MAX_FIELDS: Final = 16
 MAX_FIELD: Final = 4 * KIB
 """Bytes of all fields that are no file together, headers included."""
 MAX_FILENAME: Final = 255
-_WRITE: Final = MIB
+_WRITE: Final = 256 * KIB
 
 
 @dataclass
@@ -123,10 +124,10 @@ def shown_name(name: str) -> str:
 
 
 async def receive(request: Request, files: Files, upload: Upload) -> Form:
-    """Take a form in; its file goes into ``upload``. Memory is bounded by a few MiB.
+    """Take a form in; its file goes into ``upload``. Memory is bounded by a MiB.
 
     Raises:
-        ApiError: 400, not a form; 413, too large.
+        ApiError: 400, not a form; 408, it comes too slowly; 413, too large.
         OSError: it could not be written.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
@@ -137,16 +138,14 @@ async def receive(request: Request, files: Files, upload: Upload) -> Form:
     parts = _Parts(form)
     try:
         parser = MultipartParser(boundary, parts.callbacks())  # type: ignore[arg-type]  # a mapping
-        async for chunk in request.stream():
+        async for chunk in chunks(request):
             for start in range(0, len(chunk), _WRITE):
                 parser.write(chunk[start : start + _WRITE])
                 if len(form.data) >= _WRITE:
                     await _flush(files, upload, form)
         parser.finalize()
     except (FormParserError, ValueError) as error:
-        raise ApiError(400, f"The form cannot be read: {error}") from None
-    except ClientDisconnect:
-        raise ApiError(400, "The upload was broken off.") from None
+        raise ApiError(400, f"The form cannot be read: {str(error)[:200]}") from None
     if not parts.ended:
         raise ApiError(400, "The form has no end.")
     await _flush(files, upload, form)
