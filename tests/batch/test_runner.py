@@ -311,7 +311,7 @@ def test_a_batch_whose_results_find_no_room_ends_with_those_that_it_has(tmp_path
         assert batch.errors is not None
         assert batch.errors.data is not None
         assert [error.code for error in batch.errors.data] == ["storage_full"]
-        assert "1MiB (batch.capacity of this server)." in str(batch.errors.data[0].message)
+        assert "1 MiB (batch.capacity of this server)." in str(batch.errors.data[0].message)
         # Five of 200 KiB fit; there is room to say of each of the others why it has no answer.
         good = await content(client, batch.output_file_id)
         rest = await content(client, batch.error_file_id)
@@ -368,7 +368,7 @@ def test_a_key_that_has_taken_its_share_keeps_no_other_one_waiting(tmp_path: Pat
         assert batch.errors is not None
         assert batch.errors.data is not None
         message = str(batch.errors.data[0].message)
-        assert "512KiB, the share of a key (batch.key_share of this server)" in message
+        assert "512 KiB, the share of a key (batch.key_share of this server)" in message
         with pytest.raises(openai.APIStatusError) as refused:
             await greedy.files.create(file=b"x" * 400 * KIB, purpose="batch")
         assert (refused.value.status_code, refused.value.code) == (413, "storage_full")

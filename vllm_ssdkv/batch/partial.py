@@ -21,7 +21,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     """An answer, or a mark: a request was begun, or was put back and may be begun again."""
 
     custom_id: str | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
     begun: str | None = None
     put_back: str | None = None
 
@@ -71,7 +71,7 @@ class PartialOutput:
                     break
                 if found.custom_id is not None:
                     self._places[found.custom_id] = (end, len(line))
-                    self.failed += found.error is not None
+                    self.failed += bytes(found.error) != b"null"
                 elif found.begun is not None:
                     self._attempts[found.begun] += 1
                 elif found.put_back is not None:
