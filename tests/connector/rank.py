@@ -20,9 +20,8 @@ from vllm_ssdkv.connector.messages import (
     LoadTime,
     RankReport,
     Row,
-    SSDKVMetadata,
-    SSDKVWorkerMetadata,
 )
+from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
 from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.placement import Placement
 

@@ -49,8 +49,8 @@ from vllm_ssdkv.connector.identities import RankIdentities
 from vllm_ssdkv.connector.keys import KEY_BYTES
 from vllm_ssdkv.connector.messages import (
     Row,
-    SSDKVMetadata,
 )
+from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.seats import Seats
 from vllm_ssdkv.connector.speculation import Speculation

@@ -9,8 +9,8 @@ import torch
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.config_request import RequestOptions
 from vllm_ssdkv.connector.choosing import MAX_KNOWN, Choice, Choices
+from vllm_ssdkv.connector.layout import KVLayout
 from vllm_ssdkv.connector.messages import Row
-from vllm_ssdkv.connector.model import KVLayout
 from vllm_ssdkv.selection.adaptive import AdaptiveSelector
 from vllm_ssdkv.selection.bounds import BoundsSelector
 from vllm_ssdkv.selection.kept import RowSizes

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_ssdkv.attention import active
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.connector import SSDKVConnector
-from vllm_ssdkv.connector.messages import SSDKVMetadata
+from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.errors import UnsupportedError
 
 Step = Callable[[SSDKVConnector, SSDKVMetadata], None]

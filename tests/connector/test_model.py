@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.model import KVLayout, directory_name, fingerprint, kv_layout
+from vllm_ssdkv.connector.layout import KVLayout
+from vllm_ssdkv.connector.model import directory_name, fingerprint, kv_layout
 from vllm_ssdkv.errors import UnsupportedError
 
 ENGINE: Any = SimpleNamespace(

@@ -32,8 +32,8 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_ssdkv.attention import active
 from vllm_ssdkv.attention.blocks import HEAD_SIZE_STEP, MAX_HEAD_SIZE, head_size_problem
-from vllm_ssdkv.attention.exact import RowBatch, attend_exact
-from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.paged import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.obstacle import Obstacle
@@ -176,9 +176,7 @@ class PagedAttentionImpl(AttentionImpl):
         worker = active.worker()
         if worker is None:  # vLLM's profiling run
             return
-        select_kernels(kv_cache.device).store_kv(
-            key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, worker.block_layout
-        )
+        store_new(worker, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -196,30 +194,23 @@ class PagedAttentionImpl(AttentionImpl):
         worker = active.worker()
         if attn_metadata is None or worker is None or worker.step is None:
             return output.zero_()  # warm-up: there is no request
-        step, tokens = worker.step, attn_metadata.num_actual_tokens
+        tokens = attn_metadata.num_actual_tokens
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
         queries = self._heads(query, tokens)
         values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
-        rows = attn_metadata.rows
-        cache = kv_cache.view(kv_cache.shape[0], -1)
-        attend_exact(
-            select_kernels(kv_cache.device),
+        attend_layer(
+            worker,
+            layer.layer_name,
             queries,
-            cache,
+            values,
+            kv_cache,
             self._heads(output, tokens),
-            rows,
-            step.pieces(layer.layer_name),
-            worker.block_layout,
-            worker.context_layout,
+            attn_metadata.rows,
             self.scale,
-            step.clock,
-            step.choosing(layer.layer_name, queries, values, rows, cache, self.scale, self.sinks),
-            self.sliding_window,
-            self.sinks,
+            sliding_window=self.sliding_window,
+            sinks=self.sinks,
         )
-        if worker.layer_ended is not None:
-            worker.layer_ended()
         return output
 
     def _heads(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -233,18 +224,15 @@ class PagedAttentionImpl(AttentionImpl):
         worker = active.worker()
         if worker is None or worker.step is None:
             raise RuntimeError("there is no step to attend for")
-        step = worker.step
         query_start = metadata.query_start.numpy().astype(np.int64)
         # Batch rows carry no request ids: the block that a row's first token is written to does.
         blocks = metadata.slot_mapping.cpu().numpy()[query_start[:-1]] // block_tokens
-        rows = np.array([step.row_of(int(b)) for b in blocks], dtype=np.int64)
-        starts = np.array([step.hbm_start(int(r)) for r in rows], dtype=np.int64)
-        return RowBatch.build(
+        return rows_of_step(
+            worker.step,
             query_start,
-            metadata.seq_lens.cpu().numpy().astype(np.int64)[: len(rows)],
+            metadata.seq_lens.cpu().numpy().astype(np.int64)[: len(blocks)],
             metadata.block_table.cpu().numpy().astype(np.int64),
-            starts,
-            rows,
+            blocks,
             block_tokens,
         )
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from vllm_ssdkv.cli import recall
 from vllm_ssdkv.cli.demo_plan import DTYPE
 from vllm_ssdkv.cli.kv_size import bytes_per_token
-from vllm_ssdkv.cli.python_time import PythonTime
 from vllm_ssdkv.metrics import parse_key
+from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
 from vllm_ssdkv.sizes import MIB
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _ask(
     first = 2 if batch.stored else 1
     tokens: dict[int, tuple[int, ...]] = {}
     begun: tuple[float, int, dict[str, float]] | None = None
-    end, steps, python = 0.0, 0, PythonTime()
+    end, steps, python = 0.0, 0, PythonTime(engine_borders)
     asked = [(q, batch.tokens or len(q.answer)) for q in questions]
     half = max(1, (min(count for _, count in asked) - first) // 2)
     for tokens in _answers(engine, str(number), asked):

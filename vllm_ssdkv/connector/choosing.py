@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from vllm_ssdkv.attention.mean_value import MeanValues
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.config_request import RequestOptions
+from vllm_ssdkv.connector.layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row
-from vllm_ssdkv.connector.model import KVLayout, block_layout
 from vllm_ssdkv.selection.adaptive import AdaptiveSelector
 from vllm_ssdkv.selection.bounds import BoundsSelector
 from vllm_ssdkv.selection.kept import KeptSelections

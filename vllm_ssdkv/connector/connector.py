@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_ssdkv.attention import active
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector import startup
-from vllm_ssdkv.connector.messages import SSDKVMetadata, SSDKVWorkerMetadata
+from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
 from vllm_ssdkv.connector.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.stats import Payload, SSDKVPromMetrics, SSDKVStats
 from vllm_ssdkv.connector.worker import SSDKVWorker

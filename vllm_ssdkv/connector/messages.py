@@ -1,6 +1,6 @@
 """What crosses the process boundary between scheduler and workers, once per step each way.
 
-Everything is plain dataclasses and numpy arrays: vLLM pickles them into shared memory.
+Everything is plain dataclasses and numpy arrays. vLLM's own types of them are in ``metadata.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from vllm_ssdkv.config_request import RequestOptions
 from vllm_ssdkv.store.move import NO_MOVE, Move
@@ -205,7 +201,7 @@ class ContextDelta:
 
 
 @dataclass
-class SSDKVMetadata(KVConnectorMetadata):
+class StepPlan:
     """Scheduler to worker, every step."""
 
     step: int
@@ -311,16 +307,3 @@ class RankReport:
             or self.gained
             or self.gauges
         )
-
-
-@dataclass
-class SSDKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: the reports of all ranks that had something to say."""
-
-    reports: list[tuple[int, RankReport]] = field(default_factory=list)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> SSDKVWorkerMetadata:
-        """Join the reports of several ranks of one step."""
-        if not isinstance(other, SSDKVWorkerMetadata):
-            raise TypeError(f"cannot join {type(other).__name__} with SSDKVWorkerMetadata")
-        return SSDKVWorkerMetadata(self.reports + other.reports)

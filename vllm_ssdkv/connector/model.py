@@ -6,14 +6,12 @@ sizes and fingerprint without talking to each other.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -26,58 +24,20 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.config import SSDKVConfig
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US, Obstacle
 from vllm_ssdkv.connector.preflight import refusal_of_layer
 from vllm_ssdkv.connector.weight_files import weight_files
 from vllm_ssdkv.errors import UnsupportedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import with_summaries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SAMPLE_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The KV of one rank: the layers of its largest KV cache group, in order of execution.
-
-    ``overlaid``: layers of each other group, the first of which lies where the first of the largest
-    group does, and so on. ``has_states``: some have a state in place of KV, which need not fill a
-    block.
-    """
-
-    layer_names: tuple[str, ...]
-    block_tokens: int
-    kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    geometry: SlotGeometry
-    tp_size: int
-    num_blocks: int
-    """Of HBM."""
-    overlaid: tuple[tuple[str, ...], ...] = ()
-    has_states: bool = False
-    cache_dtype: str = "auto"
-    """vLLM's name of what numbers are stored as."""
-
-    @property
-    def all_layers(self) -> tuple[str, ...]:
-        """Layers of every group."""
-        return self.layer_names + tuple(name for group in self.overlaid for name in group)
-
-
-@functools.lru_cache(maxsize=8)
-def block_layout(layout: KVLayout, page_tokens: int) -> BlockLayout:
-    """Layout of a block in HBM: pages back to back, ordered head, group."""
-    return BlockLayout.unpadded(
-        layout.block_tokens, page_tokens, layout.kv_heads, layout.head_size, layout.dtype
-    )
 
 
 def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
@@ -191,9 +151,6 @@ def kv_layout(
                 f"--block-size {spec.block_size} is not a multiple of page_tokens "
                 f"({config.page_tokens}); change one of them"
             )
-        payload = 2 * config.page_tokens * spec.head_size * spec.dtype.itemsize
-        groups = spec.block_size // config.page_tokens
-        geometry = SlotGeometry("paged", len(names), spec.num_kv_heads, groups, payload)
         scaled_from = spec.dtype.itemsize if config.scales_channels else 0
         if config.scores_channels and spec.head_size % config.sparse.channel_group:
             raise UnsupportedError(
@@ -202,13 +159,14 @@ def kv_layout(
             )
         if config.scores_channels and config.sparse.channel_pages == "ssd":
             _check_channel_pages(spec, config.page_tokens, scaled_from or 1)
-        if config.selector != "exact":
-            geometry = with_summaries(
-                geometry,
-                config.page_tokens,
-                channels=config.scores_channels,
-                scaled_from=scaled_from,
-            )
+        geometry = paged_geometry(
+            config,
+            len(names),
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.block_size,
+            spec.dtype,
+        )
     else:
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
     if config.encryption is not None:

@@ -36,8 +36,8 @@ from vllm_ssdkv.connector.messages import (
     Load,
     RankReport,
     Save,
-    SSDKVMetadata,
 )
+from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.moves import Moves
 from vllm_ssdkv.connector.recomputation import Recomputations
 from vllm_ssdkv.connector.request import RequestState, being_computed

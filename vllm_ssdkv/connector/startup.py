@@ -18,9 +18,9 @@ from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.choice import LoadChoice
 from vllm_ssdkv.connector.identities import RankIdentities
 from vllm_ssdkv.connector.kv_settings import kv_settings
+from vllm_ssdkv.connector.layout import KVLayout
 from vllm_ssdkv.connector.loaded_model import LoadedModel
 from vllm_ssdkv.connector.model import (
-    KVLayout,
     attention_spec,
     context_layers,
     directory_name,

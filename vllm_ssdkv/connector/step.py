@@ -19,8 +19,8 @@ from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.connector.choosing import Choices
+from vllm_ssdkv.connector.layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row, SlotArray
-from vllm_ssdkv.connector.model import KVLayout, block_layout
 from vllm_ssdkv.connector.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.stream import Piece

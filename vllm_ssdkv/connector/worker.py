@@ -33,6 +33,7 @@ from vllm_ssdkv.connector.blocks import (
 from vllm_ssdkv.connector.choosing import Choices
 from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.engine_metrics import EngineMetrics
+from vllm_ssdkv.connector.layout import KVLayout, block_layout
 from vllm_ssdkv.connector.loaded_model import LoadedAdapters, LoadedModel
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
@@ -44,9 +45,8 @@ from vllm_ssdkv.connector.messages import (
     LoadTime,
     RankReport,
     Save,
-    SSDKVMetadata,
+    StepPlan,
 )
-from vllm_ssdkv.connector.model import KVLayout, block_layout
 from vllm_ssdkv.connector.step import PagedStep
 from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.connector.stream_fence import StreamFence
@@ -255,7 +255,7 @@ class SSDKVWorker:
         )
         return found.digest
 
-    def _check_weights(self, plan: SSDKVMetadata) -> bool:
+    def _check_weights(self, plan: StepPlan) -> bool:
         """Whether this rank computes with the weights and adapters that the keys of a plan are
         bound to. One look at the weights, and where they have changed, a pass over them."""
         if self._model.changed():
@@ -293,7 +293,7 @@ class SSDKVWorker:
 
     # ---- one step ----
 
-    def begin(self, plan: SSDKVMetadata) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Before the forward pass: contexts are brought up to date and their reads started."""
         store = self.store
         if plan.segments is not None:
@@ -330,7 +330,7 @@ class SSDKVWorker:
         if plan.timed and self._timer is not None:
             self._timer.begin(plan.step)
 
-    def end(self, plan: SSDKVMetadata) -> None:
+    def end(self, plan: StepPlan) -> None:
         """After the forward pass: finished blocks leave HBM, loads and writes are started."""
         self._fence.set()
         if self._timer is not None:

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.cli import python_time
-from vllm_ssdkv.cli.python_time import PythonTime
+from vllm_ssdkv.profiling import python_time
+from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
 
 
-class Ours:
+class Base:
+    """Its subclass inherits."""
+
+    def wait(self) -> None:
+        """Wait."""
+
+
+class Ours(Base):
     """Stands for what vLLM calls."""
 
     def step(self, calls: int) -> list[int]:
@@ -29,13 +36,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_time.time, "perf_counter", lambda: float(next(ticks)))
 
 
-def test_every_second_is_somebodys(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_second_is_somebodys(clock: None) -> None:
     def borders() -> list[tuple[object, str, str]]:
         return [(Ours, "step", "python"), *python_time._native(_io)]
 
-    monkeypatch.setattr(python_time, "_borders", borders)
     before = _io.checksum, Ours.step
-    found, ours = PythonTime(), Ours()
+    found, ours = PythonTime(borders), Ours()
     found.start()
     assert ours.step(2) == [1, 1]
     other = threading.Thread(target=ours.step, args=(5,))
@@ -43,16 +49,25 @@ def test_every_second_is_somebodys(clock: None, monkeypatch: pytest.MonkeyPatch)
     other.join()
     found.stop()
     # Looked at: start, into step, into and out of each native call, out of step, stop.
-    assert found.seconds == {"vllm": 2, "python": 3, "native": 2}
+    assert found.seconds == {"engine": 2, "python": 3, "native": 2}
     assert found.figures(1)["python_share"] == pytest.approx(3 / 7)
     assert found.calls == 2
     assert (_io.checksum, Ours.step) == before
 
 
 def test_what_vllm_calls_and_what_is_native_is_found() -> None:
-    found = {(owner.__name__, name): whose for owner, name, whose in python_time._borders()}
+    found = {(owner.__name__, name): whose for owner, name, whose in engine_borders()}
     assert found["SSDKVConnector", "build_connector_meta"] == "python"
     assert found["PagedAttentionImpl", "forward"] == "python"
     assert found["vllm_ssdkv._kernels", "attend_pages"] == "native"
     assert found["PageCache", "ask"] == "native"
     assert found["SlotBatch", "over"] == "native"
+
+
+def test_an_inherited_method_is_timed_and_inherited_again() -> None:
+    found = PythonTime(lambda: [(Ours, "wait", "native")])
+    found.start()
+    Ours().wait()
+    found.stop()
+    assert found.calls == 1
+    assert "wait" not in vars(Ours)

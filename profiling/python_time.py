@@ -1,7 +1,7 @@
-"""Whose time a step takes: vLLM's, our Python's, or that of our native code and of waiting.
+"""Whose time a step takes: the engine's, our Python's, or that of our native code and of waiting.
 
 A profiler makes Python slower by what it counts. Here only the borders are timed: the calls from
-vLLM into this package, and from it into its native modules and the reads that it waits for.
+the engine into this package, and from it into its native modules and the reads that it waits for.
 Operations of numpy and torch between these borders count as Python's: there is a call for each.
 """
 
@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-Whose: TypeAlias = Literal["vllm", "python", "native"]
+Whose: TypeAlias = Literal["engine", "python", "native"]
+Border: TypeAlias = tuple[Any, str, Whose]
+"""Class or module, name of a callable there, and whose time passes in it."""
+
 _WHOSE: Final[tuple[Whose, ...]] = get_args(Whose)
 
 
@@ -26,28 +29,34 @@ class PythonTime:
         calls: Calls of native code.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, borders: Callable[[], Iterable[Border]]) -> None:
+        """``borders`` are asked for at each start."""
+        self._borders = borders
         self.seconds: dict[Whose, float] = dict.fromkeys(_WHOSE, 0.0)
         self.calls = 0
-        self._now: Whose = "vllm"
+        self._now: Whose = "engine"
         self._since = 0.0
         self._thread = 0
         self._replaced: list[tuple[Any, str, object]] = []
 
     def start(self) -> None:
         """Time the calls of this thread from now on."""
-        for owner, name, whose in list(_borders()):
-            original = vars(owner)[name]
-            self._replaced.append((owner, name, original))
+        for owner, name, whose in list(self._borders()):
+            inherited = name not in vars(owner)
+            original = getattr(owner, name) if inherited else vars(owner)[name]
+            self._replaced.append((owner, name, None if inherited else original))
             setattr(owner, name, self._timed(original, whose))
         self._thread = threading.get_ident()
         self._since = time.perf_counter()
 
     def stop(self) -> None:
         """Time no more."""
-        self._enter("vllm")
+        self._enter("engine")
         for owner, name, original in self._replaced:
-            setattr(owner, name, original)
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
         self._replaced.clear()
 
     def figures(self, steps: int) -> dict[str, object]:
@@ -80,24 +89,30 @@ class PythonTime:
         return call
 
 
-def _borders() -> Iterator[tuple[Any, str, Whose]]:
+def engine_borders() -> Iterator[Border]:
     """Where a call leads from vLLM to us, or from our Python to what is not Python."""
-    from vllm_ssdkv import _index, _io, _kernels
     from vllm_ssdkv.attention.backend import PagedAttentionImpl
     from vllm_ssdkv.connector.connector import SSDKVConnector
-    from vllm_ssdkv.store.slot_batch import SlotBatch
 
     for owner in (SSDKVConnector, PagedAttentionImpl):
         for name, value in vars(owner).items():
             if callable(value) and not name.startswith("_"):
                 yield owner, name, "python"
+    yield from native_borders()
+
+
+def native_borders() -> Iterator[Border]:
+    """Where a call leads from our Python to what is not Python."""
+    from vllm_ssdkv import _index, _io, _kernels
+    from vllm_ssdkv.store.slot_batch import SlotBatch
+
     # Throttled engines wait in Python.
     yield SlotBatch, "over", "native"
     for module in (_index, _io, _kernels):
         yield from _native(module)
 
 
-def _native(module: ModuleType) -> Iterator[tuple[Any, str, Whose]]:
+def _native(module: ModuleType) -> Iterator[Border]:
     for name, value in vars(module).items():
         if isinstance(value, type):
             for key, method in vars(value).items():
