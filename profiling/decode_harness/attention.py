@@ -1,0 +1,88 @@
+"""The attention functions that transformers calls in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer
+
+NAME: Final = "vllm_ssdkv_harness"
+"""Of the function in transformers' registry. Names that its mask registry lacks get no mask."""
+
+
+class Attention(Protocol):
+    """Attention of one layer, with what it keeps of K and V."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """From query [B, Hq, T, D], key and value [B, Hkv, T, D] the output [B, T, Hq, D]."""
+        ...
+
+
+_current: list[Attention] = []
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,  # noqa: ANN401 - what transformers passes on beside
+) -> tuple[torch.Tensor, None]:
+    return _current[-1](module, query, key, value, scaling), None
+
+
+@contextmanager
+def attention_by(model: Any, attention: Attention) -> Iterator[None]:  # noqa: ANN401 - transformers'
+    """Have the model attend by ``attention`` inside the block. One thread, one model at a time."""
+    AttentionInterface.register(NAME, _attend)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    _current.append(attention)
+    try:
+        yield
+    finally:
+        _current.pop()
+        model.set_attn_implementation(before)
+
+
+def sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """transformers' SDPA, of a query that is the newest token, over all of ``key``: no mask."""
+    out: torch.Tensor = sdpa_attention_forward(module, query, key, value, None, scaling=scale)[0]
+    return out
+
+
+def timed(attention: Attention, timer: AttentionTimer) -> Attention:
+    """The same attention, its time taken."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        work: Callable[[], torch.Tensor] = lambda: attention(module, query, key, value, scale)  # noqa: E731
+        return timer.time(work)
+
+    return attend

@@ -1,0 +1,410 @@
+"""A decoder of paged contexts: the worker of page mode under a Hugging Face model.
+
+What vLLM's scheduler and block manager do for the worker is done here: which blocks are in HBM,
+which slots hold what has left it, and the plan of each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.paged import attend_layer, rows_of_step, store_new
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config_request import RequestOptions
+from vllm_ssdkv.connector.layout import KVLayout, paged_geometry
+from vllm_ssdkv.connector.loaded_model import LoadedModel
+from vllm_ssdkv.connector.messages import Commit, ContextDelta, Row, Save, StepPlan
+from vllm_ssdkv.connector.worker import SSDKVWorker
+from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
+from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
+from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.header import KEY_BYTES
+from vllm_ssdkv.store.open import StorePlace, open_rank
+
+FILL_BLOCKS: Final = 64
+"""HBM blocks beside the windows, through which contexts pass on their way into the store."""
+
+Source = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
+"""K and V [count, Hkv, D] of a layer's tokens: (layer, first token, count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sizes of a decoder.
+
+    Attributes:
+        requests: At a time.
+        longest: Tokens of a request, at most.
+        block_tokens: Tokens of a block.
+        chunk: Tokens of a prompt that are computed in one step.
+    """
+
+    requests: int
+    longest: int
+    block_tokens: int = 16
+    chunk: int = 256
+
+    @property
+    def blocks(self) -> int:
+        """Of all requests."""
+        return self.requests * (-(-self.longest // self.block_tokens) + 1)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A running request.
+
+    Attributes:
+        prompt: Tokens that are attended from exactly.
+        tokens: Tokens that have KV.
+        hbm: HBM block of each block; 0: it has left.
+        slots: Of the blocks that the store has, from the first on.
+    """
+
+    asked: RequestOptions | None
+    prompt: int
+    tokens: int = 0
+    hbm: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+class PagedDecoder:
+    """Decodes requests whose contexts are in the store. Used by one thread.
+
+    Example::
+
+        with PagedDecoder(model, config, Room(1, 4096), directory) as decoder:
+            decoder.prefill("a", prompt)
+            logits = decoder.step(["a"], prompt[-1:])
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers' model
+        config: SSDKVConfig,
+        room: Room,
+        directory: Path,
+        *,
+        durable: bool = True,
+    ) -> None:
+        """Open a store of its own below ``directory``.
+
+        Args:
+            model: On the device that attends.
+            config: Page mode's options but for ``devices``, which is ``directory``.
+            room: Sizes.
+            directory: Is made.
+            durable: Write contexts to the drive; else they stay in DRAM, which must hold them.
+
+        Raises:
+            SSDKVError: the store cannot be opened.
+        """
+        self.model, self.device, self.room = model, model.device, room
+        self.durable = durable
+        self.timer: AttentionTimer | None = None
+        self._parts: PartClock | None = None
+        shape = model.config
+        self._layers = int(shape.num_hidden_layers)
+        names = tuple(f"layers.{i}" for i in range(self._layers))
+        heads, size, block = kv_heads(shape), head_size(shape), room.block_tokens
+        geometry = paged_geometry(config, self._layers, heads, size, block, model.dtype)
+        self.window = config.window_tokens
+        self.pages = self.window < room.longest
+        """Whether anything ever leaves HBM."""
+        held = min(room.longest, self.window + room.chunk) // block + 2
+        num_blocks = 1 + room.requests * held + FILL_BLOCKS
+        self.layout = KVLayout(
+            names, block, heads, size, model.dtype, geometry, tp_size=1, num_blocks=num_blocks
+        )
+        directory.mkdir(parents=True)
+        identity = Fingerprint({"model": type(model).__name__, "layers": self._layers})
+        make = functools.partial(StorePlace, geometry=geometry, fingerprint=identity, tp_size=1)
+        needed = make(config).capacity_for(room.blocks if self.pages else 1)
+        device = {"path": str(directory), "capacity": max(needed, 16 << 20)}
+        self.config = SSDKVConfig.from_extra_config(
+            {**config.model_dump(mode="json", exclude_unset=True), "devices": [device]}
+        )
+        place = make(self.config)
+        contexts = room.blocks if self.pages else 0
+        opened = open_rank(place, 0, place.counters, contexts)
+        self.opened = opened
+        self._free_slots = list(range(opened.num_slots))[::-1]
+        self._free_blocks = list(range(num_blocks))[:0:-1]  # block 0 is vLLM's null block
+        modules = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
+        self.worker = SSDKVWorker(
+            self.config,
+            self.layout,
+            opened,
+            tuple(range(self._layers)),
+            LoadedModel(modules, lambda: ""),
+            functools.partial(place.tell_weights, 0),
+        )
+        elements = heads * block * 2 * size
+        self._caches = [
+            torch.zeros((num_blocks, elements), dtype=model.dtype, device=self.device)
+            for _ in names
+        ]
+        self.worker.register(dict(zip(names, self._caches, strict=True)))
+        self._requests: dict[str, _Request] = {}
+        self._epoch = self._step = 0
+        self._rows: RowBatch | None = None
+        self._now: list[tuple[_Request, int]] = []
+        self._mapping = torch.zeros(0, dtype=torch.int64)
+
+    def __enter__(self) -> PagedDecoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what vLLM's block manager does ----
+
+    def _make_room(self, request: _Request, end: int) -> None:
+        """HBM blocks for the tokens before ``end``; those behind the window become free."""
+        block = self.room.block_tokens
+        behind = max(0, request.tokens - self.window + 1) // block if self.pages else 0
+        for index in range(min(behind, len(request.hbm)) - 1, -1, -1):
+            if not request.hbm[index]:
+                break
+            self._free_blocks.append(request.hbm[index])
+            request.hbm[index] = 0
+        while len(request.hbm) * block < end:
+            request.hbm.append(self._free_blocks.pop())
+
+    def _row(self, name: str, request: _Request, count: int) -> Row:
+        block, computed = self.room.block_tokens, request.tokens
+        start = max(0, computed - self.window + 1) // block if self.pages else 0
+        fence = request.hbm[(computed - 1) // block] if computed else 0
+        first = request.hbm[computed // block]
+        of_prompt = computed < request.prompt
+        return Row(name, first, fence, computed, start, count, request.asked, of_prompt)
+
+    def _save(self, plan: StepPlan, name: str, request: _Request, tokens: int) -> None:
+        """Every block that is complete with ``tokens`` gets a slot."""
+        begin, end = len(request.slots), tokens // self.room.block_tokens
+        if begin >= end or not self.pages:
+            return
+        self._epoch += 1
+        slots = [self._free_slots.pop() for _ in range(begin, end)]
+        request.slots += slots
+        plan.contexts.append(ContextDelta(name, begin, np.array(slots, dtype=np.int64)))
+        triples = [
+            (slot, self._epoch, request.hbm[index]) for index, slot in enumerate(slots, begin)
+        ]
+        plan.save = _joined(plan.save, Save.of(triples))
+        if self.durable:
+            keys = [(slot, self._epoch, os.urandom(KEY_BYTES)) for slot in slots]
+            commit = Commit.of(keys)
+            plan.commit = Commit(
+                np.concatenate([plan.commit.slots, commit.slots]),
+                np.concatenate([plan.commit.epochs, commit.epochs]),
+                plan.commit.keys + commit.keys,
+            )
+
+    def _plan(self) -> StepPlan:
+        self._step += 1
+        return StepPlan(self._step, (0,))
+
+    def _carry_out(self, plan: StepPlan, work: Callable[[], torch.Tensor] | None) -> Any:  # noqa: ANN401
+        worker = self.worker
+        worker.begin(plan)
+        if self._parts is not None and worker.step is not None:
+            worker.step.clock = self._parts
+        found = None if work is None else work()
+        worker.end(plan)
+        worker.collect(idle=False)
+        report = worker.take_report()
+        if report is not None and (report.poisoned or report.bad or report.failed_writes):
+            raise StoreError(
+                f"step {plan.step}: requests {report.poisoned} lost, slots {report.bad} bad, "
+                f"writes of {report.failed_writes} failed"
+            )
+        if report is not None and (report.skipped or report.unbound):
+            raise StoreError(f"step {plan.step}: slots {report.skipped} were not stored")
+        return found
+
+    # ---- requests ----
+
+    def start(self, name: str, prompt: int, asked: RequestOptions | None = None) -> None:
+        """Begin a request of so many prompt tokens, which chooses as it asks."""
+        self._requests[name] = _Request(asked, prompt)
+
+    def ask(self, name: str, asked: RequestOptions | None) -> None:
+        """From now on the request chooses like this."""
+        self._requests[name].asked = asked
+
+    def tokens(self, name: str) -> int:
+        """Tokens of a request that have KV."""
+        return self._requests[name].tokens
+
+    def forget(self, name: str) -> None:
+        """End a request; what was stored of it is dropped."""
+        request = self._requests.pop(name)
+        self._free_blocks += [block for block in request.hbm if block]
+        plan = self._plan()
+        plan.forget, plan.discard = [name], list(request.slots)
+        self._carry_out(plan, None)
+        self._free_slots += request.slots
+
+    def fill(self, name: str, tokens: int, source: Source) -> None:
+        """Give a request that has begun the KV of its first ``tokens`` tokens."""
+        request, block = self._requests[name], self.room.block_tokens
+        most = FILL_BLOCKS * block
+        while request.tokens < tokens:
+            first = request.tokens
+            end = min(tokens, first + most - first % block)
+            if not self.pages:
+                end = min(tokens, first + 16 * most)
+            self._make_room(request, end)
+            mapping = self._slots_of(request, first, end)
+            for layer, cache in enumerate(self._caches):
+                key, value = source(layer, first, end - first)
+                store_new(self.worker, key, value, cache, mapping)
+            plan = self._plan()
+            self._save(plan, name, request, end)
+            request.tokens = end
+            self._carry_out(plan, None)
+
+    def prefill(self, name: str, ids: Sequence[int]) -> torch.Tensor:
+        """Compute a request's prompt, chunk by chunk; logits [vocabulary] behind its last token."""
+        if name not in self._requests:
+            self.start(name, len(ids))
+        logits = torch.zeros(0)
+        for first in range(0, len(ids), self.room.chunk):
+            part = torch.tensor([ids[first : first + self.room.chunk]], device=self.device)
+            logits = self._forward([name], part)[0]
+        return logits
+
+    def step(self, names: Sequence[str], ids: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocabulary] of requests behind one more token each, ``ids`` [R]."""
+        return self._forward(names, ids[:, None])
+
+    # ---- the forward pass ----
+
+    def _slots_of(self, request: _Request, first: int, end: int) -> torch.Tensor:
+        """Where the tokens are written to in HBM, int64 [end - first], on the device."""
+        position = np.arange(first, end)
+        block = self.room.block_tokens
+        blocks = np.array(request.hbm, dtype=np.int64)[position // block]
+        return torch.from_numpy(blocks * block + position % block).to(self.device)
+
+    def _forward(self, names: Sequence[str], ids: torch.Tensor) -> torch.Tensor:
+        count, plan = ids.shape[1], self._plan()
+        requests = [self._requests[name] for name in names]
+        positions, mappings = [], []
+        for name, request in zip(names, requests, strict=True):
+            end = request.tokens + count
+            self._make_room(request, end)
+            plan.rows.append(self._row(name, request, count))
+            self._save(plan, name, request, end)
+            positions.append(torch.arange(request.tokens, end))
+            mappings.append(self._slots_of(request, request.tokens, end))
+        self._mapping = torch.cat(mappings)
+        self._now, self._rows = [(request, count) for request in requests], None
+        attention: Attention = self._attend
+        if self.timer is not None:
+            attention = timed(attention, self.timer)
+        where = torch.stack(positions).to(self.device)
+
+        def work() -> torch.Tensor:
+            with attention_by(self.model, attention), torch.inference_mode():
+                out = self.model(ids, position_ids=where, use_cache=False, logits_to_keep=1)
+            logits: torch.Tensor = out.logits[:, -1]
+            return logits
+
+        logits: torch.Tensor = self._carry_out(plan, work)
+        for request in requests:
+            request.tokens += count
+        return logits
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        batch, heads, count, size = query.shape
+        layer = int(module.layer_idx)  # type: ignore[arg-type] # of the model's attention modules
+        queries, keys, values = (
+            part.transpose(1, 2).reshape(batch * count, -1, size).contiguous()
+            for part in (query, key, value)
+        )
+        store_new(self.worker, keys, values, self._caches[layer], self._mapping)
+        if self._rows is None:
+            self._rows = self._rows_of_step()
+        out = torch.empty_like(queries)
+        attend_layer(
+            self.worker,
+            self.layout.layer_names[layer],
+            queries,
+            values,
+            self._caches[layer],
+            out,
+            self._rows,
+            scale,
+        )
+        return out.view(batch, count, heads, size)
+
+    def _rows_of_step(self) -> RowBatch:
+        if self.worker.step is None:
+            raise RuntimeError("there is no step to attend for")
+        block = self.room.block_tokens
+        ends = np.array([request.tokens + count for request, count in self._now], dtype=np.int64)
+        counts = np.array([count for _, count in self._now], dtype=np.int64)
+        widest = max(len(request.hbm) for request, _ in self._now)
+        table = np.zeros((len(self._now), widest), dtype=np.int64)
+        for row, (request, _) in enumerate(self._now):
+            table[row, : len(request.hbm)] = request.hbm
+        first = (ends - counts) // block
+        return rows_of_step(
+            self.worker.step,
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            ends,
+            table,
+            table[np.arange(len(first)), first],
+            block,
+        )
+
+    # ---- measuring ----
+
+    def time_parts(self, parts: PartClock | None) -> None:
+        """Have the steps from now on timed by this clock, which waits for the device."""
+        self._parts = parts
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every block that was to be written is; False: not in time."""
+        done = self.worker.store.drain(timeout_s)
+        self.worker.collect(idle=False)
+        return done
+
+    def close(self) -> None:
+        """Give everything back, the memory that CUDA has pinned first: another decoder's arena may
+        lie at the same address."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(self.opened.arena.address)
+        self.worker.close()
+        self._caches.clear()
+
+
+def _joined(one: Save, other: Save) -> Save:
+    parts = (
+        np.concatenate([getattr(one, f.name), getattr(other, f.name)])
+        for f in dataclasses.fields(Save)
+    )
+    return Save(*parts)
