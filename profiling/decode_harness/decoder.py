@@ -249,6 +249,12 @@ class PagedDecoder:
         """Tokens of a request that have KV."""
         return self._requests[name].tokens
 
+    def context_tokens(self, name: str) -> int:
+        """Tokens of a request that are behind its window."""
+        request = self._requests[name]
+        behind = max(0, request.tokens - self.window + 1) if self.pages else 0
+        return behind // self.room.block_tokens * self.room.block_tokens
+
     def forget(self, name: str) -> None:
         """End a request; what was stored of it is dropped."""
         request = self._requests.pop(name)
@@ -276,6 +282,7 @@ class PagedDecoder:
             self._save(plan, name, request, end)
             request.tokens = end
             self._carry_out(plan, None)
+            self._make_room(request, end)
 
     def prefill(self, name: str, ids: Sequence[int]) -> torch.Tensor:
         """Compute a request's prompt, chunk by chunk; logits [vocabulary] behind its last token."""

@@ -1,0 +1,211 @@
+"""The cases of the harness: which are measured, in which order, and what each of them needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from vllm_ssdkv.config import SelectorName, SSDKVConfig
+from vllm_ssdkv.config_request import RequestOptions
+from vllm_ssdkv.connector.layout import paged_geometry
+from vllm_ssdkv.profiling.decode_harness.decoder import Room
+from vllm_ssdkv.profiling.decode_harness.models import (
+    head_size,
+    kv_bytes_per_token,
+    kv_heads,
+    llama_8b_config,
+    small_config,
+)
+from vllm_ssdkv.sizes import MIB, format_size
+from vllm_ssdkv.store.summaries import row_bytes
+
+Tier = Literal["hbm", "dram", "ssd"]
+
+BUDGET: Final = 1 / 8
+"""Share of the tokens that a selector chooses from."""
+
+DRAM_SHARE: Final = 1 / 5
+"""Of the contexts' KV that DRAM holds where they are read from the drive, as in the product's own
+benchmark of decoding."""
+
+STEPS_AHEAD: Final = 256
+"""Tokens that may be decoded behind a context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is measured, and how large it is.
+
+    Attributes:
+        config: Of the model.
+        contexts: Pairs of tokens and requests, in order of value.
+        part: The same where all layers would not fit anywhere; measured with fewer.
+        window: Tokens in HBM.
+        staging: Bytes.
+    """
+
+    config: PretrainedConfig
+    name: str
+    dtype: torch.dtype
+    contexts: tuple[tuple[int, int], ...]
+    part: tuple[int, int]
+    window: int
+    staging: int
+
+    @classmethod
+    def full(cls) -> Scale:
+        """Llama 8B's shape."""
+        contexts = ((32768, 1), (32768, 8), (131072, 1))
+        config = llama_8b_config()
+        part = (131072, 8)
+        return cls(config, "Llama 8B's shape", torch.bfloat16, contexts, part, 256, 64 * MIB)
+
+    @classmethod
+    def rehearsal(cls) -> Scale:
+        """So small that a CPU goes through all cases in seconds."""
+        config = small_config("llama", head_size=16)
+        contexts = ((1024, 1), (1024, 2), (2048, 1))
+        return cls(config, "a small Llama", torch.bfloat16, contexts, (1024, 4), 32, 4 * MIB)
+
+    def room(self, context: int, requests: int) -> Room:
+        """Of a decoder for so many requests of this context."""
+        return Room(requests, context + STEPS_AHEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure: a selector, or how attention is computed where all KV is in HBM."""
+
+    name: str
+    asked: RequestOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cases that share their contexts, where these are, and a store.
+
+    Attributes:
+        kind: Selector that the store is made for; ``sdpa`` where there is none.
+        layers: Of the model.
+    """
+
+    tier: Tier
+    kind: SelectorName | Literal["sdpa"]
+    context: int
+    requests: int
+    layers: int
+    cases: tuple[Case, ...]
+
+    @property
+    def name(self) -> str:
+        """For people and results."""
+        part = f", {self.layers} layers" if self.layers else ""
+        return f"{self.context} tokens, batch {self.requests}{part}"
+
+
+EXACT: Final = Case("exact", RequestOptions(selector="exact"))
+BY_BOUNDS: Final = (
+    EXACT,
+    Case("bounds", RequestOptions(selector="bounds")),
+    Case("window", RequestOptions(selector="window")),
+)
+BY_CHANNELS: Final = (
+    Case("sparf", RequestOptions(selector="sparf")),
+    Case("adaptive", RequestOptions(selector="adaptive")),
+)
+
+
+def groups(scale: Scale) -> list[Group]:
+    """All groups, the most valuable first; the drive comes last."""
+    layers = scale.config.num_hidden_layers
+    found: list[Group] = []
+    for context, requests in scale.contexts:
+        for tier, kind, cases in _PLACES:
+            found.append(Group(tier, kind, context, requests, layers, cases))
+    context, requests = scale.contexts[0]
+    found.append(Group("ssd", "bounds", context, requests, layers, BY_BOUNDS[:2]))
+    found.append(Group("ssd", "sparf", context, requests, layers, BY_CHANNELS))
+    context, requests = scale.part
+    for tier, kind, cases in _PLACES[:3]:
+        found.append(Group(tier, kind, context, requests, 0, cases))
+    return found
+
+
+_PLACES: Final[tuple[tuple[Tier, Any, tuple[Case, ...]], ...]] = (
+    ("hbm", "sdpa", (Case("full, transformers' SDPA"),)),
+    ("hbm", "exact", (Case("full, our kernel"),)),
+    ("dram", "bounds", BY_BOUNDS),
+    ("dram", "sparf", BY_CHANNELS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """Bytes that a group takes of each kind of memory, beside the model."""
+
+    hbm: int
+    dram: int
+    disk: int
+    kv: int
+
+
+def options(scale: Scale, group: Group, layers: int) -> SSDKVConfig:
+    """Options of a group's store, all but the device: DRAM for all its contexts and their
+    summaries, or for a fifth of them, divided as the product does by itself."""
+    room = scale.room(group.context, group.requests)
+    kind: Any = group.kind
+    given: dict[str, Any] = {
+        "mode": "page",
+        "selector": kind,
+        "hbm_window_tokens": scale.window,
+        "io": {"staging": scale.staging},
+    }
+    if group.tier == "hbm":
+        whole = -(-room.longest // 16) * 16
+        return SSDKVConfig.from_extra_config(
+            {**given, "hbm_window_tokens": whole, "dram_gib": _text(scale.staging + 256 * MIB)}
+        )
+    sparse: dict[str, Any] = {"budget": BUDGET, "exact_below": 0}
+    given["sparse"] = sparse
+    config = SSDKVConfig.from_extra_config(given)
+    geometry = paged_geometry(
+        config,
+        layers,
+        kv_heads(scale.config),
+        head_size(scale.config),
+        room.block_tokens,
+        scale.dtype,
+    )
+    channels = room.blocks * row_bytes(
+        geometry, config.page_tokens, channels=config.scores_channels
+    )
+    if group.tier == "ssd":
+        kv = room.blocks * geometry.frame_bytes
+        dram = scale.staging + 2 * MIB + max(2 * MIB, int(DRAM_SHARE * kv) + channels)
+        return SSDKVConfig.from_extra_config({**given, "dram_gib": _text(dram)})
+    pages = max(MIB, 64 * geometry.layer_bytes)
+    sparse |= {"summaries": max(MIB, channels + MIB), "page_cache": pages}
+    frames = (room.blocks + 64) * geometry.frame_bytes
+    dram = scale.staging + 64 * geometry.tail_bytes + pages + channels + frames + 32 * MIB
+    return SSDKVConfig.from_extra_config({**given, "dram_gib": _text(dram)})
+
+
+def _text(nbytes: int) -> str:
+    return format_size(-(-nbytes // MIB) * MIB)
+
+
+def needed(scale: Scale, group: Group, layers: int) -> Needed:
+    """What a group takes, with so many layers of the model."""
+    room = scale.room(group.context, group.requests)
+    each = kv_bytes_per_token(scale.config, scale.dtype)
+    each = each // scale.config.num_hidden_layers * layers
+    kv = room.blocks * room.block_tokens * each
+    if group.tier == "hbm":
+        return Needed(kv, 0, 0, kv)
+    config = options(scale, group, layers)
+    window = (group.requests * (scale.window + 1024) + 1024) * each
+    dram = config.dram_bytes(1)
+    return Needed(window, dram, int(1.02 * kv * (1.6 if group.kind == "sparf" else 1.1)), kv)

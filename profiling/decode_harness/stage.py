@@ -1,0 +1,351 @@
+"""Measures decoding on this package's store without vLLM, one JSON line per case.
+
+    python -P -m vllm_ssdkv.profiling.decode_harness.stage --out FILE [--rehearse] [--seconds N]
+
+A line has ``stage``, ``case``, ``ok``, ``seconds`` and ``error``; and ``skipped``, with the reason,
+where a case was not measured. First come the tokens of small models, then the speed of Llama 8B's
+shape in bf16 with random weights, over contexts of random KV: nothing about a real model's answers
+or about which pages it would choose follows from these. ``layer_ms`` comes from steps that wait for
+the device at every part, so its parts add up to more than a step takes; ``python_share`` is of the
+host's time. ``--rehearse`` goes the same way with a small model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from vllm_ssdkv.host import available_memory
+from vllm_ssdkv.profiling.decode_harness.cells import (
+    STEPS_AHEAD,
+    Case,
+    Group,
+    Needed,
+    Scale,
+    groups,
+    needed,
+    options,
+)
+from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Source
+from vllm_ssdkv.profiling.decode_harness.full_cache import FullDecoder
+from vllm_ssdkv.profiling.decode_harness.measure import (
+    Effort,
+    Figures,
+    measure_full,
+    measure_paged,
+)
+from vllm_ssdkv.profiling.decode_harness.models import first_layers, make_model
+from vllm_ssdkv.profiling.decode_harness.tokens import (
+    CHOOSING,
+    FAMILIES,
+    check_exact,
+    check_selector,
+)
+from vllm_ssdkv.selection.protocol import Needs
+from vllm_ssdkv.sizes import GIB, approximate_size
+
+STAGE: Final = "decode"
+SPARE: Final = 3 * GIB
+"""Of each kind of memory, left to everything else."""
+
+FILL_RATE: Final = 1.5e9
+"""Bytes of contexts per second that come into DRAM, at least; a guess, by which a group of cases is
+not begun when the time is nearly over."""
+
+DRAIN_S: Final = 60.0
+
+
+class Rows:
+    """The result, a line at a time: whatever is killed later, the lines before are there."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.failed = False
+
+    def add(self, case: str, figures: Figures, seconds: float) -> None:
+        """Append a line. ``figures`` may hold ``ok``, ``error`` and ``skipped``."""
+        row: Figures = {"stage": STAGE, "case": case, "ok": True, "error": None, **figures}
+        row["seconds"] = round(seconds, 3)
+        self.failed |= not row["ok"] and "skipped" not in row
+        with self._out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def skip(self, case: str, why: str, **figures: object) -> None:
+        """A case that is not measured."""
+        self.add(case, {**figures, "ok": False, "skipped": why}, 0.0)
+
+    def run(self, case: str, work: Callable[[], Figures], **figures: object) -> None:
+        """Do a case's work; whatever stops it is its error."""
+        begun = time.perf_counter()
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001 - the other cases go on
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            found = {"ok": False, "error": text[:2000]}
+        self.add(case, {**figures, **found}, time.perf_counter() - begun)
+
+
+class Stage:
+    """All cases, as far as time and memory go."""
+
+    def __init__(self, rows: Rows, device: torch.device, directory: Path, deadline: float) -> None:
+        """``deadline`` is one of ``time.monotonic``; stores come below ``directory``."""
+        self._rows, self._device, self._directory = rows, device, directory
+        self._deadline = deadline
+        self._stores = 0
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _place(self) -> Path:
+        self._stores += 1
+        return self._directory / f"store{self._stores}"
+
+    # ---- tokens ----
+
+    def check_tokens(self) -> None:
+        """Tokens of small models in fp32."""
+        for family in FAMILIES:
+            name = f"tokens of {family}, exact paging, against transformers' cache"
+            self._check(name, lambda f=family: check_exact(f, "exact", self._device, self._new()))
+        for selector in CHOOSING:
+            name = f"tokens of llama, {selector} with a budget of everything, against the same"
+            self._check(name, lambda s=selector: check_exact("llama", s, self._device, self._new()))
+        for selector in CHOOSING:
+            name = f"tokens of llama, {selector} at 1/8, against the CPU's kernels"
+            self._check(name, lambda s=selector: check_selector(s, self._device, self._new()))
+
+    def _new(self) -> Path:
+        place = self._place()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def _check(self, name: str, work: Callable[[], Figures]) -> None:
+        if self._left() <= 0:
+            self._rows.skip(name, "no time")
+            return
+        self._rows.run(name, work)
+        self._tidy()
+
+    # ---- speed ----
+
+    def measure(self, scale: Scale, effort: Effort) -> None:
+        """Speed of a model, case by case."""
+        model: Any = None
+        for group in groups(scale):
+            why = "" if self._left() > 5 else "no time"
+            if not why and model is None:
+                torch.manual_seed(0)
+                model = make_model(scale.config, self._device, scale.dtype)
+            layers, need = self._size(scale, group)
+            if not why:
+                why = self._obstacle(group, layers, need)
+            about = self._about(scale, group, layers)
+            names = [f"{self._title(group, layers)}, {case.name}" for case in group.cases]
+            if why:
+                for name in names:
+                    self._rows.skip(name, why, **about)
+                continue
+            with first_layers(model, layers):
+                self._measure_group(model, scale, group, names, about, effort)
+            self._tidy()
+
+    def _title(self, group: Group, layers: int) -> str:
+        part = f", {layers} layers" if not group.layers else ""
+        return f"{group.context} tokens, batch {group.requests}{part}, {_TIERS[group.tier]}"
+
+    def _about(self, scale: Scale, group: Group, layers: int) -> Figures:
+        return {
+            "model": scale.name,
+            "weights": "random, each layer its own",
+            "dtype": str(scale.dtype).removeprefix("torch."),
+            "layers": layers,
+            "layers_of_model": scale.config.num_hidden_layers,
+            "context": group.context,
+            "batch": group.requests,
+            "tier": group.tier,
+            "kv": "random, not computed from a prompt",
+        }
+
+    def _size(self, scale: Scale, group: Group) -> tuple[int, Needed]:
+        """Layers that are measured, and what they take."""
+        if group.layers:
+            return group.layers, needed(scale, group, group.layers)
+        for layers in range(scale.config.num_hidden_layers, 1, -1):
+            need = needed(scale, group, layers)
+            if not self._lacks(need):
+                return layers, need
+        return 1, needed(scale, group, 1)
+
+    def _lacks(self, need: Needed) -> str:
+        """The kind of memory that has too little; empty: none has."""
+        have = {"DRAM": available_memory(), "disk": shutil.disk_usage(self._directory).free}
+        want = {"DRAM": need.dram, "disk": need.disk}
+        if self._device.type == "cuda":
+            have["HBM"], want["HBM"] = torch.cuda.mem_get_info(self._device)[0], need.hbm
+        for kind, nbytes in want.items():
+            if nbytes and nbytes + SPARE > have[kind]:
+                return (
+                    f"does not fit {kind}: takes {approximate_size(nbytes)} and "
+                    f"{approximate_size(SPARE)} to spare of {approximate_size(have[kind])}"
+                )
+        return ""
+
+    def _obstacle(self, group: Group, layers: int, need: Needed) -> str:
+        if why := self._lacks(need):
+            return why
+        if need.kv / FILL_RATE + 3 > self._left():
+            return "no time"
+        return ""
+
+    def _measure_group(
+        self,
+        model: Any,  # noqa: ANN401 - transformers' model
+        scale: Scale,
+        group: Group,
+        names: Sequence[str],
+        about: Figures,
+        effort: Effort,
+    ) -> None:
+        if group.kind == "sdpa":
+
+            def work() -> Figures:
+                decoder = FullDecoder(model, group.requests, group.context, STEPS_AHEAD)
+                return measure_full(decoder, group.requests, effort)
+
+            self._rows.run(names[0], work, **about)
+            return
+        done: list[str] = []
+        begun = time.perf_counter()
+
+        def measure_all() -> Figures:
+            layers = model.config.num_hidden_layers
+            config = options(scale, group, layers)
+            room = scale.room(group.context, group.requests)
+            durable = group.tier == "ssd"
+            place = self._new()
+            try:
+                with PagedDecoder(model, config, room, place, durable=durable) as decoder:
+                    self._cases(decoder, group, names, about, effort, done)
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+            return {}
+
+        try:
+            measure_all()
+        except Exception as error:  # noqa: BLE001 - the other groups go on
+            text = f"{type(error).__name__}: {error}"[:2000]
+            for name in names[len(done) :]:
+                self._rows.add(
+                    name,
+                    {**about, "ok": False, "error": text},
+                    time.perf_counter() - begun,
+                )
+
+    def _cases(
+        self,
+        decoder: PagedDecoder,
+        group: Group,
+        names: Sequence[str],
+        about: Figures,
+        effort: Effort,
+        done: list[str],
+    ) -> None:
+        requests = [f"request {i}" for i in range(group.requests)]
+        begun = time.perf_counter()
+        for request in requests:
+            decoder.start(request, group.context)
+            decoder.fill(request, group.context, random_kv(decoder))
+        if group.tier == "ssd" and not decoder.drain(max(1.0, min(DRAIN_S, self._left()))):
+            raise TimeoutError("the contexts were not on the drive in time")
+        about = {
+            **about,
+            "window": min(decoder.window, group.context),
+            "block_tokens": decoder.room.block_tokens,
+            "page_tokens": decoder.config.page_tokens,
+            "dram_bytes": decoder.opened.plan.nbytes if group.tier != "hbm" else 0,
+            "io_engine": decoder.opened.files.engine.name,
+            "direct_io": all(device.direct for device in decoder.opened.devices),
+            "fill_s": round(time.perf_counter() - begun, 3),
+        }
+        for name, case in zip(names, group.cases, strict=True):
+            if self._left() <= 0:
+                self._rows.skip(name, "no time", **about)
+            else:
+                self._rows.run(name, lambda c=case: _case(decoder, requests, c, effort), **about)
+            done.append(name)
+
+    def _tidy(self) -> None:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+_TIERS: Final = {"hbm": "HBM", "dram": "DRAM", "ssd": "drive"}
+
+
+def random_kv(decoder: PagedDecoder) -> Source:
+    """K and V of a normal distribution, made where they are attended to."""
+    layout, device = decoder.layout, decoder.device
+
+    def source(layer: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = count, layout.kv_heads, layout.head_size
+        key, value = (torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2))
+        return key.normal_(), value.normal_()
+
+    return source
+
+
+def _case(decoder: PagedDecoder, requests: Sequence[str], case: Case, effort: Effort) -> Figures:
+    for request in requests:
+        decoder.ask(request, case.asked)
+    bounds = case.asked is not None and case.asked.selector == "bounds"
+    found = measure_paged(decoder, requests, effort, Needs(bounds=bounds))
+    if case.asked is not None and case.asked.selector != "exact":
+        found["budget"] = decoder.config.sparse.budget
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 1 where a case failed that was not skipped."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
+    parser.add_argument("--rehearse", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--seconds", type=float, default=200.0, help="no case begins later")
+    parser.add_argument("--directory", type=Path, help="of the stores; default: beside --out")
+    given = parser.parse_args(arguments)
+    if not given.rehearse and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU: try --rehearse")
+    deadline = time.monotonic() + given.seconds
+    where = given.directory or given.out.parent
+    where.mkdir(parents=True, exist_ok=True)
+    if given.rehearse:
+        # Threads of small operations wait for each other longer than they work.
+        torch.set_num_threads(1)
+        device, scale, effort = torch.device("cpu"), Scale.rehearsal(), Effort(4, 0.5, 2)
+    else:
+        device, scale, effort = torch.device("cuda", 0), Scale.full(), Effort(24, 2.5, 3)
+    rows = Rows(given.out)
+    with tempfile.TemporaryDirectory(prefix="decode-", dir=where) as directory:
+        stage = Stage(rows, device, Path(directory), deadline)
+        stage.check_tokens()
+        stage.measure(scale, effort)
+    return int(rows.failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""Whether tokens are right: paged decoding against transformers' own cache, greedy, fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import DynamicCache
+
+from vllm_ssdkv.config import SelectorName, SSDKVConfig
+from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
+from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+
+FAMILIES: Final = ("llama", "qwen3", "gpt_neox")
+CHOOSING: Final[tuple[SelectorName, ...]] = ("bounds", "sparf", "adaptive", "window")
+PROMPTS: Final = (333, 150)
+"""Tokens of the prompts, which are decoded together."""
+
+COUNT: Final = 24
+"""Tokens that are decoded."""
+
+ROOM: Final = Room(requests=len(PROMPTS), longest=512, chunk=64)
+WINDOW: Final = 32
+
+
+def prompts(vocabulary: int, seed: int = 1) -> list[list[int]]:
+    """Random prompts of the lengths of :data:`PROMPTS`."""
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (n,), generator=made).tolist() for n in PROMPTS]
+
+
+def own_tokens(model: Any, ids: Sequence[int], count: int) -> list[int]:  # noqa: ANN401
+    """What transformers decodes with its own cache and SDPA."""
+    cache, found = DynamicCache(), []
+    with torch.inference_mode():
+        part = torch.tensor([list(ids)], device=model.device)
+        for _ in range(count):
+            out = model(part, past_key_values=cache, use_cache=True)
+            part = out.logits[:, -1:].argmax(-1)
+            found.append(int(part))
+    return found
+
+
+def config_of(selector: SelectorName, *, budget: float = 1 / 8, mass: float = 0.9) -> SSDKVConfig:
+    """Options of a small store, in which requests of every length choose."""
+    return SSDKVConfig.from_extra_config(
+        {
+            "mode": "page",
+            "selector": selector,
+            "hbm_window_tokens": WINDOW,
+            "dram_gib": "96MiB",
+            "io": {"staging": "4MiB"},
+            "sparse": {"budget": budget, "exact_below": 0, "mass": mass},
+        }
+    )
+
+
+def paged_logits(
+    model: Any,  # noqa: ANN401 - transformers' model
+    config: SSDKVConfig,
+    asked: Sequence[Sequence[int]],
+    directory: Path,
+    forced: Sequence[Sequence[int]] | None = None,
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens of each prompt, decoded together, and logits [steps, requests, vocabulary], on the
+    host. ``forced``: tokens that are decoded from in place of these."""
+    with PagedDecoder(model, config, ROOM, directory) as decoder:
+        names = [str(i) for i in range(len(asked))]
+        logits = torch.stack(
+            [decoder.prefill(name, ids) for name, ids in zip(names, asked, strict=True)]
+        )
+        tokens, seen = [], []
+        for number in range(COUNT):
+            seen.append(logits.float().cpu())
+            ids = logits.argmax(-1)
+            tokens.append(ids.tolist())
+            if forced is not None:
+                ids = torch.tensor([row[number] for row in forced], device=ids.device)
+            logits = decoder.step(names, ids)
+    return [list(row) for row in zip(*tokens, strict=True)], torch.stack(seen)
+
+
+def check_exact(
+    family: str, selector: SelectorName, device: torch.device, directory: Path
+) -> dict[str, Any]:
+    """Decode with exact paging, or with a selector whose budget is everything, and compare the
+    tokens with transformers' own."""
+    # Triton's tiles want heads of 64; a CPU is quicker with less.
+    model: Any = make_model(small_config(family, head_size=_head(device)), device, torch.float32)
+    asked = prompts(model.config.vocab_size)
+    want = [own_tokens(model, ids, COUNT) for ids in asked]
+    config = config_of(selector, budget=1.0, mass=1.0)
+    got, _ = paged_logits(model, config, asked, directory)
+    return _compared(want, got)
+
+
+def check_selector(selector: SelectorName, device: torch.device, directory: Path) -> dict[str, Any]:
+    """Decode with a budget of an eighth by the device's kernels and by the CPU's native ones, from
+    the same tokens, and compare what comes out."""
+    shape = small_config("llama", head_size=_head(device))
+    model: Any = make_model(shape, device, torch.float32)
+    here: Any = make_model(shape, torch.device("cpu"), torch.float32)
+    here.load_state_dict(model.state_dict())
+    asked = prompts(model.config.vocab_size)
+    config = config_of(selector)
+    want, logits = paged_logits(here, config, asked, directory / "cpu")
+    got, found = paged_logits(model, config, asked, directory / "device", want)
+    largest = float((found - logits).abs().max())
+    return {**_compared(want, got), "largest_difference_of_logits": largest}
+
+
+def _head(device: torch.device) -> int:
+    return 64 if device.type == "cuda" else 16
+
+
+def _compared(want: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
+    pairs = [
+        (a, b)
+        for one, other in zip(want, got, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    same = sum(a == b for a, b in pairs)
+    return {
+        "ok": same == len(pairs),
+        "tokens": len(pairs),
+        "tokens_equal": same,
+        "different_tokens": len({a for a, _ in pairs}),
+    }
