@@ -42,6 +42,7 @@ class Scale:
     Attributes:
         config: Of the model.
         contexts: Pairs of tokens and requests, in order of value.
+        drive: The same where contexts are read from the drive.
         part: The same where all layers would not fit anywhere; measured with fewer.
         window: Tokens in HBM.
         staging: Bytes.
@@ -51,6 +52,7 @@ class Scale:
     name: str
     dtype: torch.dtype
     contexts: tuple[tuple[int, int], ...]
+    drive: tuple[int, int]
     part: tuple[int, int]
     window: int
     staging: int
@@ -58,17 +60,30 @@ class Scale:
     @classmethod
     def full(cls) -> Scale:
         """Llama 8B's shape."""
-        contexts = ((32768, 1), (32768, 8), (131072, 1))
-        config = llama_8b_config()
-        part = (131072, 8)
-        return cls(config, "Llama 8B's shape", torch.bfloat16, contexts, part, 256, 64 * MIB)
+        return cls(
+            llama_8b_config(),
+            "Llama 8B's shape",
+            torch.bfloat16,
+            contexts=((32768, 1), (32768, 8), (131072, 1)),
+            drive=(32768, 1),
+            part=(131072, 8),
+            window=256,
+            staging=64 * MIB,
+        )
 
     @classmethod
     def rehearsal(cls) -> Scale:
         """So small that a CPU goes through all cases in seconds."""
-        config = small_config("llama", head_size=16)
-        contexts = ((1024, 1), (1024, 2), (2048, 1))
-        return cls(config, "a small Llama", torch.bfloat16, contexts, (1024, 4), 32, 4 * MIB)
+        return cls(
+            small_config("llama", head_size=64),
+            "a small Llama",
+            torch.bfloat16,
+            contexts=((1024, 1), (1024, 2), (2048, 1)),
+            drive=(8192, 1),
+            part=(1024, 4),
+            window=32,
+            staging=4 * MIB,
+        )
 
     def room(self, context: int, requests: int) -> Room:
         """Of a decoder for so many requests of this context."""
@@ -89,7 +104,9 @@ class Group:
 
     Attributes:
         kind: Selector that the store is made for; ``sdpa`` where there is none.
-        layers: Of the model.
+        layers: Of the model; 0: as many as fit.
+        note: What ``sparse`` changes, for people.
+        sparse: Options beside the budget.
     """
 
     tier: Tier
@@ -98,12 +115,8 @@ class Group:
     requests: int
     layers: int
     cases: tuple[Case, ...]
-
-    @property
-    def name(self) -> str:
-        """For people and results."""
-        part = f", {self.layers} layers" if self.layers else ""
-        return f"{self.context} tokens, batch {self.requests}{part}"
+    note: str = ""
+    sparse: tuple[tuple[str, str | int], ...] = ()
 
 
 EXACT: Final = Case("exact", RequestOptions(selector="exact"))
@@ -118,28 +131,45 @@ BY_CHANNELS: Final = (
 )
 
 
+_FULL: Final = (Case("full, transformers' SDPA"),)
+_KERNEL: Final = (Case("full, our kernel"),)
+
+
 def groups(scale: Scale) -> list[Group]:
-    """All groups, the most valuable first; the drive comes last."""
+    """All groups, in order of what they tell for their time.
+
+    The contexts of ``sparf`` are half as large again, and take longest to be made.
+    """
     layers = scale.config.num_hidden_layers
     found: list[Group] = []
     for context, requests in scale.contexts:
-        for tier, kind, cases in _PLACES:
-            found.append(Group(tier, kind, context, requests, layers, cases))
-    context, requests = scale.contexts[0]
+        found.append(Group("hbm", "sdpa", context, requests, layers, _FULL))
+        found.append(Group("hbm", "exact", context, requests, layers, _KERNEL))
+        found.append(Group("dram", "bounds", context, requests, layers, BY_BOUNDS))
+        if requests == 1 and context == scale.contexts[0][0]:
+            found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS))
+    context, requests = scale.drive
     found.append(Group("ssd", "bounds", context, requests, layers, BY_BOUNDS[:2]))
     found.append(Group("ssd", "sparf", context, requests, layers, BY_CHANNELS))
+    context, requests = scale.contexts[0]
+    hot = ("hbm_pages", _text(max(MIB, 2 * _chosen_bytes(scale, context, requests))))
+    note = ", pages kept in HBM"
+    cases = BY_BOUNDS[1:2]
+    found.append(Group("dram", "bounds", context, requests, layers, cases, note, (hot,)))
+    note, held = ", pages and channels kept in HBM", ("channel_pages", "hbm")
+    found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS, note, (hot, held)))
+    for context, requests in scale.contexts[1:]:
+        found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS))
     context, requests = scale.part
-    for tier, kind, cases in _PLACES[:3]:
-        found.append(Group(tier, kind, context, requests, 0, cases))
+    found.append(Group("hbm", "sdpa", context, requests, 0, _FULL))
+    found.append(Group("hbm", "exact", context, requests, 0, _KERNEL))
+    found.append(Group("dram", "bounds", context, requests, 0, BY_BOUNDS))
     return found
 
 
-_PLACES: Final[tuple[tuple[Tier, Any, tuple[Case, ...]], ...]] = (
-    ("hbm", "sdpa", (Case("full, transformers' SDPA"),)),
-    ("hbm", "exact", (Case("full, our kernel"),)),
-    ("dram", "bounds", BY_BOUNDS),
-    ("dram", "sparf", BY_CHANNELS),
-)
+def _chosen_bytes(scale: Scale, context: int, requests: int) -> int:
+    """What all requests choose in one step, in all layers."""
+    return int(BUDGET * context * requests * kv_bytes_per_token(scale.config, scale.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +198,7 @@ def options(scale: Scale, group: Group, layers: int) -> SSDKVConfig:
         return SSDKVConfig.from_extra_config(
             {**given, "hbm_window_tokens": whole, "dram_gib": _text(scale.staging + 256 * MIB)}
         )
-    sparse: dict[str, Any] = {"budget": BUDGET, "exact_below": 0}
+    sparse: dict[str, Any] = {"budget": BUDGET, "exact_below": 0, **dict(group.sparse)}
     given["sparse"] = sparse
     config = SSDKVConfig.from_extra_config(given)
     geometry = paged_geometry(

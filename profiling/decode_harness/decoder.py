@@ -128,7 +128,7 @@ class PagedDecoder:
         self.layout = KVLayout(
             names, block, heads, size, model.dtype, geometry, tp_size=1, num_blocks=num_blocks
         )
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         identity = Fingerprint({"model": type(model).__name__, "layers": self._layers})
         make = functools.partial(StorePlace, geometry=geometry, fingerprint=identity, tp_size=1)
         needed = make(config).capacity_for(room.blocks if self.pages else 1)
@@ -151,12 +151,15 @@ class PagedDecoder:
             LoadedModel(modules, lambda: ""),
             functools.partial(place.tell_weights, 0),
         )
-        elements = heads * block * 2 * size
-        self._caches = [
-            torch.zeros((num_blocks, elements), dtype=model.dtype, device=self.device)
-            for _ in names
-        ]
-        self.worker.register(dict(zip(names, self._caches, strict=True)))
+        self._caches: list[torch.Tensor] = []
+        try:
+            for _ in names:
+                blocks = num_blocks, heads * block * 2 * size
+                self._caches.append(torch.zeros(blocks, dtype=model.dtype, device=self.device))
+            self.worker.register(dict(zip(names, self._caches, strict=True)))
+        except BaseException:
+            self.close()
+            raise
         self._requests: dict[str, _Request] = {}
         self._epoch = self._step = 0
         self._rows: RowBatch | None = None
@@ -401,12 +404,14 @@ class PagedDecoder:
     def close(self) -> None:
         """Give everything back, the memory that CUDA has pinned first: another decoder's arena may
         lie at the same address."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            cudart: Any = torch.cuda.cudart()
-            cudart.cudaHostUnregister(self.opened.arena.address)
-        self.worker.close()
-        self._caches.clear()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                cudart: Any = torch.cuda.cudart
+                cudart().cudaHostUnregister(self.opened.arena.address)
+        finally:
+            self._caches.clear()
+            self.worker.close()
 
 
 def _joined(one: Save, other: Save) -> Save:

@@ -53,13 +53,13 @@ class FullDecoder:
         shape = requests, kv_heads(config), context + room, head_size(config)
         self._cache = Cache(
             layers=[
-                InPlaceLayer(*(self._random(shape, model.dtype) for _ in range(2)), context)
+                InPlaceLayer(self._random(shape), self._random(shape), context)
                 for _ in range(config.num_hidden_layers)
             ]
         )
 
-    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device).normal_()
+    def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.model.dtype, device=self.device).normal_()
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocabulary] behind the tokens ``ids`` [B]."""

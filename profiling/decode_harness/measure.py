@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,7 +26,10 @@ from vllm_ssdkv.selection.protocol import Needs
 Figures = dict[str, Any]
 Step = Callable[[torch.Tensor], torch.Tensor]
 
-_CALM = 1.3
+WARM_UP: Final = 6
+"""Steps of a warm-up, at most: kernels are compiled when they are first needed."""
+
+_CALM: Final = 1.3
 """A step that takes at most so many times the fastest one is no more warming up."""
 
 
@@ -68,19 +71,6 @@ class Clocked:
         return found
 
 
-def speed(clocked: Clocked, requests: int, effort: Effort) -> Figures:
-    """Tokens per second of all requests together, after a warm-up."""
-    warm = clocked.warm_up(6)
-    found = clocked.run(effort.steps, effort.seconds)
-    return {
-        "tokens_per_s": requests * len(found) / sum(found),
-        "step_ms": 1e3 * statistics.median(found),
-        "step_ms_slowest": 1e3 * max(found),
-        "steps": len(found),
-        "warm_up_s": sum(warm),
-    }
-
-
 def _layer_ms(
     attention_s: float, step_s: float, parts: dict[str, float], steps: int, layers: int
 ) -> Figures:
@@ -98,7 +88,8 @@ def _layer_ms(
 def measure_full(decoder: FullDecoder, requests: int, effort: Effort) -> Figures:
     """Figures of a decoder with all KV in HBM."""
     clocked = Clocked(decoder.step, requests, decoder.device)
-    found = speed(clocked, requests, effort)
+    warm = clocked.warm_up(WARM_UP)
+    found: Figures = {"warm_up_s": sum(warm), **_timed(clocked, requests, effort)}
     tokens, model = decoder.tokens, decoder.model
     timer = decoder.timer = AttentionTimer(decoder.device)
     steps = clocked.run(effort.profiled, effort.seconds)
@@ -118,9 +109,9 @@ def measure_paged(
     """Figures of a paged decoder; ``needs`` of the selector, for bytes that nobody counts."""
     requests, counters = len(names), decoder.worker.counters
     clocked = Clocked(lambda ids: decoder.step(names, ids), requests, decoder.device)
-    warm = clocked.warm_up(6)
+    warm = clocked.warm_up(WARM_UP)
     before = counters.totals()
-    found = {"warm_up_s": sum(warm)} | _timed(clocked, requests, effort)
+    found: Figures = {"warm_up_s": sum(warm), **_timed(clocked, requests, effort)}
     after = counters.totals()
     tokens = found["steps"] * requests
     found["bytes_per_token"] = _bytes(decoder, names, before, after, tokens, needs)
@@ -181,7 +172,8 @@ def _bytes(
         key = counter_key(name, **labels)
         return after.get(key, 0.0) - before.get(key, 0.0)
 
-    page, found = decoder.layout.geometry.page_bytes, {}
+    page = decoder.layout.geometry.page_bytes
+    found: Figures = {}
     for tier in ("dram", "ssd"):
         pages = gained("context_pages_streamed", tier=tier)
         found[f"{tier}_whole_context"] = pages * page / tokens

@@ -88,7 +88,8 @@ def head_size(config: PretrainedConfig) -> int:
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """K and V of one token, all layers."""
-    return 2 * config.num_hidden_layers * kv_heads(config) * head_size(config) * dtype.itemsize
+    layers = int(config.num_hidden_layers)
+    return 2 * layers * kv_heads(config) * head_size(config) * dtype.itemsize
 
 
 @contextmanager

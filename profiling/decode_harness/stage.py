@@ -17,10 +17,13 @@ import gc
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +48,11 @@ from vllm_ssdkv.profiling.decode_harness.measure import (
     measure_full,
     measure_paged,
 )
-from vllm_ssdkv.profiling.decode_harness.models import first_layers, make_model
+from vllm_ssdkv.profiling.decode_harness.models import (
+    first_layers,
+    kv_bytes_per_token,
+    make_model,
+)
 from vllm_ssdkv.profiling.decode_harness.tokens import (
     CHOOSING,
     FAMILIES,
@@ -56,14 +63,16 @@ from vllm_ssdkv.selection.protocol import Needs
 from vllm_ssdkv.sizes import GIB, approximate_size
 
 STAGE: Final = "decode"
+NO_TIME: Final = "no time"
 SPARE: Final = 3 * GIB
 """Of each kind of memory, left to everything else."""
 
 FILL_RATE: Final = 1.5e9
-"""Bytes of contexts per second that come into DRAM, at least; a guess, by which a group of cases is
-not begun when the time is nearly over."""
+"""Bytes of contexts per second that come into memory, until one was measured: by this a group of
+cases is not begun when the time is nearly over."""
 
-DRAIN_S: Final = 60.0
+LEAST_S: Final = 3.0
+"""A group takes that long in any case."""
 
 
 class Rows:
@@ -93,9 +102,7 @@ class Rows:
         try:
             found = work()
         except Exception as error:  # noqa: BLE001 - the other cases go on
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-            found = {"ok": False, "error": text[:2000]}
+            found = {"ok": False, "error": _text(error)}
         self.add(case, {**figures, **found}, time.perf_counter() - begun)
 
 
@@ -107,11 +114,13 @@ class Stage:
         self._rows, self._device, self._directory = rows, device, directory
         self._deadline = deadline
         self._stores = 0
+        self._fill_rate = FILL_RATE
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _place(self) -> Path:
+    def _new(self) -> Path:
+        """A place for a store, which makes it."""
         self._stores += 1
         return self._directory / f"store{self._stores}"
 
@@ -121,24 +130,21 @@ class Stage:
         """Tokens of small models in fp32."""
         for family in FAMILIES:
             name = f"tokens of {family}, exact paging, against transformers' cache"
-            self._check(name, lambda f=family: check_exact(f, "exact", self._device, self._new()))
+            self._check(name, partial(check_exact, family, "exact"))
         for selector in CHOOSING:
             name = f"tokens of llama, {selector} with a budget of everything, against the same"
-            self._check(name, lambda s=selector: check_exact("llama", s, self._device, self._new()))
+            self._check(name, partial(check_exact, "llama", selector))
         for selector in CHOOSING:
             name = f"tokens of llama, {selector} at 1/8, against the CPU's kernels"
-            self._check(name, lambda s=selector: check_selector(s, self._device, self._new()))
+            self._check(name, partial(check_selector, selector))
 
-    def _new(self) -> Path:
-        place = self._place()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
-
-    def _check(self, name: str, work: Callable[[], Figures]) -> None:
+    def _check(self, name: str, work: Callable[[torch.device, Path], Figures]) -> None:
         if self._left() <= 0:
-            self._rows.skip(name, "no time")
+            self._rows.skip(name, NO_TIME)
             return
-        self._rows.run(name, work)
+        place = self._new()
+        self._rows.run(name, lambda: work(self._device, place))
+        shutil.rmtree(place, ignore_errors=True)
         self._tidy()
 
     # ---- speed ----
@@ -147,7 +153,7 @@ class Stage:
         """Speed of a model, case by case."""
         model: Any = None
         for group in groups(scale):
-            why = "" if self._left() > 5 else "no time"
+            why = "" if self._left() > LEAST_S else NO_TIME
             if not why and model is None:
                 torch.manual_seed(0)
                 model = make_model(scale.config, self._device, scale.dtype)
@@ -166,7 +172,8 @@ class Stage:
 
     def _title(self, group: Group, layers: int) -> str:
         part = f", {layers} layers" if not group.layers else ""
-        return f"{group.context} tokens, batch {group.requests}{part}, {_TIERS[group.tier]}"
+        where = f"{_TIERS[group.tier]}{group.note}"
+        return f"{group.context} tokens, batch {group.requests}{part}, {where}"
 
     def _about(self, scale: Scale, group: Group, layers: int) -> Figures:
         return {
@@ -208,8 +215,8 @@ class Stage:
     def _obstacle(self, group: Group, layers: int, need: Needed) -> str:
         if why := self._lacks(need):
             return why
-        if need.kv / FILL_RATE + 3 > self._left():
-            return "no time"
+        if need.kv / self._fill_rate + LEAST_S > self._left():
+            return NO_TIME
         return ""
 
     def _measure_group(
@@ -231,30 +238,22 @@ class Stage:
             return
         done: list[str] = []
         begun = time.perf_counter()
-
-        def measure_all() -> Figures:
-            layers = model.config.num_hidden_layers
-            config = options(scale, group, layers)
+        place = self._new()
+        try:
+            config = options(scale, group, model.config.num_hidden_layers)
             room = scale.room(group.context, group.requests)
             durable = group.tier == "ssd"
-            place = self._new()
-            try:
-                with PagedDecoder(model, config, room, place, durable=durable) as decoder:
-                    self._cases(decoder, group, names, about, effort, done)
-            finally:
-                shutil.rmtree(place, ignore_errors=True)
-            return {}
-
-        try:
-            measure_all()
-        except Exception as error:  # noqa: BLE001 - the other groups go on
-            text = f"{type(error).__name__}: {error}"[:2000]
+            with PagedDecoder(model, config, room, place, durable=durable) as decoder:
+                self._cases(decoder, group, names, about, effort, begun, done)
+        except _NoTimeError:
             for name in names[len(done) :]:
-                self._rows.add(
-                    name,
-                    {**about, "ok": False, "error": text},
-                    time.perf_counter() - begun,
-                )
+                self._rows.skip(name, NO_TIME, **about)
+        except Exception as error:  # noqa: BLE001 - the other groups go on
+            for name in names[len(done) :]:
+                figures = {**about, "ok": False, "error": _text(error)}
+                self._rows.add(name, figures, time.perf_counter() - begun)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _cases(
         self,
@@ -263,15 +262,24 @@ class Stage:
         names: Sequence[str],
         about: Figures,
         effort: Effort,
+        begun: float,
         done: list[str],
     ) -> None:
         requests = [f"request {i}" for i in range(group.requests)]
-        begun = time.perf_counter()
+        opened = time.perf_counter()
         for request in requests:
             decoder.start(request, group.context)
-            decoder.fill(request, group.context, random_kv(decoder))
-        if group.tier == "ssd" and not decoder.drain(max(1.0, min(DRAIN_S, self._left()))):
-            raise TimeoutError("the contexts were not on the drive in time")
+            decoder.fill(request, group.context, random_kv(decoder, self._deadline))
+        if group.tier == "ssd" and not decoder.drain(max(1.0, self._left())):
+            raise _NoTimeError
+        filled = time.perf_counter()
+        nbytes = (
+            group.context
+            * group.requests
+            * kv_bytes_per_token(decoder.model.config, decoder.model.dtype)
+        )
+        if group.tier == "dram":
+            self._fill_rate = nbytes / (filled - begun)
         about = {
             **about,
             "window": min(decoder.window, group.context),
@@ -280,13 +288,17 @@ class Stage:
             "dram_bytes": decoder.opened.plan.nbytes if group.tier != "hbm" else 0,
             "io_engine": decoder.opened.files.engine.name,
             "direct_io": all(device.direct for device in decoder.opened.devices),
-            "fill_s": round(time.perf_counter() - begun, 3),
+            "filesystem": _filesystem(self._directory),
+            "drive_written": bool(group.tier == "ssd"),
+            "open_s": round(opened - begun, 3),
+            "fill_s": round(filled - opened, 3),
         }
         for name, case in zip(names, group.cases, strict=True):
             if self._left() <= 0:
-                self._rows.skip(name, "no time", **about)
+                self._rows.skip(name, NO_TIME, **about)
             else:
-                self._rows.run(name, lambda c=case: _case(decoder, requests, c, effort), **about)
+                work = partial(_case, decoder, requests, case, effort)
+                self._rows.run(name, work, **about)
             done.append(name)
 
     def _tidy(self) -> None:
@@ -298,11 +310,34 @@ class Stage:
 _TIERS: Final = {"hbm": "HBM", "dram": "DRAM", "ssd": "drive"}
 
 
-def random_kv(decoder: PagedDecoder) -> Source:
-    """K and V of a normal distribution, made where they are attended to."""
+class _NoTimeError(Exception):
+    """The time was over before the contexts were there."""
+
+
+def _text(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+    return text[:2000]
+
+
+def _filesystem(directory: Path) -> str:
+    """Type of the file system that a directory is on; empty where nothing tells."""
+    path, found = str(directory.resolve()), ("", "")
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, place, kind, *_ = line.split()
+        if f"{path}/".startswith(f"{place.rstrip('/')}/") and len(place) >= len(found[0]):
+            found = place, kind
+    return found[1]
+
+
+def random_kv(decoder: PagedDecoder, deadline: float) -> Source:
+    """K and V of a normal distribution, made where they are attended to; none after the deadline, a
+    time of ``time.monotonic``."""
     layout, device = decoder.layout, decoder.device
 
     def source(layer: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if time.monotonic() > deadline:
+            raise _NoTimeError
         shape = count, layout.kv_heads, layout.head_size
         key, value = (torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2))
         return key.normal_(), value.normal_()
@@ -339,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device, scale, effort = torch.device("cpu"), Scale.rehearsal(), Effort(4, 0.5, 2)
     else:
         device, scale, effort = torch.device("cuda", 0), Scale.full(), Effort(24, 2.5, 3)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stores are removed
     rows = Rows(given.out)
     with tempfile.TemporaryDirectory(prefix="decode-", dir=where) as directory:
         stage = Stage(rows, device, Path(directory), deadline)

@@ -9,11 +9,36 @@ have emptied the processor's caches, where some lines of Python take 2 us.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from vllm_ssdkv._kernels import AttentionClock
 
-__all__ = ["AHEAD", "ATTEND", "FETCH", "MERGE", "PARTS", "SELECT", "WAIT", "AttentionClock"]
+__all__ = [
+    "AHEAD",
+    "ATTEND",
+    "FETCH",
+    "MERGE",
+    "PARTS",
+    "SELECT",
+    "WAIT",
+    "AttentionClock",
+    "StepClock",
+]
 
 PARTS: Final = ("select", "fetch", "ahead", "wait", "attend", "merge")
 SELECT, FETCH, AHEAD, WAIT, ATTEND, MERGE = range(len(PARTS))
+
+
+class StepClock(Protocol):
+    """What a step's attention tells its time to: :class:`AttentionClock`, or a bench's own."""
+
+    def start(self) -> None:
+        """Attention of a layer begins."""
+
+    def lap(self, part: int) -> None:
+        """What was done since the last call was this part."""
+
+    @property
+    def seconds(self) -> Sequence[float]:
+        """Of every part, so far."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, on_host
-from vllm_ssdkv.attention.clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, AttentionClock
+from vllm_ssdkv.attention.clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.deviation import Compared, Deviation
 from vllm_ssdkv.attention.exact import RowBatch
@@ -135,7 +135,7 @@ class SparseDecode:
     def attend(
         self,
         kernels: PageKernels,
-        clock: AttentionClock,
+        clock: StepClock,
         layer: int,
         query: torch.Tensor,
         value: torch.Tensor,
@@ -250,7 +250,7 @@ class SparseDecode:
 
     def _select(
         self,
-        clock: AttentionClock,
+        clock: StepClock,
         layer: int,
         now: _Choosing,
         batch: RowBatch,
@@ -339,7 +339,7 @@ class SparseDecode:
     def _summaries(
         self,
         needs: Needs,
-        clock: AttentionClock,
+        clock: StepClock,
         layer: int,
         alive: NDArray[np.int64],
         rows: NDArray[np.int64],

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
-from vllm_ssdkv.attention.clock import ATTEND, MERGE, WAIT, AttentionClock
+from vllm_ssdkv.attention.clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
 from vllm_ssdkv.store.stream import Piece
 
@@ -114,7 +114,7 @@ def attend_exact(
     layout: BlockLayout,
     context_layout: BlockLayout,
     scale: float,
-    clock: AttentionClock,
+    clock: StepClock,
     chosen: Callable[[PartialState], None] | None = None,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,

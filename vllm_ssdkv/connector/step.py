@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv.attention.blocks import PartialState
-from vllm_ssdkv.attention.clock import AttentionClock
+from vllm_ssdkv.attention.clock import AttentionClock, StepClock
 from vllm_ssdkv.attention.decode import SparseDecode
 from vllm_ssdkv.attention.deviation import Deviation
 from vllm_ssdkv.attention.exact import RowBatch
@@ -52,7 +52,7 @@ class PagedStep:
         self._payload_bytes = layout.geometry.payload_bytes
         self._page_bytes = layout.geometry.page_bytes
         self._token_bytes = 2 * layout.head_size * layout.dtype.itemsize
-        self.clock = AttentionClock()
+        self.clock: StepClock = AttentionClock()
         none = np.zeros(0, dtype=np.int64)
         contexts = []
         self._hopeless: set[int] = set()

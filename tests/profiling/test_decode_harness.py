@@ -1,0 +1,346 @@
+"""The decoder without vLLM: its tokens, its selectors against the oracles, and its stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from vllm_ssdkv.attention.reference_sparse import (
+    attend_chosen,
+    bound_logits,
+    choose,
+    page_bounds,
+    page_weights,
+    sparq_attention,
+)
+from vllm_ssdkv.config import SelectorName, SSDKVConfig
+from vllm_ssdkv.profiling.decode_harness import stage
+from vllm_ssdkv.profiling.decode_harness.attention import attention_by
+from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups
+from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
+from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+from vllm_ssdkv.profiling.decode_harness.tokens import (
+    CHOOSING,
+    COUNT,
+    FAMILIES,
+    ROOM,
+    check_exact,
+    config_of,
+    own_tokens,
+    prompts,
+)
+
+CPU = torch.device("cpu")
+BLOCK = 16
+WITHOUT_VLLM = """
+import runpy, sys
+sys.modules["vllm"] = None
+sys.argv[0] = "stage"
+runpy.run_module("vllm_ssdkv.profiling.decode_harness.stage", run_name="__main__")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of small operations wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_exact_paging_are_those_of_transformers_own_cache(
+    family: str, tmp_path: Path
+) -> None:
+    found = check_exact(family, "exact", CPU, tmp_path / "store")
+    assert found["tokens_equal"] == found["tokens"] == 2 * COUNT
+    assert found["different_tokens"] > COUNT / 2, "the model says the same whatever it attends to"
+
+
+@pytest.mark.parametrize("selector", CHOOSING)
+def test_a_selector_that_may_choose_everything_loses_nothing(
+    selector: SelectorName, tmp_path: Path
+) -> None:
+    assert check_exact("llama", selector, CPU, tmp_path / "store")["ok"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_context_may_come_from_transformers_cache(durable: bool, tmp_path: Path) -> None:
+    """And with DRAM for some blocks only, if the drive has all of them."""
+    model: Any = make_model(small_config("llama"), CPU, torch.float32)
+    asked = prompts(model.config.vocab_size)
+    want = [own_tokens(model, ids, COUNT) for ids in asked]
+    config = config_of("exact")
+    if durable:
+        config = config.model_copy(update={"dram_gib": 5 / 1024})
+    with PagedDecoder(model, config, ROOM, tmp_path / "store", durable=durable) as decoder:
+        names, last = ["a", "b"], []
+        for name, ids in zip(names, asked, strict=True):
+            cache = DynamicCache()
+            with torch.inference_mode():
+                out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+            last.append(out.logits[0, -1])
+            decoder.start(name, len(ids))
+
+            def source(
+                layer: int, first: int, count: int, cache: DynamicCache = cache
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                held, part = cache.layers[layer], slice(first, first + count)
+                key, value = (
+                    one[0, :, part].transpose(0, 1).contiguous() for one in (held.keys, held.values)
+                )
+                return key, value
+
+            decoder.fill(name, len(ids), source)
+        assert decoder.drain(30.0)
+        logits, got = torch.stack(last), []
+        for _ in range(COUNT):
+            ids = logits.argmax(-1)
+            got.append(ids.tolist())
+            logits = decoder.step(names, ids)
+        read = decoder.worker.counters.total("context_pages_streamed", tier="ssd")
+    assert [list(row) for row in zip(*got, strict=True)] == want
+    assert (read > 0) == durable
+
+
+class OneLayer:
+    """A model of one layer: K, V and the last query follow from the tokens alone, so that what a
+    query attends to can be worked out beside the decoder."""
+
+    def __init__(self) -> None:
+        self.model: Any = make_model(small_config("llama", layers=1), CPU, torch.float32)
+        made = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(0, 256, (391,), generator=made).tolist()
+        self.seen: dict[str, torch.Tensor] = {}
+        with attention_by(self.model, self._look), torch.inference_mode():
+            self.model(torch.tensor([self.ids]), use_cache=False)
+
+    def _look(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        self.query, self.scale = query[0, :, -1], scale
+        self.key, self.value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return query.transpose(1, 2)
+
+    def attended(self, config: SSDKVConfig, directory: Path) -> tuple[torch.Tensor, int]:
+        """Output of attention [Hq, D] of the last token in the harness; tokens of its context."""
+        found: list[torch.Tensor] = []
+        hook = self.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+            lambda _, given: found.append(given[0])
+        )
+        with PagedDecoder(self.model, config, Room(1, 512, BLOCK, 64), directory) as decoder:
+            decoder.prefill("a", self.ids[:-1])
+            context = decoder.context_tokens("a")
+            decoder.step(["a"], torch.tensor(self.ids[-1:]))
+        hook.remove()
+        return found[-1][0, 0].view(self.query.shape), context
+
+    def pages(
+        self,
+        scores: torch.Tensor,
+        context: int,
+        most: int,
+        least: int | None = None,
+        p: float = 1.0,
+        window: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens [Hkv, S] in the window, or in pages that the oracle takes by their scores."""
+        heads = self.key.shape[1]
+        chosen = torch.zeros((heads, len(self.ids)), dtype=torch.bool)
+        chosen[:, context:] = True
+        for head in range(heads):
+            taken, _ = choose(
+                scores[head].tolist(),
+                scores[head].tolist(),
+                0.0 if window is None else float(window[head]),
+                sinks=1,
+                least=most if least is None else least,
+                most=most,
+                p=p,
+            )
+            for page in taken:
+                chosen[head, page * BLOCK : (page + 1) * BLOCK] = True
+        return chosen
+
+    def weights(self, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores by bounds of the context's pages, and the window's mass."""
+        window = torch.zeros((self.key.shape[1], len(self.ids)), dtype=torch.bool)
+        window[:, context:] = True
+        _, lse = attend_chosen(self.query, self.key, self.value, window, self.scale)
+        low, high = page_bounds(self.key[:context], BLOCK)
+        logits = bound_logits(self.query, low, high, self.scale)
+        return page_weights(logits, self.key.shape[1], BLOCK, lse)
+
+
+@pytest.fixture(scope="module")
+def one_layer() -> OneLayer:
+    return OneLayer()
+
+
+def sparse(selector: str, **options: object) -> SSDKVConfig:
+    given = config_of("exact").model_dump(mode="json", exclude_unset=True)
+    given["sparse"] |= options
+    return SSDKVConfig.from_extra_config({**given, "selector": selector})
+
+
+def allowed(tokens: int, context: int, budget: float = 1 / 8) -> int:
+    """Context tokens beside the window within the budget of all but the current token."""
+    return int((tokens - 1) * budget) - (tokens - 1 - context)
+
+
+def test_bounds_choose_as_the_oracle_does(one_layer: OneLayer, tmp_path: Path) -> None:
+    out, context = one_layer.attended(sparse("bounds", budget=0.25), tmp_path / "store")
+    most = allowed(len(one_layer.ids), context, 0.25) // BLOCK
+    assert 1 < most < context // BLOCK
+    scores, _ = one_layer.weights(context)
+    chosen = one_layer.pages(scores, context, most)
+    want, _ = attend_chosen(
+        one_layer.query, one_layer.key, one_layer.value, chosen, one_layer.scale
+    )
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_adaptive_stops_where_the_oracle_does(one_layer: OneLayer, tmp_path: Path) -> None:
+    config = sparse("adaptive", scorer="bounds", budget=0.5, floor=0.125, mass=0.9)
+    out, context = one_layer.attended(config, tmp_path / "store")
+    tokens = len(one_layer.ids)
+    least, most = (allowed(tokens, context, share) // BLOCK for share in (0.125, 0.5))
+    scores, window = one_layer.weights(context)
+    chosen = one_layer.pages(scores, context, most, least=least, p=0.9, window=window)
+    counts = chosen[:, :context].sum(1) // BLOCK
+    assert bool((counts < most).any()), "the mass decides nothing"
+    want, _ = attend_chosen(
+        one_layer.query, one_layer.key, one_layer.value, chosen, one_layer.scale
+    )
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_window_takes_the_first_page_and_the_newest(one_layer: OneLayer, tmp_path: Path) -> None:
+    out, context = one_layer.attended(sparse("window", budget=0.25), tmp_path / "store")
+    most = allowed(len(one_layer.ids), context, 0.25) // BLOCK
+    newest = torch.arange(context // BLOCK, dtype=torch.float64).repeat(2, 1)
+    chosen = one_layer.pages(newest, context, most)
+    want, _ = attend_chosen(
+        one_layer.query, one_layer.key, one_layer.value, chosen, one_layer.scale
+    )
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_sparf_is_sparq(one_layer: OneLayer, tmp_path: Path) -> None:
+    config = sparse("sparf", budget=0.25, granularity="token", sink_tokens=0, channels=4)
+    out, context = one_layer.attended(config, tmp_path / "store")
+    tokens = len(one_layer.ids)
+    local = tokens - 1 - context
+    k = allowed(tokens, context, 0.25) + local
+    want, chosen = sparq_attention(
+        one_layer.query, one_layer.key, one_layer.value, r=4, k=k, local=local
+    )
+    assert 0 < int(chosen[:, :context].sum()) < 2 * context
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
+# ---- the stage ----
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def started(out: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-c", WITHOUT_VLLM, "--rehearse", "--out", str(out)]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_a_rehearsal_goes_through_every_case_without_vllm(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert started(out).wait(300) == 0
+    rows = rows_of(out)
+    assert all(row["ok"] and row["stage"] == "decode" for row in rows)
+    measured = [row for row in rows if "tokens_per_s" in row]
+    assert len(measured) == sum(len(group.cases) for group in groups(Scale.rehearsal()))
+    assert all(row["tokens_per_s"] > 0 and row["layer_ms"]["model"] > 0 for row in measured)
+    by_case = {row["case"]: row["bytes_per_token"] for row in measured}
+    exact, some = (by_case[f"2048 tokens, batch 1, DRAM, {name}"] for name in ("exact", "bounds"))
+    assert some["dram_token_pages"] < exact["dram_whole_context"] / 7
+    assert by_case["8192 tokens, batch 1, drive, exact"]["drive_read"] > 0
+    assert not [path for path in tmp_path.iterdir() if path != out]
+
+
+def test_what_was_measured_before_the_end_is_there(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    process = started(out)
+    deadline = time.monotonic() + 200
+    while not out.exists() or len(out.read_text().splitlines()) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert all(row["ok"] for row in rows_of(out))
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_cases_without_time_say_so(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert stage.main(["--rehearse", "--seconds", "0", "--out", str(out)]) == 0
+    rows = rows_of(out)
+    cases = sum(len(group.cases) for group in groups(Scale.rehearsal()))
+    assert len(rows) == cases + len(FAMILIES) + 2 * len(CHOOSING)
+    assert {row["skipped"] for row in rows} == {"no time"}
+    assert not any(row["ok"] for row in rows)
+
+
+def test_a_case_that_fails_names_its_error_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> dict[str, Any]:
+        raise ValueError("a kernel is wrong")
+
+    monkeypatch.setattr(stage, "check_exact", fail)
+    monkeypatch.setattr(stage, "groups", lambda scale: [])
+    out = tmp_path / "rows.jsonl"
+    assert stage.main(["--rehearse", "--out", str(out)]) == 1
+    rows = rows_of(out)
+    errors = [row["error"] for row in rows if not row["ok"]]
+    assert len(errors) == len(FAMILIES) + len(CHOOSING)
+    assert all("ValueError: a kernel is wrong" in error for error in errors)
+    assert sum(row["ok"] for row in rows) == len(CHOOSING)
+
+
+def test_a_case_that_does_not_fit_names_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stage, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(stage.Stage, "check_tokens", lambda self: None)
+    few = [group for group in groups(Scale.rehearsal()) if group.kind == "bounds"][:1]
+    monkeypatch.setattr(stage, "groups", lambda scale: few)
+    out = tmp_path / "rows.jsonl"
+    assert stage.main(["--rehearse", "--out", str(out)]) == 0
+    assert [row["skipped"].partition(":")[0] for row in rows_of(out)] == ["does not fit DRAM"] * 3
+
+
+def test_without_a_gpu_only_a_rehearsal_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        stage.main(["--out", str(tmp_path / "rows.jsonl")])
+    assert ended.value.code == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
