@@ -46,18 +46,21 @@ def _attend(
     return _current[-1](module, query, key, value, scaling), None
 
 
+AttentionInterface.register(NAME, _attend)
+
+
 @contextmanager
 def attention_by(model: Any, attention: Attention) -> Iterator[None]:  # noqa: ANN401 - transformers'
     """Have the model attend by ``attention`` inside the block. One thread, one model at a time."""
-    AttentionInterface.register(NAME, _attend)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    config = model.config  # which all modules of a decoder share; a public setter visits each
+    before = config._attn_implementation
+    config._attn_implementation = NAME
     _current.append(attention)
     try:
         yield
     finally:
         _current.pop()
-        model.set_attn_implementation(before)
+        config._attn_implementation = before
 
 
 def sdpa(
