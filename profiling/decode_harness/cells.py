@@ -216,10 +216,13 @@ def options(scale: Scale, group: Group, layers: int) -> SSDKVConfig:
         kv = room.blocks * geometry.frame_bytes
         dram = scale.staging + 2 * MIB + max(2 * MIB, int(DRAM_SHARE * kv) + channels)
         return SSDKVConfig.from_extra_config({**given, "dram_gib": _text(dram)})
+    # Nothing is streamed through staging here; an eighth of it makes the tails of slots.
+    staging = max(scale.staging, min(512 * MIB, 64 * 16 * geometry.tail_bytes))
+    given["io"] = {"staging": staging}
     pages = max(MIB, 64 * geometry.layer_bytes)
     sparse |= {"summaries": max(MIB, channels + MIB), "page_cache": pages}
     frames = (room.blocks + 64) * geometry.frame_bytes
-    dram = scale.staging + 64 * geometry.tail_bytes + pages + channels + frames + 32 * MIB
+    dram = staging + pages + channels + frames + 32 * MIB
     return SSDKVConfig.from_extra_config({**given, "dram_gib": _text(dram)})
 
 

@@ -81,11 +81,13 @@ class Rows:
     def __init__(self, out: Path) -> None:
         self._out = out
         self.failed = False
+        self.count = 0
 
     def add(self, case: str, figures: Figures, seconds: float) -> None:
         """Append a line. ``figures`` may hold ``ok``, ``error`` and ``skipped``."""
         row: Figures = {"stage": STAGE, "case": case, "ok": True, "error": None, **figures}
         row["seconds"] = round(seconds, 3)
+        self.count += 1
         self.failed |= not row["ok"] and "skipped" not in row
         with self._out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -115,6 +117,7 @@ class Stage:
         self._deadline = deadline
         self._stores = 0
         self._fill_rate = FILL_RATE
+        self._model: Any = None
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
@@ -151,27 +154,35 @@ class Stage:
 
     def measure(self, scale: Scale, effort: Effort) -> None:
         """Speed of a model, case by case."""
-        model: Any = None
         for group in groups(scale):
-            why = "" if self._left() > LEAST_S else NO_TIME
-            if not why and model is None:
-                torch.manual_seed(0)
-                model = make_model(scale.config, self._device, scale.dtype)
-            layers, need = self._size(scale, group)
-            if not why:
-                why = self._obstacle(group, layers, need)
-            about = self._about(scale, group, layers)
-            names = [f"{self._title(group, layers)}, {case.name}" for case in group.cases]
-            if why:
-                for name in names:
-                    self._rows.skip(name, why, **about)
-                continue
-            with first_layers(model, layers):
-                self._measure_group(model, scale, group, names, about, effort)
+            begun, before = time.perf_counter(), self._rows.count
+            try:
+                self._measure(scale, group, effort)
+            except Exception as error:  # noqa: BLE001 - the other groups go on
+                for case in group.cases[self._rows.count - before :]:
+                    name = f"{self._title(group, group.layers)}, {case.name}"
+                    figures = {"ok": False, "error": _text(error)}
+                    self._rows.add(name, figures, time.perf_counter() - begun)
             self._tidy()
 
+    def _measure(self, scale: Scale, group: Group, effort: Effort) -> None:
+        """One line for each case of a group."""
+        why = "" if self._left() > LEAST_S else NO_TIME
+        if not why and self._model is None:
+            self._model = make_model(scale.config, self._device, scale.dtype)
+        layers, need = self._size(scale, group)
+        why = why or self._obstacle(need)
+        about = self._about(scale, group, layers)
+        names = [f"{self._title(group, layers)}, {case.name}" for case in group.cases]
+        if why:
+            for name in names:
+                self._rows.skip(name, why, **about)
+            return
+        with first_layers(self._model, layers):
+            self._measure_group(self._model, scale, group, names, about, effort)
+
     def _title(self, group: Group, layers: int) -> str:
-        part = f", {layers} layers" if not group.layers else ""
+        part = f", {layers or 'fewer'} layers" if not group.layers else ""
         where = f"{_TIERS[group.tier]}{group.note}"
         return f"{group.context} tokens, batch {group.requests}{part}, {where}"
 
@@ -212,7 +223,7 @@ class Stage:
                 )
         return ""
 
-    def _obstacle(self, group: Group, layers: int, need: Needed) -> str:
+    def _obstacle(self, need: Needed) -> str:
         if why := self._lacks(need):
             return why
         if need.kv / self._fill_rate + LEAST_S > self._left():
@@ -236,22 +247,16 @@ class Stage:
 
             self._rows.run(names[0], work, **about)
             return
-        done: list[str] = []
-        begun = time.perf_counter()
-        place = self._new()
+        begun, before, place = time.perf_counter(), self._rows.count, self._new()
         try:
             config = options(scale, group, model.config.num_hidden_layers)
             room = scale.room(group.context, group.requests)
             durable = group.tier == "ssd"
             with PagedDecoder(model, config, room, place, durable=durable) as decoder:
-                self._cases(decoder, group, names, about, effort, begun, done)
+                self._cases(decoder, group, names, about, effort, begun)
         except _NoTimeError:
-            for name in names[len(done) :]:
+            for name in names[self._rows.count - before :]:
                 self._rows.skip(name, NO_TIME, **about)
-        except Exception as error:  # noqa: BLE001 - the other groups go on
-            for name in names[len(done) :]:
-                figures = {**about, "ok": False, "error": _text(error)}
-                self._rows.add(name, figures, time.perf_counter() - begun)
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -263,7 +268,6 @@ class Stage:
         about: Figures,
         effort: Effort,
         begun: float,
-        done: list[str],
     ) -> None:
         requests = [f"request {i}" for i in range(group.requests)]
         opened = time.perf_counter()
@@ -299,7 +303,6 @@ class Stage:
             else:
                 work = partial(_case, decoder, requests, case, effort)
                 self._rows.run(name, work, **about)
-            done.append(name)
 
     def _tidy(self) -> None:
         gc.collect()

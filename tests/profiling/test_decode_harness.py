@@ -324,6 +324,21 @@ def test_a_case_that_fails_names_its_error_and_the_others_go_on(
     assert sum(row["ok"] for row in rows) == len(CHOOSING)
 
 
+def test_a_model_that_cannot_be_made_is_the_error_of_every_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(stage, "make_model", fail)
+    monkeypatch.setattr(stage.Stage, "check_tokens", lambda self: None)
+    out = tmp_path / "rows.jsonl"
+    assert stage.main(["--rehearse", "--out", str(out)]) == 1
+    rows = rows_of(out)
+    assert len(rows) == sum(len(group.cases) for group in groups(Scale.rehearsal()))
+    assert all("RuntimeError: out of memory" in row["error"] for row in rows)
+
+
 def test_a_case_that_does_not_fit_names_the_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
