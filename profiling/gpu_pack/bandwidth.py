@@ -19,6 +19,9 @@ _HOST_CELLS = ((32 * 1024, 1), (32 * 1024, 8), (128 * 1024, 1))
 _PACKED = 64
 _COPIED = 1024 * MIB
 
+_IN_DEVICE = "a copy in the device"
+_FROM_HOST = "a copy from the host"
+
 
 def run(run: StageRun) -> None:
     """Measure copies, then decode and the kernels of sparse decode, then pack and unpack.
@@ -41,24 +44,23 @@ def run(run: StageRun) -> None:
             if run.left() < 1:
                 run.failed(name, "no time was left for it")
                 continue
-            if kind == "decode":
-                with run.case(name):
+            with run.case(name) as case:
+                if kind == "decode":
                     figure = bench_triton.decode_figure(kernels, model, context, batch, copy)
-                    _tell(run, figure, "copy in the device")
-                continue
-            with run.case(name):
+                    case.figures += _figures(figure, _IN_DEVICE)
+                    continue
                 for figure in bench_triton.sparse_figures(device, model, context, batch, copy):
-                    _tell(run, figure, "copy in the device")
+                    _tell(run, figure)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for context, batch in _HOST_CELLS if not run.rehearsal else ((64, 1),):
-        with run.case(f"pages of the host, context {context}, batch {batch}"):
+        with run.case(f"attend to pages of the host, context {context}, batch {batch}") as case:
             figure = bench_triton.host_pages_figure(device, model, context, batch, bus)
-            _tell(run, figure, "copy from the host")
+            case.figures += _figures(figure, _FROM_HOST)
     with run.case("pack and unpack"):
         blocks = 1 if run.rehearsal else _PACKED
         for figure in bench_triton.pack_figures(kernels, model, blocks, copy):
-            _tell(run, figure, "copy in the device")
+            _tell(run, figure)
 
 
 def _rates(run: StageRun, device: torch.device, nbytes: int) -> tuple[float, float] | None:
@@ -75,11 +77,15 @@ def _rates(run: StageRun, device: torch.device, nbytes: int) -> tuple[float, flo
     return (found["in the device"], found["host to device"]) if found else None
 
 
-def _tell(run: StageRun, figure: bench_triton.Figure, whole: str) -> None:
+def _tell(run: StageRun, figure: bench_triton.Figure) -> None:
     """Append a figure as a result of its own."""
-    figures = [
+    run.append(Row(run.name, figure.name, figures=_figures(figure, _IN_DEVICE)))
+
+
+def _figures(figure: bench_triton.Figure, whole: str) -> list[Figure]:
+    """Its parts; ``whole`` is the copy that it is a share of."""
+    return [
         Figure("rate", figure.bytes_moved / figure.seconds / 1e9, "GB/s"),
-        Figure(f"share of a {whole}", figure.copy_share),
+        Figure(f"share of {whole}", figure.copy_share),
         Figure("time", figure.seconds * 1e6, "us"),
     ]
-    run.append(Row(run.name, figure.name, figures=figures))

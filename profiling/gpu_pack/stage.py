@@ -1,4 +1,4 @@
-"""One stage of a run as its own process sees it: cases, their results, and the time that is left."""
+"""One stage of a run as its own process sees it: cases, their results, and the time left."""
 
 from __future__ import annotations
 

@@ -470,7 +470,6 @@ def _compare_blocks(rig: PagedRig, what: str) -> None:
 
 def _choose_pages(case: Case, rig: PagedRig) -> None:
     """The same pages chosen in two steps: in the second they lie in the device's memory."""
-    rig.store.extend_context("r", 0, rig.slots)
     draw = np.random.default_rng(4)
     layer = rig.geometry.layers - 1
     saved = rig.pages(layer)
@@ -493,7 +492,6 @@ def _choose_pages(case: Case, rig: PagedRig) -> None:
             hot.append(chosen.fetched.hot)
         finally:
             chosen.close()
-    rig.store.drop_context("r")
     case.figure("pages in the device's memory, first step", hot[0])
     case.figure("second step", hot[1])
     if not hot[1]:
@@ -503,7 +501,6 @@ def _choose_pages(case: Case, rig: PagedRig) -> None:
 def _look_at_channels(rig: PagedRig, *, on_device: bool) -> None:
     """Channel-major K of every block, where selectors look for it."""
     layout = rig.layout
-    rig.store.extend_context("r", 0, rig.slots)
     chosen = rig.store.choose([rig.slots], [0])
     try:
         if chosen.left_out or chosen.channels_on_device != on_device:
@@ -518,7 +515,6 @@ def _look_at_channels(rig: PagedRig, *, on_device: bool) -> None:
                 raise BenchError(f"layer {layer}: channels hold other bytes than K")
     finally:
         chosen.close()
-        rig.store.drop_context("r")
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -30,6 +30,9 @@ from vllm_ssdkv.store.tiers import TieredStore
 
 PATIENCE_S: Final = 60.0
 
+REQUEST: Final = "request"
+"""It refers to all slots once they are stored."""
+
 Slots = NDArray[np.int64]
 
 
@@ -115,7 +118,7 @@ class PagedRig:
         self._port.load(frames, block_ids)
 
     def save(self) -> float:
-        """Store the first half of the cache's blocks; seconds until all are on the disk.
+        """Store the first half of the cache's blocks, once; seconds until all are on the disk.
 
         Raises ``BenchError`` if one could not be written.
         """
@@ -134,6 +137,8 @@ class PagedRig:
             done += len(frames)
         if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
             raise BenchError("a block was not written")
+        # Checksums of pages are kept of what a running request refers to.
+        self.store.extend_context(REQUEST, 0, self.slots)
         return time.perf_counter() - begin
 
     def load(self) -> LoadOutcome:
@@ -143,7 +148,7 @@ class PagedRig:
         """
         blocks = len(self.slots)
         epochs = np.ones(blocks, np.int64)
-        job = LoadJob("r", self.slots, epochs, tuple(self._keys), self.slots + blocks)
+        job = LoadJob(REQUEST, self.slots, epochs, tuple(self._keys), self.slots + blocks)
         self.store.load(job)
         end = time.monotonic() + PATIENCE_S
         while not (outcomes := self.store.take_load_outcomes(0.01)):
