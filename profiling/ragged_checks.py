@@ -290,4 +290,5 @@ def _on_device(scores: Scores, heads: int, device: torch.device) -> Scores:
         for row, lines in enumerate(_lines(values, scores.first, heads)):
             padded[row, :, : lines.shape[1]] = lines
         tables.append(padded.to(device))
-    return Scores(*tables, _tensor(scores.window_mass).to(device), scores.first)
+    window = _tensor(scores.window_mass).to(device)
+    return Scores(tables[0], tables[1], window, scores.first)

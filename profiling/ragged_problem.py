@@ -175,9 +175,11 @@ class RaggedProblem:
                 index = torch.from_numpy(chosen.astype(np.int64)).to(every.device)
                 wide = index[None, :, :, None].expand(len(every), -1, -1, shape[2])
                 picked = every.gather(2, wide).contiguous()
+                if not len(picked):
+                    continue
                 picked = picked.pin_memory() if held.channels.is_pinned() else picked
                 self._picked.append(picked)
-                parts.append(addresses(picked.flatten(1)) if len(picked) else parts[0])
+                parts.append(addresses(picked.flatten(1)))
             wait_for(self.query.device)
             return np.concatenate(parts)
 

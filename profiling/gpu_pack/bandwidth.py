@@ -8,7 +8,7 @@ import torch
 
 from vllm_ssdkv.attention.kernels import TritonKernels
 from vllm_ssdkv.profiling import bench_triton
-from vllm_ssdkv.profiling.gpu_pack.results import Figure, Row
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, Row
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 from vllm_ssdkv.profiling.triton_checks import Model
 from vllm_ssdkv.sizes import MIB
@@ -42,7 +42,7 @@ def run(run: StageRun) -> None:
         for kind in ("decode", "sparse decode"):
             name = f"{kind}, context {context}, batch {batch}"
             if run.left() < 1:
-                run.failed(name, "no time was left for it")
+                run.failed(name, NO_TIME)
                 continue
             with run.case(name) as case:
                 if kind == "decode":

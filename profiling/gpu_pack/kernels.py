@@ -6,19 +6,20 @@ time goes into compiling, and a kernel that corrupts its process's context spoil
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from vllm_ssdkv.profiling.attention_problem import RowShape
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun, arguments_of, stage_main
 from vllm_ssdkv.profiling.ragged_checks import (
     ROWS,
@@ -45,8 +46,6 @@ DIGEST: Final = "digest"
 SMALLEST: Final = "smallest"
 """Group of one small case of each kernel, for the sanitizer."""
 
-_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-
 _MODELS: Final = (
     # KV heads, query heads per KV head, head size, tokens of a block
     (8, 4, 128, 64),
@@ -60,6 +59,13 @@ _MODELS: Final = (
     (8, 7, 128, 128),
     (2, 16, 128, 64),
 )
+_MODELS_OF: Final = {
+    torch.bfloat16: _MODELS,
+    torch.float16: _MODELS[::2],
+    torch.float32: _MODELS[1::2],
+}
+"""By dtype: compiling for one takes half a minute of a core."""
+
 _SMALL_SHAPES: Final = (RowShape(1, 50, 0, 51), RowShape(9, 20, 0, 29), RowShape(2, 9, 0, 0))
 _SMALL_ROWS: Final = (RowSize(2, 5), RowSize(0, 1), RowSize(1, 20))
 
@@ -80,7 +86,8 @@ def groups(rehearsal: bool) -> list[Group]:
     else:
         made = [
             _group(Model(*sizes, dtype), SHAPES, ROWS, (False, True))
-            for dtype, sizes in itertools.product(_DTYPES, _MODELS)
+            for dtype, models in _MODELS_OF.items()
+            for sizes in models
         ]
     return [Group(DIGEST, [("digest, read_words", check_digest)]), *made]
 
@@ -104,25 +111,19 @@ def _group(
         f"block {model.block_tokens}"
     )
     cases: list[tuple[str, Check]] = [
-        ("attend, finish, merge", lambda device: check_attention(device, model, shapes)),
-        ("store_kv, pack, unpack", lambda device: check_copies(device, model)),
-        ("sparse decode", lambda device: check_sparse(device, model)),
+        ("attend, finish, merge", partial(check_attention, model=model, shapes=shapes)),
+        ("store_kv, pack, unpack", partial(check_copies, model=model)),
+        ("sparse decode", partial(check_sparse, model=model)),
     ]
     for lies in pinned:
         where = "pinned host memory" if lies else "device memory"
+        lying: dict[str, Any] = {"model": model, "pinned": lies}
         cases += [
-            (f"attend to {where}", _held(check_anywhere, model, pinned=lies)),
-            (
-                f"ragged sparse decode in {where}",
-                lambda device, lies=lies: check_ragged(device, model, pinned=lies, rows=rows),
-            ),
-            (f"pack with summaries into {where}", _held(check_packing, model, pinned=lies)),
+            (f"attend to {where}", partial(check_anywhere, **lying)),
+            (f"ragged sparse decode in {where}", partial(check_ragged, **lying, rows=rows)),
+            (f"pack with summaries into {where}", partial(check_packing, **lying)),
         ]
     return Group(name, cases)
-
-
-def _held(check: Callable[..., None], model: Model, *, pinned: bool) -> Check:
-    return lambda device: check(device, model, pinned=pinned)
 
 
 def run(run: StageRun) -> None:
@@ -147,33 +148,43 @@ def _work(run: StageRun, todo: queue.SimpleQueue[str]) -> None:
         run_group(run, name)
 
 
-def run_group(run: StageRun, name: str, prefix: Sequence[str] = ()) -> None:
-    """Run a group in a process of its own, under another program if asked to; its results are
-    appended by that process, and what went wrong with it by this one."""
+def run_group(
+    run: StageRun,
+    name: str,
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a group in a process of its own, under another program if asked to; what it printed.
+
+    Its results are appended by that process, and what went wrong with it by this one.
+    """
     left = run.left()
     if left < 1:
-        run.failed(name, "no time was left for it")
-        return
-    command = [*prefix, sys.executable, "-P", "-m", _MODULE]
+        run.failed(name, NO_TIME)
+        return ""
+    command = [*prefix, sys.executable, "-P", "-m", _MODULE, name, *arguments_of(run)]
     try:
         done = subprocess.run(
-            [*command, name, *arguments_of(run)],
+            command,
             check=False,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=left,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
+            env={**os.environ, "OMP_NUM_THREADS": "2", **(environment or {})},
         )
-    except subprocess.TimeoutExpired:
-        run.failed(name, f"it did not end in {left:.0f} s")
-        return
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else ""
+        print(printed, flush=True)
+        run.failed(name, f"{printed[-1500:]}\nit did not end in {left:.0f} s")
+        return printed
     except OSError as error:
         run.failed(name, f"it cannot be started: {error}")
-        return
-    print(done.stdout, done.stderr, sep="\n", flush=True)
+        return ""
+    print(done.stdout, flush=True)
     if done.returncode:
-        text = f"{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
-        run.failed(name, f"{text}\nits process ended with status {done.returncode}")
+        run.failed(name, f"{done.stdout[-3000:]}\nits process ended with status {done.returncode}")
+    return done.stdout
 
 
 def run_cases(run: StageRun, group: Group) -> None:
@@ -182,7 +193,7 @@ def run_cases(run: StageRun, group: Group) -> None:
     for what, check in group.cases:
         name = f"{group.name}: {what}"
         if run.left() < 1:
-            run.failed(name, "no time was left for it")
+            run.failed(name, NO_TIME)
             continue
         with run.case(name):
             check(device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from vllm_ssdkv.profiling.gpu_pack.results import STAGE, ResultLog, Row
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, ResultLog, Row
 
 LOG_BYTES: Final = 4 << 20
 """Most bytes of a stage's log; what comes later is counted and dropped."""
@@ -70,7 +70,7 @@ class Orchestrator:
             limit = stage.rehearsal_seconds if self._plan.rehearsal else stage.seconds
             left = ends - time.monotonic()
             if left < 1:
-                self._append(Row(stage.name, STAGE, ok=False, error="no time was left for it"))
+                self._append(Row(stage.name, STAGE, ok=False, error=NO_TIME))
                 good = False
                 continue
             good &= self._run_stage(stage, min(limit, left))

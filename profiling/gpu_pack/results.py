@@ -14,6 +14,9 @@ from vllm_ssdkv.errors import BenchError
 RESULTS: Final = "results.jsonl"
 REPORT: Final = "report.txt"
 
+NO_TIME: Final = "no time was left for it"
+"""Error of a case that was not reached."""
+
 STAGE: Final = "(stage)"
 """Case of the row that says how a whole stage ended."""
 

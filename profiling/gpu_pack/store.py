@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -162,7 +163,7 @@ def _paged(case: Case, device: torch.device, dtype: torch.dtype, kind: str, *, s
         _both_ways(case, device, port, reference, frames, ids, tails, geometry)
         size = blocks * geometry.tail_bytes
         made = [arena.view(frame_bytes + which * size, size) for which in range(2)]
-        if not np.array_equal(*made):
+        if not np.array_equal(made[0], made[1]):
             raise BenchError("other summaries than the native kernels make")
     for cache in caches:
         if not torch.equal(cache[ids + blocks], cache[ids]):
@@ -331,7 +332,7 @@ def _digest(case: Case, device: torch.device, nbytes: int) -> None:
     if not np.array_equal(digest_tensors(there), want):
         raise BenchError("the device's digest is another one than the host's")
     for name, held, where in (("device", there, device), ("host", tensors, torch.device("cpu"))):
-        seconds = _seconds(where, lambda held=held: digest_tensors(held))
+        seconds = _seconds(where, partial(digest_tensors, held))
         case.figure(f"on the {name}", total / seconds / 1e9, "GB/s")
 
 

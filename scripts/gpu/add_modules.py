@@ -2,9 +2,9 @@
 
     python scripts/gpu/add_modules.py SITE
 
-Extension modules of several Pythons may lie side by side, since their names differ. Prints the name
-of this Python if all of them were added; a package of another version here is left out, and named on
-standard error.
+Extension modules of several Pythons may lie side by side, since their names differ. Prints the
+name of this Python if all of them were added; a package of another version here is left out, and
+named on standard error.
 """
 
 from __future__ import annotations
@@ -39,15 +39,12 @@ def main() -> None:
     complete = True
     for package, name in PACKAGES.items():
         spec = importlib.util.find_spec(package)
-        if (
-            spec is None
-            or spec.origin is None
-            or metadata.version(name) != packed_version(site, name)
-        ):
+        origin = None if spec is None else spec.origin
+        if origin is None or metadata.version(name) != packed_version(site, name):
             print(f"pack: {name} here is not the packed version", file=sys.stderr)
             complete = False
             continue
-        for module in Path(spec.origin).parent.glob(f"*{suffix}"):
+        for module in Path(origin).parent.glob(f"*{suffix}"):
             shutil.copy2(module, site / package / module.name)
     if complete:
         print(f"{platform.python_implementation()} {'.'.join(platform.python_version_tuple()[:2])}")

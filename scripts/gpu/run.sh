@@ -10,39 +10,35 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 site=$PWD/build/gpu_pack/site
-
-# Whether a Python can run what has been packed.
-fits() {
-  PYTHONPATH=$site "$1" -P -c 'import sys
+needed='import sys
 from importlib.util import find_spec
-sys.exit(any(find_spec(name) is None for name in ("torch", "triton", "numpy", "vllm_ssdkv._io")))' \
-    2>/dev/null
-}
+sys.exit(any(find_spec(name) is None for name in ("torch", "triton", "numpy", "vllm_ssdkv._io")))'
+
+say() { printf 'run: %s\n' "$*" >&2; }
+
+# Whether a Python has what a run needs.
+fits() { "$1" -P -c "$needed" 2>/dev/null; }
 
 python=
 if [ -d "$site" ]; then
   for candidate in ${PYTHON:-python3 python3.12 .venv/bin/python}; do
-    if fits "$candidate"; then
+    if PYTHONPATH=$site fits "$candidate"; then
       python=$candidate
+      export PYTHONPATH=$site
       break
     fi
   done
-  if [ -n "$python" ]; then
-    export PYTHONPATH=$site
-  elif [ -n "${PYTHON:-}" ] || [ ! -x .venv/bin/python ]; then
-    printf 'run: no Python here has torch, triton and numpy and fits build/gpu_pack (%s)\n' \
-      "$(cat build/gpu_pack/abi)" >&2
-    exit 2
-  else
-    printf 'run: build/gpu_pack fits no Python here that has torch (%s); using .venv\n' \
-      "$(cat build/gpu_pack/abi)" >&2
-  fi
 fi
 if [ -z "$python" ]; then
-  python=${PYTHON:-.venv/bin/python}
-  if ! "$python" -P -c 'import vllm_ssdkv._io' 2>/dev/null; then
-    printf 'run: no build/gpu_pack (scripts/gpu/pack.sh makes it) and no installed .venv\n' >&2
+  if ! fits "${PYTHON:-.venv/bin/python}"; then
+    say "no Python here has torch, triton and numpy and fits build/gpu_pack" \
+      "($(paste -sd, build/gpu_pack/abi 2>/dev/null || echo 'which is not there')), and" \
+      "${PYTHON:-.venv/bin/python} has no such package installed; scripts/gpu/pack.sh makes the" \
+      "one, scripts/setup.sh the other"
     exit 2
   fi
+  python=${PYTHON:-.venv/bin/python}
+  [ ! -d "$site" ] || say "build/gpu_pack ($(paste -sd, build/gpu_pack/abi)) does not fit $python;" \
+    "using the package that it has installed"
 fi
 exec "$python" -P -m vllm_ssdkv.profiling.gpu_pack "$@"
