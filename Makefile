@@ -5,7 +5,7 @@
 
 bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scripts examples tests
-# bench_triton is left out: it needs a GPU, and .venv holds vLLM and torch for CPU.
+# What needs a GPU is run by scripts/gpu/run.sh.
 benchmarks := bench_attend bench_pack
 cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling -name '*.cpp' -o -name '*.hpp')
 

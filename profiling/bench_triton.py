@@ -9,8 +9,7 @@ to an eighth of the pages and scores by an eighth of the channels, as the option
 of it lies in the device's memory, so that the kernels are measured and not the bus. PyTorch,
 Triton, NumPy and this package with its native kernels are needed; vLLM is not.
 
-Not measured: no GPU has run this script yet. The kernels are tested in Triton's interpreter and
-compiled for compute capabilities 8.0 and 9.0, which says nothing about speed.
+``scripts/gpu/run.sh`` runs the same in its stages; docs/gpu.md has what was measured.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -56,7 +56,14 @@ class Figure:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Median seconds of ``work`` on the current CUDA stream, warm, with the L2 cache flushed."""
+    """Median seconds of ``work`` on the current CUDA stream, warm, with the L2 cache flushed.
+
+    Without a GPU, where times say nothing, ``work`` is done once.
+    """
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
     return float(triton.testing.do_bench(work, return_mode="median")) / 1e3
 
 
@@ -65,6 +72,36 @@ def copy_rate(device: torch.device, nbytes: int) -> float:
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / seconds_of(lambda: target.copy_(source))
+
+
+def bus_rate(device: torch.device, nbytes: int, *, to_device: bool) -> float:
+    """Bytes per second of a copy of ``nbytes`` between pinned host memory and the device."""
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    source, target = (host, there) if to_device else (there, host)
+    return nbytes / seconds_of(lambda: target.copy_(source, non_blocking=True))
+
+
+def host_pages_figure(
+    device: torch.device, model: Model, context: int, batch: int, rate: float
+) -> Figure:
+    """Attention to an eighth of the pages of contexts in pinned host memory, which the kernel reads
+    over the bus; ``rate`` is that of a copy to the device."""
+    layout, kernels = model.layout(), TritonPageKernels(device)
+    blocks = batch * (context // layout.block_tokens + 1)
+    size = layout.block_bytes // layout.dtype.itemsize
+    memory = torch.zeros((blocks, size), dtype=layout.dtype, pin_memory=device.type == "cuda")
+    shape = (batch, model.heads * model.group, model.head_size)
+    query = torch.randn(shape, device=device).to(model.dtype)
+    problem = SparseProblem.of(layout, query, memory.to(device), kernels)
+    pages = int(problem.summaries.pages[0])
+    selection = problem.random_selection(max(1, pages // 8) / pages, seed=1)
+    listed = problem.page_list(selection, memory)
+    state = PartialState.empty(*shape, device)
+    seconds = seconds_of(lambda: kernels.attend_pages(query, state, listed, layout, problem.scale))
+    moved = len(selection.pages) * layout.page_payload_bytes
+    name = f"attend to pages of the host, context {context}, batch {batch}"
+    return Figure(name, moved, seconds, moved / seconds / rate)
 
 
 def decode_figure(

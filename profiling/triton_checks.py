@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,13 +52,18 @@ def expect(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -
         raise CheckError(f"{name}: differs from its oracle by up to {worst:.3g}")
 
 
-def check_attention(device: torch.device, model: Model) -> None:
+SHAPES = (RowShape(1, 500, 0, 501), RowShape(40, 30, 0, 70), RowShape(3, 50, 0, 0))
+"""Decode with a long context, prefill, and queries without keys."""
+
+
+def check_attention(
+    device: torch.device, model: Model, shapes: Sequence[RowShape] = SHAPES
+) -> None:
     """``attend`` (split and not), ``finish`` and ``merge`` against the definition."""
     from vllm_ssdkv.triton_kernels.attend import attend
     from vllm_ssdkv.triton_kernels.finish import finish
     from vllm_ssdkv.triton_kernels.merge import merge
 
-    shapes = [RowShape(1, 500, 0, 501), RowShape(40, 30, 0, 70), RowShape(3, 50, 0, 0)]
     dtypes = dict.fromkeys((model.dtype, torch.float32))
     for dtype in dtypes:
         tolerance = TOLERANCE[dtype]

@@ -11,6 +11,7 @@ import typer
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.command_page import commands_page
 from vllm_ssdkv.cli.pages import metrics_page, options_page
+from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
 
@@ -24,15 +25,20 @@ _Directory = Annotated[
 ]
 
 
-def pages() -> dict[str, str]:
-    """File name and text of every generated page."""
-    return {"cli.md": commands_page(), "metrics.md": metrics_page(), "options.md": options_page()}
+def pages(directory: Path) -> dict[str, str]:
+    """File name and text of every generated page. Runs on GPUs are in ``directory / "gpu"``."""
+    return {
+        "cli.md": commands_page(),
+        "gpu.md": gpu_page(directory / "gpu"),
+        "metrics.md": metrics_page(),
+        "options.md": options_page(),
+    }
 
 
 def stale(directory: Path) -> dict[str, str]:
     """The pages that differ from what would be written, each with a unified diff."""
     found: dict[str, str] = {}
-    for name, text in pages().items():
+    for name, text in pages(directory).items():
         path = directory / name
         present = path.read_text(encoding="utf-8") if path.is_file() else ""
         if present != text:
@@ -45,9 +51,9 @@ def stale(directory: Path) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write cli.md, metrics.md and options.md into DIR."""
+    """Write cli.md, gpu.md, metrics.md and options.md into DIR."""
     directory.mkdir(parents=True, exist_ok=True)
-    fresh = pages()
+    fresh = pages(directory)
     for name in stale(directory):
         (directory / name).write_text(fresh[name], encoding="utf-8")
         typer.echo(f"wrote {directory / name}")

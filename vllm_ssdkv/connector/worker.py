@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,13 +46,12 @@ from vllm_ssdkv.connector.messages import (
     Save,
     StepPlan,
 )
+from vllm_ssdkv.connector.pinning import pin_arena
 from vllm_ssdkv.connector.step import PagedStep
 from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.connector.stream_fence import StreamFence
-from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.sizes import approximate_size
-from vllm_ssdkv.store.arena import Arena
 from vllm_ssdkv.store.cache import NO_FRAME, FrameState
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.move import Move
@@ -191,7 +189,7 @@ class SSDKVWorker:
             )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
-            _pin(self._opened.arena, caches[0].device)
+            pin_arena(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
             self._choices = Choices.of(self.config, self.layout, caches[0].device)
@@ -587,25 +585,3 @@ def _load_time(outcome: LoadOutcome) -> LoadTime:
         outcome.dram_s,
         outcome.ssd_s,
     )
-
-
-_MAPPED = 2
-"""cudaHostRegisterMapped: kernels may read the memory where it lies."""
-
-
-def _pin(arena: Arena, device: torch.device) -> None:
-    """Register the arena with CUDA, so that copies and kernels reach it without a bounce.
-
-    Written to the documented interface; no GPU was at hand to run it.
-
-    Raises:
-        StoreError: CUDA refuses.
-    """
-    with torch.cuda.device(device):
-        cudart: Any = torch.cuda.cudart
-        code = int(cudart().cudaHostRegister(arena.address, arena.nbytes, _MAPPED))
-    if code:
-        raise StoreError(
-            f"CUDA cannot pin {arena.nbytes} bytes of DRAM (error {code}): lower dram_gib or raise "
-            "the limit of locked memory (ulimit -l)"
-        )

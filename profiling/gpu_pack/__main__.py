@@ -1,0 +1,103 @@
+"""``python -m vllm_ssdkv.profiling.gpu_pack``: all stages, or some of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from vllm_ssdkv.profiling.gpu_pack.orchestrate import Orchestrator, Plan, Stage
+from vllm_ssdkv.profiling.gpu_pack.results import REPORT, RESULTS
+
+_HERE: Final = "vllm_ssdkv.profiling.gpu_pack"
+
+STAGES: Final = (
+    Stage("machine", f"{_HERE}.machine", 40, 60),
+    Stage("kernels", f"{_HERE}.kernels", 150, 180),
+    Stage("bandwidth", f"{_HERE}.bandwidth", 100, 60),
+    Stage("store", f"{_HERE}.store", 120, 60),
+    Stage("sanitizer", f"{_HERE}.sanitizer", 90, 90),
+)
+"""In order of value. Each has a log, beside the two files of results: 8 files at most.
+
+A rehearsal takes about a minute on two cores; its limits leave room for a busy machine.
+"""
+
+SECONDS: Final = 530.0
+REHEARSAL_SECONDS: Final = 360.0
+
+
+def chosen(names: str | None) -> list[Stage]:
+    """The stages of a comma-separated list, in their order; raises ``ValueError`` for others."""
+    if names is None:
+        return list(STAGES)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [stage.name for stage in STAGES]
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise ValueError(
+            f"--stages: {', '.join(unknown) or 'none given'}; the stages are {', '.join(known)}"
+        )
+    return [stage for stage in STAGES if stage.name in wanted]
+
+
+def environment(rehearsal: bool, scratch: Path) -> dict[str, str]:
+    """Environment of the stages' processes."""
+    held = dict(os.environ)
+    held["PYTHONUNBUFFERED"] = "1"
+    held["HF_HUB_OFFLINE"] = "1"
+    held["TRITON_CACHE_DIR"] = str(scratch / "triton")
+    held["SSDKV_GPU_SCRATCH"] = str(scratch)
+    if rehearsal:
+        held["TRITON_INTERPRET"] = "1"
+        held["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        held.pop("TRITON_INTERPRET", None)
+    return held
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; exits with status 1 if a stage failed and 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu/run.sh", description="checks and measures what needs a GPU and no vLLM"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, small sizes")
+    parser.add_argument("--stages", metavar="LIST", help="only these, with commas between them")
+    given = parser.parse_args(arguments)
+    try:
+        stages = chosen(given.stages)
+    except ValueError as error:
+        parser.error(str(error))
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (out / RESULTS, out / REPORT, *(out / f"log.{stage.name}.txt" for stage in STAGES)):
+        old.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="ssdkv-gpu-") as scratch:
+        plan = Plan(
+            stages,
+            REHEARSAL_SECONDS if given.rehearse else SECONDS,
+            given.rehearse,
+            environment(given.rehearse, Path(scratch)),
+        )
+        orchestrator = Orchestrator(plan, out)
+
+        def stop(number: int, _frame: FrameType | None) -> None:
+            orchestrator.end()
+            raise SystemExit(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, stop)
+        good = orchestrator.run()
+    print(f"results: {out}")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

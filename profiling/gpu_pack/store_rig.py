@@ -1,0 +1,192 @@
+"""A rank's store in page mode below a KV cache on a device, driven as the worker drives it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.attention.kernels import select_kernels
+from vllm_ssdkv.attention.slot_summaries import SlotSummaries
+from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.connector.blocks import PagedPort
+from vllm_ssdkv.connector.pinning import pin_arena, unpin_arena
+from vllm_ssdkv.connector.stream_fence import StreamFence
+from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.store.engine.open import EngineKind
+from vllm_ssdkv.store.fingerprint import Fingerprint
+from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
+from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.open import StorePlace, open_rank
+from vllm_ssdkv.store.summaries import with_summaries
+from vllm_ssdkv.store.tiers import TieredStore
+
+PATIENCE_S: Final = 60.0
+
+REQUEST: Final = "request"
+"""It refers to all slots once they are stored."""
+
+Slots = NDArray[np.int64]
+
+
+class PagedRig:
+    """A store of ``blocks`` slots, and a cache of twice as many blocks on ``device``.
+
+    One thread calls all methods. Closing it ends the store; its files stay.
+
+    Attributes:
+        layout: Of a block in the cache.
+        geometry: Of a slot.
+        caches: Of each layer, [2 * blocks, block elements], on the device.
+        store: The store.
+        fence: Set it when what writes to the cache is queued.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: BlockLayout,
+        layers: int,
+        blocks: int,
+        device: torch.device,
+        *,
+        engine: EngineKind = "auto",
+        channels: str | None = None,
+        seed: int = 1,
+    ):
+        """``channels``: where channel pages are kept ("dram", "hbm"); None: slots have bounds."""
+        self.device, self.layout = device, layout
+        plain = SlotGeometry(
+            "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
+        )
+        self.geometry = with_summaries(plain, layout.page_tokens, channels=channels is not None)
+        slot = self.geometry.slot_bytes
+        capacity = max((blocks + 16) * slot * 2, 32 * MIB)
+        sparse: dict[str, Any] = {} if channels is None else {"channel_pages": channels}
+        config = SSDKVConfig.from_extra_config(
+            {
+                "mode": "page",
+                "selector": "bounds" if channels is None else "sparf",
+                "page_tokens": layout.page_tokens,
+                "devices": [{"path": str(directory), "capacity": capacity}],
+                "state_dir": str(directory),
+                "dram_gib": f"{max(6 * blocks * slot, 256 * MIB)} B",
+                "sparse": sparse,
+                "io": {"engine": engine},
+            }
+        )
+        place = StorePlace(config, self.geometry, Fingerprint({"gpu pack": seed}), 1)
+        self._opened = open_rank(place, 0, Counters())
+        random = torch.Generator(device).manual_seed(seed)
+        elements = layout.block_bytes // layout.dtype.itemsize
+        self.caches = [
+            torch.randn((2 * blocks, elements), generator=random, device=device).to(layout.dtype)
+            for _ in range(layers)
+        ]
+        self.fence = StreamFence(device)
+        self.store = TieredStore(
+            self._opened.files,
+            self._opened.arena,
+            self._opened.plan,
+            self._opened.num_slots,
+            layout.block_tokens,
+            self._copy_in,
+            summarizer=SlotSummaries(layout, self.geometry),
+        )
+        if device.type == "cuda":
+            pin_arena(self._opened.arena, device)
+        self._port = PagedPort(
+            select_kernels(device), self.caches, layout, self.geometry, self.store.frames
+        )
+        self.slots = np.arange(blocks, dtype=np.int64)
+        self._keys = [slot.to_bytes(32, "little") for slot in range(blocks)]
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that reads and writes."""
+        return self._opened.files.engine.name
+
+    def _copy_in(self, frames: NDArray[np.int32], block_ids: Slots) -> None:
+        self.fence.follow()
+        self._port.load(frames, block_ids)
+
+    def save(self) -> float:
+        """Store the first half of the cache's blocks, once; seconds until all are on the disk.
+
+        Raises ``BenchError`` if one could not be written.
+        """
+        begin = time.perf_counter()
+        done, tails = 0, self.store.tails
+        while done < len(self.slots):
+            wanted = self.slots[done : done + len(tails)]
+            frames = self.store.hold(wanted, wait=True)
+            if len(frames) == 0:
+                raise BenchError("no frame became free")
+            part = slice(done, done + len(frames))
+            self._port.save(self.slots[part], frames, tails[: len(frames)])
+            self.store.filled(self.slots[part], tails[: len(frames)])
+            epochs = np.ones(len(frames), np.int64)
+            self.store.commit(self.slots[part], epochs, self._keys[part])
+            done += len(frames)
+        if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
+            raise BenchError("a block was not written")
+        # Checksums of pages are kept of what a running request refers to.
+        self.store.extend_context(REQUEST, 0, self.slots)
+        return time.perf_counter() - begin
+
+    def load(self) -> LoadOutcome:
+        """Bring all slots into the second half of the cache.
+
+        Raises ``BenchError`` if that fails.
+        """
+        blocks = len(self.slots)
+        epochs = np.ones(blocks, np.int64)
+        job = LoadJob(REQUEST, self.slots, epochs, tuple(self._keys), self.slots + blocks)
+        self.store.load(job)
+        end = time.monotonic() + PATIENCE_S
+        while not (outcomes := self.store.take_load_outcomes(0.01)):
+            if time.monotonic() > end:
+                raise BenchError("the load did not end")
+        if not outcomes[0].complete:
+            raise BenchError("a stored block could not be read")
+        return outcomes[0]
+
+    def forget(self) -> None:
+        """DRAM holds no block any more."""
+        self.store.frames.forget(self.slots)
+
+    def pages(self, layer: int) -> NDArray[np.uint8]:
+        """Payloads of the stored blocks' pages of a layer, [blocks, pages, bytes], as saved."""
+        saved = self.caches[layer][: len(self.slots)].view(torch.uint8).cpu().numpy()
+        return saved.reshape(len(self.slots), self.geometry.pages_per_layer, -1)
+
+    def close(self) -> None:
+        """End the store, with what is in flight."""
+        self.store.close()
+        if self.device.type == "cuda":
+            unpin_arena(self._opened.arena, self.device)
+        self._opened.close()
+
+
+def bytes_at(addresses: NDArray[np.uint64], nbytes: int, device: torch.device) -> NDArray[np.uint8]:
+    """What lies at absolute addresses that ``device`` reaches, [n, nbytes]; both must be multiples
+    of 8."""
+    words = np.arange(nbytes // 8, dtype=np.uint64) * np.uint64(8)
+    places = (addresses[:, None] + words[None, :]).ravel()
+    if device.type == "cpu":
+        from vllm_ssdkv import _io
+
+        found = _io.read_words(places)
+    else:
+        from vllm_ssdkv.triton_kernels.digest import read_words
+
+        there = torch.from_numpy(places.view(np.int64)).to(device)
+        found = read_words(there).cpu().numpy().view(np.uint64)
+    return np.ascontiguousarray(found).view(np.uint8).reshape(len(addresses), nbytes)

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Makes build/gpu_pack, an ignored folder that travels to a GPU machine with Python 3.12, PyTorch, Triton
+# and NumPy: this package with native modules for that Python, and the packages it needs beside those.
+#
+# Needs Python 3.12 with venv and headers, a C++20 compiler and liburing 2.3 or later. PYTHON312 chooses
+# the interpreter. Where .venv has another Python, its native modules are added, so that
+# `scripts/gpu/run.sh --rehearse` runs the very files that travel.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+pack=build/gpu_pack
+tools=build/gpu_tools
+site=$pack/site
+lock=requirements/cpu.lock
+most_kib=$((44 * 1024))
+
+say() { printf 'pack: %s\n' "$*"; }
+
+fail() {
+  printf 'pack: %s\n' "$*" >&2
+  exit 1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON312:-python3.12 python3}; do
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' \
+      2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+}
+
+# `name==version` of these packages, as the lock has them.
+pins() {
+  local name
+  for name in "$@"; do
+    grep "^$name==" "$lock" | cut -d ';' -f 1
+  done
+}
+
+make_tools() {
+  local wanted
+  wanted=$(pins scikit-build-core nanobind cmake ninja packaging pathspec)
+  if [ "$(cat "$tools/.made" 2>/dev/null)" != "$wanted" ]; then
+    say "environment to build in ($tools)"
+    "$1" -m venv --clear "$tools"
+    # shellcheck disable=SC2086
+    "$tools/bin/pip" install -qq --disable-pip-version-check $wanted
+    printf '%s\n' "$wanted" >"$tools/.made"
+  fi
+}
+
+build_package() {
+  say "building the package for $("$tools/bin/python" -V)"
+  rm -rf "$pack" build/gpu_wheels
+  mkdir -p "$site"
+  PATH="$PWD/$tools/bin:$PATH" "$tools/bin/pip" wheel -qq --disable-pip-version-check --no-deps \
+    --no-build-isolation -C cmake.define.SSDKV_URING=ON -w build/gpu_wheels . ||
+    fail "the build failed; io_uring needs liburing 2.3 or later (Debian and Ubuntu: liburing-dev)"
+  # shellcheck disable=SC2046
+  "$tools/bin/pip" install -qq --disable-pip-version-check --no-deps --no-compile --target "$site" \
+    build/gpu_wheels/*.whl \
+    $(pins msgspec pydantic pydantic-core annotated-types typing-extensions typing-inspection)
+  rm -rf "$site/bin" "$site/vllm_ssdkv/demo_model"
+}
+
+# What is linked dynamically would have to be on the other machine.
+check_linking() {
+  local module
+  for module in "$site"/vllm_ssdkv/*.so; do
+    if readelf -d "$module" | grep -q 'NEEDED.*liburing'; then
+      fail "$module needs liburing.so on the other machine; install liburing's static library"
+    fi
+  done
+}
+
+python=$(find_python)
+[ -n "$python" ] || fail "needs Python 3.12 with its venv module and headers: install python3.12," \
+  "python3.12-venv and python3.12-dev (Debian and Ubuntu names, or 'pyenv install 3.12'), or set" \
+  "PYTHON312 to its path"
+make_tools "$python"
+build_package
+check_linking
+echo "CPython 3.12" >"$pack/abi"
+if [ -x .venv/bin/python ]; then
+  .venv/bin/python -P scripts/gpu/add_modules.py "$site" >>"$pack/abi"
+fi
+size=$(du -sk "$pack" | cut -f 1)
+[ "$size" -le "$most_kib" ] || fail "$pack has $size KiB, at most $most_kib KiB may travel"
+say "$pack: $((size / 1024)) MiB, for $(paste -sd, "$pack/abi")"

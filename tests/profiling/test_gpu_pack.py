@@ -1,0 +1,326 @@
+"""The GPU pack's run: stages that end, fail, hang or are killed, and its rehearsal on the CPU."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.profiling.gpu_pack import __main__ as command
+from vllm_ssdkv.profiling.gpu_pack.orchestrate import LOG_BYTES, Orchestrator, Plan, Stage
+from vllm_ssdkv.profiling.gpu_pack.results import (
+    NO_TIME,
+    RESULTS,
+    STAGE,
+    Figure,
+    ResultLog,
+    Row,
+    read_rows,
+)
+
+ROOT = Path(__file__).parents[2]
+STAGES = Path(__file__).parent / "gpu_stages"
+PACKED = ROOT / "build" / "gpu_pack" / "site"
+PATIENCE_S = 60.0
+
+DRIVER = """
+import sys
+from pathlib import Path
+from vllm_ssdkv.profiling.gpu_pack import __main__ as command
+from vllm_ssdkv.profiling.gpu_pack.orchestrate import Stage
+command.STAGES = tuple(Stage(name, f"{name}_stage", 60, 60) for name in sys.argv[2:])
+command.main(["--rehearse", "--out", sys.argv[1]])
+"""
+"""The command with other stages."""
+
+
+def plan(*stages: tuple[str, float], seconds: float = 100.0) -> Plan:
+    environment = {**os.environ, "PYTHONPATH": str(STAGES)}
+    made = [Stage(name, f"{name}_stage", limit, limit) for name, limit in stages]
+    return Plan(made, seconds, True, environment)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def by_case(rows: list[Row]) -> dict[tuple[str, str], Row]:
+    return {(row.stage, row.case): row for row in rows}
+
+
+class TestResults:
+    """The file that must outlive everything."""
+
+    def test_rows_come_back(self, tmp_path: Path) -> None:
+        log = ResultLog(tmp_path)
+        row = Row(
+            "a", "b", False, 1.5, [Figure("rate", 3.0, "GB/s"), Figure("name", "x")], "why\nso"
+        )
+        log.append(row)
+        assert log.rows() == [row]
+        assert "FAILED a: b" in (tmp_path / "report.txt").read_text()
+
+    def test_a_line_that_was_cut_off_is_left_out(self, tmp_path: Path) -> None:
+        log = ResultLog(tmp_path)
+        log.append(Row("a", "b"))
+        path = tmp_path / RESULTS
+        whole = path.read_text()
+        path.write_text(whole + whole[:20])
+        assert log.rows() == [Row("a", "b")]
+        path.write_text(whole[:20] + "\n" + whole)
+        with pytest.raises(BenchError, match="not a result"):
+            log.rows()
+
+
+class TestOrchestrator:
+    """Stages one after the other."""
+
+    def test_a_stage_that_hangs_is_ended_with_its_children_and_the_next_one_runs(
+        self, tmp_path: Path
+    ) -> None:
+        begin = time.monotonic()
+        stages = plan(("good", 60), ("hanging", 8), ("good", 60))
+        assert not Orchestrator(stages, tmp_path).run()
+        rows = ResultLog(tmp_path).rows()
+        assert [(row.stage, row.case, row.ok) for row in rows] == [
+            *[("good", "one", True), ("good", STAGE, True)],
+            *[("hanging", "begun", True), ("hanging", STAGE, False)],
+            *[("good", "one", True), ("good", STAGE, True)],
+        ]
+        ended = rows[3]
+        assert ended.error == "it did not end in 8 s and was ended by SIGKILL"
+        assert 8 <= ended.seconds < 20
+        assert time.monotonic() - begin < PATIENCE_S
+        for figure in rows[2].figures:
+            assert not is_alive(int(figure.value)), figure.name
+
+    def test_what_fails_is_told_and_the_log_is_cut(self, tmp_path: Path) -> None:
+        assert not Orchestrator(plan(("bad", 60)), tmp_path).run()
+        rows = by_case(ResultLog(tmp_path).rows())
+        assert rows["bad", "wrong"].error.endswith("ValueError: not what it should be")
+        assert rows["bad", "wrong"].figures == [Figure("half", 0.5)]
+        assert rows["bad", "right"].ok
+        assert rows["bad", STAGE].error == "its process ended with status 7"
+        log = (tmp_path / "log.bad.txt").read_bytes()
+        assert LOG_BYTES < len(log) < LOG_BYTES + 100
+        assert log.endswith(b"cut here]\n")
+        report = (tmp_path / "report.txt").read_text()
+        assert "failed: bad: wrong" in report
+        assert "NOT all stages ended well" in report
+
+    def test_a_stage_without_a_module_or_a_result_has_failed(self, tmp_path: Path) -> None:
+        assert not Orchestrator(plan(("missing", 60)), tmp_path).run()
+        (row,) = ResultLog(tmp_path).rows()
+        assert (row.case, row.ok) == (STAGE, False)
+        assert "missing_stage" in (tmp_path / "log.missing.txt").read_text()
+
+    def test_no_stage_begins_after_the_end(self, tmp_path: Path) -> None:
+        assert not Orchestrator(plan(("good", 60), seconds=0.5), tmp_path).run()
+        (row,) = ResultLog(tmp_path).rows()
+        assert row.error == NO_TIME
+        assert not (tmp_path / "log.good.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killing_the_run_leaves_the_results_before(tmp_path: Path, number: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(STAGES), "TMPDIR": str(tmp_path)}
+    run = subprocess.Popen(
+        [sys.executable, "-P", "-c", DRIVER, str(tmp_path), "good", "hanging"], env=environment
+    )
+    path = tmp_path / RESULTS
+    until(lambda: ("hanging", "begun") in by_case(list(read_rows(path))), "the second stage")
+    run.send_signal(number)
+    assert run.wait(PATIENCE_S) == (-number if number == signal.SIGKILL else 128 + number)
+    rows = by_case(list(read_rows(path)))
+    assert rows["good", "one"].figures == [Figure("answer", 42, "GB/s")]
+    assert rows["good", STAGE].ok
+    pids = [int(figure.value) for figure in rows["hanging", "begun"].figures]
+    if number == signal.SIGTERM:
+        until(lambda: not any(map(is_alive, pids)), "the end of the stage")
+    else:
+        # A stage is told that its parent is gone; this one is deaf.
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_stages_are_chosen_by_name() -> None:
+    assert [stage.name for stage in command.chosen("store,machine")] == ["machine", "store"]
+    assert command.chosen(None) == list(command.STAGES)
+    for wrong in ("kernel", "", ","):
+        with pytest.raises(ValueError, match="the stages are machine, kernels"):
+            command.chosen(wrong)
+
+
+def test_a_run_has_at_most_eight_files_and_nine_minutes() -> None:
+    assert len(command.STAGES) + 2 <= 8
+    assert command.SECONDS <= 9 * 60
+
+
+def rehearse(python: str, out: Path, stages: str | None, **environment: str) -> list[Row]:
+    """Rows of a rehearsal, with its own exit status checked."""
+    given = [] if stages is None else ["--stages", stages]
+    ended = subprocess.run(
+        ["bash", str(ROOT / "scripts/gpu/run.sh"), "--rehearse", "--out", str(out), *given],
+        env={**os.environ, "PYTHON": python, "TMPDIR": str(out), **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    log = ResultLog(out)
+    report = out / "report.txt"
+    told = report.read_text() if report.exists() else ended.stdout + ended.stderr
+    assert ended.returncode == 0, told
+    return log.rows()
+
+
+def test_the_shortest_rehearsal_ends_well(tmp_path: Path) -> None:
+    rows = by_case(rehearse(sys.executable, tmp_path, "machine,store"))
+    assert all(row.ok for row in rows.values())
+    assert rows["store", "reads of the disk, uring"].figures[0] == Figure("O_DIRECT", "yes") or (
+        rows["store", "reads of the disk, threads"].figures[0] == Figure("O_DIRECT", "no")
+    )
+    names = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert names == {RESULTS, "report.txt", "log.machine.txt", "log.store.txt"}
+
+
+@pytest.mark.soak
+def test_the_whole_rehearsal_ends_well(tmp_path: Path) -> None:
+    rows = rehearse(sys.executable, tmp_path, None)
+    assert [row.stage for row in rows if row.case == STAGE] == [s.name for s in command.STAGES]
+    assert all(row.ok for row in rows)
+
+
+# ---- what travels is complete ----
+
+
+def needed(names: list[str]) -> set[str]:
+    """Distributions that these need here, themselves included."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = todo.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        try:
+            requires = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, requires):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                todo.append(requirement.name)
+    return found
+
+
+def link(names: set[str], target: Path) -> None:
+    """Links to what these distributions have installed."""
+    for name in names:
+        for file in metadata.files(name) or []:
+            top = file.parts[0]
+            if top in ("..", "bin", "__pycache__") or (target / top).exists():
+                continue
+            (target / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
+
+
+def packed_names() -> list[str]:
+    """Packages that travel beside this one."""
+    text = (ROOT / "scripts/gpu/pack.sh").read_text()
+    found = re.search(r"\$\(pins (msgspec[^)]*)\)", text)
+    assert found is not None
+    return found[1].replace("\\", " ").split()
+
+
+def is_current(site: Path) -> bool:
+    """Whether a packed site has today's Python files, and native modules for this Python."""
+    tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
+    if not list(site.glob(f"vllm_ssdkv/_io.{tag}*.so")):
+        return False
+    folders = {"vllm_ssdkv": "vllm_ssdkv", "profiling": "vllm_ssdkv/profiling"}
+    folders["triton_kernels"] = "vllm_ssdkv/triton_kernels"
+    for source, packed in folders.items():
+        for path in (ROOT / source).rglob("*.py"):
+            within = path.relative_to(ROOT / source)
+            if source == "vllm_ssdkv" and within.parts[0] in ("profiling", "triton_kernels"):
+                continue
+            there = site / packed / within
+            if not there.exists() or not filecmp.cmp(path, there, shallow=False):
+                return False
+    return True
+
+
+@pytest.fixture
+def empty_python(tmp_path: Path) -> tuple[str, str]:
+    """A Python with PyTorch, Triton, Transformers and what these need, and where what travels is:
+    the packed folder if it is of today's sources, else the same packages of this environment."""
+    place = tmp_path / "empty"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=PATIENCE_S
+    )
+    (site,) = place.glob("lib/python*/site-packages")
+    link(needed(["torch", "triton", "numpy", "transformers"]) - set(packed_names()), site)
+    travels = PACKED
+    if not is_current(PACKED):
+        travels = tmp_path / "travels"
+        travels.mkdir()
+        link({*packed_names(), "vllm-ssdkv"}, travels)
+        if not (travels / "vllm_ssdkv").exists():
+            import vllm_ssdkv
+
+            (travels / "vllm_ssdkv").symlink_to(Path(vllm_ssdkv.__file__).parent)
+    return str(place / "bin" / "python"), str(travels)
+
+
+def test_what_travels_needs_no_more_than_pytorch(
+    empty_python: tuple[str, str], tmp_path: Path
+) -> None:
+    python, travels = empty_python
+    out = tmp_path / "out"
+    out.mkdir()
+    ended = subprocess.run(
+        [
+            *(python, "-P", "-m", "vllm_ssdkv.profiling.gpu_pack", "--rehearse"),
+            *("--stages", "machine,store", "--out", str(out)),
+        ],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": travels, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = by_case(ResultLog(out).rows())
+    software = {figure.name: figure.value for figure in rows["machine", "software"].figures}
+    assert software["vllm"] == "missing"
+    assert rows["machine", "import of the package"].ok
+    # What the other stages import.
+    modules = ["kernels", "bandwidth", "sanitizer"]
+    imports = "; ".join(f"import vllm_ssdkv.profiling.gpu_pack.{name}" for name in modules)
+    subprocess.run(
+        [python, "-P", "-c", imports],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": travels, "TRITON_INTERPRET": "1"},
+        timeout=PATIENCE_S,
+        check=True,
+    )
