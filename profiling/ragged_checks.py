@@ -185,8 +185,11 @@ def _check_choice(
                     raise CheckError(f"choose, p {p}: other {name} than the native kernel's")
 
 
-def check_packing(device: torch.device, model: Model, *, pinned: bool) -> None:
-    """``pack_summarized`` of bounds, channels and int8 gives the native kernels' bytes."""
+def check_packing(device: torch.device, model: Model) -> None:
+    """``pack_summarized`` of bounds, channels and int8 gives the native kernels' bytes.
+
+    Into pinned memory: a slot's tail is made by the host.
+    """
     layout, layers, blocks = model.layout(), 3, 4
     plain = SlotGeometry("paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes)
     random = torch.Generator().manual_seed(21)
@@ -211,7 +214,7 @@ def check_packing(device: torch.device, model: Model, *, pinned: bool) -> None:
                 for nbytes in (geometry.frame_bytes, geometry.tail_bytes)
             ]
             if caches.is_cuda:
-                memory = [part.pin_memory() if pinned else part.to(device) for part in memory]
+                memory = [part.pin_memory() for part in memory]
             frames, tails = (addresses(part) for part in memory)
             kernels.pack_summarized(list(caches), ids, frames, tails, layout, geometry)
             wait_for(kernels.device)

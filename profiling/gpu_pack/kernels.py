@@ -121,8 +121,8 @@ def _group(
         cases += [
             (f"attend to {where}", partial(check_anywhere, **lying)),
             (f"ragged sparse decode in {where}", partial(check_ragged, **lying, rows=rows)),
-            (f"pack with summaries into {where}", partial(check_packing, **lying)),
         ]
+    cases.append(("pack with summaries into host memory", partial(check_packing, model=model)))
     return Group(name, cases)
 
 

@@ -32,7 +32,7 @@ def anywhere() -> None:
 
 
 def packing() -> None:
-    check_packing(CPU, MODEL, pinned=True)
+    check_packing(CPU, MODEL)
 
 
 def test_right_kernels_pass() -> None:
