@@ -100,6 +100,29 @@ def test_nobody_resets_hbm(reuse: Make) -> None:
     assert run.began["d"] == (len(longer) - 1) // BLOCK * BLOCK
 
 
+def test_a_request_that_leaves_hbm_alone(make: Make) -> None:
+    """It computes anew what HBM has of the old weights, which vLLM goes on giving to others."""
+    run = make(slots=60, hbm_blocks=60)
+    ask(run)
+    run.reload(NEW)
+    ask(run, right=False)
+    everything = {"prompt_logprobs": 1}
+    run.add("reads nothing", prompt(100), 4, sampling=everything)
+    run.run()
+    check(run)
+    assert run.began["reads nothing"] == 0
+    run.add("longer", prompt(100) + prompt(60, 1), 4)
+    run.run()
+    check(run)
+    forget_hbm(run)
+    assert ask(run) == BLOCKS
+    forget_hbm(run)
+    run.add("again", prompt(100) + prompt(60, 1), 4)
+    run.run()
+    run.check_answers(["again"])
+    check(run)
+
+
 def test_a_request_that_runs_meanwhile(make: Make) -> None:
     """Its KV is of both weights, and nobody else's."""
     run = make(slots=60, hbm_blocks=60)

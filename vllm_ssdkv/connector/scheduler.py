@@ -168,6 +168,7 @@ class SSDKVScheduler:
         self._groups = BlockGroups(managers, self._index, self._block, self._speculation)
         self._keys.resumable_apart |= self._groups.has_states
         groups = hbm.kv_cache_config.kv_cache_groups
+        self._hbm_identities.groups = len(groups)
         self._chain_layers = len(groups[self._groups.chain].layer_names)
         for manager in managers:
             if isinstance(manager, TieredManager):
@@ -276,7 +277,7 @@ class SSDKVScheduler:
             self._plan_load(state, blocks, external)
         # vLLM takes what it will compute for cached from now on: others find it in this very step.
         own = request.block_hashes[self._in_hbm + external // self._block :]
-        self._hbm_identities.holds(own, self._identity_to_store(request))
+        self._hbm_identities.holds(own, self._identity_to_store(request), blocks.get_block_ids())
         unread = self._choice.admitted(request_id)
         if unread is not None:
             self._background.probe(request, unread)
@@ -291,7 +292,7 @@ class SSDKVScheduler:
         self._index.pin(load.slots)
         state.loaded_from = end - count
         loaded = state.request.block_hashes[end - count : end]
-        self._hbm_identities.holds(loaded, self._keys.identity(state.request))
+        self._hbm_identities.holds(loaded, self._keys.identity(state.request), block_ids)
         if self._paged:
             self._index.pin(load.slots)
             state.slots = load.slots.tolist()
@@ -450,7 +451,7 @@ class SSDKVScheduler:
             return
         identity = self._identity_to_store(request)
         hashes = request.block_hashes[max(first, state.hit) : end]
-        self._hbm_identities.holds(hashes, identity)
+        self._hbm_identities.holds(hashes, identity, state.block_ids)
         if not (identity and self._reuses) or self._suspension:
             return
         keys = self._keys.to_store(request, end, first)
