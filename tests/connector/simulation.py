@@ -610,7 +610,7 @@ class Simulation:
         identity = self.ours._keys.identity(request)
         seed, known = self._seeds.get(identity), self._known.get((name, identity), 0)
         keys = self.ours.keys_of(request)
-        if name in self.finished:
+        if request.is_finished():
             self.ours._keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
             assert seed is not None

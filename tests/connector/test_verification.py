@@ -92,6 +92,22 @@ def test_a_request_that_ends_meanwhile_leaves_nothing(make: Make) -> None:
     run.check_idle()
 
 
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("when", range(4))
+def test_weights_that_change_meanwhile_are_no_difference(make: Make, when: int, depth: int) -> None:
+    """What is computed is that of other weights, and says nothing of what is stored."""
+    run = make(slots=60, hbm_blocks=60, depth=depth, verify_hits=1)
+    stored(run, prompt(100))
+    run.add("a", prompt(100), 4)
+    for _ in range(when):
+        run.step()
+        run.end_io()
+    run.reload(1)
+    run.run()
+    run.check_idle()
+    assert not run.suspensions
+
+
 class TestDifference:
     """A worker says that a stored block is not what it computes."""
 

@@ -182,6 +182,11 @@ class SSDKVScheduler:
         Raises:
             StoreFailedError: page mode, and the request can never be served any more.
         """
+        found = self._matched_tokens(request, computed)
+        self._recomputations.wait(request.request_id, waits=found is None)
+        return found
+
+    def _matched_tokens(self, request: Request, computed: int) -> int | None:
         earlier = self._requests.pop(request.request_id, None)
         if earlier is not None:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
@@ -394,6 +399,8 @@ class SSDKVScheduler:
             adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
             if adapter is not None:
                 plan.adapters[adapter.number] = adapter
+        if self._keys.is_mixed(state.request):
+            self._verifier.forget(state.request_id)  # that a block differs would say nothing
         compared = self._verifier.computed(
             state, after, self._block, self._groups.chain, self._chain_layers
         )
