@@ -102,6 +102,7 @@ class SSDKVScheduler:
             counters,
             block_tokens,
             max_model_len,
+            suspension,
         )
         self._block = block_tokens
         self._seats = seats
