@@ -29,7 +29,6 @@ from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.fsck_report import REPAIR, Problem, Report
 from vllm_ssdkv.store.header_scan import scan_headers
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
-from vllm_ssdkv.store.locate import COPIES_SINCE
 from vllm_ssdkv.store.manifest import NAME, locked
 from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker, Verdict
 from vllm_ssdkv.store.slot_reader import open_slots
@@ -136,7 +135,7 @@ def examined(
         state = find_store(directories, state_dir).state
         stack.enter_context(locked(state, 0.0))
         store = find_store(directories, state_dir)  # as it is now that nobody changes it
-        _refuse_foreign(store, write=write)
+        store.refuse_foreign(write=write)
         journal = open_journal(store)
         if journal is not None:
             stack.callback(os.close, journal)
@@ -164,20 +163,6 @@ def examined(
         for checked in files:
             _name_cure(checked)
         yield examination
-
-
-def _refuse_foreign(store: StoredStore, *, write: bool) -> None:
-    """Raise StoreError where devices that nobody named may be those of another copy of the store.
-
-    Before version 5 of the manifest nobody can tell: then only a repair is refused.
-    """
-    if store.foreign and (write or store.manifest.version >= COPIES_SINCE):
-        paths = " ".join(map(str, store.foreign))
-        was = store.manifest.state or "another place"
-        raise StoreError(
-            f"{store.state} is not known to be the state directory of the store on {paths}, which "
-            f"was {was}: it may be a copy. If it is not, name the devices, too: {paths}"
-        )
 
 
 def _new(store: StoredStore, files: list[CheckedFile], absent: NDArray[np.bool_]) -> Examination:
