@@ -93,7 +93,14 @@ def test_a_copy_of_the_state_directory_resumes_nothing(tmp_path: Path) -> None:
         resume(find_store([], backup))
     assert [copy.read_bytes() for copy in copies] == before
     assert reason_of(store) == REASON
-    command = ["flock", str(store.devices[1] / "rank0.data"), "sh", "-c", "echo; exec sleep 60"]
+    command = [
+        "flock",
+        "--no-fork",
+        str(store.devices[1] / "rank0.data"),
+        "sh",
+        "-c",
+        "echo; exec sleep 60",
+    ]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert engine.stdout is not None
@@ -113,7 +120,7 @@ def test_a_manifest_that_is_not_the_newest_is_restored_first(tmp_path: Path) -> 
     store.place.suspend(REASON)
     for name in (NAME, COPY):
         (store.state / name).write_bytes(older)
-    with pytest.raises(StoreError, match="ssdkv fsck --repair .*ssd0 .*ssd1 --state-dir .*state`"):
+    with pytest.raises(StoreError, match=r"ssdkv fsck --repair .*ssd0 .*ssd1 --state-dir .*state`"):
         resume(find_store(store.devices, store.state))
     check(store, mend=True)
     assert resume(find_store(store.devices, store.state)).reason == REASON

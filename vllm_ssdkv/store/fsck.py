@@ -23,7 +23,7 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
+from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.store.data_file import peek_superblock, read_copies
 from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.fsck_report import REPAIR, Problem, Report
