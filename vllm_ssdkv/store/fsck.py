@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import DeviceError, FormatError
-from vllm_ssdkv.store.data_file import peek_superblock, read_copies
+from vllm_ssdkv.store.data_file import is_empty, peek_superblock, read_copies
 from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.fsck_report import REPAIR, Problem, Report
 from vllm_ssdkv.store.header_scan import scan_headers
@@ -253,7 +253,7 @@ def _check_file(this: Examination, checked: CheckedFile) -> None:
 def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) -> None:
     """Raises FormatError for the superblock of another file: nothing may be believed then."""
     copies = read_copies(file)
-    if checked.identity is None and not any(copy.strip(b"\0") for copy in copies):
+    if checked.identity is None and is_empty(file):
         return  # made, but not claimed yet
     wrong: list[str] = []
     elsewhere = this.store.manifest.files_besides(checked.device)
@@ -309,8 +309,7 @@ def _name_cure(checked: CheckedFile) -> None:
     file, problem = checked.file, checked.problem
     if file is None or problem is None or problem.kind != "superblock":
         return
-    empty = not any(copy.strip(b"\0") for copy in read_copies(file))
-    if not (checked.epoch or checked.proven or empty):
+    if not (checked.epoch or checked.proven or is_empty(file)):
         what = "zero its first 1 MiB" if file.raw else "delete it"
         problem.cure = (
             f"nothing in it proves that it is the store's: {what} if nobody needs it, then {REPAIR}"
