@@ -24,10 +24,12 @@ from vllm_ssdkv.store.locate import (
     belongs,
     choose_state,
     locate,
+    no_store,
     state_elsewhere,
 )
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.manifest import COPY, Manifest
 from vllm_ssdkv.store.manifest_copies import holds_data
+from vllm_ssdkv.store.owner import open_regular
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.records import (
     HEADER_BYTES,
@@ -144,7 +146,7 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     """
     state = state_dir or choose_state(directories)
     if state is None or not state.is_dir():
-        raise _no_store([state_dir] if state_dir else directories)
+        raise no_store([state_dir] if state_dir else directories)
     elsewhere = None if state_dir else state_elsewhere(state)
     if elsewhere is not None:
         raise StoreError(
@@ -157,7 +159,7 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     location = locate(state, others or was)
     manifest = location.manifest
     if manifest is None:
-        raise _no_store([state_dir] if state_dir else directories)
+        raise no_store([state_dir] if state_dir else directories)
     devices = [d for d in directories if not _same(d, state) or _is_device(manifest, d)]
     damage = [location.problem] if location.problem else []
     damage += [f"{place / COPY} is missing or damaged" for place in location.without_copy]
@@ -188,18 +190,6 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
         location.journal_void,
         location.problem,
         foreign,
-    )
-
-
-def _no_store(looked: Sequence[Path]) -> StoreError:
-    if not looked:
-        return StoreError("name the devices of a store; ssdkv ls lists those that need no name")
-    for path in looked:
-        if not path.exists():
-            return StoreError(f"{path} does not exist: is it mounted?")
-    return StoreError(
-        f"no {NAME} in {', '.join(map(str, looked))}: name the devices of a store, or its "
-        "state directory with --state-dir"
     )
 
 
@@ -312,7 +302,7 @@ def open_journal(store: StoredStore, *, lock: bool = True) -> int | None:
         StoreError: it cannot be opened.
     """
     try:
-        fd = os.open(store.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(store.journal)
     except FileNotFoundError:
         return None
     except OSError as error:
