@@ -136,8 +136,9 @@ class Rank:
         return set(self.contexts.get(row.request_id, [])[row.first_position // BLOCK :])
 
     def end(self, plan: SSDKVMetadata, hbm: dict[int, Symbols], spoiled: set[int]) -> None:
+        bound = self.is_bound(plan)
         for comparison in plan.compare:
-            self.compare(comparison, hbm)
+            self.compare(comparison, hbm, bound=bound)
         items = zip(plan.save.slots, plan.save.epochs, plan.save.block_ids, strict=True)
         full = self.no_frames > 0
         if full and len(plan.save.slots):
@@ -151,7 +152,6 @@ class Rank:
             assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
             self.overwrite(slot)
             self.slots[slot] = Slot(epoch, list(hbm[block]))
-        bound = self.is_bound(plan)
         if not bound:
             pairs = zip(plan.commit.slots.tolist(), plan.commit.epochs.tolist(), strict=True)
             self.report.unbound.extend(pairs)
@@ -190,12 +190,13 @@ class Rank:
             return True
         return self.adapter_changes.get(adapter.number) == adapter.changes[self.number]
 
-    def compare(self, comparison: Comparison, hbm: dict[int, Symbols]) -> None:
+    def compare(self, comparison: Comparison, hbm: dict[int, Symbols], *, bound: bool) -> None:
         """Tell whether a block that was computed is the stored one, unless that has left DRAM."""
         held = self.slots.get(comparison.slot)
-        there = held is not None and comparison.slot not in self.broken | self.cold
+        there = comparison.slot not in self.broken | self.cold
+        right = bound and comparison.request_id not in self.poisoned
         deviation, differs = math.nan, False
-        if held is not None and there:
+        if held is not None and there and right:
             assert held.epoch == comparison.epoch, "a comparison with another block"
             assert held.symbols == hbm[comparison.block_id], "a block is not what is stored"
             deviation, differs = (1.0, True) if self.distrusts else (0.0, False)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -313,11 +314,18 @@ class Simulation:
 
     # ---- what a test does ----
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int, **others: Any) -> Request:  # noqa: ANN401 - options of Request
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        **others: Any,  # noqa: ANN401 - options of Request
+    ) -> Request:
         request = Request(
             name,
             list(prompt),
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling),
             None,
             block_hasher=self._hasher,
             **others,
@@ -602,7 +610,7 @@ class Simulation:
         identity = self.ours._keys.identity(request)
         seed, known = self._seeds.get(identity), self._known.get((name, identity), 0)
         keys = self.ours.keys_of(request)
-        if name in self.finished:
+        if request.is_finished():
             self.ours._keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
             assert seed is not None

@@ -11,7 +11,7 @@ from tests.connector.rank import BLOCK
 from tests.connector.simulation import Simulation
 from vllm_ssdkv.connector.suspension import Suspension
 from vllm_ssdkv.connector.verification import FIRST_HITS
-from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.errors import StoreError, StoreFailedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex, SlotState
 
@@ -92,6 +92,22 @@ def test_a_request_that_ends_meanwhile_leaves_nothing(make: Make) -> None:
     run.check_idle()
 
 
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("when", range(4))
+def test_weights_that_change_meanwhile_are_no_difference(make: Make, when: int, depth: int) -> None:
+    """What is computed is that of other weights, and says nothing of what is stored."""
+    run = make(slots=60, hbm_blocks=60, depth=depth, verify_hits=1)
+    stored(run, prompt(100))
+    run.add("a", prompt(100), 4)
+    for _ in range(when):
+        run.step()
+        run.end_io()
+    run.reload(1)
+    run.run()
+    run.check_idle()
+    assert not run.suspensions
+
+
 class TestDifference:
     """A worker says that a stored block is not what it computes."""
 
@@ -151,6 +167,15 @@ class TestDifference:
             assert ask(run, f"after {number}", tokens) == 0
         run.check_answers(f"after {number}" for number in range(20))
         assert all(run.index.state(slot) is SlotState.READY for slot in kept)
+
+    def test_in_page_mode_a_full_store_says_why_nobody_can_go_on(self, page: Make) -> None:
+        run = page(slots=30, hbm_blocks=60, verify_hits=1)
+        stored(run, *(prompt(100, number) for number in range(5)))
+        run.ranks[0].distrusts = True
+        run.add("a", prompt(100, 4), 4)
+        with pytest.raises(StoreFailedError, match=r"suspended and has no room.*ssdkv resume"):
+            run.run()
+        assert run.suspensions
 
     def test_in_reuse_mode_nothing_is_added(self, reuse: Make) -> None:
         run = self.suspended(reuse)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,3 +122,23 @@ def test_stores_are_found_two_folders_deep(store: FilledStore, tmp_path: Path) -
     assert list(stores_below(root)) == places[:3]
     assert list(stores_below(places[0])) == places[:1]
     assert list(stores_below(root / "absent")) == []
+
+
+@pytest.mark.parametrize("command", ["ls", "quota"])
+def test_what_is_another_users_is_passed_over(command: str) -> None:
+    program = [sys.executable, "-m", "vllm_ssdkv.cli.main", command]
+    if os.getuid() == 0:  # who reads everything
+        program = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *program]
+    with tempfile.TemporaryDirectory(prefix="ssdkv-others-") as name:
+        root, theirs = Path(name), Path(name, "theirs")
+        root.chmod(0o755)
+        theirs.mkdir(mode=0)
+        above, there = (
+            subprocess.run(
+                [*program, str(path)], capture_output=True, text=True, timeout=60, check=False
+            )
+            for path in (root, theirs)
+        )
+        theirs.chmod(0o700)
+    assert (above.returncode, above.stdout, above.stderr) == (0, "no stores\n", "")
+    assert (there.returncode, there.stderr) == (1, f"{theirs}: Permission denied\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,7 +89,7 @@ def look_at_all(
     """
     found: list[Seen] = []
     named = list(directories or [])
-    broken = [f"{path} does not exist: is it mounted?" for path in named if not path.exists()]
+    broken = [line for path in named if (line := _unreadable(path))]
     roots = named or [default_root()]
     for state in {s: None for d in roots for s in stores_below(d)}:
         try:
@@ -103,6 +104,19 @@ def look_at_all(
             f"{copy.state} is not there: an engine that has this device goes on with what is left"
         )
     return found, broken
+
+
+def _unreadable(path: Path) -> str:
+    """Why a directory cannot be looked at; empty when it can."""
+    try:
+        os.scandir(path).close()
+    except FileNotFoundError:
+        return f"{path} does not exist: is it mounted?"
+    except NotADirectoryError:
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
 
 
 def list_stores(

@@ -118,10 +118,14 @@ class BlockKeys:
         """
         adapter = request.lora_request
         return (
-            request.request_id in self._mixed
+            self.is_mixed(request)
             or (adapter is not None and adapter.load_inplace)
             or (self.resumable_apart and bool(request.resumable))
         )
+
+    def is_mixed(self, request: Request) -> bool:
+        """Whether weights have changed under the request, or under what it began with."""
+        return request.request_id in self._mixed
 
     def rebind(self, namespace: bytes, running: Iterable[Request]) -> None:
         """The weights have changed: nothing older is found from now on."""

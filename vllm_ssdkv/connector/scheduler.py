@@ -102,6 +102,7 @@ class SSDKVScheduler:
             counters,
             block_tokens,
             max_model_len,
+            suspension,
         )
         self._block = block_tokens
         self._seats = seats
@@ -168,6 +169,7 @@ class SSDKVScheduler:
         self._groups = BlockGroups(managers, self._index, self._block, self._speculation)
         self._keys.resumable_apart |= self._groups.has_states
         groups = hbm.kv_cache_config.kv_cache_groups
+        self._hbm_identities.groups = len(groups)
         self._chain_layers = len(groups[self._groups.chain].layer_names)
         for manager in managers:
             if isinstance(manager, TieredManager):
@@ -181,6 +183,11 @@ class SSDKVScheduler:
         Raises:
             StoreFailedError: page mode, and the request can never be served any more.
         """
+        found = self._matched_tokens(request, computed)
+        self._recomputations.wait(request.request_id, waits=found is None)
+        return found
+
+    def _matched_tokens(self, request: Request, computed: int) -> int | None:
         earlier = self._requests.pop(request.request_id, None)
         if earlier is not None:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
@@ -276,7 +283,7 @@ class SSDKVScheduler:
             self._plan_load(state, blocks, external)
         # vLLM takes what it will compute for cached from now on: others find it in this very step.
         own = request.block_hashes[self._in_hbm + external // self._block :]
-        self._hbm_identities.holds(own, self._identity_to_store(request))
+        self._hbm_identities.holds(own, self._identity_to_store(request), blocks.get_block_ids())
         unread = self._choice.admitted(request_id)
         if unread is not None:
             self._background.probe(request, unread)
@@ -291,7 +298,7 @@ class SSDKVScheduler:
         self._index.pin(load.slots)
         state.loaded_from = end - count
         loaded = state.request.block_hashes[end - count : end]
-        self._hbm_identities.holds(loaded, self._keys.identity(state.request))
+        self._hbm_identities.holds(loaded, self._keys.identity(state.request), block_ids)
         if self._paged:
             self._index.pin(load.slots)
             state.slots = load.slots.tolist()
@@ -393,6 +400,8 @@ class SSDKVScheduler:
             adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
             if adapter is not None:
                 plan.adapters[adapter.number] = adapter
+        if self._keys.is_mixed(state.request):
+            self._verifier.forget(state.request_id)  # that a block differs would say nothing
         compared = self._verifier.computed(
             state, after, self._block, self._groups.chain, self._chain_layers
         )
@@ -450,7 +459,7 @@ class SSDKVScheduler:
             return
         identity = self._identity_to_store(request)
         hashes = request.block_hashes[max(first, state.hit) : end]
-        self._hbm_identities.holds(hashes, identity)
+        self._hbm_identities.holds(hashes, identity, state.block_ids)
         if not (identity and self._reuses) or self._suspension:
             return
         keys = self._keys.to_store(request, end, first)

@@ -193,15 +193,12 @@ def open_scheduler(
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
-    slots = gauges["free"] + gauges["ready"]
+    slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
     slots += 0 if restriper.growth is None else restriper.growth.to_come
     if config.mode == "page" and slots < longest:
         scheduler.close()
         if suspension:
-            raise ConfigError(
-                f"the store is suspended and has no room for a request beside what it keeps: "
-                f"{suspension.way_out}"
-            )
+            raise ConfigError(suspension.no_room)
         needed = round_up(found.place.capacity_for(longest), MIB)
         raise ConfigError(
             f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "

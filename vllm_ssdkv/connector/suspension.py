@@ -50,6 +50,14 @@ class Suspension:
         """Whether it is."""
         return bool(self.reason)
 
+    @property
+    def no_room(self) -> str:
+        """Why requests find no room in a suspended store of page mode, and the way out."""
+        return (
+            "the store is suspended and has no room for a request beside what it keeps: "
+            f"{self.way_out}"
+        )
+
     def begin(self, reason: str) -> None:
         """Suspend the store, also for later starts. Once; later reasons change nothing."""
         if self.reason:

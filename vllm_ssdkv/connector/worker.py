@@ -272,8 +272,15 @@ class SSDKVWorker:
         """Whether this rank holds an adapter with these weights."""
         return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
 
-    def _compare(self, comparison: Comparison) -> None:
-        """Compare a block in HBM with the stored one, if that is in DRAM."""
+    def _compare(self, comparison: Comparison, *, bound: bool) -> None:
+        """Compare a block in HBM with the stored one, if that is in DRAM.
+
+        Not where it was computed with other weights than those of its key, or from a context that
+        could not be read: that it differs says nothing of the store.
+        """
+        if not bound or comparison.request_id in self._poisoned:
+            self._report.compared.append((comparison.request_id, math.nan, False))
+            return
         frames = self.store.frames.borrow(np.array([comparison.slot], dtype=np.int64))
         deviation, differs = math.nan, False
         try:
@@ -340,11 +347,12 @@ class SSDKVWorker:
             spoiled = self._close_step(self.step)
             self._tell_streamed(self.step)
             self.step = None
-        for comparison in plan.compare:
-            self._compare(comparison)
         commit, bound = plan.commit, True
-        if plan.loads or len(commit.slots) or len(plan.save.slots) or self._model.touched():
+        looks = plan.compare or plan.loads or len(commit.slots) or len(plan.save.slots)
+        if looks or self._model.touched():
             bound = self._check_weights(plan)
+        for comparison in plan.compare:
+            self._compare(comparison, bound=bound)
         if not bound:
             commit = commit.under_keys_of_nobody()
             pairs = zip(commit.slots.tolist(), commit.epochs.tolist(), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 
@@ -20,6 +21,19 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         view = view[written:]
         offset += written
+
+
+def read_regular(path: Path) -> bytes:
+    """Content of a small file, which may be a link to one. Blocks on I/O, and not on a pipe.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
 
 
 def sync_directory(path: Path) -> None:

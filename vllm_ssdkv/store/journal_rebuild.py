@@ -23,6 +23,7 @@ from vllm_ssdkv.store.durable import create_temporary, sync_directory, write_all
 from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.header_scan import in_doubt, scan_headers
 from vllm_ssdkv.store.journal import WRITE_RECORDS
+from vllm_ssdkv.store.owner import open_regular
 from vllm_ssdkv.store.records import (
     HEADER_BYTES,
     Kind,
@@ -49,7 +50,7 @@ def is_lost(store: StoredStore) -> str:
         StoreError: it cannot be read.
     """
     try:
-        with store.journal.open("rb") as file:
+        with os.fdopen(open_regular(store.journal), "rb") as file:
             head = file.read(HEADER_BYTES)
     except FileNotFoundError:
         return f"{store.journal} is missing"

@@ -27,6 +27,7 @@ from vllm_ssdkv.store.locate import (
     belongs,
     choose_state,
     is_state_directory,
+    no_store,
     state_elsewhere,
 )
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest, locked
@@ -213,16 +214,13 @@ def _same(one: Path, other: Path) -> bool:
 def _state_of(named: Sequence[Path], state_dir: Path | None) -> Path:
     """The state directory among the places that were named."""
     if not named:
-        raise StoreError("name the devices of a store; ssdkv ls lists those that need no name")
+        raise no_store(named)
     for path in named if state_dir is None else [state_dir]:
         if not path.exists() and choose_state(named) is None:
             raise StoreError(f"{path} does not exist: is it mounted?")
     state = state_dir or choose_state(named)
     if state is None or not has_manifest(state):
-        raise StoreError(
-            f"no {NAME} in {', '.join(map(str, named))}: name the devices of a store, or its state "
-            "directory with --state-dir"
-        )
+        raise no_store(named)
     elsewhere = state_elsewhere(state)
     if elsewhere is not None:
         raise StoreError(
