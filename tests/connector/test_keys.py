@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from vllm_ssdkv.connector.identities import HbmIdentities, RankIdentities
@@ -218,10 +220,28 @@ class TestHbm:
         assert hbm.began_with(HASHES, b"another in its place")
         assert not hbm.began_with(HASHES, b"adapter")
 
+    def test_an_older_block_of_the_same_hash_counts(self) -> None:
+        hbm, new = HbmIdentities(NAMESPACE), bytes(32)
+        hbm.groups = 2
+        known = BlockHashToBlockMap()
+        hbm.pool = SimpleNamespace(blocks=[], cached_block_hash_to_block=known)  # type: ignore[assignment]
+        hbm.weights_changed(new)
+        older, own = KVCacheBlock(5), KVCacheBlock(9)
+        name = make_block_hash_with_group_id(BlockHash(HASHES[0]), 1)
+        for block in (older, own):
+            known.insert(name, block)
+        hbm.holds(HASHES[:1], new, ([8], [9]))
+        assert hbm.began_with(HASHES[:1], new), "vLLM gives others the older one"
+        known.pop(name, older.block_id)
+        hbm.holds(HASHES[:1], new, ([8], [9]))
+        assert not hbm.began_with(HASHES[:1], new)
+
     def test_what_hbm_has_given_up_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hbm = HbmIdentities(NAMESPACE)
         kept = SimpleNamespace(block_hash=HASHES[0] + bytes(4))
-        hbm.pool = SimpleNamespace(blocks=[kept, SimpleNamespace(block_hash=None)])  # type: ignore[assignment]
+        blocks = [kept, SimpleNamespace(block_hash=None)]
+        known = BlockHashToBlockMap()
+        hbm.pool = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=known)  # type: ignore[assignment]
         for number in range(5000):
             hbm.holds([number.to_bytes(32, "big"), HASHES[0]], b"adapter")
         assert hbm.remembered < 4200
