@@ -62,7 +62,7 @@ class PageAdmission:
             return True
         if not (soon or self._shares.even_out()):
             if self._suspension:
-                raise StoreFailedError(f"request {request.request_id}: {self._suspension.no_room}")
+                raise self._suspension.no_room()
             raise StoreFailedError(
                 f"request {request.request_id} needs {needed} slots, {self._index.available()} "
                 f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "

@@ -198,7 +198,7 @@ def open_scheduler(
     if config.mode == "page" and slots < longest:
         scheduler.close()
         if suspension:
-            raise ConfigError(suspension.no_room)
+            raise suspension.no_room()
         needed = round_up(found.place.capacity_for(longest), MIB)
         raise ConfigError(
             f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.errors import StoreError, StoreFailedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex
 
@@ -50,10 +50,9 @@ class Suspension:
         """Whether it is."""
         return bool(self.reason)
 
-    @property
-    def no_room(self) -> str:
-        """Why requests find no room in a suspended store of page mode, and the way out."""
-        return (
+    def no_room(self) -> StoreFailedError:
+        """The error of a request that finds no room in a suspended store of page mode."""
+        return StoreFailedError(
             "the store is suspended and has no room for a request beside what it keeps: "
             f"{self.way_out}"
         )
