@@ -6,11 +6,13 @@ alone, so nothing depends on what model classes write into their configuration w
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import vllm
@@ -19,6 +21,7 @@ from vllm.transformers_utils.repo_utils import try_get_local_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from vllm.config import ModelConfig, VllmConfig
 
 _CONFIGS: Final = ("config.json", "params.json")
@@ -77,10 +80,43 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
 
 
 def _entries(model: ModelConfig) -> object:
-    """What the model's configuration file says, else what vLLM made of it (GGUF)."""
+    """The model's configuration file, else what vLLM made of it (GGUF), without what is implied."""
     for content in _contents(model, _CONFIGS):
-        return json.loads(content)
+        return without_implied(json.loads(content), type(model.hf_config))
     return model.hf_config.to_dict()
+
+
+def without_implied(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Entries without those, at any depth, that transformers adds by itself.
+
+    Versions of transformers save more or fewer defaults. An entry is left out if the configuration
+    that is made of the rest is the same. ``kind``: class of the configuration.
+    """
+    kept: dict[str, Any] = copy.deepcopy(entries)
+    whole = _parsed(kept, kind)
+    if whole is None:
+        return kept
+    pending: list[tuple[dict[str, Any], str]] = [(kept, name) for name in sorted(kept)]
+    for part, name in pending:  # grows
+        value = part.pop(name)
+        if _parsed(kept, kind) != whole:
+            part[name] = value
+            if isinstance(value, dict):
+                pending += [(value, inner) for inner in sorted(value)]
+    return kept
+
+
+def _parsed(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> object:
+    """All that a configuration says that is made of these entries; None: it cannot be made."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it tells of each entry that it misses
+    try:
+        return kind.from_dict(copy.deepcopy(entries)).to_dict()
+    except Exception:  # noqa: BLE001 - of any model's code: what cannot be left out is kept
+        return None
+    finally:
+        log.setLevel(level)
 
 
 def _contents(model: ModelConfig, names: Iterable[str]) -> list[bytes]:
