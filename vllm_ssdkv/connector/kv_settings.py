@@ -49,6 +49,8 @@ _WITHOUT_EFFECT: Final = frozenset(
         "bos_token_id",
         "dtype",
         "eos_token_id",
+        "id2label",
+        "label2id",
         "pad_token_id",
         "torch_dtype",
         "transformers_version",
@@ -69,7 +71,7 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
         "device": device,
         "cache_layout": cache_layout,
         "quantization": str(model.quantization),
-        "config": _digest(json.dumps(_settled(_entries(model)), sort_keys=True)),
+        "config": _digest(json.dumps(_entries(model), sort_keys=True)),
         "hf_overrides": _text(model.hf_overrides),
     }
     media = model.multimodal_config
@@ -80,19 +82,19 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
 
 
 def _entries(model: ModelConfig) -> object:
-    """The model's configuration file, else what vLLM made of it (GGUF), without what is implied."""
+    """The model's configuration file, else what vLLM made of it (GGUF), as far as it counts."""
     for content in _contents(model, _CONFIGS):
-        return without_implied(json.loads(content), type(model.hf_config))
-    return model.hf_config.to_dict()
+        return entries_that_count(json.loads(content), type(model.hf_config))
+    return _settled(model.hf_config.to_dict())
 
 
-def without_implied(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Entries without those, at any depth, that transformers adds by itself.
+def entries_that_count(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Entries of a configuration without those, at any depth, that change no KV.
 
-    Versions of transformers save more or fewer defaults. An entry is left out if the configuration
-    that is made of the rest is the same. ``kind``: class of the configuration.
+    Versions of transformers save more or fewer defaults: an entry is left out, too, if the
+    configuration that is made of the rest is the same. ``kind``: class of the configuration.
     """
-    kept: dict[str, Any] = copy.deepcopy(entries)
+    kept: dict[str, Any] = copy.deepcopy(_settled(entries))
     whole = _parsed(kept, kind)
     if whole is None:
         return kept
@@ -129,7 +131,7 @@ def _contents(model: ModelConfig, names: Iterable[str]) -> list[bytes]:
     return found
 
 
-def _settled(value: object) -> object:
+def _settled(value: Any) -> Any:  # noqa: ANN401 - a JSON value
     """A JSON value without entries that have no effect."""
     if isinstance(value, dict):
         return {k: _settled(v) for k, v in value.items() if k not in _WITHOUT_EFFECT}
