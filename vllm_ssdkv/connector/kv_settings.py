@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import vllm
+from transformers import PreTrainedConfig
 from vllm.transformers_utils.repo_utils import try_get_local_file
 
 from vllm_ssdkv.store.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
     from vllm.config import ModelConfig, VllmConfig
 
 _CONFIGS: Final = ("config.json", "params.json")
@@ -94,27 +94,41 @@ def entries_that_count(entries: dict[str, Any], kind: type[PreTrainedConfig]) ->
     Versions of transformers save more or fewer defaults: an entry is left out, too, if the
     configuration that is made of the rest is the same. ``kind``: class of the configuration.
     """
-    kept: dict[str, Any] = copy.deepcopy(_settled(entries))
-    whole = _parsed(kept, kind)
+    settled: dict[str, Any] = _settled(entries)
+    whole = _parsed(settled, kind)
     if whole is None:
-        return kept
+        return settled
+    kept, said = copy.deepcopy(settled), whole.to_dict()
+    # A part that is a configuration is looked at by itself: the whole takes longer to make.
+    parts = {n: type(p) for n, p in vars(whole).items() if isinstance(p, PreTrainedConfig)}
+    parts = {name: part for name, part in parts.items() if isinstance(kept.get(name), dict)}
+    for name, part in parts.items():
+        kept[name] = entries_that_count(kept[name], part)
+    if not _says(kept, kind, said):
+        kept = copy.deepcopy(settled)
     pending: list[tuple[dict[str, Any], str]] = [(kept, name) for name in sorted(kept)]
-    for part, name in pending:  # grows
-        value = part.pop(name)
-        if _parsed(kept, kind) != whole:
-            part[name] = value
-            if isinstance(value, dict):
+    for place, name in pending:  # grows
+        value = place.pop(name)
+        if not _says(kept, kind, said):
+            place[name] = value
+            if isinstance(value, dict) and name not in parts:
                 pending += [(value, inner) for inner in sorted(value)]
     return kept
 
 
-def _parsed(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> object:
-    """All that a configuration says that is made of these entries; None: it cannot be made."""
+def _says(entries: dict[str, Any], kind: type[PreTrainedConfig], said: dict[str, Any]) -> bool:
+    """Whether the configuration that is made of these entries says just that."""
+    made = _parsed(entries, kind)
+    return made is not None and made.to_dict() == said
+
+
+def _parsed(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+    """The configuration that is made of these entries; None: there is none."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)  # it tells of each entry that it misses
     try:
-        return kind.from_dict(copy.deepcopy(entries)).to_dict()
+        return kind.from_dict(copy.deepcopy(entries))
     except Exception:  # noqa: BLE001 - of any model's code: what cannot be left out is kept
         return None
     finally:
