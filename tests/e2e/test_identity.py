@@ -53,7 +53,7 @@ class Running:
 def answer(start: Start, store: list[dict[str, object]] | None) -> tuple[Answer, int]:
     """Of an engine, over a store or of stock vLLM; and tokens of the prompt. Nothing is verified:
     a comparison must not find out what the identity does not."""
-    ssdkv = None if store is None else reuse_mode(store, verify_hits=0)
+    ssdkv = None if store is None else reuse_mode(store)
     options = {"max_model_len": 2048, "enable_prefix_caching": store is not None, **start.options}
     prompt: dict[str, object] = {"prompt_token_ids": BESIDE_IMAGE if start.image else PROMPT}
     if start.image:
@@ -152,7 +152,7 @@ def test_a_model_that_writes_into_its_configuration(
     for cached in (0, (len(PROMPT) - 1) // BLOCK * BLOCK):
         with Engine(
             model,
-            ssdkv=reuse_mode(store, verify_hits=0),
+            ssdkv=reuse_mode(store),
             kv_tokens=4096,
             load_format="dummy",
             max_model_len=2048,
