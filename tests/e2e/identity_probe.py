@@ -1,4 +1,4 @@
-"""Identities of the table's cases as an engine computes them, without starting engines.
+"""Keys of the table's cases as an engine computes them, without starting engines.
 
 Each start is configured, and its model loaded, by vLLM itself, in this one process. What comes of
 it is printed as JSON: [of the first start, of the second] by the name of the case. A process of its
@@ -27,6 +27,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu import shm  # noqa: F401 - lets vLLM load models without a GPU
 
@@ -39,11 +41,12 @@ from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.weight_files import digest_of_files
 from vllm_ssdkv.plugin import register
 
+_BLOCK = 32
 _OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,
-    "block_size": 32,
+    "block_size": _BLOCK,
     "enforce_eager": True,
 }
 
@@ -74,19 +77,27 @@ class Probe:
         """Load other weights."""
         reload_weights(self._config, self._model, None, str(weights), True)
 
-    def identity(self, adapter: LoRARequest | None) -> str:
-        """Of a request, as the scheduler has it when the workers have told what they hold."""
+    def keys(self, adapter: LoRARequest | None) -> str:
+        """Of a request's blocks, as its scheduler has them, when ranks have told what they hold."""
         if self._loaded.changed():
             self._weights = self._loaded.digest().digest
         ranks = RankIdentities(kv_settings(self._config, "NHD"), [self._weights])
         if adapter is not None:
             self.add_adapter(adapter)
             ranks.told([(0, RankReport(adapters=self._adapters.take_changes()))])
-        request = Request("a", [5] * 40, SamplingParams(), None, lora_request=adapter)
-        return BlockKeys(ranks.namespace, adapter=ranks.adapter_digest).identity(request).hex()
+        request = Request(
+            "a",
+            [5] * 3 * _BLOCK,
+            SamplingParams(),
+            None,
+            lora_request=adapter,
+            block_hasher=get_request_block_hasher(_BLOCK, sha256),
+        )
+        keys = BlockKeys(ranks.namespace, adapter=ranks.adapter_digest).of(request)
+        return b"".join(keys).hex()
 
 
-def identity(start: Start) -> str:
+def keys_of(start: Start) -> str:
     """Of the request of a start."""
     config = EngineArgs(model=str(start.model), **{**_OPTIONS, **start.options})
     made = config.create_engine_config()
@@ -96,20 +107,21 @@ def identity(start: Start) -> str:
             initialize_model_parallel(1, 1)
         probe = Probe(made)
         start.within(probe)
-        return probe.identity(start.adapter)
+        return probe.keys(start.adapter)
 
 
 def main(root: Path) -> None:
     """Walk the table."""
     register()
+    init_none_hash(sha256)
     torch.set_num_threads(1)
     found = {}
     for number, case in enumerate(CASES):
         place = root / str(number)
         place.mkdir()
         first = case.start(place)
-        before = identity(first)
-        found[case.name] = [before, identity(case.then(first))]
+        before = keys_of(first)
+        found[case.name] = [before, keys_of(case.then(first))]
     print(json.dumps(found))
 
 

@@ -110,8 +110,8 @@ def test_engines(
 
 
 @pytest.fixture(scope="module")
-def identities(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Identities of the first and second start, by case."""
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Of the blocks of one prompt in the first and second start, by case."""
     tests = tmp_path_factory.mktemp("path")  # the sources must not hide what is installed
     (tests / "tests").symlink_to(TESTS)
     done = subprocess.run(
@@ -137,9 +137,9 @@ def test_the_table_is_whole() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_identity(case: Case, identities: dict[str, list[str]]) -> None:
-    before, after = identities[case.name]
-    assert len(before) == len(after) == 64
+def test_keys(case: Case, keys: dict[str, list[str]]) -> None:
+    before, after = keys[case.name]
+    assert len(before) == len(after) == 3 * 64
     assert (before != after) is case.changes
 
 
