@@ -318,7 +318,17 @@ class SSDKVScheduler:
                 adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
         chain = load.chain, load.behind
         self._loads.append(
-            Load(name, load.slots, epochs, load.keys, load.block_ids, *chain, whole, adapter)
+            Load(
+                name,
+                load.slots,
+                epochs,
+                load.keys,
+                load.block_ids,
+                *chain,
+                whole,
+                adapter,
+                load.compared,
+            )
         )
 
     # ---- the plan of a step ----

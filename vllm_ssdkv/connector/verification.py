@@ -109,6 +109,7 @@ class HitVerifier:
             slots=np.concatenate([load.slots, slots]),
             keys=(*load.keys, check.key),
             block_ids=np.concatenate([load.block_ids, np.zeros(1, dtype=np.int64)]),
+            compared=True,
         )
 
     def keeps(self, slot: int) -> bool:
@@ -136,6 +137,8 @@ class HitVerifier:
     def result(self, request_id: str, deviation: float, *, differs: bool) -> None:
         """A worker has compared them."""
         self.forget(request_id)
+        if deviation != deviation:  # noqa: PLR0124 - NaN: another one is to be verified in its place
+            self._next = min(self._next, self._hits)
         kind = "differs" if differs else "skipped" if deviation != deviation else "same"  # noqa: PLR0124
         self._counters.add("verified_hits", 1, result=kind)
 

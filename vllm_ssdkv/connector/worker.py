@@ -54,7 +54,7 @@ from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.sizes import approximate_size
 from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cache import NO_FRAME, FrameState
+from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open_store import OpenStore
@@ -69,6 +69,9 @@ come meanwhile wait no longer than such a part of a step."""
 
 PROMOTION_PAUSE_S = 10.0
 """After one that failed."""
+
+COPIES_BYTES = 32 << 20
+"""Of stored blocks that are kept to be compared, or of one, where a block is larger."""
 
 IDLE_S = 0.001
 """How long a step that computes nothing waits for a load. No longer: a request may arrive."""
@@ -110,6 +113,8 @@ class SSDKVWorker:
         self._weights = b""
         self._changes = 0
         self._comparer: BlockComparer | None = None
+        self._copies: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        """Of stored blocks that are to be compared, by slot and epoch; oldest first."""
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
         self._timer: StepTimer | None = None
@@ -273,23 +278,24 @@ class SSDKVWorker:
         return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
 
     def _compare(self, comparison: Comparison) -> None:
-        """Compare a block in HBM with the stored one, if that is in DRAM."""
-        frames = self.store.frames.borrow(np.array([comparison.slot], dtype=np.int64))
+        """Compare a block in HBM with the stored one, unless the copy of that had to go."""
+        stored = self._copies.pop((comparison.slot, comparison.epoch), None)
         deviation, differs = math.nan, False
-        try:
-            (frame,) = frames.tolist()
-            if frame != NO_FRAME and self._comparer is not None:
-                deviation = self._comparer.deviation(
-                    comparison.block_id, self.store.frames.view(frame), comparison.layers
-                )
-                differs = deviation > self._comparer.tolerance
-        finally:
-            self.store.frames.give_back(frames)
+        if stored is not None and self._comparer is not None:
+            deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
+            differs = deviation > self._comparer.tolerance
         self._report.compared.append((comparison.request_id, deviation, differs))
         if differs:
             self._distrusted |= self._loading - BACKGROUND
             if comparison.fence_block:
                 self._invalid_blocks.add(comparison.fence_block)
+
+    def _keep_copy(self, slot: int, epoch: int, copy: NDArray[np.uint8]) -> None:
+        """Keep what was loaded to be compared; of requests that ended meanwhile, not for long."""
+        self._copies.pop((slot, epoch), None)
+        while self._copies and (len(self._copies) + 1) * copy.nbytes > COPIES_BYTES:
+            del self._copies[next(iter(self._copies))]
+        self._copies[slot, epoch] = copy
 
     # ---- one step ----
 
@@ -455,6 +461,7 @@ class SSDKVWorker:
                 load.block_ids,
                 load.chain,
                 load.behind,
+                load.compared,
             ),
             whole=load.whole,
         )
@@ -486,6 +493,8 @@ class SSDKVWorker:
             if outcome.request_id in BACKGROUND:
                 self._background_ended(outcome)
                 continue
+            if outcome.copy is not None and outcome.complete:
+                self._keep_copy(*outcome.copy)
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
