@@ -86,6 +86,21 @@ def test_a_block_that_has_left_dram_is_skipped(make: Make) -> None:
     end(run, "a")
 
 
+def test_another_one_is_verified_in_place_of_a_skipped_one(make: Make) -> None:
+    run = make(slots=100, hbm_blocks=60, verify_hits=100)
+    stored(run, prompt(100))
+    for number in range(FIRST_HITS - 1):
+        ask(run, str(number))
+    for rank in run.ranks:
+        rank.cold.update(range(100))
+    ask(run, "skipped")
+    assert (verified(run), verified(run, "skipped")) == (FIRST_HITS - 1, 1)
+    for rank in run.ranks:
+        rank.cold.clear()
+    assert [ask(run, name) for name in "ab"] == [BLOCKS - 1, BLOCKS]
+    assert verified(run) == FIRST_HITS
+
+
 def test_windows_are_cut_where_all_layers_can_go_on(reuse: Make) -> None:
     run = reuse(slots=200, hbm_blocks=120, verify_hits=1, windows=(None, 40))
     stored(run, prompt(100))

@@ -160,11 +160,7 @@ def open_scheduler(
         )
         config = config.model_copy(update={"verify_hits": 0})
     if config.verify_hits and config.selector != "exact":
-        logger.info(
-            "ssdkv: blocks that were decoded from a part of their context are not what computing "
-            "them as a prompt makes: with selector %s, verify_hits has no effect",
-            config.selector,
-        )
+        # Blocks that were decoded from a part of their context are not what a prompt would make.
         config = config.model_copy(update={"verify_hits": 0})
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
