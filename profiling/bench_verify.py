@@ -132,11 +132,12 @@ def measure_hits(job: Job) -> Rows:
                 if found != length - BLOCK * (kind == "verified"):
                     raise RuntimeError(f"{found} of {length} tokens were found, {kind}")
                 seconds[kind].append(spent)
-        rows.append({"source": job["source"], "tokens": length, **_row(seconds)})
+        rows.append({"source": job["source"], "tokens": length, **summary(seconds)})
     return rows
 
 
-def _row(seconds: dict[str, list[float]]) -> dict[str, object]:
+def summary(seconds: dict[str, list[float]]) -> dict[str, object]:
+    """Ratios within turns, of seconds by kind."""
     out, off, verified = (seconds[kind] for kind in KINDS)
     more = [v - o for v, o in zip(verified, off, strict=True)]
     return {

@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.conftest import SOAK_ROUNDS
 from tests.e2e.deviations import EXTENSION
+from tests.e2e.drafters import eagle
 from tests.e2e.engine import Engine, environment
 from tests.e2e.models import prompts
 from tests.e2e.test_lora import RANK, make_adapter
@@ -289,9 +290,10 @@ class Kind:
     chunk: int
     ranks: int = 1
     lora: bool = False
+    drafts: bool = False
 
     def __str__(self) -> str:
-        more = " lora" * self.lora + f" tp{self.ranks}" * (self.ranks > 1)
+        more = " lora" * self.lora + " eagle" * self.drafts + f" tp{self.ranks}" * (self.ranks > 1)
         return f"{self.model} {self.dtype} {self.mode} {self.chunk}{more}"
 
 
@@ -303,6 +305,7 @@ KINDS = (
     Kind("llama", "bfloat16", "reuse", 256, ranks=2),
     Kind("llama", "float32", "page", 256, ranks=2),
     Kind("llama", "bfloat16", "reuse", 256, lora=True),
+    Kind("llama", "bfloat16", "reuse", 256, drafts=True),
     Kind("mixtral", "bfloat16", "reuse", 256),
     Kind("gemma3", "bfloat16", "reuse", 256),
     Kind("qwen3_next", "bfloat16", "reuse", 1024),
@@ -354,6 +357,8 @@ def test_rounding_is_no_difference(
         adapter = make_adapter(models[kind.model], tmp_path / "adapter", 1)
         lora = LoRARequest("helpful", 1, str(adapter))
         options = {"enable_lora": True, "max_lora_rank": RANK}
+    if kind.drafts:
+        options["speculative_config"] = eagle(models[kind.model], tmp_path / "eagle")
     place = devices(1, "1GiB")
     store = reuse_mode(place) if kind.mode == "reuse" else page_mode(place)
     size = 32768 if kind.mode == "reuse" else BATCH * kv_tokens(128, kind.chunk)
