@@ -19,7 +19,7 @@ from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.block_comparison import BlockComparer, element_type
+from vllm_ssdkv.connector.block_comparison import BlockComparer, StoredBlocks, element_type
 from vllm_ssdkv.connector.blocks import (
     BlockPort,
     OpaquePort,
@@ -70,9 +70,6 @@ come meanwhile wait no longer than such a part of a step."""
 PROMOTION_PAUSE_S = 10.0
 """After one that failed."""
 
-COPIES_BYTES = 32 << 20
-"""Of stored blocks that are kept to be compared, or of one, where a block is larger."""
-
 IDLE_S = 0.001
 """How long a step that computes nothing waits for a load. No longer: a request may arrive."""
 
@@ -113,8 +110,7 @@ class SSDKVWorker:
         self._weights = b""
         self._changes = 0
         self._comparer: BlockComparer | None = None
-        self._copies: dict[tuple[int, int], NDArray[np.uint8]] = {}
-        """Of stored blocks that are to be compared, by slot and epoch; oldest first."""
+        self._stored = StoredBlocks()
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
         self._timer: StepTimer | None = None
@@ -279,7 +275,7 @@ class SSDKVWorker:
 
     def _compare(self, comparison: Comparison) -> None:
         """Compare a block in HBM with the stored one, unless the copy of that had to go."""
-        stored = self._copies.pop((comparison.slot, comparison.epoch), None)
+        stored = self._stored.take(comparison.slot, comparison.epoch)
         deviation, differs = math.nan, False
         if stored is not None and self._comparer is not None:
             deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
@@ -289,13 +285,6 @@ class SSDKVWorker:
             self._distrusted |= self._loading - BACKGROUND
             if comparison.fence_block:
                 self._invalid_blocks.add(comparison.fence_block)
-
-    def _keep_copy(self, slot: int, epoch: int, copy: NDArray[np.uint8]) -> None:
-        """Keep what was loaded to be compared; of requests that ended meanwhile, not for long."""
-        self._copies.pop((slot, epoch), None)
-        while self._copies and (len(self._copies) + 1) * copy.nbytes > COPIES_BYTES:
-            del self._copies[next(iter(self._copies))]
-        self._copies[slot, epoch] = copy
 
     # ---- one step ----
 
@@ -494,7 +483,7 @@ class SSDKVWorker:
                 self._background_ended(outcome)
                 continue
             if outcome.copy is not None and outcome.complete:
-                self._keep_copy(*outcome.copy)
+                self._stored.keep(*outcome.copy)
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
