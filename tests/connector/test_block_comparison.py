@@ -103,11 +103,13 @@ def test_which_numbers_can_be_compared() -> None:
 def test_stored_blocks_are_kept_until_they_are_taken() -> None:
     blocks = StoredBlocks()
     one, other = np.zeros(8, np.uint8), np.ones(8, np.uint8)
-    blocks.keep(1, 5, one)
-    blocks.keep(1, 6, other)
-    assert blocks.take(1, 6) is other
-    assert blocks.take(1, 6) is None
-    assert blocks.take(1, 5) is one
+    blocks.keep("a", 1, 5, one)
+    blocks.keep("a", 1, 6, other)
+    blocks.keep("b", 1, 6, one)
+    assert blocks.take("a", 1, 6) is other
+    assert blocks.take("a", 1, 6) is None
+    assert blocks.take("a", 1, 5) is one
+    assert blocks.take("b", 1, 6) is one, "two requests may begin alike"
 
 
 @pytest.mark.parametrize(("nbytes", "kept"), [(MOST_BYTES // 3, 3), (MOST_BYTES + 1, 1)])
@@ -116,8 +118,8 @@ def test_the_oldest_stored_blocks_make_room(nbytes: int, kept: int) -> None:
     blocks = StoredBlocks()
     frame = np.zeros(nbytes, np.uint8)
     for slot in range(5):
-        blocks.keep(slot, 1, frame)
-    assert [blocks.take(slot, 1) is frame for slot in range(5)] == [
+        blocks.keep("a", slot, 1, frame)
+    assert [blocks.take("a", slot, 1) is frame for slot in range(5)] == [
         *[False] * (5 - kept),
         *[True] * kept,
     ]

@@ -46,18 +46,18 @@ class StoredBlocks:
     """
 
     def __init__(self) -> None:
-        self._frames: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        self._frames: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
 
-    def keep(self, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
-        """A block was loaded; the oldest ones may have to go."""
-        self._frames.pop((slot, epoch), None)
+    def keep(self, request_id: str, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
+        """A block was loaded for a request; the oldest ones may have to go."""
+        self._frames.pop((request_id, slot, epoch), None)
         while self._frames and (len(self._frames) + 1) * frame.nbytes > MOST_BYTES:
             del self._frames[next(iter(self._frames))]
-        self._frames[slot, epoch] = frame
+        self._frames[request_id, slot, epoch] = frame
 
-    def take(self, slot: int, epoch: int) -> NDArray[np.uint8] | None:
+    def take(self, request_id: str, slot: int, epoch: int) -> NDArray[np.uint8] | None:
         """The frame of a block, uint8; None: it had to go."""
-        return self._frames.pop((slot, epoch), None)
+        return self._frames.pop((request_id, slot, epoch), None)
 
 
 class BlockComparer:

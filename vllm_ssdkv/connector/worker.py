@@ -275,7 +275,7 @@ class SSDKVWorker:
 
     def _compare(self, comparison: Comparison) -> None:
         """Compare a block in HBM with the stored one, unless the copy of that had to go."""
-        stored = self._stored.take(comparison.slot, comparison.epoch)
+        stored = self._stored.take(comparison.request_id, comparison.slot, comparison.epoch)
         deviation, differs = math.nan, False
         if stored is not None and self._comparer is not None:
             deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
@@ -483,7 +483,7 @@ class SSDKVWorker:
                 self._background_ended(outcome)
                 continue
             if outcome.copy is not None and outcome.complete:
-                self._stored.keep(*outcome.copy)
+                self._stored.keep(outcome.request_id, *outcome.copy)
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
