@@ -669,7 +669,8 @@ class SSDKVScheduler:
     def _all_ranks_done(self, slots: Sequence[int]) -> None:
         """All ranks have written these slots: one write into the journal for all of them."""
         slots = self._moves.written(slots)
-        if slots:
+        # While the store is suspended nobody looks for them; a later start would keep them.
+        if slots and not self._suspension:
             self._index.durable(np.array(slots, dtype=np.int64))
         for slot in slots:  # not as a chain: these are of any requests
             self._unpin([slot])
