@@ -236,7 +236,7 @@ class TestDifference:
             assert ask(run, f"after {number}", tokens) == 0
         run.check_answers(f"after {number}" for number in range(20))
         assert all(run.index.state(slot) is SlotState.READY for slot in kept)
-        assert run.index.live_records.journalled == len(kept), "a later start knows no others"
+        assert run.index.live_records.journalled == BLOCKS, "a later start knows no others"
 
     def test_in_reuse_mode_nothing_is_added(self, reuse: Make) -> None:
         run = self.suspended(reuse)
