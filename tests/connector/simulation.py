@@ -336,6 +336,13 @@ class Simulation:
         self.scheduler.add_request(request)
         return request
 
+    def keys_of(self, prompt: Sequence[int]) -> list[bytes]:
+        """Keys of a prompt's full blocks, as any request finds them."""
+        request = Request(
+            "asks", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher
+        )
+        return self.ours.keys_of(request)
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 

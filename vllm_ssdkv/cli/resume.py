@@ -35,10 +35,11 @@ def resume(
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Take back a store that was suspended because a verified hit differed: nothing was deleted.
+    """Take back a store that was suspended because a verified hit differed.
 
-    The next engine finds its blocks again. Do this when you know why the hit differed, and that the
-    store is right: after a setting was put back, say. Exits with 1 while an engine runs on it.
+    The next engine finds what was stored up to the last good verified hit. Do this when you know
+    why the hit differed, and that the store is right: after a setting was put back, say. Exits
+    with 1 while an engine runs on it.
     """
     try:
         found = resume_store(find_store(directories or [], state_dir))

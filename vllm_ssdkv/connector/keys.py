@@ -89,6 +89,8 @@ class BlockKeys:
         self._name_key = name_key
         self._adapter = adapter
         self.resumable_apart = apart
+        self.suspended = False
+        """Whether the store is: nobody is to find what is computed."""
         self._identities: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
         self._mixed: set[str] = set()
@@ -150,15 +152,17 @@ class BlockKeys:
     def private(self, request: Request) -> bool:
         """Whether what the request computes is for itself.
 
-        So it is where weights have changed under it; where its adapter is read anew for every step;
-        and for a resumable request whose steps compute tokens that a turn's end takes back. With
-        drafts, a turn may end among some that were accepted: vLLM takes their KV for that of the
-        next turn's input. With a state, a turn may end while the step after its last token is under
-        way: the next turn goes on from a state that has seen a token too much.
+        So it is while the store is suspended; where weights have changed under it; where its
+        adapter is read anew for every step; and for a resumable request whose steps compute tokens
+        that a turn's end takes back. With drafts, a turn may end among some that were accepted:
+        vLLM takes their KV for that of the next turn's input. With a state, a turn may end while
+        the step after its last token is under way: the next turn goes on from a state that has
+        seen a token too much.
         """
         adapter = request.lora_request
         return (
-            self.is_mixed(request)
+            self.suspended
+            or self.is_mixed(request)
             or (adapter is not None and adapter.load_inplace)
             or (self.resumable_apart and bool(request.resumable))
         )

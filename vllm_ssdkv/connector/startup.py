@@ -159,6 +159,9 @@ def open_scheduler(
             layout.cache_dtype,
         )
         config = config.model_copy(update={"verify_hits": 0})
+    if config.verify_hits and config.selector != "exact":
+        # Blocks that were decoded from a part of their context are not what a prompt would make.
+        config = config.model_copy(update={"verify_hits": 0})
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
     index, restriper = open_index(found.place, counters)

@@ -75,8 +75,8 @@ class Suspension:
         self._counters.set("store_suspended", 1.0)
         self._index.pin(self._index.order())
         logger.error(
-            "ssdkv: THE STORE IS SUSPENDED: %s. Nothing is found in it or added to it, and nothing "
-            "was deleted: %s",
+            "ssdkv: THE STORE IS SUSPENDED: %s. Nothing is found in it or added to it; what was "
+            "stored up to the last good verified hit is still there: %s",
             reason,
             self.way_out,
         )
