@@ -257,6 +257,7 @@ class TestDifference:
     def test_in_page_mode_a_full_store_says_why_nobody_can_go_on(self, page: Make) -> None:
         run = page(slots=30, hbm_blocks=60, verify_hits=1)
         stored(run, *(prompt(100, number) for number in range(5)))
+        ask(run, "good", prompt(100, 3))  # a verified hit: what was stored before it stays
         run.ranks[0].distrusts = True
         run.add("a", prompt(100, 4), 4)
         with pytest.raises(StoreFailedError, match=r"suspended and has no room.*ssdkv resume"):
