@@ -79,7 +79,7 @@ def _ranked(
     mass = tl.load(mass_ptr + column, mask=there, other=0.0)
     x = tl.where(x != x, float("inf"), x) + 0.0  # noqa: PLR0124
     bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000).to(tl.int64)
+    key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000).to(tl.int64)
     key = tl.where(column < first, 0xFFFFFFFF, key)
     return tl.where(there, key, -1), mass
 
