@@ -255,7 +255,9 @@ def renamed_adapter(start: Start) -> Start:
     assert start.adapter is not None
     path = Path(start.adapter.lora_path)
     elsewhere = path.rename(path.with_name("elsewhere"))
-    return replace(start, adapter=LoRARequest("kind", 2, str(elsewhere)))
+    adapter = LoRARequest("kind", 2, str(elsewhere))
+    # As --lora-modules does: the first request for an adapter that vLLM loads for it finds nothing.
+    return replace(start, adapter=adapter, within=lambda running: running.add_adapter(adapter))
 
 
 # ---- settings ----
