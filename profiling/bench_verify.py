@@ -1,4 +1,4 @@
-"""What verified hits cost: time to the first token of one, and of a hit that is not verified.
+"""Cost of verified hits: time to the first token of one, and of a hit that is not verified.
 
 Run as ``python -P -m vllm_ssdkv.profiling.bench_verify``. One engine in one process asks the same
 stored prompt by turns: with the code of verification taken out, with ``verify_hits: 0``, and with

@@ -87,7 +87,7 @@ class Rank:
     told_adapters: dict[int, bytes] = field(default_factory=dict)
     adapter_changes: dict[int, int] = field(default_factory=dict)
     distrusts: bool = False
-    """What is stored is not what it computes, or so it says."""
+    """This rank says that stored blocks are not those that it computes."""
     compared: int = 0
     refused: set[str] = field(default_factory=set)
     """Loads under way that must not be used."""
@@ -175,7 +175,7 @@ class Rank:
             self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
 
     def is_bound(self, plan: SSDKVMetadata) -> bool:
-        """Whether the plan's keys are those of this rank's weights; tells of new ones."""
+        """Compare the plan's keys with this rank's weights; tell of new ones."""
         if self.weights != self.told_weights:
             self.told_weights = self.report.weights = self.weights
             self.changes += 1

@@ -297,7 +297,7 @@ class Simulation:
         self.files: dict[int, int] = {}
         """Adapters, by number, as their files are: a version each."""
         self.loaded: dict[int, int] = {}
-        """Those that vLLM holds in memory."""
+        """Adapters that vLLM holds in memory."""
         self.mixed: set[str] = set()
         """Requests that computed from KV of other weights, as vLLM lets them."""
         self.began: dict[str, int] = {}
@@ -377,7 +377,7 @@ class Simulation:
         return 1000 * self.loaded.get(request.lora_request.lora_int_id, 0) + self.version
 
     def _name_seeds(self) -> dict[bytes, int]:
-        """What stands for the model, by the identity that keys are bound to."""
+        """Stand-ins of the model, by the identity that keys are bound to."""
         found = {}
         for version in range(VERSIONS):
             weights = WEIGHTS + b"%d" % version if version else WEIGHTS

@@ -165,7 +165,7 @@ def test_what_a_resumable_request_computes_with_drafts_is_its_own() -> None:
 
 
 class TestRanks:
-    """What ranks have told."""
+    """Reports of ranks."""
 
     @staticmethod
     def of(**settings: str) -> RankIdentities:
@@ -207,7 +207,7 @@ class TestRanks:
 
 
 class TestHbm:
-    """What the blocks that HBM keeps were computed with."""
+    """Identities of the blocks that HBM keeps."""
 
     def test_without_changes_nothing_is_remembered(self) -> None:
         hbm = HbmIdentities(NAMESPACE)

@@ -122,7 +122,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing(make: Make) -> None:
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("when", range(4))
 def test_weights_that_change_meanwhile_are_no_difference(make: Make, when: int, depth: int) -> None:
-    """What is computed is that of other weights, and says nothing of what is stored."""
+    """Blocks computed with other weights say nothing of stored ones."""
     run = make(slots=60, hbm_blocks=60, depth=depth, verify_hits=1)
     stored(run, prompt(100))
     run.add("a", prompt(100), 4)
@@ -164,7 +164,7 @@ class TestDifference:
         assert not run.ours._verifier
 
     def test_the_request_itself_is_computed_anew(self, reuse: Make) -> None:
-        """What it began with is not to be trusted: vLLM is told of an invalid block."""
+        """Its first blocks are not to be trusted: vLLM is told of an invalid one."""
         run = self.suspended(reuse)
         _, comparison = (one for plan in run.plans for one in plan.compare)
         steps = [plan for plan in run.plans if plan.step > 0 and not plan.idle]
@@ -208,7 +208,7 @@ class TestDifference:
     def test_nothing_that_this_engine_computed_unverified_is_found_later(
         self, make: Make, depth: int
     ) -> None:
-        """Whoever is wrong, a store that is taken back must not have it."""
+        """A store that is taken back must not have it, whichever is wrong."""
         run = make(slots=200, hbm_blocks=60, verify_hits=1, depth=depth)
         stored(run, prompt(100), prompt(100, 7))
         ask(run, "same")

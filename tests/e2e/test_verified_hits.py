@@ -190,7 +190,7 @@ class Rig:
         wanted: list[tuple[int, ...]],
         lora: LoRARequest | None = None,
     ) -> None:
-        """What the changed engine answers, from the first verified hit on, is its own."""
+        """Answers of the changed engine are its own, from the first verified hit on."""
         del self.log[:]
         answers = engine.answers(PROMPTS, lora=lora)
         assert [answer.tokens for answer in answers] == wanted

@@ -82,7 +82,7 @@ def test_a_store_in_use_is_not_resumed(tmp_devices: Devices) -> None:
 
 
 def test_a_copy_of_the_state_directory_resumes_nothing(tmp_path: Path) -> None:
-    """What it would write to the devices would count more than what the store itself has."""
+    """Its writes to the devices would count more than what the store itself has."""
     store = make(tmp_path)
     store.place.suspend(REASON)
     backup = tmp_path / "backup"

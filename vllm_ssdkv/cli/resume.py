@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -15,24 +13,8 @@ from vllm_ssdkv.store.suspended import resume as resume_store
 
 
 def resume(
-    directories: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            parser=arguments.place,
-            metavar="DIR...",
-            help="The store's devices in the order of the option devices; or its state directory "
-            "alone, when they are where they were.",
-        ),
-    ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--state-dir",
-            parser=arguments.place,
-            metavar="DIR",
-            help="Directory of store.json, when it is on no device.",
-        ),
-    ] = None,
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Take back a store that was suspended because a verified hit differed.

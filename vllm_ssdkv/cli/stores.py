@@ -33,25 +33,6 @@ from vllm_ssdkv.store.stored import StoredStore, find_store
 FAILED: Final = 1
 Seen = TypeVar("Seen")
 
-_Directories = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        parser=arguments.place,
-        metavar="DIR...",
-        help="The store's devices in the order of the option devices; or its state directory "
-        "alone, when they are where they were.",
-    ),
-]
-_StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--state-dir",
-        parser=arguments.place,
-        metavar="DIR",
-        help="Directory of store.json, when it is on no device.",
-    ),
-]
-
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
@@ -158,7 +139,9 @@ def list_stores(
 
 
 def inspect(
-    directories: _Directories = None, state_dir: _StateDir = None, as_json: arguments.Json = False
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Show one store: geometry, devices, sizes, what the journal holds. Changes nothing."""
     with _errors():
@@ -209,8 +192,8 @@ def _show(details: StoreDetails, console: Console) -> None:
 
 
 def remove(
-    directories: _Directories = None,
-    state_dir: _StateDir = None,
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     left_over: Annotated[
         str | None,

@@ -28,7 +28,7 @@ the next step, and a GPU's step is heard of a step later."""
 
 
 class RankIdentities:
-    """What each rank computes with. Used by the scheduler's thread."""
+    """Weights and adapters of each rank. Used by the scheduler's thread."""
 
     def __init__(self, settings: Fingerprint, weights: Sequence[bytes]):
         """``settings``: that change KV. ``weights``: digest of each rank's, as it started."""
@@ -73,7 +73,7 @@ class RankIdentities:
 
 
 class HbmIdentities:
-    """What the blocks that vLLM keeps in HBM were computed with, by block hash.
+    """Identities of the blocks that vLLM keeps in HBM, by block hash.
 
     vLLM's own prefix cache names an adapter but not its weights, and knows nothing of the model's:
     it serves what older ones computed until somebody resets it. What a request computes from that

@@ -214,7 +214,7 @@ class SSDKVMetadata(KVConnectorMetadata):
     """How many changes of its weights each rank has told of: the keys in this plan are bound to
     what it had then."""
     adapters: dict[int, Adapter] = field(default_factory=dict)
-    """Those of requests in this step that keys are bound to, by number."""
+    """Adapters of requests in this step that keys are bound to, by number."""
     save: Save = field(default_factory=lambda: Save.of(()))
     commit: Commit = field(default_factory=lambda: Commit.of(()))
     move: Move = NO_MOVE

@@ -34,5 +34,5 @@ class UnverifiedBlocks:
         self._marks[:] = False
 
     def slots(self) -> NDArray[np.int64]:
-        """Those that are marked, ascending; what they held may have been evicted since."""
+        """Marked slots, ascending; what they held may have been evicted since."""
         return np.flatnonzero(self._marks)

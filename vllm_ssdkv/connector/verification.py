@@ -120,7 +120,7 @@ class HitVerifier:
     def computed(
         self, state: RequestState, after: int, block_tokens: int, group: int, layers: int
     ) -> Comparison | None:
-        """What to compare when the step ends with which a request has so many tokens computed."""
+        """The comparison at the end of a step that has computed the block of a check, if any."""
         check = self._checks.get(state.request_id)
         if check is None or after < (check.block + 1) * block_tokens:
             return None

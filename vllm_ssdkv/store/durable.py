@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -67,7 +69,14 @@ def create_temporary(path: Path) -> tuple[int, Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a file with this content, mode 0600, in the place of ``path``. Blocks.
+    """Put a file with this content in the place of ``path``, as :func:`replacement`. Blocks."""
+    with replacement(path) as fd:
+        write_all(fd, data, 0)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[int]:
+    """Descriptor of a file, mode 0600, that takes the place of ``path`` when all went well. Blocks.
 
     At any instant, a crash included, the path names the old content or the new one, whole.
 
@@ -77,12 +86,12 @@ def replace_file(path: Path, data: bytes) -> None:
     fd, temporary = create_temporary(path)
     try:
         try:
-            write_all(fd, data, 0)
+            yield fd
             os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

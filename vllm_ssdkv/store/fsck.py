@@ -320,7 +320,7 @@ def _name_cure(checked: CheckedFile) -> None:
 
 
 def _look_for_blocks(this: Examination) -> None:
-    """What the journal does not say, where it is lost or damaged, is in the headers of slots."""
+    """A lost or damaged journal is made good by the headers of slots."""
     if "journal" not in this.report.counts:
         return
     ranks = range(this.report.ranks)

@@ -37,11 +37,11 @@ PAUSE_S = 0.002
 
 
 class GrowingStore(Protocol):
-    """What grows: the restriper, which has segments and index."""
+    """The part that grows: the restriper, which has segments and index."""
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """Those there are."""
+        """Slots there are."""
 
     def add(self, segment: Segment) -> bool:
         """Have one more, whose space is reserved, among :attr:`segments` when the manifest has it;

@@ -57,7 +57,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed, and of which store.
+    """Files and devices to be removed, and their store.
 
     Attributes:
         store: UUID of the store.
@@ -84,7 +84,7 @@ class Removal:
 
 
 def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> Removal:
-    """What belongs to a store. Blocks on I/O; changes nothing.
+    """Plan the removal of a store. Blocks on I/O; changes nothing.
 
     Args:
         directories: Its devices and its state directory; or the state directory alone, when
@@ -143,7 +143,7 @@ def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> 
 
 
 def plan_left_over(places: Sequence[Path], store: str) -> Removal:
-    """What a store that was removed while these devices were away has left there.
+    """Plan the removal of what a store has left on devices that were away when it was removed.
 
     Blocks on I/O; changes nothing.
 
@@ -294,7 +294,7 @@ def _known_places(manifests: Sequence[Manifest]) -> list[Path]:
 
 
 def _stores_there(places: Sequence[Path]) -> str:
-    """What can be named, for messages."""
+    """Stores that can be named, for messages."""
     found = sorted({name for place in places if place.exists() for name in owners_of_data(place)})
     return f"there is data of {', '.join(found)}" if found else "there is no data of any store"
 

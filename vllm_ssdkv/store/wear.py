@@ -50,7 +50,7 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, data: bytes, today: int) -> _File:
-        """What a file says; ``today``: days since 1970.
+        """Counts that a file has; ``today``: days since 1970.
 
         Raises:
             ValueError: it is damaged, or of another version.
