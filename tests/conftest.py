@@ -96,5 +96,5 @@ def memory_seconds() -> float:
 
 @pytest.fixture
 def batch_seconds() -> float:
-    """How long hostile batches are handed in: SSDKV_SOAK_BATCH_S (`make soak`), or a while."""
+    """Seconds of handing in hostile batches: SSDKV_SOAK_BATCH_S (`make soak`), or a while."""
     return float(os.environ.get("SSDKV_SOAK_BATCH_S", "15"))

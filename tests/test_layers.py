@@ -83,6 +83,7 @@ def test_only_the_top_layer_imports_vllm() -> None:
             "bench_ttft.py",
             "bench_io/vllm_fs.py",
             "bench_ssds/vllm_requests.py",
+            "bench_verify.py",
         )
     }
     folders = (ROOT / "triton_kernels", ROOT / "profiling", ROOT / "fpga_offload", ROOT / "grafana")

@@ -18,7 +18,15 @@ ERRORS = {name for name in dir(errors) if name.endswith("Error")}
 ERRORS |= {"Obstacle", "refusal_of_layer"}  # they make errors
 LINES_OF_ANOTHER = ("preflight.py", "speculation.py")
 """Obstacles there are lines of the error that says in which mode the connector cannot start."""
-OF_COMMANDS = ("stored.py", "repair.py", "removal.py", "slot_check.py", "offline.py", "partial.py")
+OF_COMMANDS = (
+    "stored.py",
+    "repair.py",
+    "removal.py",
+    "slot_check.py",
+    "offline.py",
+    "partial.py",
+    "suspended.py",
+)
 """Parts of ``ssdkv``'s own commands: they end with their message, which says the way out."""
 
 

@@ -23,7 +23,6 @@ ALWAYS = {
     "recover",
     "dram_gib",
     "admission",
-    "verify_hits",
     "io.engine",
     "io.queue_depth",
     "io.deadline",
@@ -43,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hbm_window_tokens": ({"hbm_window_tokens": 64}, PAGE),
     "page_tokens": ({"page_tokens": 32}, PAGE),
     "load": ({"load": "auto", "mode": "page"}, {"mode": "reuse"}),
+    "verify_hits": ({"verify_hits": 16, **BOUNDS}, {"selector": "exact"}),
     "trim": ({"trim": True}, {"devices": ["/dev/raw"], "state_dir": "/state"}),
     "devices[].weight": (
         {"devices": [{"path": "/a", "weight": 2}]},

@@ -296,8 +296,8 @@ class SSDKVConfig(OptionModel):
             description="One hit in so many, and the first four after a start, are verified: the "
             "last block of the hit is computed although it is stored, and compared. If they "
             "differ by more than rounding, the store is suspended: nothing is found in it any "
-            "more, nothing is deleted, an alert goes off, and `ssdkv resume` takes it back. 0: "
-            "none is.",
+            "more, what was stored up to the last good one stays, an alert goes off, and "
+            "`ssdkv resume` takes it back. 0: none is. With a sparse selector none is either.",
         ),
         Reason(
             "256: KV of other weights or settings is kept out by the keys; this finds what no list "

@@ -50,7 +50,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is tried again at once."""
+    """Retries of failed requests, at once."""
     for module in (runner, sending, validations):
         monkeypatch.setattr(module, "RETRY_S", 0.01)
     monkeypatch.setattr(runner, "POLL_S", 0.05)

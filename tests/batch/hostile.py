@@ -163,7 +163,7 @@ class Hostile:
         return line("text", body), CHAT
 
     def _echo(self) -> tuple[bytes, str]:
-        """What an error may repeat, and search for paths in."""
+        """Text that an error may repeat, and search for paths in."""
         text = self._source.choice(["/a", "/a-", "/usr/a", ' File "a", line 1, in x\n', "é"])
         text *= self._source.choice([100, 4000, 100_000])
         content = [{"type": text, "text": "x"}]
@@ -232,7 +232,7 @@ class Hostile:
 
 @dataclass
 class Watched:
-    """What was seen of a server.
+    """Observations of a server.
 
     Attributes:
         latency: Seconds that each `/health` took.

@@ -92,7 +92,7 @@ CREATE TABLE requests (batch INTEGER NOT NULL REFERENCES batches (seq) ON DELETE
 INSERT INTO settings VALUES ('salt', x'0123');
 PRAGMA user_version = 1;
 """
-"""What `jobs.db` began as in the first development versions."""
+"""Schema of `jobs.db` in the first development versions."""
 
 
 def test_the_jobs_of_an_older_version_go_on(tmp_path: Path) -> None:

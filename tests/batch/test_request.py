@@ -1,4 +1,4 @@
-"""What is a request, what is not, and what asks for too much; without decoding it."""
+"""Lines that are requests, that are none, and that ask for too much; without decoding."""
 
 from __future__ import annotations
 

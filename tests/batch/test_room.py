@@ -104,7 +104,7 @@ def test_expectations_follow_what_was_answered() -> None:
 
 
 def test_few_words_say_little_of_many() -> None:
-    """What a chat template adds to a short prompt is no measure of long ones."""
+    """The part that a chat template adds to a short prompt is no measure of long ones."""
     expected = Expected()
     expected.learn(request(1), Usage(prompt=30, completion=1))
     assert expected.prompt(request(10_000)) < 11_000

@@ -1,4 +1,4 @@
-"""What is known of a file once it was read, here and in a process that may die of it."""
+"""Findings about a file that was read, here and in a process that may die of it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_who_reads_may_be_killed(tmp_path: Path, validate: Validator) -> None:
             return list(found.entries)
 
     def kill(path: Path) -> None:
-        """Whoever has this file open, as soon as somebody has."""
+        """The process that has this file open, as soon as one has."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             for link in Path("/proc").glob("[0-9]*/fd/*"):

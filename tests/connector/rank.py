@@ -86,7 +86,7 @@ class Rank:
     told_adapters: dict[int, bytes] = field(default_factory=dict)
     adapter_changes: dict[int, int] = field(default_factory=dict)
     distrusts: bool = False
-    """What is stored is not what it computes, or so it says."""
+    """This rank says that stored blocks are not those that it computes."""
     compared: int = 0
     refused: set[str] = field(default_factory=set)
     """Loads under way that must not be used."""
@@ -135,8 +135,9 @@ class Rank:
         return set(self.contexts.get(row.request_id, [])[row.first_position // BLOCK :])
 
     def end(self, plan: SSDKVMetadata, hbm: dict[int, Symbols], spoiled: set[int]) -> None:
+        bound = self.is_bound(plan)
         for comparison in plan.compare:
-            self.compare(comparison, hbm)
+            self.compare(comparison, hbm, bound=bound)
         items = zip(plan.save.slots, plan.save.epochs, plan.save.block_ids, strict=True)
         full = self.no_frames > 0
         if full and len(plan.save.slots):
@@ -150,7 +151,6 @@ class Rank:
             assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
             self.overwrite(slot)
             self.slots[slot] = Slot(epoch, list(hbm[block]))
-        bound = self.is_bound(plan)
         if not bound:
             pairs = zip(plan.commit.slots.tolist(), plan.commit.epochs.tolist(), strict=True)
             self.report.unbound.extend(pairs)
@@ -174,7 +174,7 @@ class Rank:
             self.report.streamed.append((row.request_id, np.arange(row.hbm_start)))
 
     def is_bound(self, plan: SSDKVMetadata) -> bool:
-        """Whether the plan's keys are those of this rank's weights; tells of new ones."""
+        """Compare the plan's keys with this rank's weights; tell of new ones."""
         if self.weights != self.told_weights:
             self.told_weights = self.report.weights = self.weights
             self.changes += 1
@@ -189,12 +189,13 @@ class Rank:
             return True
         return self.adapter_changes.get(adapter.number) == adapter.changes[self.number]
 
-    def compare(self, comparison: Comparison, hbm: dict[int, Symbols]) -> None:
+    def compare(self, comparison: Comparison, hbm: dict[int, Symbols], *, bound: bool) -> None:
         """Tell whether a block that was computed is the stored one, unless that has left DRAM."""
         held = self.slots.get(comparison.slot)
-        there = held is not None and comparison.slot not in self.broken | self.cold
+        there = comparison.slot not in self.broken | self.cold
+        right = bound and comparison.request_id not in self.poisoned
         deviation, differs = math.nan, False
-        if held is not None and there:
+        if held is not None and there and right:
             assert held.epoch == comparison.epoch, "a comparison with another block"
             assert held.symbols == hbm[comparison.block_id], "a block is not what is stored"
             deviation, differs = (1.0, True) if self.distrusts else (0.0, False)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -296,7 +297,7 @@ class Simulation:
         self.files: dict[int, int] = {}
         """Adapters, by number, as their files are: a version each."""
         self.loaded: dict[int, int] = {}
-        """Those that vLLM holds in memory."""
+        """Adapters that vLLM holds in memory."""
         self.mixed: set[str] = set()
         """Requests that computed from KV of other weights, as vLLM lets them."""
         self.began: dict[str, int] = {}
@@ -313,11 +314,18 @@ class Simulation:
 
     # ---- what a test does ----
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int, **others: Any) -> Request:  # noqa: ANN401 - options of Request
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        **others: Any,  # noqa: ANN401 - options of Request
+    ) -> Request:
         request = Request(
             name,
             list(prompt),
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling),
             None,
             block_hasher=self._hasher,
             **others,
@@ -327,6 +335,13 @@ class Simulation:
         self._learn(name)
         self.scheduler.add_request(request)
         return request
+
+    def keys_of(self, prompt: Sequence[int]) -> list[bytes]:
+        """Keys of a prompt's full blocks, as any request finds them."""
+        request = Request(
+            "asks", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher
+        )
+        return self.ours.keys_of(request)
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -362,7 +377,7 @@ class Simulation:
         return 1000 * self.loaded.get(request.lora_request.lora_int_id, 0) + self.version
 
     def _name_seeds(self) -> dict[bytes, int]:
-        """What stands for the model, by the identity that keys are bound to."""
+        """Stand-ins of the model, by the identity that keys are bound to."""
         found = {}
         for version in range(VERSIONS):
             weights = WEIGHTS + b"%d" % version if version else WEIGHTS
@@ -602,7 +617,7 @@ class Simulation:
         identity = self.ours._keys.identity(request)
         seed, known = self._seeds.get(identity), self._known.get((name, identity), 0)
         keys = self.ours.keys_of(request)
-        if name in self.finished:
+        if request.is_finished():
             self.ours._keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
             assert seed is not None

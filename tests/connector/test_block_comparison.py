@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ssdkv.connector.block_comparison import TOLERANCE, BlockComparer, element_type
+from vllm_ssdkv.connector.block_comparison import (
+    MOST_BYTES,
+    TOLERANCE,
+    BlockComparer,
+    StoredBlocks,
+    element_type,
+)
 from vllm_ssdkv.store.layout import SlotGeometry
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -92,3 +98,28 @@ def test_which_numbers_can_be_compared() -> None:
     assert element_type(torch.uint8, "fp8_e5m2") is torch.float8_e5m2
     assert element_type(torch.uint8, "nvfp4") is None
     assert element_type(torch.int8, "int8") is None
+
+
+def test_stored_blocks_are_kept_until_they_are_taken() -> None:
+    blocks = StoredBlocks()
+    one, other = np.zeros(8, np.uint8), np.ones(8, np.uint8)
+    blocks.keep("a", 1, 5, one)
+    blocks.keep("a", 1, 6, other)
+    blocks.keep("b", 1, 6, one)
+    assert blocks.take("a", 1, 6) is other
+    assert blocks.take("a", 1, 6) is None
+    assert blocks.take("a", 1, 5) is one
+    assert blocks.take("b", 1, 6) is one, "two requests may begin alike"
+
+
+@pytest.mark.parametrize(("nbytes", "kept"), [(MOST_BYTES // 3, 3), (MOST_BYTES + 1, 1)])
+def test_the_oldest_stored_blocks_make_room(nbytes: int, kept: int) -> None:
+    """Nobody comes for those of requests that ended."""
+    blocks = StoredBlocks()
+    frame = np.zeros(nbytes, np.uint8)
+    for slot in range(5):
+        blocks.keep("a", slot, 1, frame)
+    assert [blocks.take("a", slot, 1) is frame for slot in range(5)] == [
+        *[False] * (5 - kept),
+        *[True] * kept,
+    ]

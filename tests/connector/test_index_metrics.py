@@ -1,4 +1,4 @@
-"""What is told of the index: "in use" is a share of what the store has room for, nothing else."""
+"""Gauges of the index: "in use" is a share of what the store has room for, nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(paths: list[Path], **options: Any) -> tuple[SlotIndex, Restriper]:  #
 
 
 def check(index: SlotIndex, restriper: Restriper, devices: list[Path]) -> dict[str, float]:
-    """What is told adds up, and commands say the same."""
+    """Gauges add up, and commands say the same."""
     found = told(index, restriper)
     gauges = index.gauges()
     assert found["slots"] == gauges["ready"] + gauges["free"]

@@ -10,6 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.request import Request
 
 from vllm_ssdkv.connector.identities import HbmIdentities, RankIdentities
@@ -25,7 +35,11 @@ NAMESPACE = bytes(range(32, 64))
 def request(adapter: int = 0, *, again: bool = False, name: str = "r") -> Request:
     lora = LoRARequest("an adapter", adapter, "/adapter", load_inplace=again) if adapter else None
     found = SimpleNamespace(
-        request_id=name, block_hashes=HASHES, lora_request=lora, resumable=False
+        request_id=name,
+        block_hashes=HASHES,
+        lora_request=lora,
+        resumable=False,
+        _block_hasher=lambda one: HASHES[len(one.block_hashes) :],
     )
     return cast(Request, found)
 
@@ -151,7 +165,7 @@ def test_what_a_resumable_request_computes_with_drafts_is_its_own() -> None:
 
 
 class TestRanks:
-    """What ranks have told."""
+    """Reports of ranks."""
 
     @staticmethod
     def of(**settings: str) -> RankIdentities:
@@ -193,7 +207,7 @@ class TestRanks:
 
 
 class TestHbm:
-    """What the blocks that HBM keeps were computed with."""
+    """Identities of the blocks that HBM keeps."""
 
     def test_without_changes_nothing_is_remembered(self) -> None:
         hbm = HbmIdentities(NAMESPACE)
@@ -218,11 +232,67 @@ class TestHbm:
         assert hbm.began_with(HASHES, b"another in its place")
         assert not hbm.began_with(HASHES, b"adapter")
 
+    def test_an_older_block_of_the_same_hash_counts(self) -> None:
+        hbm, new = HbmIdentities(NAMESPACE), bytes(32)
+        hbm.groups = 2
+        known = BlockHashToBlockMap()
+        hbm.pool = SimpleNamespace(blocks=[], cached_block_hash_to_block=known)  # type: ignore[assignment]
+        hbm.weights_changed(new)
+        older, own = KVCacheBlock(5), KVCacheBlock(9)
+        name = make_block_hash_with_group_id(BlockHash(HASHES[0]), 1)
+        for block in (older, own):
+            known.insert(name, block)
+        hbm.holds(HASHES[:1], new, ([8], [9]))
+        assert hbm.began_with(HASHES[:1], new), "vLLM gives others the older one"
+        known.pop(name, older.block_id)
+        hbm.holds(HASHES[:1], new, ([8], [9]))
+        assert not hbm.began_with(HASHES[:1], new)
+
     def test_what_hbm_has_given_up_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hbm = HbmIdentities(NAMESPACE)
         kept = SimpleNamespace(block_hash=HASHES[0] + bytes(4))
-        hbm.pool = SimpleNamespace(blocks=[kept, SimpleNamespace(block_hash=None)])  # type: ignore[assignment]
+        blocks = [kept, SimpleNamespace(block_hash=None)]
+        known = BlockHashToBlockMap()
+        hbm.pool = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=known)  # type: ignore[assignment]
         for number in range(5000):
             hbm.holds([number.to_bytes(32, "big"), HASHES[0]], b"adapter")
         assert hbm.remembered < 4200
         assert not hbm.began_with(HASHES[:1], b"adapter")
+
+
+def hashed(tokens: list[int], lora: LoRARequest | None) -> Request:
+    """A request of vLLM's own, with blocks of four tokens."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(4, sha256)
+    return Request("a", tokens, SamplingParams(), None, lora_request=lora, block_hasher=hasher)
+
+
+def test_an_adapter_is_the_same_whatever_it_is_called() -> None:
+    """vLLM's hashes have its name and path in them."""
+    names = (LoRARequest("kind", 1, "/adapter"), LoRARequest("helpful", 2, "/elsewhere"))
+    requests = [hashed(list(range(13)), lora) for lora in names]
+    assert requests[0].block_hashes != requests[1].block_hashes
+    one, other = (keys_with({1: b"same", 2: b"same"}).of(request) for request in requests)
+    assert len(one) == 3
+    assert one == other
+    assert one != keys_with({1: b"different"}).of(requests[0])
+    assert one != keys_with({1: b"same"}).of(hashed(list(range(13)), None))
+    assert one != keys_with({1: b"same"}).of(hashed(list(range(1, 14)), names[0]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 3), max_size=9)), max_size=6))
+def test_keys_follow_tokens_that_come_and_are_taken_back(
+    turns: list[tuple[int, list[int]]],
+) -> None:
+    """As of sessions, whose last tokens vLLM takes back before more come."""
+    lora = LoRARequest("kind", 1, "/adapter")
+    keys, request = keys_with({1: b"same"}), hashed([0], lora)
+    for taken, more in turns:
+        tokens = list(request.all_token_ids)[: max(1, request.num_tokens - taken)]
+        request._all_token_ids[:] = tokens
+        del request.block_hashes[len(tokens) // 4 :]
+        request.append_output_token_ids(more)
+        afresh = keys_with({1: b"same"}).of(hashed(list(request.all_token_ids), lora))
+        assert keys.of(request) == afresh
+    keys.forget("a")
+    assert not keys

@@ -41,6 +41,17 @@ def test_requests_wait_for_slots(page: Make, slots: int, together: int) -> None:
     end(run, *"abc")
 
 
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_who_reads_no_prefix_cache_waits_too(page: Make, depth: int) -> None:
+    """vLLM does not listen to a connector that has such a request wait."""
+    run = page(slots=20, hbm_blocks=60, depth=depth)
+    for name in "abcd":
+        run.add(name, prompt(150, ord(name)), 40, sampling={"prompt_logprobs": 1})
+    run.abort("c")
+    end(run, *"abd")
+    assert run.ours.counters.total("slot_waits") > 0
+
+
 def test_what_was_reserved_and_not_used_is_given_back(page: Make) -> None:
     run = page(slots=40)
     run.add("a", prompt(20), 200)

@@ -17,6 +17,8 @@ from tests.connector.simulation import MIXED, Simulation
 
 BLOCKS = 100 // BLOCK
 OLD, NEW, OTHER = range(3)
+READS_NOTHING = {"prompt_logprobs": 1}
+"""Options of requests for which vLLM does not look into its prefix cache."""
 
 
 @pytest.fixture(params=["page", "reuse"])
@@ -100,6 +102,28 @@ def test_nobody_resets_hbm(reuse: Make) -> None:
     assert run.began["d"] == (len(longer) - 1) // BLOCK * BLOCK
 
 
+def test_a_request_that_leaves_hbm_alone(make: Make) -> None:
+    """It computes anew what HBM has of the old weights, which vLLM goes on giving to others."""
+    run = make(slots=60, hbm_blocks=60)
+    ask(run)
+    run.reload(NEW)
+    ask(run, right=False)
+    run.add("reads nothing", prompt(100), 4, sampling=READS_NOTHING)
+    run.run()
+    check(run)
+    assert run.began["reads nothing"] == 0
+    run.add("longer", prompt(100) + prompt(60, 1), 4)
+    run.run()
+    check(run)
+    forget_hbm(run)
+    assert ask(run) == BLOCKS
+    forget_hbm(run)
+    run.add("again", prompt(100) + prompt(60, 1), 4)
+    run.run()
+    run.check_answers(["again"])
+    check(run)
+
+
 def test_a_request_that_runs_meanwhile(make: Make) -> None:
     """Its KV is of both weights, and nobody else's."""
     run = make(slots=60, hbm_blocks=60)
@@ -173,10 +197,16 @@ def test_in_any_order(make: Make, depth: int, ranks: int) -> None:
     found = 0
     for seed in range(25):
         draw = random.Random(seed)
-        run = make(slots=draw.choice([30, 80]), hbm_blocks=60, depth=depth, ranks=ranks)
+        run = make(
+            slots=draw.choice([40, 80]),
+            hbm_blocks=60,
+            depth=depth,
+            ranks=ranks,
+            verify_hits=draw.choice([0, 1, 2]),
+        )
         run.files = {1: OLD, 2: NEW}
         for number in range(60):
-            event = draw.randrange(12)
+            event = draw.randrange(15)
             if event == 0:
                 run.reload(draw.randrange(3))
             elif event == 1:
@@ -185,13 +215,19 @@ def test_in_any_order(make: Make, depth: int, ranks: int) -> None:
                 run.unload_adapter(draw.randrange(1, 3))
             elif event == 3:
                 run.preempt_all()
-            elif event < 7:
+            elif event == 4:
+                run.scheduler.reset_prefix_cache(reset_connector=draw.choice([False, True]))
+            elif event == 5 and run.requests:
+                run.abort(draw.choice(list(run.requests)))
+            elif event < 9:
                 lora = draw.choice([None, adapter(1), adapter(2), adapter(2, again=True)])
                 tokens = prompt(draw.randrange(40, 120))
-                run.add(str(number), tokens, draw.randrange(1, 20), lora_request=lora)
+                sampling = draw.choice([{}, {}, READS_NOTHING])
+                name, count = str(number), draw.randrange(1, 20)
+                run.add(name, tokens, count, lora_request=lora, sampling=sampling)
             else:
                 run.step()
-                run.end_io()
+                run.end_io(good=draw.randrange(5) > 0)
         run.run()
         check(run)
         found += sum(run.began.values())

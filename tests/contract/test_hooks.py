@@ -21,12 +21,16 @@ from vllm.config.speculative import EagleModelTypes, NgramGPUTypes
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.platforms.interface import DeviceCapability
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     KVConnectorBlockState,
@@ -50,12 +54,13 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_ssdkv import plugin
 from vllm_ssdkv.attention.backend import PagedAttentionImpl, SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec, TieredManager, register_spec
 from vllm_ssdkv.connector.connector import SSDKVConnector
+from vllm_ssdkv.connector.keys import BlockKeys
 
 BLOCK = 16
 WINDOW = 64
@@ -441,6 +446,23 @@ def test_our_attention_refuses_what_it_does_not_compute() -> None:
 
     assert set(parameters(CPUAttentionBackendImpl.__init__)) <= set(wanted)
     assert SSDKVCPUBackend.forward_includes_kv_cache_update is False
+
+
+def test_block_hashes_can_be_made_without_an_adapter() -> None:
+    """A request hashes its blocks by a function that takes what looks like one: `BlockKeys`."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def hashed(lora: LoRARequest | None) -> Request:
+        return Request(
+            "a", [7] * 3 * BLOCK, SamplingParams(), None, lora_request=lora, block_hasher=hasher
+        )
+
+    plain, adapted = hashed(None), hashed(LoRARequest("kind", 1, "/adapter"))
+    assert plain.block_hashes != adapted.block_hashes
+    keys = BlockKeys(adapter=lambda number: b"weights")
+    bare = BlockKeys(keys.identity(adapted)).of(plain)
+    assert keys.of(adapted) == bare
 
 
 def test_block_hashes_are_the_same_in_every_process() -> None:

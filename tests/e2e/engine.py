@@ -47,6 +47,7 @@ class Answer:
 def token_bytes(model: Path, dtype: str) -> int:
     """Bytes of K and V of one token in all layers, without tensor parallelism."""
     config = json.loads((model / "config.json").read_text())
+    config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads

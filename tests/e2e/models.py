@@ -7,6 +7,7 @@ few dozen tokens anywhere in the context (scores have a standard deviation of ab
 stale KV changes the logits. Attention sinks take a good part of it.
 """
 
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -17,16 +18,25 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    BlipImageProcessor,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -265,6 +275,85 @@ def make_gpt_oss(
         sliding_window=GPT_OSS_WINDOW,
     )
     return _save(GptOssForCausalLM(config), path, seed)
+
+
+def make_longrope(path: Path, *, seed: int = 0, heads: int = 4, head_dim: int = 64) -> Path:
+    """Phi-3 whose keys are rotated by one table for contexts up to 1024 tokens, by another above.
+
+    vLLM chooses when it starts, by the longest context that it is to serve.
+    """
+    hidden = heads * head_dim
+    config = Phi3Config(
+        **(COMMON | {"max_position_embeddings": 4096}),
+        original_max_position_embeddings=1024,
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1 + 0.02 * i for i in range(head_dim // 2)],
+            "long_factor": [1 + 0.6 * i for i in range(head_dim // 2)],
+        },
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+    )
+    return _save(Phi3ForCausalLM(config), path, seed)
+
+
+def make_minimax_m2(path: Path) -> Path:
+    """Configuration of a model whose class writes into it when vLLM makes it. No weights."""
+    config = MiniMaxM2Config(
+        **(COMMON | {"max_position_embeddings": 4096}),
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rotary_dim=64,
+        scoring_func="softmax",
+    )
+    config.architectures = ["MiniMaxM2ForCausalLM"]
+    config.save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def make_blip2(path: Path, *, seed: int = 0, image_tokens: int = 16, side: int = 28) -> Path:
+    """OPT that sees an image as the first ``image_tokens`` tokens of its prompt."""
+    width = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    text = OPTConfig(
+        **COMMON,
+        hidden_size=128,
+        word_embed_proj_dim=128,
+        ffn_dim=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        do_layer_norm_before=True,
+        dropout=0.0,
+    )
+    vision = Blip2VisionConfig(**width, hidden_size=64, image_size=side, patch_size=14)
+    former = Blip2QFormerConfig(**width, hidden_size=64, encoder_hidden_size=64, vocab_size=8)
+    config = Blip2Config(
+        text_config=text.to_dict(),
+        vision_config=vision.to_dict(),
+        qformer_config=former.to_dict(),
+        num_query_tokens=image_tokens,
+        image_token_index=VOCAB - 1,
+        tie_word_embeddings=False,
+    )
+    _save(Blip2ForConditionalGeneration(config), path, seed)
+    images = BlipImageProcessor(size={"height": side, "width": side})
+    Blip2Processor(images, _tokenizer(), num_query_tokens=image_tokens).save_pretrained(path)
+    # As older versions of transformers save it: settings of images in a file of their own.
+    own = path / "processor_config.json"
+    settings = json.loads(own.read_text())
+    shown = settings.pop("image_processor")
+    (path / "preprocessor_config.json").write_text(json.dumps(shown))
+    own.write_text(json.dumps(settings))
+    return path
 
 
 def make_qwen3_next(

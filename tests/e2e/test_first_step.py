@@ -26,8 +26,9 @@ PROMPT = prompts((4 * BLOCK + 1,), seed=24)[0]
 RESTARTED = """
 import json, sys
 from pathlib import Path
+root, model, settings, prompt = json.loads(sys.argv[1])
+sys.path.append(root)  # behind the package that is installed
 from tests.e2e.engine import Engine
-model, settings, prompt = json.loads(sys.argv[1])
 with Engine(Path(model), **settings) as engine:
     answer = engine.answers([prompt], 8, logprobs=5)[0]
 print(json.dumps([answer.cached, answer.tokens, answer.logprobs[0]]))
@@ -48,9 +49,9 @@ def test_one_token_after_a_restart(
     with Engine(models["llama"], **settings) as engine:
         before = engine.answers([PROMPT], 8, logprobs=5)[0]
         engine.settle()
+    given = [str(ROOT), str(models["llama"]), settings, PROMPT]
     done = subprocess.run(
-        [sys.executable, "-c", RESTARTED, json.dumps([str(models["llama"]), settings, PROMPT])],
-        cwd=ROOT,
+        [sys.executable, "-P", "-c", RESTARTED, json.dumps(given)],
         capture_output=True,
         text=True,
         timeout=300,

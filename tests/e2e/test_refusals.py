@@ -65,13 +65,12 @@ def test_directory_that_cannot_be_written(models: dict[str, Path], devices: Devi
     assert str(file) in text
 
 
-def test_directory_of_another_model(models: dict[str, Path], devices: Devices) -> None:
+def test_directory_of_a_model_of_another_shape(models: dict[str, Path], devices: Devices) -> None:
     place = devices(1)
     with Engine(models["llama"], ssdkv=reuse_mode(place), kv_tokens=8192):
         pass
     text = refusal(models["qwen3"], reuse_mode(place))
     # What differs, and what to do.
-    assert "hf_config" in text
     assert "layers" in text
     assert place[0]["path"] in text
 

@@ -304,8 +304,9 @@ class StoreRig:
         request: str = "r",
         *,
         whole: bool = False,
+        compared: bool = False,
     ) -> LoadOutcome:
-        self.start_load(names, blocks, epoch, request, whole=whole)
+        self.start_load(names, blocks, epoch, request, whole=whole, compared=compared)
         return self.finish_load(request)
 
     def start_load(
@@ -316,10 +317,12 @@ class StoreRig:
         request: str = "r",
         *,
         whole: bool = False,
+        compared: bool = False,
     ) -> None:
         keys = tuple(key_of(name) for name in names.values())
         slots, epochs = array(list(names)), array([epoch] * len(names))
-        self.store.load(LoadJob(request, slots, epochs, keys, array(blocks)), whole=whole)
+        job = LoadJob(request, slots, epochs, keys, array(blocks), compared=compared)
+        self.store.load(job, whole=whole)
 
     def finish_load(self, request: str = "r") -> LoadOutcome:
         outcomes: list[LoadOutcome] = []

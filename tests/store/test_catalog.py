@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,3 +122,37 @@ def test_stores_are_found_two_folders_deep(store: FilledStore, tmp_path: Path) -
     assert list(stores_below(root)) == places[:3]
     assert list(stores_below(places[0])) == places[:1]
     assert list(stores_below(root / "absent")) == []
+
+
+AS_NOBODY = """
+import os, sys
+from typer.testing import CliRunner
+from vllm_ssdkv.cli.main import app
+
+with open(os.devnull) as empty:  # what is imported late is then there, whoever may read it
+    CliRunner().invoke(app, [sys.argv[1], empty.name])
+if os.getuid() == 0:  # who reads everything
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+app()
+"""
+"""Runs a command of ``ssdkv`` as a user with no rights of its own."""
+
+
+@pytest.mark.parametrize("command", ["ls", "quota"])
+def test_what_is_another_users_is_passed_over(command: str) -> None:
+    program = [sys.executable, "-P", "-c", AS_NOBODY, command]
+    with tempfile.TemporaryDirectory(prefix="ssdkv-others-") as name:
+        root, theirs = Path(name), Path(name, "theirs")
+        root.chmod(0o755)
+        theirs.mkdir(mode=0)
+        above, there = (
+            subprocess.run(
+                [*program, str(path)], capture_output=True, text=True, timeout=60, check=False
+            )
+            for path in (root, theirs)
+        )
+        theirs.chmod(0o700)
+    assert (above.returncode, above.stdout, above.stderr) == (0, "no stores\n", "")
+    assert (there.returncode, there.stderr) == (1, f"{theirs}: Permission denied\n")

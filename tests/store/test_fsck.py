@@ -422,6 +422,27 @@ def test_raw_devices(tmp_path: Path) -> None:
         assert store.served() == set(SLOTS)
 
 
+@pytest.mark.parametrize("at", [4096, 65536, 1 << 19 | 4096], ids=["raid", "btrfs", "volume"])
+def test_a_raw_device_with_something_else_is_left_alone(tmp_path: Path, at: int) -> None:
+    """Not all file systems, RAIDs and volumes begin where superblocks of ours lie."""
+    state = tmp_path / "state"
+    state.mkdir()
+    with loop_devices(tmp_path, 2) as devices:
+        store = FilledStore(tuple(devices), state, SLOTS, ranks=1, options={"trim": True})
+        store.fill()
+        with devices[1].open("r+b") as device:
+            device.write(bytes(16 << 20))
+            device.seek(at)
+            device.write(b"_BHRfS_M")
+        before = devices[1].read_bytes()
+        with pytest.raises(FormatError, match=r"is not empty and holds no superblock.*raw device"):
+            store.served()
+        assert devices[1].read_bytes() == before
+        report = check(store, mend=True)
+        assert devices[1].read_bytes() == before
+        assert report.unrepaired > 0
+
+
 def test_a_raw_device_that_is_too_small_is_left_alone(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()

@@ -20,7 +20,7 @@ from vllm_ssdkv.store.superblock import COPY_OFFSETS
 SLOTS = (0, 1, 2, 5, 8, 13)
 
 Cure = Callable[[], object] | None
-"""What the finding says besides a repair."""
+"""Advice of the finding besides a repair."""
 
 
 def device_away(store: FilledStore) -> Cure:

@@ -49,7 +49,7 @@ def test_a_record_cut_off(store: FilledStore) -> None:
 
 @pytest.mark.parametrize("loss", ["missing", "empty", "garbage"])
 def test_a_lost_journal_is_made_anew(store: FilledStore, loss: str) -> None:
-    """What is whole is found by the headers of slots, and what is not is counted."""
+    """Whole blocks are found by the headers of slots, others are counted."""
     path = store.state / "journal"
     size = path.stat().st_size
     path.unlink()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -338,5 +339,20 @@ def test_what_is_no_file_of_ours_is_left_alone(tmp_path: Path) -> None:
     link = tmp_path / "rank0.data"
     link.symlink_to(target)
     with pytest.raises(growing.DeviceError, match="symbolic link"):
-        DataFileSpace([link]).reserve(1 << 20)
+        DataFileSpace([link], "of ours").reserve(1 << 20)
     assert os.stat(target).st_size == 1
+
+
+def test_what_has_come_in_place_of_a_file_of_ours_is_left_alone(
+    home: Path, opened: Opened, tmp_path: Path
+) -> None:
+    """A drive that was moved while the engine runs, with another store in its place."""
+    opened(place())
+    (data,) = home.rglob("rank0.data")
+    store = place().stored().store
+    size = data.stat().st_size
+    with pytest.raises(growing.DeviceError, match="not the store's file any more"):
+        DataFileSpace([data], str(uuid4())).reserve(2 * size)
+    assert data.stat().st_size == size
+    DataFileSpace([data], store).reserve(2 * size)
+    assert data.stat().st_size == 2 * size

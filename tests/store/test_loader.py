@@ -197,6 +197,26 @@ def test_a_load_larger_than_dram_goes_through_it_in_parts(
 
 
 @pytest.mark.parametrize("geometry", ALL)
+@pytest.mark.parametrize("count", [1, 140], ids=["in DRAM", "from devices"])
+def test_a_block_to_compare_comes_with_the_outcome(
+    make_store: MakeStore, geometry: SlotGeometry, count: int
+) -> None:
+    """Its frame may be gone: of a load larger than DRAM it is read first."""
+    rig = make_store(geometry, slots=150, frames=8)
+    names = {slot: 1000 + slot for slot in range(count)}
+    rig.write(names)
+    assert rig.load(names, range(1, count + 1)).copy is None
+    outcome = rig.load(names, [*range(1, count), 0], compared=True)
+    assert outcome.copy is not None
+    slot, epoch, frame = outcome.copy
+    assert (slot, epoch) == (count - 1, 1)
+    pages = frame[geometry.header_bytes :].reshape(-1, geometry.page_bytes)
+    held = pages[: geometry.kv_pages, : geometry.payload_bytes]
+    np.testing.assert_array_equal(held.reshape(-1), content(geometry, 1000 + slot).reshape(-1))
+    rig.assert_no_leak()
+
+
+@pytest.mark.parametrize("geometry", ALL)
 def test_frames_that_a_load_uses_are_not_given_to_its_own_reads(
     make_store: MakeStore, geometry: SlotGeometry
 ) -> None:

@@ -210,7 +210,7 @@ STEPS = ("backup", "copy", "give away", "swap", "unmount", "damage", "reopen", "
 
 
 def planned(draw: st.DataObject, here: World) -> tuple[list[Path], Removal | None]:
-    """What somebody names, and what would be removed; None: it is refused."""
+    """Places that somebody names, and files that would go; None: it is refused."""
     number = st.integers(0, 99)
     links = sorted(here.root.glob("link*"))
     known = [*here.instance, *links]

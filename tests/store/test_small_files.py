@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +19,11 @@ from tests.store.filled_store import FilledStore
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.catalog import inspect_store
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import JOURNAL
 from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.stored import find_store
 from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS
 from vllm_ssdkv.store.wear import NAME as WEAR
 from vllm_ssdkv.store.wear import WearLedger
@@ -194,17 +197,21 @@ def test_the_journal_and_all_copies_of_the_manifest_are_damaged(store: FilledSto
 
 
 def test_what_is_no_file_is_refused_by_name(store: FilledStore) -> None:
+    """Not even a pipe holds anybody up."""
     for name in (NAME, JOURNAL):
         path = store.state / name
         kept = path.read_bytes()
-        path.unlink()
-        path.mkdir()
-        try:
-            with pytest.raises(StoreError, match=str(path)):
-                store.served()
-        finally:
-            path.rmdir()
-            path.write_bytes(kept)
+        for make, remove in ((Path.mkdir, Path.rmdir), (os.mkfifo, Path.unlink)):
+            path.unlink()
+            make(path)
+            try:
+                with pytest.raises(StoreError, match=str(path)):
+                    store.served()
+                with pytest.raises(StoreError, match=str(path)):
+                    inspect_store(find_store([store.state]))
+            finally:
+                remove(path)
+                path.write_bytes(kept)
     path = store.state / WEAR
     path.unlink()
     path.mkdir()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.store.checked_store import check, make
 from tests.store.filled_store import FilledStore
 from tests.store.opening import Opened, close, place
 from vllm_ssdkv.errors import StoreError, StoreLockedError
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.open import StorePlace, open_index
 from vllm_ssdkv.store.stored import find_store
 from vllm_ssdkv.store.suspended import Resumed, resume
@@ -77,6 +79,52 @@ def test_a_store_in_use_is_not_resumed(tmp_devices: Devices) -> None:
         resume(find_store(list(store.devices)))
     index.close()
     assert resume(find_store(list(store.devices))).reason == REASON
+
+
+def test_a_copy_of_the_state_directory_resumes_nothing(tmp_path: Path) -> None:
+    """Its writes to the devices would count more than what the store itself has."""
+    store = make(tmp_path)
+    store.place.suspend(REASON)
+    backup = tmp_path / "backup"
+    shutil.copytree(store.state, backup)
+    copies = [device / COPY for device in store.devices]
+    before = [copy.read_bytes() for copy in copies]
+    with pytest.raises(StoreError, match="may be a copy"):
+        resume(find_store([], backup))
+    assert [copy.read_bytes() for copy in copies] == before
+    assert reason_of(store) == REASON
+    command = [
+        "flock",
+        "--no-fork",
+        str(store.devices[1] / "rank0.data"),
+        "sh",
+        "-c",
+        "echo; exec sleep 60",
+    ]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert engine.stdout is not None
+        engine.stdout.readline()
+        with pytest.raises(StoreLockedError, match="in use"):
+            resume(find_store(store.devices, backup))
+    finally:
+        engine.kill()
+        engine.communicate()
+    assert [copy.read_bytes() for copy in copies] == before
+
+
+def test_a_manifest_that_is_not_the_newest_is_restored_first(tmp_path: Path) -> None:
+    """It may say that the store is not suspended, and would be overruled by the next start."""
+    store = make(tmp_path)
+    older = (store.state / NAME).read_bytes()
+    store.place.suspend(REASON)
+    for name in (NAME, COPY):
+        (store.state / name).write_bytes(older)
+    with pytest.raises(StoreError, match=r"ssdkv fsck --repair .*ssd0 .*ssd1 --state-dir .*state`"):
+        resume(find_store(store.devices, store.state))
+    check(store, mend=True)
+    assert resume(find_store(store.devices, store.state)).reason == REASON
+    assert store.served() == set(store.slots)
 
 
 class TestBinding:

@@ -21,11 +21,11 @@ _AGAIN_S: Final = 0.01
 _DAMAGE: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 SMALLEST: Final = 4 * KIB
-"""What a file counts at least, so that many empty ones are bounded, too."""
+"""Least bytes that a file counts, so that many empty ones are bounded, too."""
 REQUEST_BYTES: Final = 64
-"""What a line of a batch that has not ended counts: its row takes about as much."""
+"""Bytes that a line of a batch that has not ended counts: its row takes about as much."""
 _WAL_BYTES: Final = 64 * MIB
-"""What a large transaction leaves of the journal."""
+"""Bytes of the journal that a large transaction leaves."""
 _SHRINK_PAGES: Final = 4096
 """Pages that are given back at a time, as the database is locked meanwhile."""
 

@@ -1,4 +1,4 @@
-"""What vLLM's API server process knows of its engines: their KV, their load, whether they live.
+"""Engines as vLLM's API server process knows them: their KV, their load, whether they live.
 
 Follows vLLM 0.32; tests/contract pins what is used.
 """

@@ -52,7 +52,7 @@ def file_object(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def counted(size: int) -> int:
-    """What a file of so many bytes counts."""
+    """Bytes that a file of so many counts."""
     return max(size, SMALLEST)
 
 
@@ -93,8 +93,9 @@ class Files:
         return self._directory / identifier
 
     def used_bytes(self, owner: bytes | None = None) -> int:
-        """What counts against the capacity, of a key or of all: files, and what batches have in
-        progress. What arrives does not count yet.
+        """Bytes that count against the capacity, of a key or of all.
+
+        These are files, and what batches have in progress. What arrives does not count yet.
         """
         row = self._database.row(
             "SELECT (SELECT coalesce(sum(bytes), 0) FROM usage WHERE ?1 IS NULL OR owner = ?1) "

@@ -49,7 +49,7 @@ RUNNER: Final = "ssdkv_batch_runner"
 STOP_S: Final = 30.0
 """How long a server that ends waits for what the runner has under way."""
 LEAST_TEXT: Final = 384 * KIB
-"""What a prompt may have in any case: some are to be truncated."""
+"""Tokens that a prompt may have in any case: some are to be truncated."""
 MAX_BYTES_PER_TOKEN: Final = 32
 """Of a whole prompt. Four are usual; single tokens, as of many blanks, may have more."""
 IMAGES_UNDER_WAY: Final = 256 * MIB
@@ -141,7 +141,7 @@ def api_keys(args: Namespace) -> int:
 
 
 def limits(vllm_config: VllmConfig, concurrency: int) -> Limits:
-    """What a line may ask of this server.
+    """Limits of a line on this server.
 
     A text that has more bytes per token than any language cannot fit into the model's context;
     what images take is another matter.

@@ -28,7 +28,7 @@ MAX_MODEL: Final = 256
 MAX_PARTS: Final = 131_072
 """Objects, lists and texts of one line, keys included."""
 MAX_MESSAGE_PARTS: Final = 16_384
-"""Those of messages: vLLM tries up to twenty types for each, which takes as many microseconds."""
+"""Parts of messages: vLLM tries up to twenty types for each, which takes as many microseconds."""
 MAX_NUMBERS: Final = 1_048_576
 """Numbers of one line: a prompt of a million token ids."""
 MAX_FIELDS: Final = 64 * KIB
@@ -59,7 +59,7 @@ _NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for. ``None`` is no limit.
+    """Limits of one request. ``None`` is no limit.
 
     Attributes:
         text: Bytes of one prompt that is text.
@@ -83,7 +83,7 @@ NO_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a request takes of the engine, as far as its line tells.
+    """Demands of a request on the engine, as far as its line tells.
 
     Attributes:
         tokens: Estimated tokens of its prompts; exact where they are token ids.
@@ -133,7 +133,7 @@ class Request:
         return value
 
     def prompt(self) -> bytes:
-        """What stands for the prompt when prompts are compared: requests whose prompts begin
+        """Text that stands for the prompt when prompts are compared: requests whose prompts begin
         alike have values that begin alike.
 
         What a chat template puts first (tools), and what keeps KV apart (model, salt), comes
@@ -367,7 +367,7 @@ def _prompt_logprobs(body: _Body) -> int:
 
 
 def _alternatives(raw: msgspec.Raw) -> int:
-    """What this many alternatives add to a token, itself included. -1 are all there are."""
+    """Log probabilities of a token with so many alternatives, itself included; -1: all."""
     if _is_off(raw):
         return 0
     value = _short(raw, 1)

@@ -45,7 +45,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What vLLM says of its engines now.
+    """The load of the engines by vLLM.
 
     Attributes:
         waiting: Requests that wait for a seat or for KV; those that load KV do not.
@@ -70,7 +70,7 @@ class Engine(Protocol):
         """Its KV; None: it has none."""
 
     def load(self) -> Load | None:
-        """What it says now; None: nothing. Blocks."""
+        """The load now; None: it is not told. Blocks."""
 
 
 class Expected:

@@ -75,7 +75,7 @@ def _full(error: OSError | sqlite3.Error) -> ApiError:
 async def _stored(
     call: Callable[Given, Result], *arguments: Given.args, **named: Given.kwargs
 ) -> Result:
-    """What a call gives that blocks on I/O.
+    """Result of a call that blocks on I/O.
 
     Raises:
         ApiError: its own, or 507.

@@ -108,7 +108,7 @@ class Active:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What requests under way take of what batches may have."""
+    """Shares that requests under way take of what batches may have."""
 
     seats: int = 0
     size: int = 0
@@ -209,7 +209,7 @@ class Sending:
         self._reader.shutdown(wait=False)
 
     def put_back(self) -> None:
-        """What is under way and has no answer killed nobody. Unless it did. Blocks."""
+        """Put back requests without an answer: they killed nobody. Unless one did. Blocks."""
         if self._begun and not self._died():
             self._jobs.put_back(self._begun)
             self._begun = set()

@@ -28,7 +28,7 @@ SLOWEST: Final = 16 * KIB
 
 
 class Transfers:
-    """Those under way in this process. To be used on the event loop's thread only."""
+    """Transfers under way in this process. To be used on the event loop's thread only."""
 
     def __init__(self, share: float) -> None:
         """A key may have this share of them."""

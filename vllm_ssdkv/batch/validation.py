@@ -39,7 +39,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Summary(msgspec.Struct, frozen=True, tag=True):
-    """What is known of a batch once its file was read, beside its lines.
+    """Findings about a batch whose file was read, beside its lines.
 
     Attributes:
         lines: Lines that hold something.
@@ -128,7 +128,7 @@ def _refused(errors: list[dict[str, Any]]) -> Plan:
 
 
 class _Reading:
-    """What is known of a file so far."""
+    """Findings about a file so far."""
 
     def __init__(self, endpoint: str | None, limits: Limits) -> None:
         self._endpoint = endpoint

@@ -41,7 +41,7 @@ class _Aside:
 
 
 class Validations:
-    """Those under way. To be used on the event loop's thread."""
+    """Validations under way. To be used on the event loop's thread."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class _Failure(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is in a file.
+    """Content of a file, in numbers.
 
     Attributes:
         entries: Its lines, in the order of running, to be taken once.

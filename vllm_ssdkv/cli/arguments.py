@@ -73,6 +73,28 @@ def size(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r}: {error}") from None
 
 
+Devices = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        parser=place,
+        metavar="DIR...",
+        help="The store's devices in the order of the option devices; or its state directory "
+        "alone, when they are where they were.",
+    ),
+]
+"""Of every command on one store."""
+
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        parser=place,
+        metavar="DIR",
+        help="Directory of store.json, when it is on no device.",
+    ),
+]
+"""Of every command on one store."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to the output.")]
 """Of every command that has results."""
 

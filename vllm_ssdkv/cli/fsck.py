@@ -95,23 +95,8 @@ def check(
 
 
 def fsck(
-    directories: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            parser=arguments.place,
-            metavar="DIR...",
-            help="The store's devices in the order of the option devices; or its state directory "
-            "alone, when they are where they were.",
-        ),
-    ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            parser=arguments.place,
-            metavar="DIR",
-            help="Directory of store.json, when it is on none of the devices.",
-        ),
-    ] = None,
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Drop what is wrong; good data is never touched.")
     ] = False,

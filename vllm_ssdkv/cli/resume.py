@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -15,30 +13,15 @@ from vllm_ssdkv.store.suspended import resume as resume_store
 
 
 def resume(
-    directories: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            parser=arguments.place,
-            metavar="DIR...",
-            help="The store's devices in the order of the option devices; or its state directory "
-            "alone, when they are where they were.",
-        ),
-    ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--state-dir",
-            parser=arguments.place,
-            metavar="DIR",
-            help="Directory of store.json, when it is on no device.",
-        ),
-    ] = None,
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Take back a store that was suspended because a verified hit differed: nothing was deleted.
+    """Take back a store that was suspended because a verified hit differed.
 
-    The next engine finds its blocks again. Do this when you know why the hit differed, and that the
-    store is right: after a setting was put back, say. Exits with 1 while an engine runs on it.
+    The next engine finds what was stored up to the last good verified hit. Do this when you know
+    why the hit differed, and that the store is right: after a setting was put back, say. Exits
+    with 1 while an engine runs on it.
     """
     try:
         found = resume_store(find_store(directories or [], state_dir))

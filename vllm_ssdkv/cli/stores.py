@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,25 +32,6 @@ from vllm_ssdkv.store.stored import StoredStore, find_store
 
 FAILED: Final = 1
 Seen = TypeVar("Seen")
-
-_Directories = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        parser=arguments.place,
-        metavar="DIR...",
-        help="The store's devices in the order of the option devices; or its state directory "
-        "alone, when they are where they were.",
-    ),
-]
-_StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--state-dir",
-        parser=arguments.place,
-        metavar="DIR",
-        help="Directory of store.json, when it is on no device.",
-    ),
-]
 
 
 @contextlib.contextmanager
@@ -88,7 +70,7 @@ def look_at_all(
     """
     found: list[Seen] = []
     named = list(directories or [])
-    broken = [f"{path} does not exist: is it mounted?" for path in named if not path.exists()]
+    broken = [line for path in named if (line := _unreadable(path))]
     roots = named or [default_root()]
     for state in {s: None for d in roots for s in stores_below(d)}:
         try:
@@ -103,6 +85,19 @@ def look_at_all(
             f"{copy.state} is not there: an engine that has this device goes on with what is left"
         )
     return found, broken
+
+
+def _unreadable(path: Path) -> str:
+    """Why a directory cannot be looked at; empty when it can."""
+    try:
+        os.scandir(path).close()
+    except FileNotFoundError:
+        return f"{path} does not exist: is it mounted?"
+    except NotADirectoryError:
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
 
 
 def list_stores(
@@ -144,7 +139,9 @@ def list_stores(
 
 
 def inspect(
-    directories: _Directories = None, state_dir: _StateDir = None, as_json: arguments.Json = False
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Show one store: geometry, devices, sizes, what the journal holds. Changes nothing."""
     with _errors():
@@ -195,8 +192,8 @@ def _show(details: StoreDetails, console: Console) -> None:
 
 
 def remove(
-    directories: _Directories = None,
-    state_dir: _StateDir = None,
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     left_over: Annotated[
         str | None,

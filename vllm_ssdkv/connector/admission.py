@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ssdkv.connector.device_shares import DeviceShares
 from vllm_ssdkv.connector.recomputation import MAX_RECOMPUTATIONS, Recomputations
+from vllm_ssdkv.connector.suspension import Suspension
 from vllm_ssdkv.errors import StoreFailedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex
@@ -27,10 +28,12 @@ class PageAdmission:
         counters: Counters,
         block_tokens: int,
         max_model_len: int,
+        suspension: Suspension,
     ):
         self._index, self._restriper, self._shares = index, restriper, shares
         self._recomputations, self._counters = recomputations, counters
         self._block, self._max_tokens = block_tokens, max_model_len
+        self._suspension = suspension
 
     def blocks_needed(self, request: Request) -> int:
         """Slots that the request may take, at most."""
@@ -58,6 +61,8 @@ class PageAdmission:
         if self._index.available() >= needed:  # what was striped anew has come back
             return True
         if not (soon or self._shares.even_out()):
+            if self._suspension:
+                raise self._suspension.no_room()
             raise StoreFailedError(
                 f"request {request.request_id} needs {needed} slots, {self._index.available()} "
                 f"can be had; devices out of use: {self._shares.lost_paths()}. Replace them and "

@@ -22,6 +22,9 @@ TOLERANCE: Final = {
 """How far a block may be from the stored one, by the dtype of KV: rounding differs with the sizes
 of chunks and batches, and adds up from layer to layer. See :meth:`BlockComparer.deviation`."""
 
+MOST_BYTES: Final = 32 << 20
+"""Of copies of stored blocks that are kept; of one, where a block is larger."""
+
 _FP8: Final = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -34,6 +37,27 @@ def element_type(dtype: torch.dtype, cache_dtype: str) -> torch.dtype | None:
     if dtype == torch.uint8:
         return _FP8.get(cache_dtype)
     return dtype if dtype in TOLERANCE else None
+
+
+class StoredBlocks:
+    """Copies of stored blocks until requests have computed theirs. Used by the worker's thread.
+
+    Of requests that ended before that they stay until others need the room.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
+
+    def keep(self, request_id: str, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
+        """A block was loaded for a request; the oldest ones may have to go."""
+        self._frames.pop((request_id, slot, epoch), None)
+        while self._frames and (len(self._frames) + 1) * frame.nbytes > MOST_BYTES:
+            del self._frames[next(iter(self._frames))]
+        self._frames[request_id, slot, epoch] = frame
+
+    def take(self, request_id: str, slot: int, epoch: int) -> NDArray[np.uint8] | None:
+        """The frame of a block, uint8; None: it had to go."""
+        return self._frames.pop((request_id, slot, epoch), None)
 
 
 class BlockComparer:

@@ -38,6 +38,8 @@ class TieredManager(SlidingWindowManager):
         """Requests to preempt: their context could not be read. While they run no block is ever
         enough for them, which makes the scheduler preempt them at their next turn. Sessions that
         wait for more input cannot be preempted, and must not be kept from running."""
+        self.waits: set[str] = set()
+        """Requests that the store has no room for yet. No block is enough for them either."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -68,7 +70,7 @@ class TieredManager(SlidingWindowManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> int:
-        """As vLLM's, but without end for a request in :attr:`send_back`.
+        """As vLLM's, but without end for a request in :attr:`send_back` or :attr:`waits`.
 
         And right about what a whole request needs (``apply_admission_cap``): vLLM takes the blocks
         of its table off the cap on what it holds in HBM at a time, null blocks behind the window
@@ -76,6 +78,8 @@ class TieredManager(SlidingWindowManager):
         """
         leaving = self.send_back.get(request_id)
         if leaving is not None and leaving.status == RequestStatus.RUNNING:
+            return UNALLOCATABLE
+        if request_id in self.waits:
             return UNALLOCATABLE
         blocks: int = super().get_num_blocks_to_allocate(
             request_id,

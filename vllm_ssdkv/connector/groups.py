@@ -71,13 +71,14 @@ class GroupHit:
 class GroupLoad:
     """Slots of a hit, [n], with their keys, and the HBM blocks that the last of them go to; those
     of the chain, the first ``chain``, before those of other groups. ``behind``: see
-    :class:`Besides`."""
+    :class:`Besides`. ``compared``: the last slot is."""
 
     slots: Slots
     keys: tuple[bytes, ...]
     block_ids: NDArray[np.int64]
     chain: int
     behind: int = 0
+    compared: bool = False
 
 
 class BlockGroups:

@@ -6,7 +6,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    make_block_hash_with_group_id,
+)
 
 from vllm_ssdkv.connector.keys import KEY_BYTES
 from vllm_ssdkv.connector.messages import Adapter, RankReport
@@ -24,7 +28,7 @@ the next step, and a GPU's step is heard of a step later."""
 
 
 class RankIdentities:
-    """What each rank computes with. Used by the scheduler's thread."""
+    """Weights and adapters of each rank. Used by the scheduler's thread."""
 
     def __init__(self, settings: Fingerprint, weights: Sequence[bytes]):
         """``settings``: that change KV. ``weights``: digest of each rank's, as it started."""
@@ -69,7 +73,7 @@ class RankIdentities:
 
 
 class HbmIdentities:
-    """What the blocks that vLLM keeps in HBM were computed with, by block hash.
+    """Identities of the blocks that vLLM keeps in HBM, by block hash.
 
     vLLM's own prefix cache names an adapter but not its weights, and knows nothing of the model's:
     it serves what older ones computed until somebody resets it. What a request computes from that
@@ -79,6 +83,8 @@ class HbmIdentities:
     def __init__(self, initial: bytes):
         """``initial``: identity of all blocks of which nothing else was said."""
         self.pool: BlockPool | None = None
+        self.groups = 1
+        """KV cache groups, each of which has blocks of its own under a hash."""
         self._initial = initial
         self._identities: dict[bytes, bytes] = {}
         self._prune_at = _LEAST_PRUNED
@@ -94,16 +100,38 @@ class HbmIdentities:
             return False
         return any(self._identities.get(h, self._initial) != identity for h in hashes)
 
-    def holds(self, hashes: Sequence[bytes], identity: bytes) -> None:
-        """A request computes or loads these blocks; ``identity`` empty: with several."""
+    def holds(
+        self, hashes: Sequence[bytes], identity: bytes, blocks: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """A request computes or loads these blocks; ``identity`` empty: with several.
+
+        Where HBM has an older block under a hash that was computed with something else, vLLM may
+        give others either. ``blocks``: HBM blocks of the request, by group.
+        """
         if identity == self._initial and not self._identities:
             return
+        others = [h for h in hashes if self._identities.get(h, self._initial) != identity]
         self._identities.update(dict.fromkeys(hashes, identity))
+        if identity and others:
+            own = [set(ids) for ids in blocks]
+            self._identities |= {h: b"" for h in others if self._has_older(h, own)}
         if self.pool is not None and len(self._identities) > self._prune_at:
             named = (block.block_hash for block in self.pool.blocks)
             there = {get_block_hash(name) for name in named if name is not None}
             self._identities = {h: i for h, i in self._identities.items() if h in there or not h}
             self._prune_at = max(_LEAST_PRUNED, 2 * len(self._identities))
+
+    def _has_older(self, block_hash: bytes, own: Sequence[set[int]]) -> bool:
+        """Whether HBM has a block of this hash in any group that is not among a request's own."""
+        if self.pool is None:
+            return False
+        known = self.pool.cached_block_hash_to_block
+        for group in range(self.groups):
+            # Of several the oldest, which is the one that vLLM gives to others.
+            found = known.get_one_block(make_block_hash_with_group_id(BlockHash(block_hash), group))
+            if found is not None and (not own or found.block_id not in own[group]):
+                return True
+        return False
 
     def weights_changed(self, identity: bytes) -> None:
         """Blocks of which nothing was said are of the weights before."""

@@ -28,6 +28,35 @@ AdapterDigest = Callable[[int], bytes]
 """Digest of an adapter's weights on all ranks, by vLLM's number; empty: it is not known."""
 
 
+class _WithoutAdapter:
+    """A request as if it had no adapter, for vLLM's own hashing of its blocks.
+
+    vLLM's hashes have the adapter's name and path in them. The same adapter may have others.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._last = b""
+        self.lora_request = None
+        self.block_hashes: list[bytes] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._request, name)
+
+    def hashes(self) -> list[bytes]:
+        """One for each of the request's own, in their order."""
+        own = self._request.block_hashes
+        known = len(self.block_hashes)
+        # A session takes back tokens. A hash stands for all tokens up to its block.
+        if known and (known > len(own) or own[known - 1] != self._last):
+            self.block_hashes = []
+        if own and len(self.block_hashes) < len(own):
+            self.block_hashes += self._request._block_hasher(self)
+            del self.block_hashes[len(own) :]
+            self._last = own[-1]
+        return self.block_hashes
+
+
 class BlockKeys:
     """Makes keys of 32 bytes from vLLM's block hashes. Used by the scheduler's thread.
 
@@ -60,13 +89,16 @@ class BlockKeys:
         self._name_key = name_key
         self._adapter = adapter
         self.resumable_apart = apart
+        self.suspended = False
+        """Whether the store is: nobody is to find what is computed."""
         self._identities: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
         self._mixed: set[str] = set()
+        self._without_adapter: dict[str, _WithoutAdapter] = {}
 
     def __bool__(self) -> bool:
-        """Whether any request's identity is remembered."""
-        return bool(self._identities or self._own or self._mixed)
+        """Whether anything is remembered of any request."""
+        return bool(self._identities or self._own or self._mixed or self._without_adapter)
 
     def identity(self, request: Request) -> bytes:
         """32 bytes of namespace and adapter; empty where the adapter is not known.
@@ -91,7 +123,17 @@ class BlockKeys:
         None where its adapter is not known.
         """
         identity = self.identity(request)
-        return self._named(request.block_hashes[start:stop], identity) if identity else []
+        return self._named(self._hashes(request)[start:stop], identity) if identity else []
+
+    def _hashes(self, request: Request) -> Sequence[bytes]:
+        """Of the request's tokens and media, whatever its adapter is called."""
+        if request.lora_request is None:
+            hashes: Sequence[bytes] = request.block_hashes
+            return hashes
+        view = self._without_adapter.get(request.request_id)
+        if view is None:
+            view = self._without_adapter[request.request_id] = _WithoutAdapter(request)
+        return view.hashes()
 
     def _named(self, hashes: Sequence[bytes], identity: bytes) -> list[bytes]:
         joined = b"".join(bytes(h[:KEY_BYTES]).ljust(KEY_BYTES, b"\0") for h in hashes)
@@ -110,18 +152,24 @@ class BlockKeys:
     def private(self, request: Request) -> bool:
         """Whether what the request computes is for itself.
 
-        So it is where weights have changed under it; where its adapter is read anew for every step;
-        and for a resumable request whose steps compute tokens that a turn's end takes back. With
-        drafts, a turn may end among some that were accepted: vLLM takes their KV for that of the
-        next turn's input. With a state, a turn may end while the step after its last token is under
-        way: the next turn goes on from a state that has seen a token too much.
+        So it is while the store is suspended; where weights have changed under it; where its
+        adapter is read anew for every step; and for a resumable request whose steps compute tokens
+        that a turn's end takes back. With drafts, a turn may end among some that were accepted:
+        vLLM takes their KV for that of the next turn's input. With a state, a turn may end while
+        the step after its last token is under way: the next turn goes on from a state that has
+        seen a token too much.
         """
         adapter = request.lora_request
         return (
-            request.request_id in self._mixed
+            self.suspended
+            or self.is_mixed(request)
             or (adapter is not None and adapter.load_inplace)
             or (self.resumable_apart and bool(request.resumable))
         )
+
+    def is_mixed(self, request: Request) -> bool:
+        """Whether weights have changed under the request, or under what it began with."""
+        return request.request_id in self._mixed
 
     def rebind(self, namespace: bytes, running: Iterable[Request]) -> None:
         """The weights have changed: nothing older is found from now on."""
@@ -146,4 +194,5 @@ class BlockKeys:
         """The request has ended, or starts again from its beginning."""
         self._identities.pop(request_id, None)
         self._own.pop(request_id, None)
+        self._without_adapter.pop(request_id, None)
         self._mixed.discard(request_id)

@@ -6,14 +6,17 @@ alone, so nothing depends on what model classes write into their configuration w
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import vllm
+from transformers import PreTrainedConfig
 from vllm.transformers_utils.repo_utils import try_get_local_file
 
 from vllm_ssdkv.store.fingerprint import Fingerprint
@@ -46,6 +49,8 @@ _WITHOUT_EFFECT: Final = frozenset(
         "bos_token_id",
         "dtype",
         "eos_token_id",
+        "id2label",
+        "label2id",
         "pad_token_id",
         "torch_dtype",
         "transformers_version",
@@ -66,7 +71,7 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
         "device": device,
         "cache_layout": cache_layout,
         "quantization": str(model.quantization),
-        "config": _digest(json.dumps(_settled(_entries(model)), sort_keys=True)),
+        "config": _digest(json.dumps(_entries(model), sort_keys=True)),
         "hf_overrides": _text(model.hf_overrides),
     }
     media = model.multimodal_config
@@ -77,10 +82,57 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
 
 
 def _entries(model: ModelConfig) -> object:
-    """What the model's configuration file says, else what vLLM made of it (GGUF)."""
+    """The model's configuration file, else what vLLM made of it (GGUF), as far as it counts."""
     for content in _contents(model, _CONFIGS):
-        return json.loads(content)
-    return model.hf_config.to_dict()
+        return entries_that_count(json.loads(content), type(model.hf_config))
+    return _settled(model.hf_config.to_dict())
+
+
+def entries_that_count(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Entries of a configuration without those, at any depth, that change no KV.
+
+    Versions of transformers save more or fewer defaults: an entry is left out, too, if the
+    configuration that is made of the rest is the same. ``kind``: class of the configuration.
+    """
+    settled: dict[str, Any] = _settled(entries)
+    whole = _parsed(settled, kind)
+    if whole is None:
+        return settled
+    kept, said = copy.deepcopy(settled), whole.to_dict()
+    # A part that is a configuration is looked at by itself: the whole takes longer to make.
+    parts = {n: type(p) for n, p in vars(whole).items() if isinstance(p, PreTrainedConfig)}
+    parts = {name: part for name, part in parts.items() if isinstance(kept.get(name), dict)}
+    for name, part in parts.items():
+        kept[name] = entries_that_count(kept[name], part)
+    if not _says(kept, kind, said):
+        kept = copy.deepcopy(settled)
+    pending: list[tuple[dict[str, Any], str]] = [(kept, name) for name in sorted(kept)]
+    for place, name in pending:  # grows
+        value = place.pop(name)
+        if not _says(kept, kind, said):
+            place[name] = value
+            if isinstance(value, dict) and name not in parts:
+                pending += [(value, inner) for inner in sorted(value)]
+    return kept
+
+
+def _says(entries: dict[str, Any], kind: type[PreTrainedConfig], said: dict[str, Any]) -> bool:
+    """Whether the configuration that is made of these entries says just that."""
+    made = _parsed(entries, kind)
+    return made is not None and made.to_dict() == said
+
+
+def _parsed(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+    """The configuration that is made of these entries; None: there is none."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it tells of each entry that it misses
+    try:
+        return kind.from_dict(copy.deepcopy(entries))
+    except Exception:  # noqa: BLE001 - of any model's code: what cannot be left out is kept
+        return None
+    finally:
+        log.setLevel(level)
 
 
 def _contents(model: ModelConfig, names: Iterable[str]) -> list[bytes]:
@@ -93,7 +145,7 @@ def _contents(model: ModelConfig, names: Iterable[str]) -> list[bytes]:
     return found
 
 
-def _settled(value: object) -> object:
+def _settled(value: Any) -> Any:  # noqa: ANN401 - a JSON value
     """A JSON value without entries that have no effect."""
     if isinstance(value, dict):
         return {k: _settled(v) for k, v in value.items() if k not in _WITHOUT_EFFECT}

@@ -51,7 +51,7 @@ _DEEPEST = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelDigest:
-    """What a rank computes with.
+    """Digest of a rank's model.
 
     Attributes:
         digest: Of all parameters, buffers and settings, 16 bytes.
@@ -149,7 +149,7 @@ class LoadedModel:
         return ModelDigest(found, nbytes, time.perf_counter() - started)
 
     def _in_place_of(self, unseen: Sequence[str]) -> str:
-        """What stands for weights that a kernel keeps where nobody sees them.
+        """A substitute for weights that a kernel keeps where nobody sees them.
 
         The files, as long as weights are those of the start; later ones are like no others.
         """

@@ -102,7 +102,7 @@ class Load:
     null block, means that vLLM keeps no block there. The first ``chain`` are the tokens of the
     hit, but for ``behind`` blocks behind the window of a model that has no other layers; the others
     are what layers of other KV cache groups have of the same tokens. ``whole``: the request will
-    attend to all of it in every step.
+    attend to all of it in every step. ``compared``: the last slot is for a :class:`Comparison`.
     """
 
     request_id: str
@@ -115,6 +115,7 @@ class Load:
     whole: bool = False
     adapter: Adapter | None = None
     """With which the KV was computed; None: with the base model."""
+    compared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ class StepPlan:
     """How many changes of its weights each rank has told of: the keys in this plan are bound to
     what it had then."""
     adapters: dict[int, Adapter] = field(default_factory=dict)
-    """Those of requests in this step that keys are bound to, by number."""
+    """Adapters of requests in this step that keys are bound to, by number."""
     save: Save = field(default_factory=lambda: Save.of(()))
     commit: Commit = field(default_factory=lambda: Commit.of(()))
     move: Move = NO_MOVE
@@ -274,8 +275,8 @@ class RankReport:
     """Slots that were committed for weights or adapters that the rank does not have: it has
     written them under keys of nobody."""
     compared: list[tuple[str, float, bool]] = field(default_factory=list)
-    """Requests, how far a block that was computed is from the stored one (NaN: that is not in DRAM
-    any more), and whether it is too far."""
+    """Requests, how far a block that was computed is from the stored one (NaN: no copy of
+    that was kept), and whether it is too far."""
     streamed: list[tuple[str, SlotArray]] = field(default_factory=list)
     """Blocks of requests that are read from the devices in every step, and for which there is room
     in DRAM now."""

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 import torch
 from torch.nn.modules import module as torch_module
 
-from vllm_ssdkv.tensor_digest import digest_tensors
-
 
 class ModuleTree:
     """Parents of modules and digests of weights that were taken away, in this process.
@@ -61,6 +59,9 @@ class ModuleTree:
             self._taken.get(module, {}).pop(name, None)
             self._held.setdefault(module, set()).add(name)
         elif before is not None and _has_content(before):
+            # Here, as the plugin is loaded by processes of vLLM's that need no native module.
+            from vllm_ssdkv.tensor_digest import digest_tensors
+
             taken = self._taken.setdefault(module, {})
             taken[name] = describe(before, int(digest_tensors([before])[0]))
         self._changed(module)

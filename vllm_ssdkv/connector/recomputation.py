@@ -58,6 +58,15 @@ class Recomputations:
         """Whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
         return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
 
+    def wait(self, request_id: str, *, waits: bool) -> None:
+        """Whether vLLM, which asks again before it runs a request, was told that it has to wait.
+
+        vLLM does not listen where a request reads no prefix cache (``prompt_logprobs``).
+        """
+        if self.manager is not None:
+            (self.manager.waits.add if waits else self.manager.waits.discard)(request_id)
+
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._lost.pop(request_id, None)
+        self.wait(request_id, waits=False)

@@ -46,6 +46,7 @@ from vllm_ssdkv.connector.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.stats import SSDKVStats
 from vllm_ssdkv.connector.stats_collector import StatsCollector
 from vllm_ssdkv.connector.suspension import Suspension
+from vllm_ssdkv.connector.unverified import UnverifiedBlocks
 from vllm_ssdkv.connector.verification import HitVerifier
 from vllm_ssdkv.connector.write_policy import WritePolicy
 from vllm_ssdkv.connector.writes import Writes
@@ -102,6 +103,7 @@ class SSDKVScheduler:
             counters,
             block_tokens,
             max_model_len,
+            suspension,
         )
         self._block = block_tokens
         self._seats = seats
@@ -117,6 +119,8 @@ class SSDKVScheduler:
             adapter=identities.adapter_digest,
         )
         self.keys_of = self._keys.of
+        self._keys.suspended = bool(suspension)
+        self._unverified = UnverifiedBlocks(index.num_slots)
         self._background = BackgroundLoads(index, self._keys, self._start_load)
         # Requests that hold HBM blocks.
         self._requests: dict[str, RequestState] = {}
@@ -168,6 +172,7 @@ class SSDKVScheduler:
         self._groups = BlockGroups(managers, self._index, self._block, self._speculation)
         self._keys.resumable_apart |= self._groups.has_states
         groups = hbm.kv_cache_config.kv_cache_groups
+        self._hbm_identities.groups = len(groups)
         self._chain_layers = len(groups[self._groups.chain].layer_names)
         for manager in managers:
             if isinstance(manager, TieredManager):
@@ -181,6 +186,11 @@ class SSDKVScheduler:
         Raises:
             StoreFailedError: page mode, and the request can never be served any more.
         """
+        found = self._matched_tokens(request, computed)
+        self._recomputations.wait(request.request_id, waits=found is None)
+        return found
+
+    def _matched_tokens(self, request: Request, computed: int) -> int | None:
         earlier = self._requests.pop(request.request_id, None)
         if earlier is not None:
             # Preempted, or its load failed: what it holds must not keep it from coming back.
@@ -276,7 +286,7 @@ class SSDKVScheduler:
             self._plan_load(state, blocks, external)
         # vLLM takes what it will compute for cached from now on: others find it in this very step.
         own = request.block_hashes[self._in_hbm + external // self._block :]
-        self._hbm_identities.holds(own, self._identity_to_store(request))
+        self._hbm_identities.holds(own, self._identity_to_store(request), blocks.get_block_ids())
         unread = self._choice.admitted(request_id)
         if unread is not None:
             self._background.probe(request, unread)
@@ -291,7 +301,7 @@ class SSDKVScheduler:
         self._index.pin(load.slots)
         state.loaded_from = end - count
         loaded = state.request.block_hashes[end - count : end]
-        self._hbm_identities.holds(loaded, self._keys.identity(state.request))
+        self._hbm_identities.holds(loaded, self._keys.identity(state.request), block_ids)
         if self._paged:
             self._index.pin(load.slots)
             state.slots = load.slots.tolist()
@@ -315,7 +325,17 @@ class SSDKVScheduler:
                 adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
         chain = load.chain, load.behind
         self._loads.append(
-            Load(name, load.slots, epochs, load.keys, load.block_ids, *chain, whole, adapter)
+            Load(
+                name,
+                load.slots,
+                epochs,
+                load.keys,
+                load.block_ids,
+                *chain,
+                whole,
+                adapter,
+                load.compared,
+            )
         )
 
     # ---- the plan of a step ----
@@ -358,6 +378,7 @@ class SSDKVScheduler:
         self._saves, self._commits = [], []
         frames = self._choice.frames
         plan.move = self._moves.plan(frames)
+        self._unverified.moved(plan.move.old, plan.move.new)
         self._choice.saved(plan.move.new.tolist())
         if FETCH not in self._loading:
             spare = frames - len(self._in_contexts)
@@ -393,6 +414,8 @@ class SSDKVScheduler:
             adapter = self._identities.adapter(state.request.lora_request.lora_int_id)
             if adapter is not None:
                 plan.adapters[adapter.number] = adapter
+        if self._keys.is_mixed(state.request):
+            self._verifier.forget(state.request_id)  # that a block differs would say nothing
         compared = self._verifier.computed(
             state, after, self._block, self._groups.chain, self._chain_layers
         )
@@ -450,7 +473,7 @@ class SSDKVScheduler:
             return
         identity = self._identity_to_store(request)
         hashes = request.block_hashes[max(first, state.hit) : end]
-        self._hbm_identities.holds(hashes, identity)
+        self._hbm_identities.holds(hashes, identity, state.block_ids)
         if not (identity and self._reuses) or self._suspension:
             return
         keys = self._keys.to_store(request, end, first)
@@ -520,6 +543,7 @@ class SSDKVScheduler:
             # Another slot has this key: nobody will look for this one.
             self._unpin([slot])
             return
+        self._unverified.add(slot)
         # In page mode the request itself needs it: what is not written would fill the DRAM.
         self._writing.add(slot, epoch)
         self._commits.append((slot, epoch, key))
@@ -527,10 +551,12 @@ class SSDKVScheduler:
     def _replace(self, key: bytes) -> None:
         """A block was computed although it is stored: its copy, or one before it, was unreadable.
 
-        Unless somebody runs with the copy, the new block takes its place.
+        Unless somebody runs with the copy, or it is to be compared, the new block takes its place.
         """
         stored = self._index.find(key)
-        if stored is not None and stored not in self._in_contexts:
+        if stored is None or self._verifier.keeps(stored):
+            return
+        if stored not in self._in_contexts:
             self._index.drop(stored)
             if self._index.state(stored) is SlotState.FREE:
                 self._discard.append(stored)
@@ -609,10 +635,21 @@ class SSDKVScheduler:
                 self._verifier.result(request_id, deviation, differs=differs)
                 if differs:
                     self._suspend(request_id, deviation)
+                elif deviation == deviation and not self._suspension:  # noqa: PLR0124 - not NaN
+                    self._unverified.clear()
 
     def _suspend(self, request_id: str, deviation: float) -> None:
         """A stored block is not what this engine computes: have everybody who runs with stored
-        blocks compute anew, as far as vLLM can."""
+        blocks compute anew, as far as vLLM can.
+
+        What this run stored unverified goes: if the engine is wrong, it must not be found when the
+        store is taken back; if the store is, all of it is given up."""
+        if not self._suspension:
+            for slot in self._unverified.slots().tolist():
+                self._drop(slot, "unverified")
+            self._keys.suspended = True
+            if self._hbm is not None:  # where blocks may be that were loaded, and not verified
+                self._hbm.evict_blocks(set(range(self._hbm.block_pool.num_gpu_blocks)))
         users = [state for state in self._requests.values() if state.loaded_from >= 0]
         in_use = {*self._in_contexts, *(s for slots in self._loading.values() for s in slots)}
         ready = [slot for slot in in_use if self._index.state(slot) is SlotState.READY]
@@ -641,7 +678,8 @@ class SSDKVScheduler:
     def _all_ranks_done(self, slots: Sequence[int]) -> None:
         """All ranks have written these slots: one write into the journal for all of them."""
         slots = self._moves.written(slots)
-        if slots:
+        # While the store is suspended nobody looks for them; a later start would keep them.
+        if slots and not self._suspension:
             self._index.durable(np.array(slots, dtype=np.int64))
         for slot in slots:  # not as a chain: these are of any requests
             self._unpin([slot])

@@ -159,6 +159,9 @@ def open_scheduler(
             layout.cache_dtype,
         )
         config = config.model_copy(update={"verify_hits": 0})
+    if config.verify_hits and config.selector != "exact":
+        # Blocks that were decoded from a part of their context are not what a prompt would make.
+        config = config.model_copy(update={"verify_hits": 0})
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
     index, restriper = open_index(found.place, counters)
@@ -193,15 +196,12 @@ def open_scheduler(
     )
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
-    slots = gauges["free"] + gauges["ready"]
+    slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
     slots += 0 if restriper.growth is None else restriper.growth.to_come
     if config.mode == "page" and slots < longest:
         scheduler.close()
         if suspension:
-            raise ConfigError(
-                f"the store is suspended and has no room for a request beside what it keeps: "
-                f"{suspension.way_out}"
-            )
+            raise suspension.no_room()
         needed = round_up(found.place.capacity_for(longest), MIB)
         raise ConfigError(
             f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "

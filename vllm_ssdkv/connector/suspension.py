@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.errors import StoreError, StoreFailedError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.store.index import SlotIndex
 
@@ -50,6 +50,13 @@ class Suspension:
         """Whether it is."""
         return bool(self.reason)
 
+    def no_room(self) -> StoreFailedError:
+        """The error of a request that finds no room in a suspended store of page mode."""
+        return StoreFailedError(
+            "the store is suspended and has no room for a request beside what it keeps: "
+            f"{self.way_out}"
+        )
+
     def begin(self, reason: str) -> None:
         """Suspend the store, also for later starts. Once; later reasons change nothing."""
         if self.reason:
@@ -68,8 +75,8 @@ class Suspension:
         self._counters.set("store_suspended", 1.0)
         self._index.pin(self._index.order())
         logger.error(
-            "ssdkv: THE STORE IS SUSPENDED: %s. Nothing is found in it or added to it, and nothing "
-            "was deleted: %s",
+            "ssdkv: THE STORE IS SUSPENDED: %s. Nothing is found in it or added to it; what was "
+            "stored up to the last good verified hit is still there: %s",
             reason,
             self.way_out,
         )

@@ -59,7 +59,9 @@ class HitVerifier:
         """
         self._every, self._most = every, most_blocks
         self._index, self._unpin, self._counters = index, unpin, counters
-        self._hits = 0
+        self._hits = self._chosen = 0
+        self._next = 0
+        """Number of the hit that is to be verified, or the first one after it that can be."""
         self._offers: dict[str, _Check] = {}
         self._checks: dict[str, _Check] = {}
         self._compared: dict[str, _Check] = {}
@@ -79,8 +81,7 @@ class HitVerifier:
         """How many of a hit's ``blocks``, of which ``first`` is the first, to load: fewer where it
         is to be verified. ``usable``: how many of so many blocks all layers can go on after."""
         self._offers.pop(request.request_id, None)
-        due = self._every and (self._hits < FIRST_HITS or self._hits % self._every == 0)
-        if not due or blocks < 2:
+        if not self._every or self._hits < self._next or blocks < 2:
             return blocks
         fewer = usable(blocks - 1)
         last = first + blocks - 1
@@ -97,6 +98,9 @@ class HitVerifier:
         check = self._offers.pop(request_id, None)
         if check is None:
             return load
+        self._chosen += 1
+        more = self._chosen < FIRST_HITS
+        self._next = self._hits if more else -(-self._hits // self._every) * self._every
         slots = np.array([check.slot], dtype=np.int64)
         self._index.pin(slots)
         self._checks[request_id] = check
@@ -105,12 +109,18 @@ class HitVerifier:
             slots=np.concatenate([load.slots, slots]),
             keys=(*load.keys, check.key),
             block_ids=np.concatenate([load.block_ids, np.zeros(1, dtype=np.int64)]),
+            compared=True,
         )
+
+    def keeps(self, slot: int) -> bool:
+        """Whether a slot's block is stored and computed at this time, to be compared."""
+        checks = (*self._checks.values(), *self._compared.values())
+        return any(check.slot == slot for check in checks)
 
     def computed(
         self, state: RequestState, after: int, block_tokens: int, group: int, layers: int
     ) -> Comparison | None:
-        """What to compare when the step ends with which a request has so many tokens computed."""
+        """The comparison at the end of a step that has computed the block of a check, if any."""
         check = self._checks.get(state.request_id)
         if check is None or after < (check.block + 1) * block_tokens:
             return None
@@ -127,6 +137,8 @@ class HitVerifier:
     def result(self, request_id: str, deviation: float, *, differs: bool) -> None:
         """A worker has compared them."""
         self.forget(request_id)
+        if deviation != deviation:  # noqa: PLR0124 - NaN: another one is to be verified in its place
+            self._next = min(self._next, self._hits)
         kind = "differs" if differs else "skipped" if deviation != deviation else "same"  # noqa: PLR0124
         self._counters.add("verified_hits", 1, result=kind)
 

@@ -18,7 +18,7 @@ from vllm_ssdkv.attention.guesses import ReadAhead
 from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.slot_summaries import SlotSummaries
 from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.block_comparison import BlockComparer, element_type
+from vllm_ssdkv.connector.block_comparison import BlockComparer, StoredBlocks, element_type
 from vllm_ssdkv.connector.blocks import (
     BlockPort,
     OpaquePort,
@@ -52,7 +52,7 @@ from vllm_ssdkv.connector.step_timer import StepTimer
 from vllm_ssdkv.connector.stream_fence import StreamFence
 from vllm_ssdkv.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.sizes import approximate_size
-from vllm_ssdkv.store.cache import NO_FRAME, FrameState
+from vllm_ssdkv.store.cache import FrameState
 from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
 from vllm_ssdkv.store.move import Move
 from vllm_ssdkv.store.open_store import OpenStore
@@ -108,6 +108,7 @@ class SSDKVWorker:
         self._weights = b""
         self._changes = 0
         self._comparer: BlockComparer | None = None
+        self._stored = StoredBlocks()
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
         self._timer: StepTimer | None = None
@@ -270,19 +271,19 @@ class SSDKVWorker:
         """Whether this rank holds an adapter with these weights."""
         return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
 
-    def _compare(self, comparison: Comparison) -> None:
-        """Compare a block in HBM with the stored one, if that is in DRAM."""
-        frames = self.store.frames.borrow(np.array([comparison.slot], dtype=np.int64))
+    def _compare(self, comparison: Comparison, *, bound: bool) -> None:
+        """Compare a block in HBM with the stored one, unless the copy of that had to go.
+
+        Not where it was computed with other weights than those of its key, or from a context that
+        could not be read: that it differs says nothing of the store.
+        """
+        stored = self._stored.take(comparison.request_id, comparison.slot, comparison.epoch)
+        if not bound or comparison.request_id in self._poisoned:
+            stored = None
         deviation, differs = math.nan, False
-        try:
-            (frame,) = frames.tolist()
-            if frame != NO_FRAME and self._comparer is not None:
-                deviation = self._comparer.deviation(
-                    comparison.block_id, self.store.frames.view(frame), comparison.layers
-                )
-                differs = deviation > self._comparer.tolerance
-        finally:
-            self.store.frames.give_back(frames)
+        if stored is not None and self._comparer is not None:
+            deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
+            differs = deviation > self._comparer.tolerance
         self._report.compared.append((comparison.request_id, deviation, differs))
         if differs:
             self._distrusted |= self._loading - BACKGROUND
@@ -338,11 +339,12 @@ class SSDKVWorker:
             spoiled = self._close_step(self.step)
             self._tell_streamed(self.step)
             self.step = None
-        for comparison in plan.compare:
-            self._compare(comparison)
         commit, bound = plan.commit, True
-        if plan.loads or len(commit.slots) or len(plan.save.slots) or self._model.touched():
+        looks = plan.compare or plan.loads or len(commit.slots) or len(plan.save.slots)
+        if looks or self._model.touched():
             bound = self._check_weights(plan)
+        for comparison in plan.compare:
+            self._compare(comparison, bound=bound)
         if not bound:
             commit = commit.under_keys_of_nobody()
             pairs = zip(commit.slots.tolist(), commit.epochs.tolist(), strict=True)
@@ -453,6 +455,7 @@ class SSDKVWorker:
                 load.block_ids,
                 load.chain,
                 load.behind,
+                load.compared,
             ),
             whole=load.whole,
         )
@@ -484,6 +487,8 @@ class SSDKVWorker:
             if outcome.request_id in BACKGROUND:
                 self._background_ended(outcome)
                 continue
+            if outcome.copy is not None and outcome.complete:
+                self._stored.keep(outcome.request_id, *outcome.copy)
             self._finished.add(outcome.request_id)
             self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
             self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")

@@ -113,14 +113,21 @@ def stores_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
     Directories that cannot be read are passed over: they are other users'.
     """
-    return (path for path in _folders(root, depth) if is_state_directory(path))
+    return (path for path in _folders(root, depth) if _is_state(path))
+
+
+def _is_state(path: Path) -> bool:
+    try:
+        return is_state_directory(path)
+    except OSError:
+        return False
 
 
 def without_state_below(root: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, Manifest]]:
     """Devices in a directory and below it whose store's state directory is nowhere, and the copy of
     its manifest there. Blocks on I/O."""
     for path in _folders(root, depth):
-        if is_state_directory(path):
+        if _is_state(path):
             continue
         try:
             copy = Manifest.load_copy(path)

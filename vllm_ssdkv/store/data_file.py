@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import stat
 import uuid
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -14,8 +15,14 @@ from typing import Protocol
 from vllm_ssdkv.errors import DeviceError, FormatError
 from vllm_ssdkv.store.device import OpenDevice
 from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.superblock import (
+    BLOCK_BYTES,
+    COPY_OFFSETS,
+    Superblock,
+    newest,
+    not_empty,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,23 @@ def read_superblock(device: OpenDevice) -> Superblock | None:
     if found is not None:
         for offset, copy in zip(COPY_OFFSETS, copies, strict=True):
             _warn_of_damage(device, offset, copy)
+    elif not is_empty(device):
+        raise not_empty(str(device.path), "there is data beside where one would be")
     return found
+
+
+def is_empty(device: OpenFile) -> bool:
+    """Whether there is nothing where superblocks would be, like in a file that is new.
+
+    Of a block device, whether there is nothing before the slots: of a file system (btrfs), a RAID
+    or a volume the first blocks may be zeros. Blocks on I/O.
+
+    Raises:
+        DeviceError: the device cannot be read.
+    """
+    if not stat.S_ISBLK(os.fstat(device.fd).st_mode):
+        return not any(copy.strip(b"\0") for copy in read_copies(device))
+    return not _read(device, 0, SUPERBLOCK_BYTES).strip(b"\0")
 
 
 def peek_superblock(path: Path) -> Superblock | None:
@@ -99,8 +122,8 @@ def write_superblock(device: OpenFile, block: Superblock) -> None:
         raise DeviceError(f"{device.path}: superblock: only {written} bytes were written")
 
 
-def _read(device: OpenFile, offset: int) -> bytes:
-    with mmap.mmap(-1, BLOCK_BYTES) as page:
+def _read(device: OpenFile, offset: int, nbytes: int = BLOCK_BYTES) -> bytes:
+    with mmap.mmap(-1, nbytes) as page:  # page-aligned, as O_DIRECT wants
         try:
             count = os.preadv(device.fd, [page], offset)
         except OSError as error:

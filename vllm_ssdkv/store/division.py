@@ -16,7 +16,7 @@ STATE_SLACK = 128 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a store may take of one device.
+    """Room of a store on one device.
 
     Attributes:
         capacity: Bytes, all ranks together; 0 for a device that is not there.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,6 +23,19 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         view = view[written:]
         offset += written
+
+
+def read_regular(path: Path) -> bytes:
+    """Content of a small file, which may be a link to one. Blocks on I/O, and not on a pipe.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
 
 
 def sync_directory(path: Path) -> None:
@@ -53,7 +69,14 @@ def create_temporary(path: Path) -> tuple[int, Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a file with this content, mode 0600, in the place of ``path``. Blocks.
+    """Put a file with this content in the place of ``path``, as :func:`replacement`. Blocks."""
+    with replacement(path) as fd:
+        write_all(fd, data, 0)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[int]:
+    """Descriptor of a file, mode 0600, that takes the place of ``path`` when all went well. Blocks.
 
     At any instant, a crash included, the path names the old content or the new one, whole.
 
@@ -63,12 +86,12 @@ def replace_file(path: Path, data: bytes) -> None:
     fd, temporary = create_temporary(path)
     try:
         try:
-            write_all(fd, data, 0)
+            yield fd
             os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

@@ -58,7 +58,7 @@ def require_unlocked(files: Iterable[Path], deadline: float) -> None:
     """
     for file in files:
         try:
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue
         try:

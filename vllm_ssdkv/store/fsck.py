@@ -23,13 +23,12 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import DeviceError, FormatError, StoreError
-from vllm_ssdkv.store.data_file import peek_superblock, read_copies
+from vllm_ssdkv.errors import DeviceError, FormatError
+from vllm_ssdkv.store.data_file import is_empty, peek_superblock, read_copies
 from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.fsck_report import REPAIR, Problem, Report
 from vllm_ssdkv.store.header_scan import scan_headers
 from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
-from vllm_ssdkv.store.locate import COPIES_SINCE
 from vllm_ssdkv.store.manifest import NAME, locked
 from vllm_ssdkv.store.slot_check import BatchPlan, Entry, SlotChecker, Verdict
 from vllm_ssdkv.store.slot_reader import open_slots
@@ -136,7 +135,7 @@ def examined(
         state = find_store(directories, state_dir).state
         stack.enter_context(locked(state, 0.0))
         store = find_store(directories, state_dir)  # as it is now that nobody changes it
-        _refuse_foreign(store, write=write)
+        store.refuse_foreign(write=write)
         journal = open_journal(store)
         if journal is not None:
             stack.callback(os.close, journal)
@@ -164,20 +163,6 @@ def examined(
         for checked in files:
             _name_cure(checked)
         yield examination
-
-
-def _refuse_foreign(store: StoredStore, *, write: bool) -> None:
-    """Raise StoreError where devices that nobody named may be those of another copy of the store.
-
-    Before version 5 of the manifest nobody can tell: then only a repair is refused.
-    """
-    if store.foreign and (write or store.manifest.version >= COPIES_SINCE):
-        paths = " ".join(map(str, store.foreign))
-        was = store.manifest.state or "another place"
-        raise StoreError(
-            f"{store.state} is not known to be the state directory of the store on {paths}, which "
-            f"was {was}: it may be a copy. If it is not, name the devices, too: {paths}"
-        )
 
 
 def _new(store: StoredStore, files: list[CheckedFile], absent: NDArray[np.bool_]) -> Examination:
@@ -268,7 +253,7 @@ def _check_file(this: Examination, checked: CheckedFile) -> None:
 def _check_superblocks(this: Examination, checked: CheckedFile, file: DataFile) -> None:
     """Raises FormatError for the superblock of another file: nothing may be believed then."""
     copies = read_copies(file)
-    if checked.identity is None and not any(copy.strip(b"\0") for copy in copies):
+    if checked.identity is None and is_empty(file):
         return  # made, but not claimed yet
     wrong: list[str] = []
     elsewhere = this.store.manifest.files_besides(checked.device)
@@ -324,8 +309,7 @@ def _name_cure(checked: CheckedFile) -> None:
     file, problem = checked.file, checked.problem
     if file is None or problem is None or problem.kind != "superblock":
         return
-    empty = not any(copy.strip(b"\0") for copy in read_copies(file))
-    if not (checked.epoch or checked.proven or empty):
+    if not (checked.epoch or checked.proven or is_empty(file)):
         what = "zero its first 1 MiB" if file.raw else "delete it"
         problem.cure = (
             f"nothing in it proves that it is the store's: {what} if nobody needs it, then {REPAIR}"
@@ -336,7 +320,7 @@ def _name_cure(checked: CheckedFile) -> None:
 
 
 def _look_for_blocks(this: Examination) -> None:
-    """What the journal does not say, where it is lost or damaged, is in the headers of slots."""
+    """A lost or damaged journal is made good by the headers of slots."""
     if "journal" not in this.report.counts:
         return
     ranks = range(this.report.ranks)

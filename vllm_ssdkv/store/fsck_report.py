@@ -37,7 +37,7 @@ CURES: dict[ProblemKind, str] = {
     "unreadable": f"{REPAIR} drops the blocks; watch the health of the drive",
     "copy": f"{REPAIR} writes it anew from the other copy",
 }
-"""What makes a finding of each kind go away, unless the finding says otherwise."""
+"""Cure of each kind of finding, unless the finding says otherwise."""
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Report:
         self.unrepaired -= sum(self.counts.get(kind, 0) for kind in kinds)
 
     def kinds(self) -> list[Kind]:
-        """What was found, each kind of it once, in the order in which it was found."""
+        """Findings by kind, in the order in which they were found."""
         found: dict[tuple[str, str, bool], Kind] = {}
         for problem in self.problems:
             alike = (problem.kind, problem.cure, problem.repaired)

@@ -21,7 +21,7 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.errors import DeviceError
 from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import format_size
-from vllm_ssdkv.store.owner import open_regular
+from vllm_ssdkv.store.owner import open_regular, owner
 from vllm_ssdkv.store.placement import Segment
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ PAUSE_S = 0.002
 
 
 class GrowingStore(Protocol):
-    """What grows: the restriper, which has segments and index."""
+    """The part that grows: the restriper, which has segments and index."""
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """Those there are."""
+        """Slots there are."""
 
     def add(self, segment: Segment) -> bool:
         """Have one more, whose space is reserved, among :attr:`segments` when the manifest has it;
@@ -51,9 +51,9 @@ class GrowingStore(Protocol):
 class DataFileSpace:
     """Gives the data files of all ranks on a device more space. Used by one thread."""
 
-    def __init__(self, files: Sequence[Path], *, pause_s: float = PAUSE_S) -> None:
-        """``files`` are on one file system."""
-        self._files = tuple(files)
+    def __init__(self, files: Sequence[Path], store: str, *, pause_s: float = PAUSE_S) -> None:
+        """``files`` are on one file system; ``store`` is the UUID that they have to name."""
+        self._files, self._store = tuple(files), store
         self._pause_s = pause_s
         self._cannot = False
 
@@ -70,15 +70,17 @@ class DataFileSpace:
             except OSError as error:
                 raise DeviceError(f"{path}: {error.strerror}") from error
             try:
-                self._extend(fd, nbytes)
+                self._extend(fd, path.name, nbytes)
                 os.fsync(fd)  # the manifest must not name space that a power loss takes back
             except OSError as error:
                 raise DeviceError(f"{path}: {error.strerror}") from error
             finally:
                 os.close(fd)
 
-    def _extend(self, fd: int, nbytes: int) -> None:
+    def _extend(self, fd: int, name: str, nbytes: int) -> None:
         """Raises OSError."""
+        if owner(fd, name) != self._store:
+            raise OSError(errno.ESTALE, "it is not the store's file any more")
         status = os.fstatvfs(fd)
         at = os.fstat(fd).st_size
         missing = max(0, nbytes - at)

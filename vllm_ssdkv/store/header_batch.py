@@ -151,7 +151,7 @@ class HeaderFormat:
         return found.view(np.bool_)
 
     def read(self, data: U8, slots: Numbers) -> tuple[NDArray[np.bool_], NDArray[np.int64], U8]:
-        """What n headers, [n, header_bytes], say that these slots, [n], hold.
+        """Content of these slots, [n], by their headers, [n, header_bytes].
 
         Returns:
             Which headers are whole and those of their slots, [n]; epochs, int64 [n]; keys, [n, 32].

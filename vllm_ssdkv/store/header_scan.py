@@ -36,7 +36,7 @@ _IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """What the headers of one copy of all slots say: epochs, int64 [n], 0 where a header is not
+    """Content of all slots by the headers of one copy: epochs, int64 [n], 0 where a header is not
     right, and keys, uint8 [n, 32]."""
 
     epochs: I64

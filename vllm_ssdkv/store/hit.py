@@ -18,7 +18,8 @@ from vllm_ssdkv.store.slot_batch import SlotBatch
 class LoadJob:
     """One request's hit. The last ``len(block_ids)`` slots go to HBM; 0 is no block. The first
     ``chain`` are its tokens, the others what other layers have of the same; None: all are. Of
-    ``behind`` blocks of the hit nothing is needed any more."""
+    ``behind`` blocks of the hit nothing is needed any more. ``compared``: the outcome has a copy of
+    the last slot."""
 
     request_id: str
     slots: NDArray[np.int64]
@@ -27,6 +28,7 @@ class LoadJob:
     block_ids: NDArray[np.int64]
     chain: int | None = None
     behind: int = 0
+    compared: bool = False
 
     @property
     def first_in_hbm(self) -> int:
@@ -50,7 +52,8 @@ class LoadOutcome:
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
     for what was found in frames; copies to HBM included. Frames are copied while the first reads
     are under way, which counts for both. ``ended`` is when that was, of the monotonic clock.
-    ``tokens`` are of any layers, ``hit_tokens`` those of the request.
+    ``tokens`` are of any layers, ``hit_tokens`` those of the request. ``copy`` is of the last
+    slot, where the job asked for it: slot, epoch and its frame, uint8, which may be gone soon.
     """
 
     request_id: str
@@ -64,6 +67,7 @@ class LoadOutcome:
     dram_s: float = 0.0
     ssd_s: float = 0.0
     ended: float = 0.0
+    copy: tuple[int, int, NDArray[np.uint8]] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import FormatError, StoreError
 from vllm_ssdkv.store.direct_io import turn_on_direct
-from vllm_ssdkv.store.durable import create_temporary, sync_directory, write_all
+from vllm_ssdkv.store.durable import replacement, sync_directory, write_all
 from vllm_ssdkv.store.files import Source
 from vllm_ssdkv.store.header_scan import in_doubt, scan_headers
 from vllm_ssdkv.store.journal import WRITE_RECORDS
+from vllm_ssdkv.store.owner import open_regular
 from vllm_ssdkv.store.records import (
     HEADER_BYTES,
     Kind,
@@ -49,7 +50,7 @@ def is_lost(store: StoredStore) -> str:
         StoreError: it cannot be read.
     """
     try:
-        with store.journal.open("rb") as file:
+        with os.fdopen(open_regular(store.journal), "rb") as file:
             head = file.read(HEADER_BYTES)
     except FileNotFoundError:
         return f"{store.journal} is missing"
@@ -160,30 +161,20 @@ def write_journal(store: StoredStore, entry: Entry) -> None:
     header = encode_header(UUID(store.manifest.store), store.fingerprint.digest)
     path = store.journal
     try:
-        fd, temporary = create_temporary(path)
-        try:
-            try:
-                write_all(fd, header, 0)
-                at = len(header)
-                for begin in range(0, len(entry.slots), WRITE_RECORDS):
-                    part = slice(begin, begin + WRITE_RECORDS)
-                    records = encode_records(
-                        Kind.PUT,
-                        entry.slots[part],
-                        entry.epochs[part],
-                        entry.keys[part],
-                        begin + 1,
-                    )
-                    write_all(fd, records, at)
-                    at += len(records)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        with replacement(path) as fd:
+            write_all(fd, header, 0)
+            at = len(header)
+            for begin in range(0, len(entry.slots), WRITE_RECORDS):
+                part = slice(begin, begin + WRITE_RECORDS)
+                records = encode_records(
+                    Kind.PUT,
+                    entry.slots[part],
+                    entry.epochs[part],
+                    entry.keys[part],
+                    begin + 1,
+                )
+                write_all(fd, records, at)
+                at += len(records)
     except OSError as error:
         raise StoreError(f"journal {path}: {error.strerror}") from error
 

@@ -11,7 +11,7 @@ import re
 from vllm_ssdkv.store.checksum import checksum_bytes
 
 NO_DIGITS = "0" * 16
-"""What stands for the digits until :func:`sealed` puts them in."""
+"""A placeholder for the digits until :func:`sealed` puts them in."""
 
 _SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
 

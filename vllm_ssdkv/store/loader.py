@@ -204,6 +204,7 @@ class SlotLoader:
         begun = time.monotonic()
         self._remember(hit, which, frames)
         self._copy(hit, which, frames)
+        self._keep(hit, which, frames)
         hit.outcome.dram_s += time.monotonic() - begun
 
     def _remember(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
@@ -230,6 +231,14 @@ class SlotLoader:
         wanted = block_ids != 0
         if wanted.any():
             self._copy_in(frames[inside][wanted], block_ids[wanted])
+
+    def _keep(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Copy the last slot's frame, if it is among these, for a job that asks for it."""
+        if hit.job.compared:
+            job = hit.job
+            for frame in frames[which == len(job.slots) - 1].tolist():
+                copy = self._frames.view(frame).copy()
+                hit.outcome.copy = int(job.slots[-1]), int(job.epochs[-1]), copy
 
     # ---- reading ----
 
@@ -356,6 +365,7 @@ class SlotLoader:
                     self._overdue.append((batch, frames[held]))
             if not good.all():
                 self._mend(hit, read, frames, good, held)
+            self._keep(hit, which[good], frames[good])
             geometry = self._files.geometry
             used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
             self._files.counters.add_keyed(_BYTES_USED, (used,))

@@ -87,6 +87,26 @@ def choose_state(paths: Sequence[Path], default: Path | None = None) -> Path | N
     return next((p for p in (copy.place, *places) if _is_directory(p)), default)
 
 
+def no_store(looked: Sequence[Path]) -> StoreError:
+    """The error where no store is found in these places. Blocks on I/O."""
+    if not looked:
+        return StoreError("name the devices of a store; ssdkv ls lists those that need no name")
+    for path in looked:
+        try:
+            if not path.exists():
+                return StoreError(f"{path} does not exist: is it mounted?")
+            Manifest.read(path / NAME)
+        except OSError as error:
+            return StoreError(f"{path}: {error.strerror}")
+        except StoreError as error:
+            if not path.is_block_device():
+                return error  # it is there, and cannot be read
+    return StoreError(
+        f"no {NAME} in {', '.join(map(str, looked))}: name the devices of a store, or its state "
+        "directory with --state-dir"
+    )
+
+
 def is_state_directory(path: Path) -> bool:
     """Whether a store's manifest is here, or was, and not just a device's copy of it. Blocks on
     I/O."""

@@ -26,7 +26,7 @@ from vllm_ssdkv.errors import (
     StoreError,
 )
 from vllm_ssdkv.store.device import data_file_path
-from vllm_ssdkv.store.durable import replace_file
+from vllm_ssdkv.store.durable import read_regular, replace_file
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
@@ -206,7 +206,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             DamagedError, FormatError, StoreError: as :meth:`load`.
         """
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except FileNotFoundError:
             return None
         except OSError as error:

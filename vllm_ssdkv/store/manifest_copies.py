@@ -187,17 +187,15 @@ def wipe_copies(fd: int, store: str) -> None:
     for area in AREAS:
         data = os.pread(fd, AREA_BYTES, area)
         length = int.from_bytes(data[len(MAGIC) : _HEAD_BYTES], "little")
-        if not data.startswith(MAGIC):
-            continue
         try:
-            text = data[_HEAD_BYTES : _HEAD_BYTES + length]
+            text = data[_HEAD_BYTES : _HEAD_BYTES + length] if data.startswith(MAGIC) else b""
             owner = Manifest.decode(text, Path()).store
         except DamagedError:
             owner = store  # the caller has checked the superblock
         except FormatError:
             continue
         if owner == store:
-            write_all(fd, bytes(PAGE_ALIGN), area)
+            write_all(fd, bytes(AREA_BYTES), area)
 
 
 class CopySpreader:

@@ -570,7 +570,9 @@ def _growth(
     whole = division_of(manifest, place.state, replicas=place.config.replicas)
     devices = [Path(device.path) for device in manifest.devices]
     spaces = [
-        DataFileSpace([data_file_path(path, rank) for rank in range(manifest.tp_size)])
+        DataFileSpace(
+            [data_file_path(path, rank) for rank in range(manifest.tp_size)], manifest.store
+        )
         for path in devices
     ]
 

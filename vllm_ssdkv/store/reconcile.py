@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROWTH_BYTES = 512 << 20
-"""What a growing store takes at a time, at most, unless a slot is larger."""
+"""Most bytes that a growing store takes at a time, unless a slot is larger."""
 
 
 def reconcile(place: StorePlace, manifest: Manifest) -> None:
@@ -193,7 +193,7 @@ def growing_by(manifest: Manifest, whole: Division, segments: Sequence[Segment])
 
 
 def _rooms(manifest: Manifest, state: Path, capacity: int | None) -> list[Room]:
-    """What the store may take of each device; ``capacity``: of every one."""
+    """Room of the store on each device; ``capacity``: on every one."""
     return [
         Room(
             (device.capacity if capacity is None else capacity) if device.present else 0,

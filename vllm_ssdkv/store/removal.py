@@ -27,6 +27,7 @@ from vllm_ssdkv.store.locate import (
     belongs,
     choose_state,
     is_state_directory,
+    no_store,
     state_elsewhere,
 )
 from vllm_ssdkv.store.manifest import COPY, NAME, Manifest, has_manifest, locked
@@ -56,7 +57,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed, and of which store.
+    """Files and devices to be removed, and their store.
 
     Attributes:
         store: UUID of the store.
@@ -83,7 +84,7 @@ class Removal:
 
 
 def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> Removal:
-    """What belongs to a store. Blocks on I/O; changes nothing.
+    """Plan the removal of a store. Blocks on I/O; changes nothing.
 
     Args:
         directories: Its devices and its state directory; or the state directory alone, when
@@ -142,7 +143,7 @@ def plan_removal(directories: Sequence[Path], state_dir: Path | None = None) -> 
 
 
 def plan_left_over(places: Sequence[Path], store: str) -> Removal:
-    """What a store that was removed while these devices were away has left there.
+    """Plan the removal of what a store has left on devices that were away when it was removed.
 
     Blocks on I/O; changes nothing.
 
@@ -213,16 +214,13 @@ def _same(one: Path, other: Path) -> bool:
 def _state_of(named: Sequence[Path], state_dir: Path | None) -> Path:
     """The state directory among the places that were named."""
     if not named:
-        raise StoreError("name the devices of a store; ssdkv ls lists those that need no name")
+        raise no_store(named)
     for path in named if state_dir is None else [state_dir]:
         if not path.exists() and choose_state(named) is None:
             raise StoreError(f"{path} does not exist: is it mounted?")
     state = state_dir or choose_state(named)
     if state is None or not has_manifest(state):
-        raise StoreError(
-            f"no {NAME} in {', '.join(map(str, named))}: name the devices of a store, or its state "
-            "directory with --state-dir"
-        )
+        raise no_store(named)
     elsewhere = state_elsewhere(state)
     if elsewhere is not None:
         raise StoreError(
@@ -296,7 +294,7 @@ def _known_places(manifests: Sequence[Manifest]) -> list[Path]:
 
 
 def _stores_there(places: Sequence[Path]) -> str:
-    """What can be named, for messages."""
+    """Stores that can be named, for messages."""
     found = sorted({name for place in places if place.exists() for name in owners_of_data(place)})
     return f"there is data of {', '.join(found)}" if found else "there is no data of any store"
 

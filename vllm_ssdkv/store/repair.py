@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.errors import DeviceError, StoreError
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.data_file import read_copies, write_both
+from vllm_ssdkv.store.data_file import is_empty, write_both
 from vllm_ssdkv.store.durable import sync_directory
 from vllm_ssdkv.store.file_lock import lock_file
 from vllm_ssdkv.store.file_space import reserve_space
@@ -26,7 +26,6 @@ from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.journal_rebuild import write_journal
 from vllm_ssdkv.store.layout import Extents
 from vllm_ssdkv.store.manifest_copies import CopySpreader
-from vllm_ssdkv.store.stored import DataFile
 
 
 def repair(this: Examination) -> None:
@@ -61,16 +60,12 @@ def repair(this: Examination) -> None:
     _rewrite_journal(this)
 
 
-def _is_empty(file: DataFile) -> bool:
-    return not any(copy.strip(b"\0") for copy in read_copies(file))
-
-
 def _note_new_files(this: Examination) -> None:
     """Files that are missing or empty will be new ones: the manifest must know it first, or copies
     that are not on them would be believed to be."""
     manifest, noted = this.store.manifest, False
     for checked in this.files:
-        if checked.problem is not None and (checked.file is None or _is_empty(checked.file)):
+        if checked.problem is not None and (checked.file is None or is_empty(checked.file)):
             entry = manifest.devices[checked.device]
             entry.fresh = sorted({*entry.fresh, checked.rank})
             entry.missed(0, manifest.opened + 1)
@@ -87,7 +82,7 @@ def _repair_superblocks(this: Examination, checked: CheckedFile) -> None:
         checked.identity = None  # the next start makes it
         this.report.repaired(checked.problem)
         return
-    if not (checked.epoch or checked.proven or _is_empty(file)):
+    if not (checked.epoch or checked.proven or is_empty(file)):
         return  # it may be anybody's
     identity = checked.identity or uuid4()
     checked.identity = identity

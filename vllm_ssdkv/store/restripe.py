@@ -253,7 +253,7 @@ class Restriper:
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """Those that are in use."""
+        """Stores that are in use."""
         return self.placement.segments
 
     def add(self, segment: Segment) -> bool:

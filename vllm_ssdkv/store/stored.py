@@ -18,9 +18,18 @@ from vllm_ssdkv.store.fingerprint import Fingerprint
 from vllm_ssdkv.store.inventory import look, matched
 from vllm_ssdkv.store.journal import JOURNAL
 from vllm_ssdkv.store.layout import PAGE_ALIGN, round_up
-from vllm_ssdkv.store.locate import any_manifest, belongs, choose_state, locate, state_elsewhere
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.locate import (
+    COPIES_SINCE,
+    any_manifest,
+    belongs,
+    choose_state,
+    locate,
+    no_store,
+    state_elsewhere,
+)
+from vllm_ssdkv.store.manifest import COPY, Manifest
 from vllm_ssdkv.store.manifest_copies import holds_data
+from vllm_ssdkv.store.owner import open_regular
 from vllm_ssdkv.store.placement import Placement
 from vllm_ssdkv.store.records import (
     HEADER_BYTES,
@@ -42,6 +51,8 @@ class StoredStore:
         damage: What is wrong with ``store.json`` and its copies, an entry each.
         paths: Directory or raw block device of each device, in stripe order.
         journal_void: Whether the journal is older than the manifest.
+        restored: Why the manifest is not the ``store.json`` of the state directory; empty when it
+            is.
         foreign: Devices that nobody named, found where the manifest saw them last, which may be
             those of another copy of the store: the state directory is not where it was.
     """
@@ -51,6 +62,7 @@ class StoredStore:
     damage: tuple[str, ...]
     paths: tuple[Path, ...]
     journal_void: bool = False
+    restored: str = ""
     foreign: tuple[Path, ...] = ()
 
     @property
@@ -84,6 +96,17 @@ class StoredStore:
         if not self.manifest.devices[device].present and self.paths.count(path) > 1:
             return True
         return not path.exists()
+
+    def refuse_foreign(self, *, write: bool) -> None:
+        """Raise StoreError where devices that nobody named may be those of another copy of the
+        store. Before version 5 of the manifest nobody can tell: then only who writes is refused."""
+        if self.foreign and (write or self.manifest.version >= COPIES_SINCE):
+            paths = " ".join(map(str, self.foreign))
+            was = self.manifest.state or "another place"
+            raise StoreError(
+                f"{self.state} is not known to be the state directory of the store on {paths}, "
+                f"which was {was}: it may be a copy. If it is not, name the devices, too: {paths}"
+            )
 
     def data_bytes(self, device: int) -> int:
         """Size that a data file has: what its slots need."""
@@ -123,7 +146,7 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     """
     state = state_dir or choose_state(directories)
     if state is None or not state.is_dir():
-        raise _no_store([state_dir] if state_dir else directories)
+        raise no_store([state_dir] if state_dir else directories)
     elsewhere = None if state_dir else state_elsewhere(state)
     if elsewhere is not None:
         raise StoreError(
@@ -136,7 +159,7 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
     location = locate(state, others or was)
     manifest = location.manifest
     if manifest is None:
-        raise _no_store([state_dir] if state_dir else directories)
+        raise no_store([state_dir] if state_dir else directories)
     devices = [d for d in directories if not _same(d, state) or _is_device(manifest, d)]
     damage = [location.problem] if location.problem else []
     damage += [f"{place / COPY} is missing or damaged" for place in location.without_copy]
@@ -159,18 +182,14 @@ def find_store(directories: Sequence[Path], state_dir: Path | None = None) -> St
             and not belongs(d, state, manifest)
         )
     paths = _placed(manifest, devices)
-    return StoredStore(state, manifest, tuple(damage), paths, location.journal_void, foreign)
-
-
-def _no_store(looked: Sequence[Path]) -> StoreError:
-    if not looked:
-        return StoreError("name the devices of a store; ssdkv ls lists those that need no name")
-    for path in looked:
-        if not path.exists():
-            return StoreError(f"{path} does not exist: is it mounted?")
-    return StoreError(
-        f"no {NAME} in {', '.join(map(str, looked))}: name the devices of a store, or its "
-        "state directory with --state-dir"
+    return StoredStore(
+        state,
+        manifest,
+        tuple(damage),
+        paths,
+        location.journal_void,
+        location.problem,
+        foreign,
     )
 
 
@@ -283,7 +302,7 @@ def open_journal(store: StoredStore, *, lock: bool = True) -> int | None:
         StoreError: it cannot be opened.
     """
     try:
-        fd = os.open(store.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(store.journal)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -246,9 +246,14 @@ def newest(copies: Sequence[bytes], path: str) -> Superblock | None:
         if found is None or block.epoch > found.epoch:
             found = block
     if found is None and errors:
-        raise FormatError(
-            f"{path} is not empty and holds no superblock ({'; '.join(errors)}). If it is the "
-            "store's, `ssdkv fsck --repair` restores it; if its content is not needed, delete the "
-            "file (or zero the first 1 MiB of a raw device)."
-        )
+        raise not_empty(path, "; ".join(errors))
     return found
+
+
+def not_empty(path: str, why: str) -> FormatError:
+    """The error of a file or block device that holds something else."""
+    return FormatError(
+        f"{path} is not empty and holds no superblock ({why}). If it is the "
+        "store's, `ssdkv fsck --repair` restores it; if its content is not needed, delete the "
+        "file (or zero the first 1 MiB of a raw device)."
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import time
 from dataclasses import dataclass
 
 from vllm_ssdkv.errors import StoreError
 from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.store.file_lock import require_unlocked
 from vllm_ssdkv.store.manifest import Manifest, locked
 from vllm_ssdkv.store.manifest_copies import CopySpreader
 from vllm_ssdkv.store.stored import StoredStore, open_journal
@@ -30,8 +33,17 @@ def resume(store: StoredStore) -> Resumed:
 
     Raises:
         StoreLockedError: an engine runs on it.
-        StoreError: its manifest cannot be read or saved.
+        StoreError: its manifest cannot be read or saved; it is not the newest; or the devices may
+            be those of another copy of the store.
     """
+    store.refuse_foreign(write=True)
+    if store.restored:
+        named = shlex.join([*map(str, store.paths), "--state-dir", str(store.state)])
+        raise StoreError(f"{store.restored}. First `ssdkv fsck --repair {named}`, then resume it")
+    devices, ranks = range(len(store.paths)), range(store.manifest.tp_size)
+    # Of a copy of the state directory the journal is nobody's.
+    data = {store.data_path(device, rank) for device in devices for rank in ranks}
+    require_unlocked(data, time.monotonic())
     journal = open_journal(store, lock=True)
     try:
         with locked(store.state):

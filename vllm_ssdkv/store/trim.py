@@ -23,6 +23,7 @@ from vllm_ssdkv.metrics import Counters
 from vllm_ssdkv.sizes import GIB, MIB
 from vllm_ssdkv.store.data_file import read_superblock
 from vllm_ssdkv.store.device import OpenDevice
+from vllm_ssdkv.store.layout import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ def trim_new(device: OpenDevice, label: str) -> None:
     if not is_block_device(device.fd) or read_superblock(device) is not None:
         return
     try:
-        discard_range(device.fd, 0, device.nbytes)
+        # Not where superblocks will be: whether that is empty is looked at once more.
+        discard_range(device.fd, SUPERBLOCK_BYTES, device.nbytes - SUPERBLOCK_BYTES)
     except OSError as error:
         logger.warning("ssdkv: %s cannot be trimmed: %s", label, error.strerror)
 

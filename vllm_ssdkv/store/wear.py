@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.durable import replace_file
+from vllm_ssdkv.store.durable import read_regular, replace_file
 from vllm_ssdkv.store.json_checksum import NO_DIGITS, check_seal, sealed
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, data: bytes, today: int) -> _File:
-        """What a file says; ``today``: days since 1970.
+        """Counts that a file has; ``today``: days since 1970.
 
         Raises:
             ValueError: it is damaged, or of another version.
@@ -108,7 +108,7 @@ class WearLedger:
         if self._path is None:
             return {}
         try:
-            found = _File.decode(self._path.read_bytes(), self.day())
+            found = _File.decode(read_regular(self._path), self.day())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, msgspec.MsgspecError) as error:

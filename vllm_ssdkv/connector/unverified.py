@@ -1,0 +1,38 @@
+"""Blocks that this run stored since a verified hit last showed that it computes what is stored."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class UnverifiedBlocks:
+    """Marks on slots. If the next verified hit differs, nobody may find these blocks later.
+
+    A byte per slot. Used by the scheduler's thread.
+
+    Example:
+        >>> blocks = UnverifiedBlocks(num_slots=4)
+        >>> blocks.add(2)
+        >>> blocks.slots().tolist()
+        [2]
+    """
+
+    def __init__(self, num_slots: int):
+        self._marks = np.zeros(num_slots, dtype=np.bool_)
+
+    def add(self, slot: int) -> None:
+        """A slot has a block that was computed just now."""
+        self._marks[slot] = True
+
+    def moved(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
+        """Blocks get other slots."""
+        self._marks[new] = self._marks[old]
+
+    def clear(self) -> None:
+        """A verified hit was the same."""
+        self._marks[:] = False
+
+    def slots(self) -> NDArray[np.int64]:
+        """Marked slots, ascending; what they held may have been evicted since."""
+        return np.flatnonzero(self._marks)
