@@ -148,8 +148,8 @@ def groups(scale: Scale) -> list[Group]:
         found.append(Group("dram", "bounds", context, requests, layers, BY_BOUNDS))
         if requests == 1 and context == scale.contexts[0][0]:
             found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS))
+            found.append(Group("ssd", "bounds", *scale.drive, layers, BY_BOUNDS[:2]))
     context, requests = scale.drive
-    found.append(Group("ssd", "bounds", context, requests, layers, BY_BOUNDS[:2]))
     found.append(Group("ssd", "sparf", context, requests, layers, BY_CHANNELS))
     context, requests = scale.contexts[0]
     hot = ("hbm_pages", _text(max(MIB, 2 * _chosen_bytes(scale, context, requests))))

@@ -1,30 +1,24 @@
-"""Measures decoding on this package's store without vLLM, one JSON line per case.
+"""Stage of the GPU pack that decodes on this package's store without vLLM.
 
-    python -P -m vllm_ssdkv.profiling.decode_harness.stage --out FILE [--rehearse] [--seconds N]
-
-A line has ``stage``, ``case``, ``ok``, ``seconds`` and ``error``; and ``skipped``, with the reason,
-where a case was not measured. First come the tokens of small models, then the speed of Llama 8B's
-shape in bf16 with random weights, over contexts of random KV: nothing about a real model's answers
-or about which pages it would choose follows from these. ``layer_ms`` comes from steps that wait for
-the device at every part, so its parts add up to more than a step takes; ``python_share`` is of the
-host's time. ``--rehearse`` goes the same way with a small model.
+First come the tokens of small models, then the speed of Llama 8B's shape in bf16 with random
+weights, over contexts of random KV. Nothing about a real model's answers follows from these, nor
+about which pages it would choose. A layer's times come from steps that wait for the device at every
+part: they add up to more than a step takes. Python's share is of the host's time. A rehearsal goes
+the same way with a small model.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import shutil
 import signal
-import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -59,11 +53,14 @@ from vllm_ssdkv.profiling.decode_harness.tokens import (
     check_exact,
     check_selector,
 )
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, Row
+from vllm_ssdkv.profiling.gpu_pack.stage import StageRun, scratch
 from vllm_ssdkv.selection.protocol import Needs
 from vllm_ssdkv.sizes import GIB, approximate_size
 
-STAGE: Final = "decode"
-NO_TIME: Final = "no time"
+NOT_MEASURED: Final = "not measured"
+"""Name of a figure: why a case was not measured."""
+
 SPARE: Final = 3 * GIB
 """Of each kind of memory, left to everything else."""
 
@@ -76,36 +73,56 @@ LEAST_S: Final = 3.0
 
 
 class Rows:
-    """The result, a line at a time: whatever is killed later, the lines before are there."""
+    """Results of this stage's cases.
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self.failed = False
+    Attributes:
+        count: Cases so far.
+    """
+
+    def __init__(self, run: StageRun) -> None:
+        self._run = run
         self.count = 0
 
-    def add(self, case: str, figures: Figures, seconds: float) -> None:
-        """Append a line. ``figures`` may hold ``ok``, ``error`` and ``skipped``."""
-        row: Figures = {"stage": STAGE, "case": case, "ok": True, "error": None, **figures}
-        row["seconds"] = round(seconds, 3)
+    def skip(self, case: str, why: str, about: Figures | None = None) -> None:
+        """A case that is not measured. Too little time is a failure, too little memory is not."""
         self.count += 1
-        self.failed |= not row["ok"] and "skipped" not in row
-        with self._out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if why == NO_TIME:
+            self._run.failed(case, NO_TIME)
+            return
+        figures = list(_flat({**(about or {}), NOT_MEASURED: why}))
+        self._run.append(Row(self._run.name, case, figures=figures))
 
-    def skip(self, case: str, why: str, **figures: object) -> None:
-        """A case that is not measured."""
-        self.add(case, {**figures, "ok": False, "skipped": why}, 0.0)
+    def fail(self, case: str, error: str, seconds: float, about: Figures | None = None) -> None:
+        """A case that an error ended."""
+        self.count += 1
+        row = Row(self._run.name, case, ok=False, seconds=round(seconds, 3), error=error)
+        row.figures += _flat(about or {})
+        self._run.append(row)
 
-    def run(self, case: str, work: Callable[[], Figures], **figures: object) -> None:
-        """Do a case's work; whatever stops it is its error."""
+    def run(self, case: str, work: Callable[[], Figures], about: Figures | None = None) -> None:
+        """Do a case's work. ``error`` among its figures, or an exception, is its failure."""
         begun = time.perf_counter()
         try:
             found = work()
         except Exception as error:  # noqa: BLE001 - the other cases go on
-            found = {"ok": False, "error": _text(error)}
-        self.add(case, {**figures, **found}, time.perf_counter() - begun)
+            self.fail(case, _text(error), time.perf_counter() - begun, about)
+            return
+        self.count += 1
+        wrong = str(found.pop("error", ""))
+        seconds = round(time.perf_counter() - begun, 3)
+        figures = list(_flat({**(about or {}), **found}))
+        self._run.append(Row(self._run.name, case, not wrong, seconds, figures, wrong))
+
+
+def _flat(found: Mapping[str, Any], of: str = "") -> Iterator[Figure]:
+    """Figures of a tree, named by their path with dots."""
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{of}{name}.")
+        elif isinstance(value, bool):
+            yield Figure(of + name, "yes" if value else "no")
+        else:
+            yield Figure(of + name, value)
 
 
 class Stage:
@@ -161,8 +178,7 @@ class Stage:
             except Exception as error:  # noqa: BLE001 - the other groups go on
                 for case in group.cases[self._rows.count - before :]:
                     name = f"{self._title(group, group.layers)}, {case.name}"
-                    figures = {"ok": False, "error": _text(error)}
-                    self._rows.add(name, figures, time.perf_counter() - begun)
+                    self._rows.fail(name, _text(error), time.perf_counter() - begun)
             self._tidy()
 
     def _measure(self, scale: Scale, group: Group, effort: Effort) -> None:
@@ -176,7 +192,7 @@ class Stage:
         names = [f"{self._title(group, layers)}, {case.name}" for case in group.cases]
         if why:
             for name in names:
-                self._rows.skip(name, why, **about)
+                self._rows.skip(name, why, about)
             return
         with first_layers(self._model, layers):
             self._measure_group(self._model, scale, group, names, about, effort)
@@ -245,7 +261,7 @@ class Stage:
                 decoder = FullDecoder(model, group.requests, group.context, STEPS_AHEAD)
                 return measure_full(decoder, group.requests, effort)
 
-            self._rows.run(names[0], work, **about)
+            self._rows.run(names[0], work, about)
             return
         begun, before, place = time.perf_counter(), self._rows.count, self._new()
         try:
@@ -256,7 +272,7 @@ class Stage:
                 self._cases(decoder, group, names, about, effort, begun)
         except _NoTimeError:
             for name in names[self._rows.count - before :]:
-                self._rows.skip(name, NO_TIME, **about)
+                self._rows.skip(name, NO_TIME, about)
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -299,10 +315,10 @@ class Stage:
         }
         for name, case in zip(names, group.cases, strict=True):
             if self._left() <= 0:
-                self._rows.skip(name, NO_TIME, **about)
+                self._rows.skip(name, NO_TIME, about)
             else:
                 work = partial(_case, decoder, requests, case, effort)
-                self._rows.run(name, work, **about)
+                self._rows.run(name, work, about)
 
     def _tidy(self) -> None:
         gc.collect()
@@ -358,33 +374,23 @@ def _case(decoder: PagedDecoder, requests: Sequence[str], case: Case, effort: Ef
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 1 where a case failed that was not skipped."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
-    parser.add_argument("--rehearse", action="store_true", help="a small model on the CPU")
-    parser.add_argument("--seconds", type=float, default=200.0, help="no case begins later")
-    parser.add_argument("--directory", type=Path, help="of the stores; default: beside --out")
-    given = parser.parse_args(arguments)
-    if not given.rehearse and not torch.cuda.is_available():
-        parser.error("there is no CUDA GPU: try --rehearse")
-    deadline = time.monotonic() + given.seconds
-    where = given.directory or given.out.parent
-    where.mkdir(parents=True, exist_ok=True)
-    if given.rehearse:
+def run(run: StageRun) -> None:
+    """Check tokens, then measure speed, until the stage's time is over."""
+    device = run.device
+    if run.rehearsal:
         # Threads of small operations wait for each other longer than they work.
         torch.set_num_threads(1)
-        device, scale, effort = torch.device("cpu"), Scale.rehearsal(), Effort(4, 0.5, 2)
+        scale, effort = Scale.rehearsal(), Effort(4, 0.5, 2)
     else:
-        device, scale, effort = torch.device("cuda", 0), Scale.full(), Effort(24, 2.5, 3)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stores are removed
-    rows = Rows(given.out)
-    with tempfile.TemporaryDirectory(prefix="decode-", dir=where) as directory:
-        stage = Stage(rows, device, Path(directory), deadline)
+        scale, effort = Scale.full(), Effort(24, 1.5, 2)
+    with scratch(run) as directory:
+
+        def end(number: int, _frame: FrameType | None) -> None:
+            # An exception could be swallowed by a callback that it is raised in.
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(128 + number)
+
+        signal.signal(signal.SIGTERM, end)
+        stage = Stage(Rows(run), device, directory, run.ends)
         stage.check_tokens()
         stage.measure(scale, effort)
-    return int(rows.failed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

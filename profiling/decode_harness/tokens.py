@@ -122,9 +122,9 @@ def _compared(want: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
         for a, b in zip(one, other, strict=True)
     ]
     same = sum(a == b for a, b in pairs)
-    return {
-        "ok": same == len(pairs),
+    found: dict[str, Any] = {
         "tokens": len(pairs),
         "tokens_equal": same,
         "different_tokens": len({a for a, _ in pairs}),
     }
+    return found if same == len(pairs) else {**found, "error": "other tokens than expected"}

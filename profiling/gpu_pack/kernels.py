@@ -42,7 +42,7 @@ Check = Callable[[torch.device], None]
 MOST_WORKERS: Final = 14
 _MODULE: Final = "vllm_ssdkv.profiling.gpu_pack.kernels"
 
-DIGEST: Final = "digest"
+DIGEST: Final = "bytes"
 SMALLEST: Final = "smallest"
 """Group of one small case of each kernel, for the sanitizer."""
 

@@ -33,12 +33,19 @@ class Stage:
         module: Python module whose ``run(StageRun)`` does the work.
         seconds: Limit on a GPU.
         rehearsal_seconds: Limit in a rehearsal.
+        log_of: Stage whose log it shares; empty: a log of its own.
     """
 
     name: str
     module: str
     seconds: float
     rehearsal_seconds: float
+    log_of: str = ""
+
+    @property
+    def log(self) -> str:
+        """Name of the file that keeps its output."""
+        return f"log.{self.log_of or self.name}.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class Orchestrator:
         if child.stdout is None:
             raise RuntimeError("a process without its output")
         pump = threading.Thread(
-            target=_keep_log, args=(child.stdout, self._out / f"log.{stage.name}.txt"), daemon=True
+            target=_keep_log, args=(child.stdout, self._out / stage.log), daemon=True
         )
         pump.start()
         try:
@@ -167,9 +174,9 @@ def _kill_group(child: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _keep_log(source: IO[bytes], path: Path) -> None:
-    """Copy a process's output into a file of at most :data:`LOG_BYTES`, and read the rest away."""
+    """Append at most :data:`LOG_BYTES` of a process's output to a file, and read the rest away."""
     kept = 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("ab", buffering=0) as file:
         while data := os.read(source.fileno(), 1 << 16):
             room = LOG_BYTES - kept
             if room <= 0:

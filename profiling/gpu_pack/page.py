@@ -79,9 +79,8 @@ def gpu_page(directory: Path) -> str:
         if not run.facts().get("GPU device") or "rehearsal" in run.facts()["GPU device"]:
             raise BenchError(f"{directory / run.name}.jsonl is not a run on a GPU")
     parts = [_NOTICE, "", _INTRO, "## Runs", "", _overview(runs)]
-    for run in sorted(runs, key=lambda run: run.facts().get("date", ""), reverse=True):
-        facts = run.facts()
-        parts += ["", f"## {facts['GPU device']}, {facts.get('date', NOT_MEASURED)}"]
+    for run in sorted(runs, key=lambda run: (run.facts().get("date", ""), run.name), reverse=True):
+        parts += ["", f"## {run.facts()['GPU device']}, `{run.name}`"]
         for stage, heading in STAGES.items():
             parts += ["", f"### {heading}", "", _section(stage, run.of_stage(stage))]
     return "\n".join(parts) + "\n"
@@ -96,11 +95,12 @@ def _overview(runs: Sequence[Run]) -> str:
         "triton": "Triton",
         "python": "Python",
     }
-    head = [*names.values(), *STAGES]
+    head = ["Results", *names.values(), *STAGES]
     lines = []
     for run in runs:
         facts = run.facts()
-        cells = [facts.get(name, NOT_MEASURED) for name in names]
+        cells = [f"[{run.name}](gpu/{run.name}.jsonl)"]
+        cells += [facts.get(name, NOT_MEASURED) for name in names]
         lines.append(cells + [_verdict(run.of_stage(stage)) for stage in STAGES])
     if not lines:
         return NOT_MEASURED
@@ -123,6 +123,8 @@ def _section(stage: str, rows: Sequence[Row]) -> str:
         parts += [_copies(reached), _shares(reached)]
     elif stage == "kernels":
         parts.append(_kernels(rows))
+    elif stage == "decode":
+        parts += _decode(rows)
     else:
         lines = [(row.case, _figures(row)) for row in rows]
         parts.append(_table(("Case", "Result"), lines))
@@ -145,13 +147,16 @@ def _figures(row: Row) -> str:
 
 def _kernels(rows: Sequence[Row]) -> str:
     """Cases by kind and dtype: how many shapes were right."""
-    dtypes = list(dict.fromkeys(row.case.partition(",")[0] for row in rows if ": " in row.case))
+    dtypes = list(dict.fromkeys(_dtype(row) for row in rows if ": " in row.case))
     kinds = list(dict.fromkeys(_kind(row) for row in rows if ": " in row.case))
     lines = []
     for kind in kinds:
         cells = [kind]
         for dtype in dtypes:
             there = [row for row in rows if _kind(row) == kind and _dtype(row) == dtype]
+            if not there:
+                cells.append("")
+                continue
             good = sum(row.ok for row in there)
             late = sum(row.error == NO_TIME for row in there)
             text = f"{good} of {len(there) - late}" if len(there) > late else NOT_MEASURED
@@ -167,6 +172,58 @@ def _kind(row: Row) -> str:
 
 def _dtype(row: Row) -> str:
     return row.case.partition(": ")[0].partition(",")[0]
+
+
+def _decode(rows: Sequence[Row]) -> list[str]:
+    """Tokens of small models, and the speed of a large one's shape by place of its contexts."""
+    tokens, speed, about = [], [], []
+    for row in rows:
+        values = {figure.name: figure.value for figure in row.figures}
+        if row.case.startswith("tokens of"):
+            verdict = f"{values.get('tokens_equal', 0)} of {values.get('tokens', 0)} equal"
+            tokens.append((row.case, verdict if row.figures else _figures(row)))
+        elif "tokens_per_s" in values:
+            about = [f"{values[name]}" for name in ("model", "dtype")]
+            speed.append((row.case, *_speed(values)))
+        else:
+            why = values.get(NOT_MEASURED)
+            text = f"{NOT_MEASURED}: {why}" if why else _figures(row)
+            speed.append((row.case, text, "", "", "", ""))
+    head = (
+        "Case",
+        "Tokens/s",
+        "Step, ms",
+        "Our Python",
+        "Of a layer, ms, timed part by part",
+        "Read for a token, MB",
+    )
+    told = (
+        f"{', '.join(about)}, random weights and contexts, greedy, without CUDA graphs:"
+        if about
+        else "Speed:"
+    )
+    return [_table(("Tokens in fp32", "Result"), tokens), told, _table(head, speed)]
+
+
+def _speed(values: Mapping[str, float | str]) -> tuple[str, ...]:
+    """Cells of a case that was measured."""
+
+    def by_part(of: str, scale: float) -> str:
+        found = [
+            (name.removeprefix(of).replace("_", " "), value * scale)
+            for name, value in values.items()
+            if name.startswith(of) and not isinstance(value, str)
+        ]
+        return ", ".join(f"{name} {_number(value)}" for name, value in found if value >= 0.01)
+
+    share = values.get("python_share")
+    return (
+        _number(values["tokens_per_s"]),
+        _number(values["step_ms"]),
+        f"{share:.0%}" if isinstance(share, float) else "",
+        by_part("layer_ms.", 1.0),
+        by_part("bytes_per_token.", 1e-6),
+    )
 
 
 def _copies(rows: Sequence[Row]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -40,14 +39,24 @@ from vllm_ssdkv.profiling.decode_harness.tokens import (
     own_tokens,
     prompts,
 )
+from vllm_ssdkv.profiling.gpu_pack.results import (
+    NO_TIME,
+    REPORT,
+    RESULTS,
+    ResultLog,
+    Row,
+    read_rows,
+)
+from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 
 CPU = torch.device("cpu")
 BLOCK = 16
 WITHOUT_VLLM = """
-import runpy, sys
+import sys
 sys.modules["vllm"] = None
-sys.argv[0] = "stage"
-runpy.run_module("vllm_ssdkv.profiling.decode_harness.stage", run_name="__main__")
+from vllm_ssdkv.profiling.decode_harness.stage import run
+from vllm_ssdkv.profiling.gpu_pack.stage import stage_main
+stage_main(run, sys.argv[1:])
 """
 
 
@@ -73,7 +82,7 @@ def test_tokens_of_exact_paging_are_those_of_transformers_own_cache(
 def test_a_selector_that_may_choose_everything_loses_nothing(
     selector: SelectorName, tmp_path: Path
 ) -> None:
-    assert check_exact("llama", selector, CPU, tmp_path / "store")["ok"]
+    assert "error" not in check_exact("llama", selector, CPU, tmp_path / "store")
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -259,52 +268,72 @@ def test_sparf_is_sparq(one_layer: OneLayer, tmp_path: Path) -> None:
 # ---- the stage ----
 
 
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
 def started(out: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-c", WITHOUT_VLLM, "--rehearse", "--out", str(out)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    """A rehearsal's process, which puts results and stores below ``out``."""
+    command = [sys.executable, "-P", "-c", WITHOUT_VLLM, "--rehearse"]
+    command += ["--name", "decode", "--out", str(out), "--seconds", "200"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SSDKV_GPU_SCRATCH": str(out)}
+    return subprocess.Popen(command, env=environment)
+
+
+def rows_of(out: Path) -> list[Row]:
+    return list(read_rows(out / RESULTS))
+
+
+def figures(row: Row) -> dict[str, float | str]:
+    return {figure.name: figure.value for figure in row.figures}
+
+
+def rehearse(out: Path, seconds: float = 200) -> list[Row]:
+    """Rows of a rehearsal in this process."""
+    stage.run(StageRun("decode", ResultLog(out), rehearsal=True, seconds=seconds))
+    return rows_of(out)
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    """The stage ends at SIGTERM in a way of its own."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_rehearsal_goes_through_every_case_without_vllm(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert started(out).wait(300) == 0
-    rows = rows_of(out)
-    assert all(row["ok"] and row["stage"] == "decode" for row in rows)
-    measured = [row for row in rows if "tokens_per_s" in row]
+    assert started(tmp_path).wait(300) == 0
+    rows = rows_of(tmp_path)
+    assert all(row.ok and row.stage == "decode" for row in rows)
+    measured = {row.case: figures(row) for row in rows if "tokens_per_s" in figures(row)}
     assert len(measured) == sum(len(group.cases) for group in groups(Scale.rehearsal()))
-    assert all(row["tokens_per_s"] > 0 and row["layer_ms"]["model"] > 0 for row in measured)
-    by_case = {row["case"]: row["bytes_per_token"] for row in measured}
-    exact, some = (by_case[f"2048 tokens, batch 1, DRAM, {name}"] for name in ("exact", "bounds"))
-    assert some["dram_token_pages"] < exact["dram_whole_context"] / 7
-    assert by_case["8192 tokens, batch 1, drive, exact"]["drive_read"] > 0
-    assert not [path for path in tmp_path.iterdir() if path != out]
+    for row in measured.values():
+        assert float(row["tokens_per_s"]) > 0
+        assert float(row["layer_ms.model"]) > 0
+    exact, some = (measured[f"2048 tokens, batch 1, DRAM, {name}"] for name in ("exact", "bounds"))
+    whole = float(exact["bytes_per_token.dram_whole_context"])
+    assert float(some["bytes_per_token.dram_token_pages"]) < whole / 7
+    drive = measured["8192 tokens, batch 1, drive, exact"]
+    assert float(drive["bytes_per_token.drive_read"]) > 0
+    assert {path.name for path in tmp_path.iterdir()} == {RESULTS, REPORT}
 
 
 def test_what_was_measured_before_the_end_is_there(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    process = started(out)
+    process = started(tmp_path)
     deadline = time.monotonic() + 200
-    while not out.exists() or len(out.read_text().splitlines()) < 2:
+    while len(rows_of(tmp_path)) < 2:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
-    assert all(row["ok"] for row in rows_of(out))
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    assert all(row.ok for row in rows_of(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {RESULTS, REPORT}
 
 
 def test_cases_without_time_say_so(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert stage.main(["--rehearse", "--seconds", "0", "--out", str(out)]) == 0
-    rows = rows_of(out)
+    rows = rehearse(tmp_path, seconds=0)
     cases = sum(len(group.cases) for group in groups(Scale.rehearsal()))
     assert len(rows) == cases + len(FAMILIES) + 2 * len(CHOOSING)
-    assert {row["skipped"] for row in rows} == {"no time"}
-    assert not any(row["ok"] for row in rows)
+    assert {row.error for row in rows} == {NO_TIME}
+    assert not any(row.ok for row in rows)
 
 
 def test_a_case_that_fails_names_its_error_and_the_others_go_on(
@@ -315,13 +344,23 @@ def test_a_case_that_fails_names_its_error_and_the_others_go_on(
 
     monkeypatch.setattr(stage, "check_exact", fail)
     monkeypatch.setattr(stage, "groups", lambda scale: [])
-    out = tmp_path / "rows.jsonl"
-    assert stage.main(["--rehearse", "--out", str(out)]) == 1
-    rows = rows_of(out)
-    errors = [row["error"] for row in rows if not row["ok"]]
+    rows = rehearse(tmp_path)
+    errors = [row.error for row in rows if not row.ok]
     assert len(errors) == len(FAMILIES) + len(CHOOSING)
     assert all("ValueError: a kernel is wrong" in error for error in errors)
-    assert sum(row["ok"] for row in rows) == len(CHOOSING)
+    assert sum(row.ok for row in rows) == len(CHOOSING)
+
+
+def test_other_tokens_than_expected_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = {"tokens": 48, "tokens_equal": 47, "error": "other tokens than expected"}
+    monkeypatch.setattr(stage, "check_exact", lambda *_: dict(wrong))
+    monkeypatch.setattr(stage, "check_selector", lambda *_: dict(wrong))
+    monkeypatch.setattr(stage, "groups", lambda scale: [])
+    rows = rehearse(tmp_path)
+    assert {(row.ok, row.error) for row in rows} == {(False, "other tokens than expected")}
+    assert {figures(row)["tokens_equal"] for row in rows} == {47}
 
 
 def test_a_model_that_cannot_be_made_is_the_error_of_every_case(
@@ -332,11 +371,9 @@ def test_a_model_that_cannot_be_made_is_the_error_of_every_case(
 
     monkeypatch.setattr(stage, "make_model", fail)
     monkeypatch.setattr(stage.Stage, "check_tokens", lambda self: None)
-    out = tmp_path / "rows.jsonl"
-    assert stage.main(["--rehearse", "--out", str(out)]) == 1
-    rows = rows_of(out)
+    rows = rehearse(tmp_path)
     assert len(rows) == sum(len(group.cases) for group in groups(Scale.rehearsal()))
-    assert all("RuntimeError: out of memory" in row["error"] for row in rows)
+    assert all("RuntimeError: out of memory" in row.error for row in rows)
 
 
 def test_a_case_that_does_not_fit_names_the_memory(
@@ -346,16 +383,13 @@ def test_a_case_that_does_not_fit_names_the_memory(
     monkeypatch.setattr(stage.Stage, "check_tokens", lambda self: None)
     few = [group for group in groups(Scale.rehearsal()) if group.kind == "bounds"][:1]
     monkeypatch.setattr(stage, "groups", lambda scale: few)
-    out = tmp_path / "rows.jsonl"
-    assert stage.main(["--rehearse", "--out", str(out)]) == 0
-    assert [row["skipped"].partition(":")[0] for row in rows_of(out)] == ["does not fit DRAM"] * 3
+    why = [str(figures(row)["not measured"]) for row in rehearse(tmp_path)]
+    assert [text.partition(":")[0] for text in why] == ["does not fit DRAM"] * 3
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        stage.main(["--out", str(tmp_path / "rows.jsonl")])
-    assert ended.value.code == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="no CUDA GPU"):
+        stage.run(StageRun("decode", ResultLog(tmp_path), rehearsal=False, seconds=10))

@@ -174,7 +174,7 @@ def test_stages_are_chosen_by_name() -> None:
 
 
 def test_a_run_has_at_most_eight_files_and_nine_minutes() -> None:
-    assert len(command.STAGES) + 2 <= 8
+    assert len({stage.log for stage in command.STAGES}) + 2 <= 8
     assert command.SECONDS <= 9 * 60
 
 

@@ -66,7 +66,35 @@ def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
     assert "| decode | 25.0%, 12 | 50.0%, 12 |" in page
     assert "| cover | not measured | 12.5%, 12 |" in page
     assert "### The store on CUDA\n\nNot measured.\n" in page
-    assert "## Some GPU, 2030-01-02" in page
+    assert "## Some GPU, `results`" in page
+
+
+def test_decoding_tells_speed_parts_and_what_did_not_fit(tmp_path: Path) -> None:
+    measured = [
+        Figure("model", "a small Llama"),
+        Figure("dtype", "bfloat16"),
+        Figure("tokens_per_s", 12.5),
+        Figure("step_ms", 80.0),
+        Figure("python_share", 0.25),
+        Figure("layer_ms.model", 1.5),
+        Figure("layer_ms.wait", 0.0),
+        Figure("bytes_per_token.dram_token_pages", 2.5e9),
+    ]
+    equal = [Figure("tokens", 48), Figure("tokens_equal", 48)]
+    names = ["DRAM, bounds", "HBM, full", "drive, exact"]
+    bounds, full, drive = (f"1024 tokens, batch 1, {name}" for name in names)
+    rows = [
+        Row("decode", "tokens of llama", figures=equal),
+        Row("decode", bounds, figures=measured),
+        Row("decode", full, figures=[Figure("not measured", "does not fit HBM: takes 90 GiB")]),
+        Row("decode", drive, ok=False, error=NO_TIME),
+    ]
+    write(tmp_path, rows)
+    page = gpu_page(tmp_path)
+    assert "| tokens of llama | 48 of 48 equal |" in page
+    assert f"| {bounds} | 12.5 | 80 | 25% | model 1.5 | dram token pages 2500 |" in page
+    assert f"| {full} | not measured: does not fit HBM: takes 90 GiB |  |  |  |  |" in page
+    assert f"| {drive} | not measured |  |  |  |  |" in page
 
 
 def test_what_failed_says_why(tmp_path: Path) -> None:
