@@ -298,23 +298,6 @@ def _handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_rehearsal_goes_through_every_case_without_vllm(tmp_path: Path) -> None:
-    assert started(tmp_path).wait(300) == 0
-    rows = rows_of(tmp_path)
-    assert all(row.ok and row.stage == "decode" for row in rows)
-    measured = {row.case: figures(row) for row in rows if "tokens_per_s" in figures(row)}
-    assert len(measured) == sum(len(group.cases) for group in groups(Scale.rehearsal()))
-    for row in measured.values():
-        assert float(row["tokens_per_s"]) > 0
-        assert float(row["layer_ms.model"]) > 0
-    exact, some = (measured[f"2048 tokens, batch 1, DRAM, {name}"] for name in ("exact", "bounds"))
-    whole = float(exact["bytes_per_token.dram_whole_context"])
-    assert float(some["bytes_per_token.dram_token_pages"]) < whole / 7
-    drive = measured["8192 tokens, batch 1, drive, exact"]
-    assert float(drive["bytes_per_token.drive_read"]) > 0
-    assert {path.name for path in tmp_path.iterdir()} == {RESULTS, REPORT}
-
-
 def test_what_was_measured_before_the_end_is_there(tmp_path: Path) -> None:
     process = started(tmp_path)
     deadline = time.monotonic() + 200
