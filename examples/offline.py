@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from vllm_ssdkv.cli import recall
+from vllm_ssdkv.profiling.recall import recall
 
 
 def prompts(file: str | None) -> list[str]:

@@ -10,7 +10,7 @@ import time
 
 from openai import OpenAI
 
-from vllm_ssdkv.cli import recall
+from vllm_ssdkv.profiling.recall import recall
 
 
 def main() -> None:

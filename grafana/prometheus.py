@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.base.errors import SSDKVError
 
 TIMEOUT_S = 30.0
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 
 CODES = {
     torch.float32: _kernels.FLOAT32,

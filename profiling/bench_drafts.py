@@ -19,11 +19,11 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ssdkv.cli.kv_size import bytes_per_token
-from vllm_ssdkv.cli.recall_bench import WINDOW, RecallStores, Row, recall_plan
-from vllm_ssdkv.cli.recall_run import STAGING, Batch
-from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import MIB, approximate_size
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB, approximate_size
+from vllm_ssdkv.profiling.recall.bench import WINDOW, RecallStores, Row, recall_plan
+from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.recall.run import STAGING, Batch
 
 DEVICES: Final = 4
 RULE: Final[dict[str, object]] = {"bandwidth": 16 * MIB, "iops": 2500.0, "latency": 0.0005}

@@ -28,14 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.sizes import format_size
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.hit import LoadJob
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.sizes import format_size
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.open import StorePlace, open_rank
-from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 PAGES = (8192, 64 * 1024, 1024 * 1024)
 CIPHER_BYTES = 16 << 20

@@ -23,9 +23,9 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.records import RECORD_BYTES
+from vllm_ssdkv.store.format.journal_record import RECORD_BYTES
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 
 SLOTS = 10_000_000
 STORE = UUID(int=1)

@@ -33,24 +33,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.sizes import MIB, format_size, parse_size
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.engines import EngineContender
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
-from vllm_ssdkv.sizes import MIB, format_size, parse_size
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cache import NO_FRAME
-from vllm_ssdkv.store.engine.open import EngineKind
-from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.engine.throttled import ThrottleRule
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.header_batch import key_rows
-from vllm_ssdkv.store.hit import LoadJob
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.cache.frames import NO_FRAME
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.io.engines.open import EngineKind
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
+from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.open import StorePlace, open_rank
-from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 LAYERS = 32
 BLOCKS = (128 * 1024, 512 * 1024, 2 * MIB)

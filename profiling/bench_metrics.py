@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.profiling.measuring_process import (
     MODEL,
     Job,
@@ -90,11 +90,11 @@ def _engine(job: Job) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in th
 
 def _sources() -> list[tuple[type, str]]:
     """What metrics begin with: without these calls there is nothing to carry on."""
-    from vllm_ssdkv.attention.clock import AttentionClock
-    from vllm_ssdkv.attention.decode import SparseDecode
-    from vllm_ssdkv.connector.scheduler import SSDKVScheduler
-    from vllm_ssdkv.connector.step import PagedStep
-    from vllm_ssdkv.connector.worker import SSDKVWorker
+    from vllm_ssdkv.attention.sparse import SparseDecode
+    from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+    from vllm_ssdkv.connector.worker.paged_step import PagedStep
+    from vllm_ssdkv.connector.worker.worker import SSDKVWorker
+    from vllm_ssdkv.kernels.step_clock import AttentionClock
 
     return [
         *((Counters, name) for name in ("add", "add_keyed", "add_all", "set")),
@@ -108,8 +108,8 @@ def _sources() -> list[tuple[type, str]]:
 
 def _parts() -> list[tuple[type, str]]:
     """All code that exists for metrics only, outermost calls."""
-    from vllm_ssdkv.connector.stats import SSDKVPromMetrics, SSDKVStats
-    from vllm_ssdkv.connector.stats_collector import StatsCollector
+    from vllm_ssdkv.connector.metrics.stats import SSDKVPromMetrics, SSDKVStats
+    from vllm_ssdkv.connector.metrics.stats_collector import StatsCollector
 
     return [
         *_sources(),

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.kernels import select_kernels
-from vllm_ssdkv.attention.slot_summaries import SlotSummaries
-from vllm_ssdkv.connector.blocks import PagedPort
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cache import FrameCache
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import with_summaries
+from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.store.cache.frames import FrameCache
+from vllm_ssdkv.store.cache.summaries import with_summaries
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.arena import Arena
 
 ROTATION = 4
 """So many times the blocks of a call there are, and frames: calls in a row find neither in the

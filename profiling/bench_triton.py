@@ -27,10 +27,16 @@ import numpy as np
 import torch
 import triton
 
-from vllm_ssdkv.attention.blocks import BlockSource, IntArray, PartialState, Rows, on_device
-from vllm_ssdkv.attention.kernels import AttentionKernels, TritonKernels
-from vllm_ssdkv.attention.page_kernels import TritonPageKernels
-from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.kernels.dense import AttentionKernels, TritonKernels
+from vllm_ssdkv.kernels.operands.block_layout import (
+    BlockSource,
+    IntArray,
+    PartialState,
+    Rows,
+    on_device,
+)
+from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.paged import TritonPageKernels
 from vllm_ssdkv.profiling.sparse_problem import SparseProblem
 from vllm_ssdkv.profiling.triton_checks import (
     PAGE_ALIGN,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_ssdkv
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 
 MODEL = Path(vllm_ssdkv.__file__).parent / "demo_model"
 """A model that every installation has."""

@@ -91,7 +91,7 @@ class PythonTime:
 
 def engine_borders() -> Iterator[Border]:
     """Where a call leads from vLLM to us, or from our Python to what is not Python."""
-    from vllm_ssdkv.attention.backend import PagedAttentionImpl
+    from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl
     from vllm_ssdkv.connector.connector import SSDKVConnector
 
     for owner in (SSDKVConnector, PagedAttentionImpl):
@@ -104,7 +104,7 @@ def engine_borders() -> Iterator[Border]:
 def native_borders() -> Iterator[Border]:
     """Where a call leads from our Python to what is not Python."""
     from vllm_ssdkv import _index, _io, _kernels
-    from vllm_ssdkv.store.slot_batch import SlotBatch
+    from vllm_ssdkv.store.io.slot_request import SlotBatch
 
     # Throttled engines wait in Python.
     yield SlotBatch, "over", "native"

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockSource
-from vllm_ssdkv.attention.kernels import TritonKernels, wait_for
-from vllm_ssdkv.attention.page_kernels import CpuPageKernels, PageKernels, TritonPageKernels
+from vllm_ssdkv.kernels.dense import TritonKernels, wait_for
+from vllm_ssdkv.kernels.operands.block_layout import BlockSource
+from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
+from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
+from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
 from vllm_ssdkv.profiling.attention_problem import RowShape, attention_problem
 from vllm_ssdkv.profiling.ragged_problem import (
     BlockSummaries,
@@ -26,12 +28,10 @@ from vllm_ssdkv.profiling.ragged_problem import (
     addresses,
 )
 from vllm_ssdkv.profiling.triton_checks import TOLERANCE, CheckError, Model, expect
-from vllm_ssdkv.selection.kernels import CpuScoringKernels, TritonScoringKernels
-from vllm_ssdkv.selection.protocol import ContextSummaries
-from vllm_ssdkv.selection.scores import Scores, ScoringKernels
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import with_summaries
-from vllm_ssdkv.tensor_digest import TensorProbe, digest_tensors
+from vllm_ssdkv.sparse.protocol import ContextSummaries
+from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
+from vllm_ssdkv.store.cache.summaries import with_summaries
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 ROWS: Final = (RowSize(3, 5), RowSize(0, 1), RowSize(1, 70), RowSize(7, 16))
 """One has no context, and windows take less and more than a block."""

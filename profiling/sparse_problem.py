@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockLayout, block_stride
-from vllm_ssdkv.attention.page_kernels import PageKernels
-from vllm_ssdkv.attention.pages import PageList
-from vllm_ssdkv.selection.protocol import ContextSummaries, Selection
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, block_stride
+from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.paged import PageKernels
+from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_ssdkv.attention.blocks import BlockLayout, PartialState
-from vllm_ssdkv.attention.kernels import CpuKernels, TritonKernels
 from vllm_ssdkv.attention.merge import merge as merge_finished
-from vllm_ssdkv.attention.page_kernels import CpuPageKernels, PageKernels, TritonPageKernels
+from vllm_ssdkv.kernels.dense import CpuKernels, TritonKernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
+from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
+from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.profiling.attention_problem import RowShape, attention_problem
 from vllm_ssdkv.profiling.sparse_problem import SparseProblem
-from vllm_ssdkv.selection.kernels import CpuScoringKernels, TritonScoringKernels
-from vllm_ssdkv.selection.protocol import Selection
-from vllm_ssdkv.selection.scores import Scores, ScoringKernels
+from vllm_ssdkv.sparse.protocol import Selection
+from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
 
 PAGE_ALIGN = 4096
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}

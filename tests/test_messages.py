@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.messages import ANYTHING, Entry, entries, entry_for, is_of_the_system
-from vllm_ssdkv import errors
+from vllm_ssdkv.base import errors
 
 PACKAGE = Path(__file__).parents[1] / "vllm_ssdkv"
 ERRORS = {name for name in dir(errors) if name.endswith("Error")}

@@ -13,8 +13,14 @@ import math
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.attention.blocks import DTYPES, BlockLayout, PartialState, Rows, on_device
-from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.kernels.operands.block_layout import (
+    DTYPES,
+    BlockLayout,
+    PartialState,
+    Rows,
+    on_device,
+)
+from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels.launch import (
     TL_DTYPES,
     dot_dtype,

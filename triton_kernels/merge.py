@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.attention.blocks import DTYPES, PartialState
+from vllm_ssdkv.kernels.operands.block_layout import DTYPES, PartialState
 from vllm_ssdkv.triton_kernels.launch import jit, on_device_of, padded, require
 
 

@@ -1,6 +1,6 @@
 """Logits of context pages and tokens that selection goes by: bounds (Quest) and some channels.
 
-The semantics are those of ``selection/scores.py``; tables have a fixed width instead of ragged
+The semantics are those of ``sparse/scores.py``; tables have a fixed width instead of ragged
 rows, so that no size has to be read back: ``[R, heads, columns]`` with minus infinity where a row
 has no such column.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
 
 TILE_PAGES = 16

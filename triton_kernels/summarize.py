@@ -7,7 +7,7 @@ import math
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
 
 ROUNDING = tl.constexpr(1.5 * 2**23)

@@ -58,7 +58,7 @@ class Replay:
     def newest_sequence(self) -> int: ...
 
 class SlotTable:
-    """Slots, their keys and lists; the rules are in :mod:`vllm_ssdkv.store.index`.
+    """Slots, their keys and lists; the rules are in :mod:`vllm_ssdkv.store.index.slot_index`.
 
     One thread calls everything but :meth:`begin_walk` and :meth:`walk`, which another may call.
     Arrays are int64 of shape [n]. Raises IndexError for a slot outside, ValueError for misuse.
@@ -108,7 +108,7 @@ class SlotTable:
     def set_last_epoch(self, epoch: int) -> None: ...
     def begin_walk(self) -> None: ...
     def walk(self, first_sequence: int, budget: int = 16384) -> tuple[bytes, bool]:
-        """As :meth:`vllm_ssdkv.store.journal.LiveRecords.walk`; 16 of the budget are one slot of
+        """As ``LiveRecords.walk``; 16 of the budget are one slot of
         the eviction order, one is one of the slots that may come by number."""
 
     @property

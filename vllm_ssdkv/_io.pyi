@@ -60,7 +60,7 @@ def copy(
     """
 
 class FrameCache:
-    """Native part of :class:`vllm_ssdkv.store.cache.FrameCache`; states are its ``FrameState``.
+    """Native part of ``FrameCache``; states are its ``FrameState``.
 
     Thread-safe. Raises IndexError for slots and frames that do not exist, TypeError for another
     dtype or a strided array, and changes nothing when it raises.
@@ -97,7 +97,7 @@ class FrameCache:
         """RuntimeError unless all tables agree. For tests: looks at everything."""
 
 class PageCache:
-    """Native part of :class:`vllm_ssdkv.store.page_cache.PageCache`, which says what calls do.
+    """Native part of ``PageCache``, which says what calls do.
 
     One thread at a time. Raises IndexError for slots, pages and places that do not exist,
     ValueError for arrays that do not belong together or an unknown policy, TypeError for another
@@ -180,7 +180,7 @@ def locate(
     """
 
 class Batch:
-    """Native :class:`vllm_ssdkv.store.engine.protocol.Batch`."""
+    """Native :class:`vllm_ssdkv.store.io.engines.protocol.Batch`."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...
@@ -193,7 +193,7 @@ class Batch:
         """
 
 class ThreadsEngine:
-    """Native part of :class:`vllm_ssdkv.store.engine.threads.ThreadsEngine`.
+    """Native part of :class:`vllm_ssdkv.store.io.engines.threads.ThreadsEngine`.
 
     Duplicates the descriptors, so a hung call keeps the file and its lock, never a reused number.
     The arena must stay mapped until ``close`` returned True.
@@ -227,7 +227,7 @@ class UringSetup:
     def register_buffers_errno(self) -> int: ...
 
 class UringEngine:
-    """Native part of :class:`vllm_ssdkv.store.engine.uring.UringEngine`.
+    """Native part of :class:`vllm_ssdkv.store.io.engines.uring.UringEngine`.
 
     As :class:`ThreadsEngine`, but raises OSError where there is no io_uring. Its statistics have
     also ``in_flight_max.<device>``, ``ring_<enters|wakes|retries|errors>.<ring>``, and
@@ -260,7 +260,7 @@ def check_requests(
     """Raise the ValueError with which every engine refuses these requests, or return."""
 
 class StripeTable:
-    """Native tables of one :class:`vllm_ssdkv.store.layout.StripeMap`, [lanes * copies * units].
+    """Native tables of one ``StripeMap``, [lanes * copies * units].
 
     Raises ValueError when the arrays do not fit, TypeError for another dtype or a strided one.
     """
@@ -309,7 +309,7 @@ class Stripes:
         NDArray[np.int64],
         NDArray[np.uint64],
     ]:
-        """The fields of :class:`vllm_ssdkv.store.layout.Extents`; ``offsets`` are one or [n]. No
+        """The fields of ``Extents``; ``offsets`` are one or [n]. No
         request has byte ``cut`` of a slot but as its first.
 
         Raises ValueError for slots in no range and bytes that leave the slot.
@@ -537,7 +537,7 @@ def hmac_sha256(key: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.u
     """
 
 class Counters:
-    """Native part of :class:`vllm_ssdkv.metrics.Counters`, without knowing what is declared.
+    """Native part of :class:`vllm_ssdkv.base.metrics.Counters`, without knowing what is declared.
 
     Any thread may call: every call holds the GIL.
     """

@@ -228,7 +228,7 @@ def bound_logits(
 ) -> None:
     """Write upper bounds of the scaled logits of each page; see ``ScoringKernels``.
 
-    Tables of logits and scores are laid out as ``selection/scores.py`` says, here and below.
+    Tables of logits and scores are laid out as ``sparse/scores.py`` says, here and below.
     """
 
 def choose_channels(
@@ -346,7 +346,7 @@ def count_choice(
     """
 
 class AttentionClock:
-    """Seconds by part, one of :data:`vllm_ssdkv.attention.clock.PARTS`.
+    """Seconds by part, one of :data:`vllm_ssdkv.kernels.step_clock.PARTS`.
 
     Used by the thread that runs the forward pass. On a GPU kernels run later than they are called:
     what is measured there is the time of the host.

@@ -19,8 +19,8 @@ CONNECTOR_MODULE = "vllm_ssdkv.connector.front_end"
 """Where vLLM looks the class up, and has its configuration checked by that."""
 RECOMPUTE = "recompute"
 """vLLM's policy for loads that failed. A cache never ends a request: it is computed."""
-CPU_BACKEND = "vllm_ssdkv.attention.backend.SSDKVCPUBackend"
-CUDA_BACKEND = "vllm_ssdkv.attention.backend.SSDKVBackend"
+CPU_BACKEND = "vllm_ssdkv.connector.attention_backend.SSDKVCPUBackend"
+CUDA_BACKEND = "vllm_ssdkv.connector.attention_backend.SSDKVBackend"
 
 
 def register() -> None:
@@ -39,8 +39,8 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
-    from vllm_ssdkv.connector.cache_spec import register_spec
-    from vllm_ssdkv.connector.module_tree import TREE
+    from vllm_ssdkv.connector.identity.module_tree import TREE
+    from vllm_ssdkv.connector.kv_cache_spec import register_spec
 
     register_spec()
     TREE.install()

@@ -11,13 +11,13 @@ from importlib.metadata import version
 
 import aiofiles
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.files import BenchFile
 from vllm_ssdkv.profiling.bench_io.pools import Lanes, require_whole, too_many_threads
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 
 class AiofilesContender:

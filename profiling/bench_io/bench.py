@@ -16,8 +16,8 @@ from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.bench_io.model import DeviceModel
 from vllm_ssdkv.profiling.bench_io.rivals import gather
 from vllm_ssdkv.profiling.bench_io.run import run_case
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

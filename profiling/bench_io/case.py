@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_ssdkv.sizes import MIB, format_size
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.base.sizes import MIB, format_size
+from vllm_ssdkv.store.io.engines.protocol import Op
 
 MEMORY_BYTES = 256 * MIB
 """Buffers of one measurement: a case whose requests in flight need more is left out."""

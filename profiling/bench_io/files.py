@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.errors import BenchError, StoreError
-from vllm_ssdkv.sizes import MIB, approximate_size
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.direct_io import turn_on_direct
-from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.file_space import reserve_space
+from vllm_ssdkv.base.errors import BenchError, StoreError
+from vllm_ssdkv.base.sizes import MIB, approximate_size
+from vllm_ssdkv.store.devices.direct_io import turn_on_direct
+from vllm_ssdkv.store.devices.preallocate import reserve_space
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 logger = logging.getLogger(__name__)
 

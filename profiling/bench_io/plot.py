@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import format_size
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

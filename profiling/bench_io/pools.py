@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, require_stamps, write_stamps
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 MAX_THREADS = 128
 _OFFSETS = 4096

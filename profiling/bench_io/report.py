@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.profiling.bench_io.case import Case, Contender
 from vllm_ssdkv.profiling.bench_io.rivals import REFERENCE
 from vllm_ssdkv.profiling.bench_io.run import Result, ratio
-from vllm_ssdkv.sizes import format_size
 
 SCHEMA = 1
 """Version of the JSON; a field that changes its meaning makes a new one."""

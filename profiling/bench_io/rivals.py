@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Contender
 from vllm_ssdkv.profiling.bench_io.engines import engine_contenders, engine_kinds
 from vllm_ssdkv.profiling.bench_io.files import BenchFile
 from vllm_ssdkv.profiling.bench_io.fio import FioContender, find_fio
 from vllm_ssdkv.profiling.bench_io.pools import MapContender, ThreadContender
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.throttled import ThrottleRule
+from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
+from vllm_ssdkv.store.memory.arena import Arena
 
 REFERENCE = "fio"
 """Ratios are to this contender's median in the same run."""

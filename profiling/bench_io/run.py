@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Case, Contender, Sample
 
 

@@ -16,12 +16,12 @@ import vllm
 from vllm.v1.kv_offload.tiering.fs import io as fs_io
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, read_stamps, write_stamps
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 THREADS = 16
 """vLLM's default: so many that prefer loads, and as many that prefer stores."""

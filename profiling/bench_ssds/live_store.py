@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.config_io import MIN_STAGING
-from vllm_ssdkv.connector.device_shares import DeviceShares
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.io import MIN_STAGING
 from vllm_ssdkv.connector.messages import FETCH
-from vllm_ssdkv.connector.moves import Moves
-from vllm_ssdkv.connector.write_policy import WritePolicy
-from vllm_ssdkv.connector.writes import Writes
-from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.engine.throttled import ThrottledEngine, ThrottleRule
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.hit import LoadJob
-from vllm_ssdkv.store.index import SlotState
-from vllm_ssdkv.store.layout import I64, SlotGeometry
+from vllm_ssdkv.connector.scheduler.device_weights import DeviceShares
+from vllm_ssdkv.connector.scheduler.pending_writes import Writes
+from vllm_ssdkv.connector.scheduler.relocator import Moves
+from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.store.devices.wear import WearLedger
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import I64, SlotGeometry
+from vllm_ssdkv.store.index.slot_index import SlotState
+from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine, ThrottleRule
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
-from vllm_ssdkv.store.tiers import TieredStore
-from vllm_ssdkv.store.wear import WearLedger
+from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 _TOKENS = 16
 """Of a block; nothing depends on it."""

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample, device_counts
 from vllm_ssdkv.profiling.bench_io.engines import engine_contenders
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
@@ -19,10 +20,9 @@ from vllm_ssdkv.profiling.bench_io.rivals import gather
 from vllm_ssdkv.profiling.bench_io.run import Result, run_case
 from vllm_ssdkv.profiling.bench_ssds.setup import Setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY, SlotRequests
-from vllm_ssdkv.sizes import MIB
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.open import EngineKind
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.io.engines.open import EngineKind
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 SLOW_FACTOR = 5.0
 """How much slower the slow device is."""

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_ssds.live_store import LiveStore, pause
 from vllm_ssdkv.profiling.bench_ssds.scenarios import SLOW_FACTOR, UNIT_BYTES
 from vllm_ssdkv.profiling.bench_ssds.setup import CAPACITY, Setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY
-from vllm_ssdkv.sizes import MIB
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 REACHED = 0.9
 """Share of the optimum that counts as having reached it."""

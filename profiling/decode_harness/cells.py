@@ -8,9 +8,10 @@ from typing import Any, Final, Literal
 import torch
 from transformers import PretrainedConfig
 
-from vllm_ssdkv.config import SelectorName, SSDKVConfig
-from vllm_ssdkv.config_request import RequestOptions
-from vllm_ssdkv.connector.layout import paged_geometry
+from vllm_ssdkv.base.sizes import MIB, format_size
+from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.profiling.decode_harness.decoder import Room
 from vllm_ssdkv.profiling.decode_harness.models import (
     head_size,
@@ -19,8 +20,7 @@ from vllm_ssdkv.profiling.decode_harness.models import (
     llama_8b_config,
     small_config,
 )
-from vllm_ssdkv.sizes import MIB, format_size
-from vllm_ssdkv.store.summaries import row_bytes
+from vllm_ssdkv.store.cache.summaries import row_bytes
 
 Tier = Literal["hbm", "dram", "ssd"]
 

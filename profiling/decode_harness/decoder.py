@@ -18,19 +18,19 @@ import numpy as np
 import torch
 
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.attention.paged import attend_layer, rows_of_step, store_new
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.config_request import RequestOptions
-from vllm_ssdkv.connector.layout import KVLayout, paged_geometry
-from vllm_ssdkv.connector.loaded_model import LoadedModel
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
+from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import Commit, ContextDelta, Row, Save, StepPlan
-from vllm_ssdkv.connector.worker import SSDKVWorker
-from vllm_ssdkv.errors import StoreError
+from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
+from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.header import KEY_BYTES
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_header import KEY_BYTES
 from vllm_ssdkv.store.open import StorePlace, open_rank
 
 FILL_BLOCKS: Final = 64

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from vllm_ssdkv.connector.worker import SSDKVWorker
-from vllm_ssdkv.metrics import counter_key
+from vllm_ssdkv.base.metrics import counter_key
+from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
 from vllm_ssdkv.profiling.decode_harness.full_cache import FullDecoder
 from vllm_ssdkv.profiling.decode_harness.models import kv_bytes_per_token
@@ -21,7 +21,7 @@ from vllm_ssdkv.profiling.decode_harness.part_clock import (
     PartClock,
 )
 from vllm_ssdkv.profiling.python_time import Border, PythonTime, native_borders
-from vllm_ssdkv.selection.protocol import Needs
+from vllm_ssdkv.sparse.protocol import Needs
 
 Figures = dict[str, Any]
 Step = Callable[[torch.Tensor], torch.Tensor]

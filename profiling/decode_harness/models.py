@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from vllm_ssdkv.connector.module_tree import TREE
+from vllm_ssdkv.connector.identity.module_tree import TREE
 
 SPREAD: Final = 0.3
 """Standard deviation of the small models' weights. With the usual 0.02 nothing but the last token

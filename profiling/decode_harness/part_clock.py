@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from vllm_ssdkv.attention.clock import ATTEND, PARTS
+from vllm_ssdkv.kernels.step_clock import ATTEND, PARTS
 
 WINDOW_PART: Final = "attend_window"
 

@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import torch
 
-from vllm_ssdkv.host import available_memory
+from vllm_ssdkv.base.host import available_memory
+from vllm_ssdkv.base.sizes import GIB, approximate_size
 from vllm_ssdkv.profiling.decode_harness.cells import (
     STEPS_AHEAD,
     Case,
@@ -55,8 +56,7 @@ from vllm_ssdkv.profiling.decode_harness.tokens import (
 )
 from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, Row
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun, scratch
-from vllm_ssdkv.selection.protocol import Needs
-from vllm_ssdkv.sizes import GIB, approximate_size
+from vllm_ssdkv.sparse.protocol import Needs
 
 NOT_MEASURED: Final = "not measured"
 """Name of a figure: why a case was not measured."""

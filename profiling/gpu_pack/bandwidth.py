@@ -6,12 +6,12 @@ import itertools
 
 import torch
 
-from vllm_ssdkv.attention.kernels import TritonKernels
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.kernels.dense import TritonKernels
 from vllm_ssdkv.profiling import bench_triton
 from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, Row
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 from vllm_ssdkv.profiling.triton_checks import Model
-from vllm_ssdkv.sizes import MIB
 
 _MODEL = Model(8, 4, 128, 64, torch.bfloat16)
 _SMALL = Model(1, 2, 16, 16, torch.bfloat16)

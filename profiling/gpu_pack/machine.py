@@ -55,13 +55,13 @@ def run(run: StageRun) -> None:
 
 def _import_all() -> None:
     """Import what later stages stand on, so that what is missing is told of first."""
-    import vllm_ssdkv.attention.decode
-    import vllm_ssdkv.connector.blocks
-    import vllm_ssdkv.connector.device_memory
+    import vllm_ssdkv.attention.sparse
+    import vllm_ssdkv.connector.worker.block_copy
+    import vllm_ssdkv.connector.worker.device_memory
     import vllm_ssdkv.profiling.bench_triton
     import vllm_ssdkv.profiling.ragged_checks
     import vllm_ssdkv.store.open
-    import vllm_ssdkv.store.tiers  # noqa: F401
+    import vllm_ssdkv.store.tiered_store  # noqa: F401
 
 
 def _version(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, Row, read_rows
 
 NOT_MEASURED: Final = "not measured"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack.kernels import SMALLEST, run_group
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 

@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.kernels import CpuKernels, select_kernels, wait_for
-from vllm_ssdkv.connector.blocks import BlockPort, OpaquePort, PagedPort
-from vllm_ssdkv.connector.device_memory import channel_memory, hot_memory
-from vllm_ssdkv.connector.pinning import pin_arena, unpin_arena
-from vllm_ssdkv.connector.step_timer import StepTimer
-from vllm_ssdkv.connector.stream_fence import StreamFence
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
+from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
+from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
+from vllm_ssdkv.connector.worker.step_timer import StepTimer
+from vllm_ssdkv.connector.worker.stream_fence import StreamFence
+from vllm_ssdkv.kernels.dense import CpuKernels, select_kernels, wait_for
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.tensor_digest import digest_tensors
 from vllm_ssdkv.profiling.gpu_pack.stage import Case, StageRun, scratch
 from vllm_ssdkv.profiling.gpu_pack.store_rig import PagedRig, bytes_at
-from vllm_ssdkv.sizes import MIB
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cache import FrameCache, FrameState
-from vllm_ssdkv.store.direct_io import turn_on_direct
-from vllm_ssdkv.store.engine.open import EngineKind, EngineOptions, open_engine
-from vllm_ssdkv.store.engine.protocol import IoEngine, Op
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry, round_up
-from vllm_ssdkv.store.summaries import with_summaries
-from vllm_ssdkv.tensor_digest import digest_tensors
+from vllm_ssdkv.store.cache.frames import FrameCache, FrameState
+from vllm_ssdkv.store.cache.summaries import with_summaries
+from vllm_ssdkv.store.devices.direct_io import turn_on_direct
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
+from vllm_ssdkv.store.io.engines.open import EngineKind, EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.protocol import IoEngine, Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 ENGINES: Final[tuple[EngineKind, ...]] = ("threads", "uring")
 

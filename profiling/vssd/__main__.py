@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import parse_size
 from vllm_ssdkv.profiling.bench_io.model import GEN4, DeviceModel
 from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, Kind, Ssds
-from vllm_ssdkv.sizes import parse_size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from vllm_ssdkv.errors import BenchError
-from vllm_ssdkv.host import default_root
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.host import default_root
 
 SOURCES = Path(__file__).parent / "src"
 _FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror")

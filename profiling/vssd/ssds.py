@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.model import DeviceModel
 from vllm_ssdkv.profiling.vssd import system
 from vllm_ssdkv.profiling.vssd.build import build
 from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
-from vllm_ssdkv.sizes import MIB
 
 Kind: TypeAlias = Literal["fuse", "loop"]
 

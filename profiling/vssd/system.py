@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ssdkv.cli.check_devices import mounts
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.cli.doctor.check_devices import mounts
 
 _TIMEOUT_S = 60.0
 _BLOCK = Path("/sys/block")

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockLayout
 from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 
 
 def values_at(

@@ -12,20 +12,20 @@ import torch
 from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, array, key_of, make_store
 from tests.store.tails import addresses
-from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState
-from vllm_ssdkv.attention.clock import AttentionClock
-from vllm_ssdkv.attention.decode import SparseDecode
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.mean_value import MeanValues
-from vllm_ssdkv.attention.page_kernels import select_page_kernels
-from vllm_ssdkv.attention.slot_summaries import SlotSummaries
-from vllm_ssdkv.connector.blocks import PagedPort
-from vllm_ssdkv.selection.kernels import CpuScoringKernels
-from vllm_ssdkv.selection.protocol import Budget
-from vllm_ssdkv.selection.sparf import SparfSelector
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import with_summaries
+from vllm_ssdkv.attention.sparse import SparseDecode
+from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState
+from vllm_ssdkv.kernels.paged import select_page_kernels
+from vllm_ssdkv.kernels.scoring import CpuScoringKernels
+from vllm_ssdkv.kernels.step_clock import AttentionClock
+from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.sparse.protocol import Budget
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.store.cache.summaries import with_summaries
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 __all__ = ["make_store"]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.blocks import PartialState
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate, mix_on_device
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
 
 TOKENS = 6
 

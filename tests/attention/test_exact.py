@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.store.stream import Piece
+from vllm_ssdkv.store.read.context_stream import Piece
 
 
 def test_rows_over_the_same_blocks_are_made_once() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.attention.newest import values_at
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.kernels import select_kernels
 from vllm_ssdkv.attention.mean_value import Floats, MeanValues
-from vllm_ssdkv.attention.page_kernels import select_page_kernels
 from vllm_ssdkv.attention.reference_sparse import mean_value
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.paged import select_page_kernels
 
 CPU = torch.device("cpu")
 LAYERS, LENGTH, BLOCK = 2, 120, 32

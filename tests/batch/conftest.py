@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 
 from tests.batch.served import DEADLINE_S, serving
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.batch import runner, sending, validations
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.config.batch import BatchConfig
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, Usage
+from vllm_ssdkv.batch.endpoint_protocol import AbortedError, NoReplyError
 from vllm_ssdkv.batch.plugin import RUNNER, BatchPlugin, running
 from vllm_ssdkv.batch.prometheus import BatchCounters
 from vllm_ssdkv.batch.request import CHAT, ENDPOINTS
@@ -31,7 +31,7 @@ from vllm_ssdkv.batch.room import Engine, Room
 from vllm_ssdkv.batch.routes import STATE
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import Service, open_service
-from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.config.batch import BatchConfig
 
 DEADLINE_S = 120.0
 KEYS = ("key-a", "key-b")

@@ -21,9 +21,9 @@ from tests.batch.served import (
     served,
     submit,
 )
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.files import insert_file
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.config.batch import BatchConfig
 
 # --- files
 

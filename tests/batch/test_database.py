@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.batch.served import Served, chat_line, jsonl, served, until
+from vllm_ssdkv.base.errors import FormatError, StoreError
 from vllm_ssdkv.batch import database
 from vllm_ssdkv.batch.database import Database
 from vllm_ssdkv.batch.request import CHAT
-from vllm_ssdkv.errors import FormatError, StoreError
 
 
 def other_starts(monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.batch.hostile import memory_of, watched
 from tests.batch.served import DEADLINE_S, KEYS
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.base.sizes import MIB
 
 BESIDE = Path(sys.executable).with_name("schemathesis")
 PROGRAM = str(BESIDE) if BESIDE.exists() else shutil.which("schemathesis")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from tests.batch.hostile import memory_of
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.batch.heap import trim
-from vllm_ssdkv.sizes import MIB
 
 
 def test_what_lies_below_a_block_in_use_goes_back() -> None:

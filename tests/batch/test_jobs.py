@@ -10,7 +10,7 @@ import pytest
 from tests.batch.served import Served, chat_line, ended, served, submit
 from vllm_ssdkv.batch.jobs import NewBatch
 from vllm_ssdkv.batch.request import COMPLETIONS
-from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.config.batch import BatchConfig
 
 
 def test_the_number_of_batches_is_bounded(tmp_path: Path) -> None:

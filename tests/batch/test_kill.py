@@ -26,7 +26,7 @@ from vllm_ssdkv.batch.jobs import Finished, NewBatch
 from vllm_ssdkv.batch.request import COMPLETIONS
 from vllm_ssdkv.batch.service import Service, open_service
 from vllm_ssdkv.batch.validation import Summary, plan
-from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.config.batch import BatchConfig
 
 VICTIM = Path(__file__).with_name("victim.py")
 DEADLINE_S = 300.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.batch.served import chat_line, ended, serving, until
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.base.sizes import KIB, MIB
 
 LINES = 400
 SIZE = 128 * KIB

@@ -15,14 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.batch.served import DEADLINE_S, KEYS, Model, chat_line, jsonl
+from vllm_ssdkv.base.errors import BatchError
 from vllm_ssdkv.batch import offline
-from vllm_ssdkv.batch.answering import NoReplyError
 from vllm_ssdkv.batch.answers import Reply, run_batch_line
+from vllm_ssdkv.batch.endpoint_protocol import NoReplyError
 from vllm_ssdkv.batch.offline import Progress, read_plan, run
 from vllm_ssdkv.batch.order import BLOCK_BYTES
-from vllm_ssdkv.batch.partial import PartialOutput
+from vllm_ssdkv.batch.output_log import PartialOutput
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.errors import BatchError
 
 
 def written(root: Path, texts: list[str]) -> Path:

@@ -31,14 +31,14 @@ from tests.batch.served import (
     submit,
     until,
 )
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch import runner
 from vllm_ssdkv.batch.answers import Reply
 from vllm_ssdkv.batch.files import Files
 from vllm_ssdkv.batch.jobs import Jobs
 from vllm_ssdkv.batch.order import BLOCK_BYTES
 from vllm_ssdkv.batch.plugin import RUNNER
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.config.batch import BatchConfig
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 

@@ -21,8 +21,8 @@ from tests.batch.served import (
     until,
 )
 from vllm_ssdkv.batch import sending
-from vllm_ssdkv.batch.answering import NoReplyError
 from vllm_ssdkv.batch.answers import Reply
+from vllm_ssdkv.batch.endpoint_protocol import NoReplyError
 from vllm_ssdkv.batch.room import KVCache, Load, Room
 
 pytestmark = pytest.mark.usefixtures("no_pauses")

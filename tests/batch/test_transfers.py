@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.batch.served import BATCH, DEADLINE_S, FILE, Served, multipart, served
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch import transfers
-from vllm_ssdkv.sizes import KIB, MIB
 
 
 async def slowly(*pieces: bytes) -> AsyncIterator[bytes]:

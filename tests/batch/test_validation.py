@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.batch.served import DEADLINE_S
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.batch import validator
 from vllm_ssdkv.batch.request import COMPLETIONS, Limits
 from vllm_ssdkv.batch.validation import Entry, plan
 from vllm_ssdkv.batch.validator import Validator, ValidatorError
-from vllm_ssdkv.sizes import MIB
 
 
 def line(custom_id: str, prompt: object, model: str = "m") -> bytes:

@@ -20,9 +20,9 @@ from tests.batch.served import (
     submit,
     until,
 )
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.batch import validations, validator
 from vllm_ssdkv.batch.validator import Validator
-from vllm_ssdkv.sizes import MIB
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 

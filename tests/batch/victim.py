@@ -25,7 +25,7 @@ from vllm_ssdkv.batch.prometheus import BatchCounters
 from vllm_ssdkv.batch.request import COMPLETIONS, ENDPOINTS
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import Service, open_service
-from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.config.batch import BatchConfig
 
 OWNER = b"owner"
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from vllm_ssdkv.metrics import BY_NAME
+from vllm_ssdkv.base.metrics import BY_NAME
 
 THEIRS = {
     "num_requests_running": Gauge,

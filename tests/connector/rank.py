@@ -22,8 +22,8 @@ from vllm_ssdkv.connector.messages import (
     Row,
 )
 from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
-from vllm_ssdkv.store.move import Move
-from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.placement.move import Move
+from vllm_ssdkv.store.placement.placement import Placement
 
 BLOCK = 16
 DEVICES = 2

@@ -43,28 +43,28 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.connector.rank import BLOCK, DEVICES, SLOT_BYTES, WEIGHTS, Pace, Rank
 from tests.connector.symbols import Symbols, accepted, answer, extend, of_group, state_after
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector import startup
-from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
-from vllm_ssdkv.connector.choice import LoadChoice
-from vllm_ssdkv.connector.identities import RankIdentities
-from vllm_ssdkv.connector.keys import KEY_BYTES
+from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.messages import (
     Row,
 )
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.connector.scheduler import SSDKVScheduler
-from vllm_ssdkv.connector.seats import Seats
-from vllm_ssdkv.connector.speculation import Speculation
-from vllm_ssdkv.connector.suspension import Suspension
-from vllm_ssdkv.connector.write_policy import WritePolicy
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.connector.scheduler.admission_slots import Seats
+from vllm_ssdkv.connector.scheduler.block_keys import KEY_BYTES
+from vllm_ssdkv.connector.scheduler.identities import RankIdentities
+from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadChoice
+from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.scheduler.speculation import Speculation
+from vllm_ssdkv.connector.scheduler.suspension import Suspension
+from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.plugin import register
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.placement import Extent, Placement, Segment
-from vllm_ssdkv.store.restripe import Restriper
-from vllm_ssdkv.store.wear import WearLedger
+from vllm_ssdkv.store.devices.wear import WearLedger
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.placement.rebalancer import Restriper
 
 WINDOW = 32
 CHUNK = 48

@@ -12,11 +12,10 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_ssdkv.attention import active
-from vllm_ssdkv.connector import startup
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.connector import active_worker, startup
 from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.errors import UnsupportedError
 
 Step = Callable[[SSDKVConnector, SSDKVMetadata], None]
 
@@ -78,7 +77,7 @@ def connect(
     def made(mode: str) -> tuple[SSDKVConnector, Worker]:
         worker = Worker()
         monkeypatch.setattr(startup, "open_worker", lambda *_: worker)
-        monkeypatch.setattr(active, "set_worker", lambda _: None)
+        monkeypatch.setattr(active_worker, "set_worker", lambda _: None)
         caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
         return SSDKVConnector(configs[mode], KVConnectorRole.WORKER, caches), worker
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.startup import _context_blocks
 
 BLOCK = 16

@@ -27,12 +27,12 @@ from tests.connector.kinds import configuration, make
 from tests.connector.simulation import drafts_like
 from tests.messages import entry_for
 from tests.test_messages import text_of
-from vllm_ssdkv.attention.backend import PagedAttentionImpl, SSDKVCPUBackend
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector import model as layout
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector import model_layout as layout
+from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, SSDKVCPUBackend
+from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US
-from vllm_ssdkv.connector.preflight import check_engine
-from vllm_ssdkv.errors import UnsupportedError
 
 PACKAGE = Path(layout.__file__).parents[1]
 PAGE: Mapping[str, object] = {"mode": "page", "hbm_window_tokens": 64}

@@ -47,17 +47,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import WAITING_REASON_CAPACITY, PrometheusStatLogger
 
-from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
+from vllm_ssdkv.base.host import default_root
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.answers import Reply
+from vllm_ssdkv.batch.endpoint_protocol import AbortedError, NoReplyError
 from vllm_ssdkv.batch.endpoints import Endpoints, brief, fail_fast
 from vllm_ssdkv.batch.engine import RUNNING, USED, WAITING, VllmEngine, kv_cache, load_of
 from vllm_ssdkv.batch.plugin import BatchPlugin, api_keys, batch_config, directory, limits
 from vllm_ssdkv.batch.request import CHAT, Limits
 from vllm_ssdkv.batch.room import KVCache, Load
 from vllm_ssdkv.batch.routes import STATE
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.host import default_root
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.config.batch import BatchConfig
 
 
 def test_the_plugin_is_one() -> None:

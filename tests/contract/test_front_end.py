@@ -22,9 +22,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.connector.kinds import make
+from vllm_ssdkv.base.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.front_end import WRONG_ARGUMENTS, check_command_line
-from vllm_ssdkv.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.plugin import CONNECTOR, CONNECTOR_MODULE, register
 
 WRONG = 'mode: got "pge"; allowed: "reuse" or "page"'

@@ -57,10 +57,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ssdkv import plugin
-from vllm_ssdkv.attention.backend import PagedAttentionImpl, SSDKVBackend, SSDKVCPUBackend
-from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec, TieredManager, register_spec
+from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.connector.connector import SSDKVConnector
-from vllm_ssdkv.connector.keys import BlockKeys
+from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec, TieredManager, register_spec
+from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 
 BLOCK = 16
 WINDOW = 64
@@ -132,7 +132,7 @@ def test_backends_may_change_a_layers_spec() -> None:
 
 def test_built_in_specs_survive_our_registration() -> None:
     code = (
-        "from vllm_ssdkv.connector.cache_spec import register_spec\n"
+        "from vllm_ssdkv.connector.kv_cache_spec import register_spec\n"
         "register_spec()\n"
         "from vllm.v1.kv_cache_interface import FullAttentionSpec\n"
         "from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry\n"

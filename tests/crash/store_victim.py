@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.hit import LoadJob
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=65000)
 BLOCK_TOKENS = 32

@@ -22,14 +22,14 @@ import pytest
 
 from tests.crash.power import PowerTwin
 from tests.store.headers import encoded
-from tests.store.test_index import key, slots_of
-from vllm_ssdkv.errors import FormatError, StoreFullError
-from vllm_ssdkv.store.checksum import checksum_bytes
-from vllm_ssdkv.store.header import SlotHeader, decode
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.recovery import Recover
+from tests.store.index.test_slot_index import key, slots_of
+from vllm_ssdkv.base.checksum import checksum_bytes
+from vllm_ssdkv.base.errors import FormatError, StoreFullError
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_header import SlotHeader, decode
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.index.recovery import Recover
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 
 GEOMETRY = SlotGeometry("opaque", layers=2, heads=1, groups=1, payload_bytes=4000)
 STORE = UUID(int=7)

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ssdkv.errors import StoreError, StoreLockedError
-from vllm_ssdkv.store.fsck import examined
-from vllm_ssdkv.store.repair import repair
+from vllm_ssdkv.base.errors import StoreError, StoreLockedError
+from vllm_ssdkv.store.maintenance.fsck import examined
+from vllm_ssdkv.store.maintenance.repair import repair
 
 VICTIM = Path(__file__).with_name("store_victim.py")
 ROUNDS = 20

@@ -1,5 +1,5 @@
 // The tables of single pages and both orders of eviction, under sanitizers; what they answer is
-// compared with a model in tests/store/test_page_cache.py.
+// compared with a model in tests/store/cache/test_selected_pages.py.
 #include "cache/page_cache.hpp"
 
 #include <algorithm>

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.block_comparison import BlockComparer
+from vllm_ssdkv.connector.worker.block_comparison import BlockComparer
 
 EXTENSION = "tests.e2e.deviations.NotedDeviations"
 """For vLLM's option ``worker_extension_cls``; ``LLM.collective_rpc("take_deviations")`` asks."""

@@ -27,7 +27,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from vllm_ssdkv.store import speed
+from vllm_ssdkv.store.devices import throughput
 
 IDLE_DEADLINE_S = 300.0
 MAX_TOKENS = 40
@@ -154,10 +154,10 @@ class Engine:
         self._set_num_threads = torch.set_num_threads
         # Test machines are small and busy: more threads would only spin.
         torch.set_num_threads(1)
-        self._windows = speed.WINDOWS
+        self._windows = throughput.WINDOWS
         if in_process and "throttle" not in dict(ssdkv or {}).get("io", {}):  # type: ignore[operator]  # a table
             # All devices are on one disk: that one is slower than another is noise.
-            speed.WINDOWS = 1 << 62
+            throughput.WINDOWS = 1 << 62
         variables = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -190,7 +190,7 @@ class Engine:
 
     def _clean(self) -> None:
         torch.set_num_threads = self._set_num_threads
-        speed.WINDOWS = self._windows
+        throughput.WINDOWS = self._windows
         if self.in_process:
             Engine._inside = False
             ensure_kv_transfer_shutdown()

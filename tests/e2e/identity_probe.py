@@ -33,12 +33,12 @@ from vllm.v1.request import Request
 from vllm.v1.worker.cpu import shm  # noqa: F401 - lets vLLM load models without a GPU
 
 from tests.e2e.identity_table import CASES, Start, as_in_a_new_process
-from vllm_ssdkv.connector.identities import RankIdentities
-from vllm_ssdkv.connector.keys import BlockKeys
-from vllm_ssdkv.connector.kv_settings import kv_settings
-from vllm_ssdkv.connector.loaded_model import LoadedAdapters, LoadedModel
+from vllm_ssdkv.connector.identity.kv_settings import kv_settings
+from vllm_ssdkv.connector.identity.loaded_model import LoadedAdapters, LoadedModel
+from vllm_ssdkv.connector.identity.weight_files import digest_of_files
 from vllm_ssdkv.connector.messages import RankReport
-from vllm_ssdkv.connector.weight_files import digest_of_files
+from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
+from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.plugin import register
 
 _BLOCK = 32

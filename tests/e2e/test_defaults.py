@@ -13,9 +13,9 @@ from tests.e2e.engine import Engine, environment
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens
-from vllm_ssdkv import host
-from vllm_ssdkv.connector.verification import FIRST_HITS
-from vllm_ssdkv.store import reconcile
+from vllm_ssdkv.base import host
+from vllm_ssdkv.connector.scheduler.hit_verifier import FIRST_HITS
+from vllm_ssdkv.store.placement import reconcile
 
 BLOCK = 128
 """What vLLM chooses on the CPU when nobody names a block size."""

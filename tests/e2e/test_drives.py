@@ -12,8 +12,9 @@ import pytest
 
 from tests.e2e.bench import HANG_S, Bench
 from tests.store.model_time import ModelTime
-from vllm_ssdkv.store import files, slot_batch, speed
-from vllm_ssdkv.store.engine import throttled
+from vllm_ssdkv.store.devices import throughput
+from vllm_ssdkv.store.io import slot_io, slot_request
+from vllm_ssdkv.store.io.testing import throttled
 
 StartBench = Callable[..., Bench]
 
@@ -129,10 +130,10 @@ def with_a_slow_drive(
     capacity_mib: int = 16,
 ) -> Bench:
     """Three drives, one with a tenth of the others' speed, which is noticed within few reads."""
-    ModelTime().govern(monkeypatch, files, slot_batch, throttled)
-    monkeypatch.setattr(speed, "WINDOW_S", 0.05)
-    monkeypatch.setattr(speed, "MIN_PART_BYTES", 64 * 1024)
-    monkeypatch.setattr(speed, "MIN_WINDOW_BYTES", 128 * 1024)
+    ModelTime().govern(monkeypatch, slot_io, slot_request, throttled)
+    monkeypatch.setattr(throughput, "WINDOW_S", 0.05)
+    monkeypatch.setattr(throughput, "MIN_PART_BYTES", 64 * 1024)
+    monkeypatch.setattr(throughput, "MIN_WINDOW_BYTES", 128 * 1024)
     rules = [
         {"device": device, "bandwidth": "4MiB" if device == VICTIM else "40MiB"}
         for device in range(3)

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.engine import Answer, Engine, Tokens
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens, page_mode, reuse_mode
-from vllm_ssdkv.errors import KeyMismatchError
+from vllm_ssdkv.base.errors import KeyMismatchError
 
 BLOCK, WINDOW, CHUNK = 32, 128, 256
 DRAM = "10MiB"

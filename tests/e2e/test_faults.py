@@ -13,7 +13,7 @@ from tests.e2e.bench import CHUNK, DEADLINE_S, HANG_S, PROMPTS, WINDOW, Bench, e
 from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
-from vllm_ssdkv.errors import StoreFailedError
+from vllm_ssdkv.base.errors import StoreFailedError
 
 StartBench = Callable[..., Bench]
 

@@ -13,10 +13,10 @@ from tests.e2e.bench import CHUNK, PROMPTS, WINDOW, Bench, engine_options, flip_
 from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
-from vllm_ssdkv.errors import FormatError
-from vllm_ssdkv.store.manifest import COPY, NAME
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
-from vllm_ssdkv.store.superblock import COPY_OFFSETS
+from vllm_ssdkv.base.errors import FormatError
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.format.manifest import COPY, NAME
+from vllm_ssdkv.store.format.superblock import COPY_OFFSETS
 
 StartBench = Callable[..., Bench]
 

@@ -1,8 +1,8 @@
 """The first step of a process may compute a single token: all else of the prompt is stored.
 
 On processors with AMX vLLM's attention then uses tiles that nobody has asked Linux for, unless our
-worker has: before, the engine ended by a signal (``connector/amx.py``). Elsewhere it is a step like
-any other.
+worker has: before, the engine ended by a signal (``connector/worker/amx.py``). Elsewhere it is a
+step like any other.
 """
 
 from __future__ import annotations

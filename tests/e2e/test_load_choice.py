@@ -12,9 +12,10 @@ from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import reuse_mode
 from tests.store.model_time import ModelTime
-from vllm_ssdkv.connector import choice
-from vllm_ssdkv.store import files, loader, slot_batch
-from vllm_ssdkv.store.engine import throttled
+from vllm_ssdkv.connector.scheduler import load_or_recompute
+from vllm_ssdkv.store.io import slot_io, slot_request
+from vllm_ssdkv.store.io.testing import throttled
+from vllm_ssdkv.store.read import prefix_loader
 
 BLOCK = 32
 LEARN, LONG, SHORT, PROBED, NEWS, OTHER_NEWS = prompts((1000, 2000, 300, 290, 700, 600), seed=20)
@@ -28,7 +29,7 @@ Devices = Callable[..., list[dict[str, str]]]
 @pytest.fixture(autouse=True)
 def _model_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads take the time that the drive's model says, and nobody waits for it."""
-    ModelTime().govern(monkeypatch, files, slot_batch, loader, throttled)
+    ModelTime().govern(monkeypatch, slot_io, slot_request, prefix_loader, throttled)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_a_slow_drive(
         assert ask(engine, stock, LEARN) == hit(LEARN)
         assert engine.ssdkv("hit_tokens", tier="dram") == hit(LEARN)
         # Beside this one a few of its blocks are read, which takes longer than its answer.
-        monkeypatch.setattr(choice, "PROBE_INTERVAL_S", 0.0)
+        monkeypatch.setattr(load_or_recompute, "PROBE_INTERVAL_S", 0.0)
         assert ask(engine, stock, PROBED) == 0
         engine.settle()
         assert engine.ssdkv("load_probes") == 1

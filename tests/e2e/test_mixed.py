@@ -23,8 +23,8 @@ from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.store.conftest import until
 from tests.store.unhurried import open_unhurried_engines
-from vllm_ssdkv.attention import active
-from vllm_ssdkv.store.cache import NO_FRAME
+from vllm_ssdkv.connector import active_worker
+from vllm_ssdkv.store.cache.frames import NO_FRAME
 
 WINDOW, CHUNK = 64, 256
 LISTS = 8
@@ -141,7 +141,7 @@ class Mixed(Bench):
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - our worker's half, in this process
-        return active.worker()
+        return active_worker.worker()
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from tests.e2e.workload import kv_tokens
 from tests.faults import set_faults
 from tests.store.conftest import until
 from tests.store.unhurried import open_unhurried_engines
-from vllm_ssdkv.errors import ConfigError, StoreFailedError, UnsupportedError
-from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.base.errors import ConfigError, StoreFailedError, UnsupportedError
+from vllm_ssdkv.store.cache.frames import FrameState
 
 ACTIONS = 50
 SELECTORS = ("exact", "bounds", "sparf", "adaptive", "window")

@@ -12,8 +12,8 @@ from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.store.conftest import until
-from vllm_ssdkv.attention import active
-from vllm_ssdkv.connector import worker
+from vllm_ssdkv.connector import active_worker
+from vllm_ssdkv.connector.worker import worker
 
 WINDOW, CHUNK, BLOCK = 128, 256, 32
 SHORT, LONG = prompts((1500, 1700), seed=53)
@@ -41,7 +41,7 @@ def test_what_is_streamed_is_kept_when_there_is_room(
             read: list[int] = []
 
             def after_step(_: int, read: list[int] = read) -> None:
-                mine = active.worker()
+                mine = active_worker.worker()
                 assert mine is not None
                 stream = mine.store._stream
                 read.append(0 if stream is None else stream.pages_on_ssd)

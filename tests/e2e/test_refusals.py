@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.engine import Engine
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
 from tests.messages import entry_for
-from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.base.errors import SSDKVError
 
 Devices = Callable[..., list[dict[str, str]]]
 
@@ -94,7 +94,7 @@ def test_the_plugin_is_not_loaded(
     """vLLM only logs when a plugin fails; then the connector itself must notice."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from vllm_ssdkv.attention.backend import SSDKVCPUBackend
+    from vllm_ssdkv.connector.attention_backend import SSDKVCPUBackend
 
     monkeypatch.setattr(SSDKVCPUBackend, "customize_spec", classmethod(lambda cls, spec: spec))
     monkeypatch.setattr(SSDKVCPUBackend, "get_impl_cls", CPUAttentionBackend.get_impl_cls)

@@ -11,9 +11,9 @@ import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.e2e.bench import HANG_S, Bench, flip_bit
-from vllm_ssdkv.store import scrub
-from vllm_ssdkv.store.fsck import examined
-from vllm_ssdkv.store.repair import repair
+from vllm_ssdkv.store.maintenance import scrubber
+from vllm_ssdkv.store.maintenance.fsck import examined
+from vllm_ssdkv.store.maintenance.repair import repair
 
 StartBench = Callable[..., Bench]
 
@@ -23,7 +23,7 @@ def test_a_page_that_goes_bad_while_nobody_asks(
 ) -> None:
     """It is dropped before a request can run into it, and everything else is as it should be."""
     # The first pass may be over before the page goes bad; the next one must not be an hour away.
-    monkeypatch.setattr(scrub, "PASS_S", 0.2)
+    monkeypatch.setattr(scrubber, "PASS_S", 0.2)
     here = bench("reuse", io={"scrub_rate": "1GiB"})
     here.ask()
     slots = here.stored(0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_sparse import BUDGET, LISTS, PAGE_BYTES, QUESTIONS, Recall
-from vllm_ssdkv.cli.recall import Task, ask
+from vllm_ssdkv.profiling.recall.recall import Task, ask
 
 BLOCK = 64
 """So that a channel page holds half of a head's 64 channels."""

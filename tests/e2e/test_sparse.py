@@ -15,9 +15,9 @@ from tests.attention.newest import values_at
 from tests.e2e.engine import Engine
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.faults import set_faults
-from vllm_ssdkv.attention import active
-from vllm_ssdkv.attention.backend import PagedAttentionImpl, PagedMetadata
-from vllm_ssdkv.cli.recall import MODEL_DIR, Question, Task, ask
+from vllm_ssdkv.connector import active_worker
+from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, PagedMetadata
+from vllm_ssdkv.profiling.recall.recall import MODEL_DIR, Question, Task, ask
 
 WINDOW, CHUNK, BLOCK = 64, 512, 16
 BUDGET = 1 / 8
@@ -138,7 +138,7 @@ def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> N
         running = engine.scheduler.running
         if len(running) == len(asked) and all(r.num_output_tokens for r in running):
             # What vLLM was told last may be older.
-            worker = active.worker()
+            worker = active_worker.worker()
             assert worker is not None
             totals = worker.counters.totals().items()
             counted = ("bytes_read|", "sparse_pages_in_context")
@@ -172,7 +172,7 @@ def test_attention_is_handed_the_v_that_the_cache_has(
         *others: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        worker = active.worker()
+        worker = active_worker.worker()
         if attn_metadata is not None and worker is not None and worker.step is not None:
             tokens = attn_metadata.num_actual_tokens
             blocks, inside = np.divmod(attn_metadata.slot_mapping[:tokens].numpy(), BLOCK)

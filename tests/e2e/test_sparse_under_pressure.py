@@ -21,7 +21,7 @@ from tests.e2e.stock import Stock
 from tests.e2e.test_mixed import Mixed
 from tests.e2e.workload import page_mode
 from tests.store.unhurried import open_unhurried_engines
-from vllm_ssdkv.metrics import counter_key
+from vllm_ssdkv.base.metrics import counter_key
 
 WINDOW, CHUNK = 64, 128
 BLOCK = 64

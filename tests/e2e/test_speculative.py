@@ -17,8 +17,8 @@ from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
 from tests.faults import set_faults
-from vllm_ssdkv.cli.recall import MODEL_DIR, ask
-from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.profiling.recall.recall import MODEL_DIR, ask
 
 BLOCK = 32
 PROMPTS = prompts((200, 300, 77, 640), seed=1)

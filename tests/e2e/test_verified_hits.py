@@ -24,9 +24,9 @@ from tests.e2e.models import prompts
 from tests.e2e.test_lora import RANK, make_adapter
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.connector import loaded_model
-from vllm_ssdkv.connector.loaded_model import LoadedModel
-from vllm_ssdkv.connector.verification import FIRST_HITS
+from vllm_ssdkv.connector.identity import loaded_model
+from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
+from vllm_ssdkv.connector.scheduler.hit_verifier import FIRST_HITS
 
 Devices = Callable[..., list[dict[str, Any]]]
 Change = Callable[[torch.nn.Module], Callable[[], None]]

@@ -9,7 +9,7 @@ from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens, page_mode, reuse_mode
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.base.sizes import MIB
 
 BUDGET = 16 * MIB
 MANY = prompts((2000, 2001, 2002), seed=30)

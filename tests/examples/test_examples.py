@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.serving import server
-from vllm_ssdkv.cli import recall
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.recall import recall
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_S = 600.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.front_end import WRONG_ARGUMENTS
 
 UNIT = Path(__file__).parents[2] / "examples" / "vllm-ssdkv.service"

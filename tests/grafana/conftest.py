@@ -25,9 +25,9 @@ from openai.types import Batch
 from tests.conftest import disk_directory
 from tests.faults import set_faults
 from tests.serving import Running, free_port, server
-from vllm_ssdkv.cli import recall
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.profiling.recall import recall
 
 GRAFANA = Path(__file__).parents[2] / "grafana"
 PATIENCE_S = 300.0

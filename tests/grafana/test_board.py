@@ -8,9 +8,9 @@ import re
 import pytest
 
 from tests.grafana.conftest import GRAFANA
+from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.grafana.board import NAMES, Query, fill_in, read_board
 from vllm_ssdkv.grafana.write import dashboards
-from vllm_ssdkv.metrics import BATCH_METRICS, METRICS
 
 
 def test_the_committed_json_is_what_the_code_writes() -> None:

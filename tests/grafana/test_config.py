@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.grafana.conftest import GRAFANA
-from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 
 DOCS = GRAFANA.parent / "docs"
 

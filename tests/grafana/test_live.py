@@ -29,13 +29,13 @@ from tests.grafana.conftest import (
     with_shared_prefixes,
 )
 from tests.serving import Footprint
-from vllm_ssdkv.cli import recall
+from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.cli.scrape import fetch, page_url
+from vllm_ssdkv.cli.monitor.metrics_scrape import fetch, page_url
 from vllm_ssdkv.grafana.board import NAMES, Panel, read_board
 from vllm_ssdkv.grafana.prometheus import Prometheus
 from vllm_ssdkv.grafana.render import Period, ask
-from vllm_ssdkv.metrics import BATCH_METRICS, METRICS
+from vllm_ssdkv.profiling.recall import recall
 
 pytestmark = pytest.mark.timeout(900)
 RATE_INTERVAL_S = 10 * SCRAPE_S

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_ssdkv.profiling import bench_encryption as bench
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 SHAPE = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8192)
 ROUNDS = 2

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.profiling.bench_io import fio, pools
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case, Sample, device_counts, plan
 from vllm_ssdkv.profiling.bench_io.engines import EngineContender, engine_kinds
@@ -25,9 +26,8 @@ from vllm_ssdkv.profiling.bench_io.files import FOLDER, BenchFile, bench_files, 
 from vllm_ssdkv.profiling.bench_io.model import GEN4
 from vllm_ssdkv.profiling.bench_io.rivals import contender_names, gather
 from vllm_ssdkv.profiling.bench_io.run import Result, ratio, run_case
-from vllm_ssdkv.sizes import KIB, MIB
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import Op
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
 
 REGION = 4 * MIB
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_ssdkv.connector.scheduler import SSDKVScheduler
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.profiling import bench_metrics
 from vllm_ssdkv.profiling.bench_metrics import Watched
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.engines import engine_kinds
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
@@ -23,11 +24,10 @@ from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort
 from vllm_ssdkv.profiling.bench_ssds.setup import make_setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY, SlotRequests
 from vllm_ssdkv.profiling.bench_ssds.vllm_requests import VllmRequests
-from vllm_ssdkv.sizes import MIB
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.lanes import lanes_for
-from vllm_ssdkv.store.layout import StripeMap
+from vllm_ssdkv.store.format.slot_geometry import StripeMap
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.placement.lanes import lanes_for
 
 BLOCKS = 6
 

@@ -23,7 +23,7 @@ from vllm_ssdkv.attention.reference_sparse import (
     page_weights,
     sparq_attention,
 )
-from vllm_ssdkv.config import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
 from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
 from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups
 from vllm_ssdkv.profiling.gpu_pack import __main__ as command
 from vllm_ssdkv.profiling.gpu_pack.orchestrate import LOG_BYTES, Orchestrator, Plan, Stage

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, ResultLog, Row, read_rows
 

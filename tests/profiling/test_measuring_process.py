@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling import measuring_process
 from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.model import DeviceModel
 from vllm_ssdkv.profiling.bench_ssds.setup import make_setup
 from vllm_ssdkv.profiling.bench_ssds.slowing import Plan, Trace, slowing
-from vllm_ssdkv.sizes import MIB
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 PLAN = Plan(
     geometry=SlotGeometry("opaque", 1, 1, 1, 130_000),

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.model import GEN4, DeviceModel
 from vllm_ssdkv.profiling.vssd import build, system
 from vllm_ssdkv.profiling.vssd.ssds import Ssds, ssds
 from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
-from vllm_ssdkv.sizes import MIB
 
 FAST = DeviceModel(bandwidth=1e12, latency_s=0.0, iops=1e9, dilation=1.0)
 CAPACITY = 32 * MIB

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.store.conftest import array
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
-from vllm_ssdkv.store.border import Border
-from vllm_ssdkv.store.cache import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.page_cache import PageCache, Pages
-from vllm_ssdkv.store.summaries import NO_ROW, SummaryTable, with_summaries
+from vllm_ssdkv.store.cache.dram_balancer import Border
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.cache.selected_pages import PageCache, Pages
+from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable, with_summaries
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
 DEEP = with_summaries(replace(GEOMETRY, summary_pages=0), 16, channels=True)

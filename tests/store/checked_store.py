@@ -13,10 +13,10 @@ import numpy as np
 from tests.conftest import disk_directory
 from tests.store.conftest import array
 from tests.store.filled_store import FilledStore
-from vllm_ssdkv.store.fsck import examined
-from vllm_ssdkv.store.fsck_report import Report
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
-from vllm_ssdkv.store.repair import repair
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.maintenance.fsck import examined
+from vllm_ssdkv.store.maintenance.fsck_report import Report
+from vllm_ssdkv.store.maintenance.repair import repair
 
 SLOTS = (0, 1, 2, 5, 8, 13, 21, 34, 55)
 

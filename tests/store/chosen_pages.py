@@ -14,8 +14,8 @@ from tests.store.conftest import (
     array,
     content,
 )
-from vllm_ssdkv.store.chosen import ChosenContexts
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.read.selected_context import ChosenContexts
 
 BOTH = pytest.mark.parametrize("geometry", [SUMMED, SUMMED_ENCRYPTED], ids=["plain", "encrypted"])
 

@@ -23,18 +23,18 @@ from tests.store.conftest import (
     key_of,
     until,
 )
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import FormatError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.hit import LoadJob
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SlotGeometry
-from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.base.errors import FormatError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.manifest import Manifest
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
-from vllm_ssdkv.store.placement import Placement
-from vllm_ssdkv.store.restripe import Restriper
-from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8000)
 """Pages with padding, a header with unused bytes."""

@@ -23,19 +23,19 @@ from numpy.typing import NDArray
 sys.path.append(str(Path(__file__).parents[2]))  # behind the package that is installed
 
 from tests.store.headers import encoded
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.checksum import checksum_bytes
-from vllm_ssdkv.store.cipher import CipherSealer
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.header import SlotHeader
-from vllm_ssdkv.store.header_batch import key_rows
-from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.manifest import NAME, Manifest, ManifestDevice
-from vllm_ssdkv.store.placement import Extent, Placement, Segment
-from vllm_ssdkv.store.records import Kind
-from vllm_ssdkv.store.store_key import StoreKey
-from vllm_ssdkv.store.superblock import Superblock
+from vllm_ssdkv.base.checksum import checksum_bytes
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.journal_record import Kind
+from vllm_ssdkv.store.format.manifest import NAME, Manifest, ManifestDevice
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_header import SlotHeader
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.format.superblock import Superblock
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.integrity.cipher import CipherSealer
+from vllm_ssdkv.store.integrity.store_key import StoreKey
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
 
 STORE = UUID("5d5a2f0e-8c5b-4b1e-9a63-0d2f6a4c7b10")
 DEVICES = (

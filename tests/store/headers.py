@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.header import SlotHeader
-from vllm_ssdkv.store.header_batch import HeaderFormat, key_rows
-from vllm_ssdkv.store.layout import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_header import SlotHeader
+from vllm_ssdkv.store.format.slot_header_batch import HeaderFormat, key_rows
 
 U8 = NDArray[np.uint8]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.store.conftest import PAGED, PAGED_ENCRYPTED, PATIENCE_S, key_of
-from vllm_ssdkv.config import SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.index import SlotIndex
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace
 from vllm_ssdkv.store.open_store import OpenStore
 

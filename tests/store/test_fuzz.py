@@ -26,13 +26,13 @@ import pytest
 from tests.store.conftest import PAGED
 from tests.store.headers import encoded
 from vllm_ssdkv._index import Replay
-from vllm_ssdkv.errors import FormatError
-from vllm_ssdkv.store.checksum import checksum_bytes
-from vllm_ssdkv.store.fingerprint import DIGEST_BYTES
-from vllm_ssdkv.store.header import SlotHeader, decode
-from vllm_ssdkv.store.manifest import NAME, Manifest
-from vllm_ssdkv.store.records import check_header, encode_header
-from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
+from vllm_ssdkv.base.checksum import checksum_bytes
+from vllm_ssdkv.base.errors import FormatError
+from vllm_ssdkv.store.format.fingerprint import DIGEST_BYTES
+from vllm_ssdkv.store.format.journal_record import check_header, encode_header
+from vllm_ssdkv.store.format.manifest import NAME, Manifest
+from vllm_ssdkv.store.format.slot_header import SlotHeader, decode
+from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE, DIGEST = UUID(int=5), bytes(range(16))

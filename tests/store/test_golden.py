@@ -20,15 +20,15 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from tests.store import golden_store as writer
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.cipher import CipherSealer
-from vllm_ssdkv.store.header_batch import key_rows
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.manifest import Manifest
-from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
-from vllm_ssdkv.store.store_key import StoreKey, block_name
-from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
+from vllm_ssdkv.store.format.manifest import Manifest
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.integrity.cipher import CipherSealer
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
+from vllm_ssdkv.store.integrity.store_key import StoreKey, block_name
+from vllm_ssdkv.store.memory.arena import Arena
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -459,7 +459,7 @@ def test_manifest_as_documented(name: str) -> None:
 
 
 def test_the_bounds_in_the_page_are_those_of_the_code() -> None:
-    from vllm_ssdkv.store.journal import SLACK_RECORDS, journal_bytes
+    from vllm_ssdkv.store.index.journal import SLACK_RECORDS, journal_bytes
 
     text = FORMAT_PAGE.read_text(encoding="utf-8")
     assert f"128 + 72 * (3 * slots + 2 * {SLACK_RECORDS})" in text

@@ -17,7 +17,7 @@ from tests.crash import store_victim
 from tests.crash.store_victim import CHAIN, GEOMETRY, Victim, key_of
 from tests.store.conftest import until
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.cache import FrameState
+from vllm_ssdkv.store.cache.frames import FrameState
 
 REQUEST = "long"
 SAMPLES = 12

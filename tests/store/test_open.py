@@ -27,8 +27,7 @@ from tests.store.opening import (
     place,
     used,
 )
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import (
+from vllm_ssdkv.base.errors import (
     ConfigError,
     DeviceError,
     EngineUnavailableError,
@@ -38,15 +37,16 @@ from vllm_ssdkv.errors import (
     StoreError,
     StoreLockedError,
 )
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.engine.protocol import Op
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.header_batch import key_rows
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.integrity.store_key import StoreKey
+from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
-from vllm_ssdkv.store.store_key import StoreKey
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

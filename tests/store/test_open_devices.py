@@ -15,18 +15,19 @@ import pytest
 
 from tests.store.conftest import PAGED, PATIENCE_S, array
 from tests.store.opening import CAPACITY, Opened, close, fill, found, impatient, place, used
-from vllm_ssdkv.errors import DeviceError, StoreLockedError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store import file_lock, journal
+from vllm_ssdkv.base import file_lock
+from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.index import SlotIndex
-from vllm_ssdkv.store.journal import Journal
-from vllm_ssdkv.store.journal_file import JournalFile
-from vllm_ssdkv.store.manifest import Manifest
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES
+from vllm_ssdkv.store.format.manifest import Manifest
+from vllm_ssdkv.store.index import journal
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.index.journal_file import JournalFile
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.maintenance.offline_store import find_store
 from vllm_ssdkv.store.open import JOURNAL, open_index, open_rank
-from vllm_ssdkv.store.placement import Placement
-from vllm_ssdkv.store.records import HEADER_BYTES
-from vllm_ssdkv.store.stored import find_store
+from vllm_ssdkv.store.placement.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

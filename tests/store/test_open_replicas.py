@@ -12,9 +12,9 @@ import pytest
 
 from tests.store.conftest import PAGED, Slots, array
 from tests.store.opening import MODEL, Opened, close, fill, found, place
-from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.store.open import StorePlace, open_index
-from vllm_ssdkv.store.placement import Placement
+from vllm_ssdkv.store.placement.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

@@ -16,17 +16,17 @@ from typer.testing import CliRunner
 
 from tests.conftest import disk_directory
 from tests.store.filled_store import FilledStore
+from vllm_ssdkv.base.errors import FormatError, StoreError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.errors import FormatError, StoreError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.catalog import inspect_store
-from vllm_ssdkv.store.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.devices.wear import NAME as WEAR
+from vllm_ssdkv.store.devices.wear import WearLedger
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
+from vllm_ssdkv.store.maintenance.catalog import inspect_store
+from vllm_ssdkv.store.maintenance.offline_store import find_store
 from vllm_ssdkv.store.open import JOURNAL
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
-from vllm_ssdkv.store.stored import find_store
-from vllm_ssdkv.store.superblock import BLOCK_BYTES, COPY_OFFSETS
-from vllm_ssdkv.store.wear import NAME as WEAR
-from vllm_ssdkv.store.wear import WearLedger
 
 SLOTS = (0, 1, 2, 5)
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from tests.messages import entry_for
 from tests.store.opening import MODEL, close, fill, impatient, place
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.errors import SSDKVError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.manifest import COPY, NAME
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.manifest import COPY, NAME
 from vllm_ssdkv.store.open import JOURNAL, open_index, open_rank
 
 pytestmark = pytest.mark.usefixtures("small_segments")

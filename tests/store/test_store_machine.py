@@ -31,19 +31,19 @@ from tests.conftest import disk_directory
 from tests.faults import set_faults
 from tests.store.tails import Tails
 from tests.store.unhurried import UnhurriedEngine
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import StoreFullError
-from vllm_ssdkv.metrics import Counters
+from vllm_ssdkv.base.errors import StoreFullError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.engine.open import open_engine
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.hit import LoadJob, LoadOutcome
-from vllm_ssdkv.store.index import SlotState
-from vllm_ssdkv.store.layout import PAGE_ALIGN, Extents, SlotGeometry
-from vllm_ssdkv.store.move import Move
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, Extents, SlotGeometry
+from vllm_ssdkv.store.index.slot_index import SlotState
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
-from vllm_ssdkv.store.records import HEADER_BYTES, RECORD_BYTES
-from vllm_ssdkv.store.tiers import TieredStore
+from vllm_ssdkv.store.placement.move import Move
+from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=200_000)
 """A slot has two stripe units. Encrypted, it is as long: headers have room for tags."""

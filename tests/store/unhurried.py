@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.engine.held import FaultyBatch
-from vllm_ssdkv.store.engine.open import EngineOptions, open_engine
-from vllm_ssdkv.store.engine.protocol import I32, U16, U32, U64, Batch, IoEngine, Op
+from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.protocol import I32, U16, U32, U64, Batch, IoEngine, Op
+from vllm_ssdkv.store.io.testing.held import FaultyBatch
 
 PATIENCE_S = 60.0
 
@@ -26,7 +26,7 @@ def open_unhurried_engines(patch: pytest.MonkeyPatch) -> None:
 
 
 class UnhurriedEngine:
-    """See :class:`vllm_ssdkv.store.engine.protocol.IoEngine`; wraps a faulty one.
+    """See :class:`vllm_ssdkv.store.io.engines.protocol.IoEngine`; wraps a faulty one.
 
     A wait ends at its time while a rule holds requests back. The others get all the time they need
     before the clock is looked at, so that a test may have a short deadline on a machine that

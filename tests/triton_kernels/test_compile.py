@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, Rows
-from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
+from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels import (
     attend,
     choose,

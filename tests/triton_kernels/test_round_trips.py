@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.triton_kernels.test_compile import Recorder, record
-from vllm_ssdkv.attention.blocks import BlockLayout, PartialState
-from vllm_ssdkv.attention.pages import PageList
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
+from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels import attend, choose, finish, merge, score, tokens
 
 __all__ = ["record"]

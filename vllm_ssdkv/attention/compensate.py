@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.blocks import PartialState
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
 
 
 def compensate(

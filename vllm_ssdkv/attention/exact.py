@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
-from vllm_ssdkv.attention.clock import ATTEND, MERGE, WAIT, StepClock
-from vllm_ssdkv.attention.kernels import AttentionKernels, wait_for
-from vllm_ssdkv.store.stream import Piece
+from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
+from vllm_ssdkv.store.read.context_stream import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.page_kernels import PageKernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.paged import PageKernels
 
 Floats = NDArray[np.float32]
 

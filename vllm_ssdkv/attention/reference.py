@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_ssdkv.attention.blocks import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 
 
 def _pages(layout: BlockLayout, block: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from vllm_ssdkv.errors import SSDKVError
+from vllm_ssdkv.base.errors import SSDKVError
 
 
 class ApiError(SSDKVError):

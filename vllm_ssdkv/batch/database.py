@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from vllm_ssdkv.errors import FormatError, StoreError
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.base.errors import FormatError, StoreError
+from vllm_ssdkv.base.sizes import KIB, MIB
 
 VERSION: Final = 2
 BUSY_S: Final = 30.0

@@ -22,8 +22,8 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_ssdkv.batch.answering import AbortedError, NoReplyError
 from vllm_ssdkv.batch.answers import Reply, Usage
+from vllm_ssdkv.batch.endpoint_protocol import AbortedError, NoReplyError
 from vllm_ssdkv.batch.engine import is_draining
 from vllm_ssdkv.batch.request import CHAT, COMPLETIONS, EMBEDDINGS
 

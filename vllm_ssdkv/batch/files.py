@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from vllm_ssdkv.base.durable_file import sync_directory
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.batch.api_error import ApiError, not_found
 from vllm_ssdkv.batch.database import REQUEST_BYTES, SMALLEST, Database
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.errors import SSDKVError
-from vllm_ssdkv.sizes import format_size
-from vllm_ssdkv.store.durable import sync_directory
+from vllm_ssdkv.config.batch import BatchConfig
 
 DAY_S: Final = 86400
 KEPT_S: Final = 30 * DAY_S

@@ -16,15 +16,15 @@ from typing import Any, Final
 
 import msgspec
 
+from vllm_ssdkv.base.durable_file import sync_directory, write_all
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.batch.answers import NO_TOKENS, Usage
 from vllm_ssdkv.batch.api_error import ApiError, not_found
 from vllm_ssdkv.batch.database import REQUEST_BYTES, Database
 from vllm_ssdkv.batch.files import KEPT_S, Files, NoRoomError, counted, insert_file, new_id
 from vllm_ssdkv.batch.order import BLOCK_BYTES
 from vllm_ssdkv.batch.validation import Entry, Summary
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.errors import StoreError
-from vllm_ssdkv.store.durable import sync_directory, write_all
+from vllm_ssdkv.config.batch import BatchConfig
 
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
 _UNENDED_SQL: Final = "('validating', 'in_progress', 'finalizing', 'cancelling')"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
-from vllm_ssdkv.errors import SSDKVError
-from vllm_ssdkv.sizes import MIB
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.sizes import MIB
 
 MAX_LINE: Final = 16 * MIB
 """Bytes of one line. A longer one is bad, and is skipped without holding it in memory."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vllm_ssdkv.batch.answering import Answering, NoReplyError
+from vllm_ssdkv.base.errors import BatchError
 from vllm_ssdkv.batch.answers import NO_TOKENS, Usage, failure_line, run_batch_line
-from vllm_ssdkv.batch.partial import PartialOutput
+from vllm_ssdkv.batch.endpoint_protocol import Answering, NoReplyError
+from vllm_ssdkv.batch.output_log import PartialOutput
 from vllm_ssdkv.batch.request import Request, parse_request
 from vllm_ssdkv.batch.sending import DEATHS, died
 from vllm_ssdkv.batch.validation import MAX_ERRORS, Entry, Plan, plan
-from vllm_ssdkv.errors import BatchError
 
 if TYPE_CHECKING:
     from vllm_ssdkv.batch.endpoints import Endpoints

@@ -9,11 +9,11 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 
+from vllm_ssdkv.base.sizes import KIB
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import DAY_S, KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch
 from vllm_ssdkv.batch.transfers import chunks
-from vllm_ssdkv.sizes import KIB
 
 MAX_BODY: Final = 64 * KIB
 MIN_LIFETIME_S: Final = 3600

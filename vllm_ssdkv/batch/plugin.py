@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI
 from vllm import envs
 
+from vllm_ssdkv.base.host import default_root
+from vllm_ssdkv.base.log import show_log
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.api_error import ApiError, respond
 from vllm_ssdkv.batch.prometheus import server_counters
 from vllm_ssdkv.batch.request import Limits
@@ -26,12 +29,9 @@ from vllm_ssdkv.batch.room import Room
 from vllm_ssdkv.batch.routes import STATE, router
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import open_service
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.config_batch import BatchConfig
-from vllm_ssdkv.host import default_root
-from vllm_ssdkv.log import show_log
+from vllm_ssdkv.config.batch import BatchConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.plugin import CONNECTOR
-from vllm_ssdkv.sizes import KIB, MIB
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from vllm_ssdkv.metrics import BATCH_METRICS, metric_key, parse_key
+from vllm_ssdkv.base.metrics import BATCH_METRICS, metric_key, parse_key
 
 _GAUGE_MODE: Final = "livemostrecent"
 """With several API servers one of them runs the batches; the last one that said a number is it."""

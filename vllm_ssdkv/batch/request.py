@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.lines import MAX_LINE, LineError
-from vllm_ssdkv.sizes import KIB, MIB
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"

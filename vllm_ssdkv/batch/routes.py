@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch import openapi, parameters
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import file_object
@@ -21,7 +22,6 @@ from vllm_ssdkv.batch.jobs import batch_object
 from vllm_ssdkv.batch.service import Service
 from vllm_ssdkv.batch.transfers import Transfers, patient
 from vllm_ssdkv.batch.upload import receive
-from vllm_ssdkv.sizes import KIB, MIB
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from vllm_ssdkv.batch.answering import AbortedError, Answering
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.batch.answers import failure_line
+from vllm_ssdkv.batch.endpoint_protocol import AbortedError, Answering
 from vllm_ssdkv.batch.heap import trim
 from vllm_ssdkv.batch.jobs import Finished
 from vllm_ssdkv.batch.lines import LineError
@@ -30,7 +31,6 @@ from vllm_ssdkv.batch.service import Service
 from vllm_ssdkv.batch.validation import error_object
 from vllm_ssdkv.batch.validations import Validations
 from vllm_ssdkv.batch.validator import Validator
-from vllm_ssdkv.errors import StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from vllm_ssdkv.batch.answering import AbortedError, Answering, NoReplyError
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.answers import Reply, answer_line, failure_line
+from vllm_ssdkv.batch.endpoint_protocol import AbortedError, Answering, NoReplyError
 from vllm_ssdkv.batch.jobs import Finished, Jobs, Pending
 from vllm_ssdkv.batch.lines import MAX_LINE, LineError
 from vllm_ssdkv.batch.request import Limits, Request, custom_id_of, parse_request
 from vllm_ssdkv.batch.room import SETTLE_S, Engine, Expected, Room
-from vllm_ssdkv.batch.turns import Turns
-from vllm_ssdkv.sizes import KIB, MIB
+from vllm_ssdkv.batch.round_robin import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from vllm_ssdkv.batch.database import Database
 from vllm_ssdkv.batch.files import Files
 from vllm_ssdkv.batch.jobs import Jobs
 from vllm_ssdkv.batch.transfers import Transfers
-from vllm_ssdkv.config_batch import BatchConfig
+from vllm_ssdkv.config.batch import BatchConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Final
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Send
 
+from vllm_ssdkv.base.sizes import KIB
 from vllm_ssdkv.batch.api_error import ApiError
-from vllm_ssdkv.sizes import KIB
 
 AT_A_TIME: Final = 64
 """Uploads and downloads together; a key has its share of them."""

@@ -15,10 +15,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from vllm_ssdkv.base.sizes import KIB
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import Files, Upload
 from vllm_ssdkv.batch.transfers import chunks
-from vllm_ssdkv.sizes import KIB
 
 MAX_FIELDS: Final = 16
 MAX_FIELD: Final = 4 * KIB

@@ -30,10 +30,10 @@ from typing import BinaryIO, Final, NoReturn
 
 import msgspec
 
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.request import Limits
 from vllm_ssdkv.batch.validation import Entry, Summary, plan
-from vllm_ssdkv.errors import SSDKVError
-from vllm_ssdkv.sizes import KIB, MIB
 
 MEMORY: Final = 256 * MIB
 """Bytes that reading a file may take; what is kept of each of its lines comes on top."""

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ssdkv.sizes import parse_size
+from vllm_ssdkv.base.sizes import parse_size
 
 
 def place(text: str | Path) -> Path:

@@ -25,8 +25,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.base.errors import BatchError, SSDKVError
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.errors import BatchError, SSDKVError
 
 app = typer.Typer(no_args_is_help=True, help="Run batches of requests, and look after them.")
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError
-from vllm_ssdkv.option_effects import without_effect
-from vllm_ssdkv.sizes import format_size
+from vllm_ssdkv.config.effects import without_effect
+from vllm_ssdkv.config.engine import SSDKVConfig
 
 app = typer.Typer(no_args_is_help=True, help="Check options, show what is in force, or the schema.")
 

@@ -9,17 +9,20 @@ from typing import Annotated
 import typer
 
 from vllm_ssdkv import __version__
-from vllm_ssdkv.cli import batch, bench, config, dashboard, docs
-from vllm_ssdkv.cli.bench_accuracy import accuracy
-from vllm_ssdkv.cli.bench_decode import decode
-from vllm_ssdkv.cli.bench_ttft import ttft
-from vllm_ssdkv.cli.demo import demo, demo_model
-from vllm_ssdkv.cli.doctor import doctor
-from vllm_ssdkv.cli.fsck import fsck
-from vllm_ssdkv.cli.quota import quota
-from vllm_ssdkv.cli.resume import resume
-from vllm_ssdkv.cli.stores import inspect, list_stores, remove
-from vllm_ssdkv.cli.top import top
+from vllm_ssdkv.cli import batch, config
+from vllm_ssdkv.cli.bench import bench
+from vllm_ssdkv.cli.bench.accuracy import accuracy
+from vllm_ssdkv.cli.bench.decode import decode
+from vllm_ssdkv.cli.bench.ttft import ttft
+from vllm_ssdkv.cli.demo.demo import demo, demo_model
+from vllm_ssdkv.cli.docs import docs
+from vllm_ssdkv.cli.doctor.doctor import doctor
+from vllm_ssdkv.cli.monitor import dashboard
+from vllm_ssdkv.cli.monitor.top import top
+from vllm_ssdkv.cli.store.fsck import fsck
+from vllm_ssdkv.cli.store.quota import quota
+from vllm_ssdkv.cli.store.resume import resume
+from vllm_ssdkv.cli.store.stores import inspect, list_stores, remove
 
 app = typer.Typer(
     name="ssdkv",

@@ -21,14 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from vllm_ssdkv.attention import active
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector import startup
+from vllm_ssdkv.base.log import show_log
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector import active_worker, startup
 from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
-from vllm_ssdkv.connector.scheduler import SSDKVScheduler
-from vllm_ssdkv.connector.stats import Payload, SSDKVPromMetrics, SSDKVStats
-from vllm_ssdkv.connector.worker import SSDKVWorker
-from vllm_ssdkv.log import show_log
+from vllm_ssdkv.connector.metrics.stats import Payload, SSDKVPromMetrics, SSDKVStats
+from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +67,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = startup.open_scheduler(self.config, vllm_config, kv_cache_config)
         else:
             self._worker = startup.open_worker(self.config, vllm_config, kv_cache_config)
-            active.set_worker(self._worker if self.config.mode == "page" else None)
+            active_worker.set_worker(self._worker if self.config.mode == "page" else None)
 
     @property
     def scheduler(self) -> SSDKVScheduler:
@@ -249,7 +248,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End of the engine: what is committed is written, the journal is made durable."""
         if self._worker is not None:
-            active.set_worker(None)
+            active_worker.set_worker(None)
             self._worker.close()
             self._worker = None
         if self._scheduler is not None:

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import ConfigError
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.plugin import CONNECTOR, RECOMPUTE
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def check_configuration(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError, UnsupportedError: see there.
     """
-    from vllm_ssdkv.connector.preflight import check_engine
+    from vllm_ssdkv.connector.compatibility import check_engine
 
     transfer = vllm_config.kv_transfer_config
     if transfer is None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.config_request import RequestOptions
-from vllm_ssdkv.store.move import NO_MOVE, Move
-from vllm_ssdkv.store.placement import Segment
+from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.store.placement.move import NO_MOVE, Move
+from vllm_ssdkv.store.placement.placement import Segment
 
 SlotArray = NDArray[np.int64]
 
@@ -281,7 +281,7 @@ class RankReport:
     """Blocks of requests that are read from the devices in every step, and for which there is room
     in DRAM now."""
     gained: dict[str, float] = field(default_factory=dict)
-    """Counters, as in :meth:`vllm_ssdkv.metrics.Counters.take_gained`."""
+    """Counters, as in :meth:`vllm_ssdkv.base.metrics.Counters.take_gained`."""
     gauges: dict[str, float] = field(default_factory=dict)
     """Those that have another value than in the last report."""
 

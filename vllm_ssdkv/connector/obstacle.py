@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_ssdkv.errors import UnsupportedError
+from vllm_ssdkv.base.errors import UnsupportedError
 
 REUSE: Final = 'use mode "reuse"'
 """A way out of page mode. It is named where the model can be served there."""

@@ -10,42 +10,42 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ssdkv.attention.backend import SSDKVBackend, SSDKVCPUBackend
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.connector.amx import request_amx
-from vllm_ssdkv.connector.block_comparison import element_type
-from vllm_ssdkv.connector.cache_spec import TieredAttentionSpec
-from vllm_ssdkv.connector.choice import LoadChoice
-from vllm_ssdkv.connector.identities import RankIdentities
-from vllm_ssdkv.connector.kv_settings import kv_settings
-from vllm_ssdkv.connector.layout import KVLayout
-from vllm_ssdkv.connector.loaded_model import LoadedModel
-from vllm_ssdkv.connector.model import (
+from vllm_ssdkv.base.errors import ConfigError, UnsupportedError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
+from vllm_ssdkv.config.effects import without_effect
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.attention_backend import SSDKVBackend, SSDKVCPUBackend
+from vllm_ssdkv.connector.compatibility import check_engine
+from vllm_ssdkv.connector.identity.kv_settings import kv_settings
+from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
+from vllm_ssdkv.connector.identity.weight_files import digest_of_files
+from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.kv_layout import KVLayout
+from vllm_ssdkv.connector.model_layout import (
     attention_spec,
     context_layers,
     directory_name,
     fingerprint,
     kv_layout,
 )
-from vllm_ssdkv.connector.preflight import check_engine
-from vllm_ssdkv.connector.scheduler import SSDKVScheduler
-from vllm_ssdkv.connector.seats import Seats
-from vllm_ssdkv.connector.speculation import Speculation
-from vllm_ssdkv.connector.suspension import Suspension
-from vllm_ssdkv.connector.weight_files import digest_of_files
-from vllm_ssdkv.connector.worker import SSDKVWorker
-from vllm_ssdkv.connector.write_policy import WritePolicy
-from vllm_ssdkv.errors import ConfigError, UnsupportedError
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.option_effects import without_effect
+from vllm_ssdkv.connector.scheduler.admission_slots import Seats
+from vllm_ssdkv.connector.scheduler.identities import RankIdentities
+from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadChoice
+from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.scheduler.speculation import Speculation
+from vllm_ssdkv.connector.scheduler.suspension import Suspension
+from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.connector.worker.amx import request_amx
+from vllm_ssdkv.connector.worker.block_comparison import element_type
+from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.plugin import BATCH_PLUGIN, RECOMPUTE
-from vllm_ssdkv.sizes import MIB, approximate_size, format_size
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.layout import round_up
+from vllm_ssdkv.store.devices.wear import WearLedger
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import round_up
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.placement import Placement
-from vllm_ssdkv.store.wear import WearLedger
+from vllm_ssdkv.store.placement.placement import Placement
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,8 +18,7 @@ from uuid import UUID, uuid4
 import numpy as np
 from msgspec.structs import replace
 
-from vllm_ssdkv.config import SSDKVConfig
-from vllm_ssdkv.errors import (
+from vllm_ssdkv.base.errors import (
     ConfigError,
     DamagedError,
     DeadlineError,
@@ -27,41 +26,47 @@ from vllm_ssdkv.errors import (
     FormatError,
     StoreError,
 )
-from vllm_ssdkv.metrics import Counters
-from vllm_ssdkv.sizes import format_size
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.arena_plan import ArenaPlan, ChoiceMemory
-from vllm_ssdkv.store.cipher import CipherSealer
-from vllm_ssdkv.store.data_file import claim
-from vllm_ssdkv.store.device import OpenDevice, data_file_path, open_device
-from vllm_ssdkv.store.division import STATE_SLACK
-from vllm_ssdkv.store.engine.open import open_engine
-from vllm_ssdkv.store.file_lock import require_unlocked
-from vllm_ssdkv.store.files import SlotFiles
-from vllm_ssdkv.store.fingerprint import Fingerprint
-from vllm_ssdkv.store.growth import DataFileSpace, StoreGrowth
-from vllm_ssdkv.store.health import DeviceHealth
-from vllm_ssdkv.store.index import EPOCH_COUNTER_BITS, SlotIndex
-from vllm_ssdkv.store.journal import JOURNAL, Journal, journal_bytes
-from vllm_ssdkv.store.journal_rebuild import is_lost, rebuild_journal, set_aside
-from vllm_ssdkv.store.key_source import read_key
-from vllm_ssdkv.store.layout import PAGE_ALIGN, SUPERBLOCK_BYTES, SlotGeometry, round_up
-from vllm_ssdkv.store.locate import Location, choose_state, locate
-from vllm_ssdkv.store.manifest import NAME, Manifest, locked
-from vllm_ssdkv.store.manifest_copies import CopySpreader
+from vllm_ssdkv.base.file_lock import require_unlocked
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.sizes import format_size
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.devices.data_device import OpenDevice, data_file_path, open_device
+from vllm_ssdkv.store.devices.data_file import claim
+from vllm_ssdkv.store.devices.health import DeviceHealth
+from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
+from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
+from vllm_ssdkv.store.devices.throughput import DeviceSpeed
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.manifest import NAME, Manifest, locked
+from vllm_ssdkv.store.format.slot_geometry import (
+    PAGE_ALIGN,
+    SUPERBLOCK_BYTES,
+    SlotGeometry,
+    round_up,
+)
+from vllm_ssdkv.store.index.journal import JOURNAL, Journal, journal_bytes
+from vllm_ssdkv.store.index.recovery import ProgressLog
+from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
+from vllm_ssdkv.store.integrity.cipher import CipherSealer
+from vllm_ssdkv.store.integrity.key_source import read_key
+from vllm_ssdkv.store.integrity.page_verification import PageSampler
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
+from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
+from vllm_ssdkv.store.io.engines.open import open_engine
+from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.location import Location, choose_state, locate
+from vllm_ssdkv.store.maintenance.journal_rebuild import is_lost, rebuild_journal, set_aside
+from vllm_ssdkv.store.maintenance.offline_store import StoredStore
+from vllm_ssdkv.store.maintenance.trim import trim_new
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.placement import Placement, Segment
-from vllm_ssdkv.store.rebuild import rebuilt
-from vllm_ssdkv.store.reconcile import division_of, growing_by, reconcile
-from vllm_ssdkv.store.recovery import ProgressLog
-from vllm_ssdkv.store.replicas import Replicas
-from vllm_ssdkv.store.restripe import BackgroundSaver, Restriper
-from vllm_ssdkv.store.sealer import ChecksumSealer, Sealer
-from vllm_ssdkv.store.speed import DeviceSpeed
-from vllm_ssdkv.store.store_key import KEY_ID_BYTES
-from vllm_ssdkv.store.stored import StoredStore
-from vllm_ssdkv.store.trim import trim_new
-from vllm_ssdkv.store.verify import PageSampler
+from vllm_ssdkv.store.placement.division import STATE_SLACK
+from vllm_ssdkv.store.placement.growth import DataFileSpace, StoreGrowth
+from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Restriper
+from vllm_ssdkv.store.placement.reconcile import division_of, growing_by, reconcile
+from vllm_ssdkv.store.placement.replica_selector import Replicas
 
 logger = logging.getLogger(__name__)
 

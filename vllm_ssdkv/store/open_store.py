@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ssdkv.sizes import approximate_size
-from vllm_ssdkv.store.arena import Arena
-from vllm_ssdkv.store.arena_plan import ArenaPlan
-from vllm_ssdkv.store.cipher import libcrypto_version
-from vllm_ssdkv.store.device import OpenDevice
-from vllm_ssdkv.store.files import SlotFiles
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.store.devices.data_device import OpenDevice
+from vllm_ssdkv.store.integrity.cipher import libcrypto_version
+from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.memory_plan import ArenaPlan
 
 
 @dataclass(frozen=True, slots=True)

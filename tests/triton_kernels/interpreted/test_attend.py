@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention.blocks import BlockLayout, PartialState, Rows
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
 from vllm_ssdkv.profiling.attention_problem import AttentionProblem, RowShape, attention_problem
 from vllm_ssdkv.triton_kernels.attend import attend
 from vllm_ssdkv.triton_kernels.launch import INTERPRETED

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.attention import test_decode as native
-from tests.attention.test_decode import Rows, make_rows, make_store
-from vllm_ssdkv.attention.page_kernels import TritonPageKernels
-from vllm_ssdkv.connector import blocks
-from vllm_ssdkv.selection.kernels import TritonScoringKernels
-from vllm_ssdkv.store.layout import SlotGeometry
-from vllm_ssdkv.store.summaries import ChannelTier
+from tests.attention import test_sparse as native
+from tests.attention.test_sparse import Rows, make_rows, make_store
+from vllm_ssdkv.connector.worker import block_copy
+from vllm_ssdkv.kernels.paged import TritonPageKernels
+from vllm_ssdkv.kernels.scoring import TritonScoringKernels
+from vllm_ssdkv.store.cache.summaries import ChannelTier
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 __all__ = ["make_rows", "make_store"]
 
@@ -19,7 +19,7 @@ __all__ = ["make_rows", "make_store"]
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sparse decode gets on a CUDA device, on CPU tensors; windows come natively."""
-    for module in (native, blocks):
+    for module in (native, block_copy):
         monkeypatch.setattr(module, "select_page_kernels", TritonPageKernels)
     cpu = torch.device("cpu")
     monkeypatch.setattr(native, "CpuScoringKernels", lambda: TritonScoringKernels(cpu))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention.blocks import PartialState
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.triton_kernels.finish import finish
 
 

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.test_kernels import assert_near
-from tests.selection import contexts as problems
-from tests.selection import test_laws as native
-from tests.selection.contexts import Contexts, Row
+from tests.kernels.test_dense import assert_near
+from tests.sparse import contexts as problems
+from tests.sparse import test_laws as native
+from tests.sparse.contexts import Contexts, Row
 from vllm_ssdkv.attention import reference_sparse as oracle
-from vllm_ssdkv.attention.blocks import DTYPES, BlockLayout
-from vllm_ssdkv.attention.page_kernels import TritonPageKernels
-from vllm_ssdkv.selection.adaptive import AdaptiveSelector
-from vllm_ssdkv.selection.bounds import BoundsSelector
-from vllm_ssdkv.selection.kernels import TritonScoringKernels
-from vllm_ssdkv.selection.protocol import Budget
-from vllm_ssdkv.selection.sparf import SparfSelector
+from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
+from vllm_ssdkv.kernels.paged import TritonPageKernels
+from vllm_ssdkv.kernels.scoring import TritonScoringKernels
+from vllm_ssdkv.sparse.protocol import Budget
+from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
+from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 
 CPU = torch.device("cpu")
 TRITON = TritonScoringKernels(CPU)

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.test_packing import Problem, problems
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.kernels import TritonKernels
-from vllm_ssdkv.attention.page_kernels import CpuPageKernels, TritonPageKernels
+from tests.kernels.test_packing import Problem, problems
+from vllm_ssdkv.kernels.dense import TritonKernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.paged import CpuPageKernels, TritonPageKernels
 from vllm_ssdkv.triton_kernels.pack import copy_pages
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.test_page_kernels import random_selection
-from tests.selection.contexts import Contexts, Row, contexts
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.pages import PageList
+from tests.kernels.test_paged import random_selection
+from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.attention.reference_sparse import attend_chosen
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels.attend import attend_pages
 
 

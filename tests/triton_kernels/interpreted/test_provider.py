@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention.blocks import BlockLayout, BlockSource, PartialState, Rows
-from vllm_ssdkv.attention.kernels import AttentionKernels, CpuKernels, TritonKernels
+from vllm_ssdkv.kernels.dense import AttentionKernels, CpuKernels, TritonKernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.profiling.attention_problem import AttentionProblem, RowShape, attention_problem
 
 CPU = torch.device("cpu")

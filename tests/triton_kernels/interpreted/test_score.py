@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.selection.contexts import Contexts, Row, contexts
-from tests.selection.test_scores import table
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.selection.kernels import CpuScoringKernels
+from tests.sparse.contexts import Contexts, Row, contexts
+from tests.sparse.test_scores import table
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.triton_kernels.score import bound_logits
 
 KERNELS = CpuScoringKernels(1)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.attention.test_page_kernels import random_selection
-from tests.selection.contexts import Contexts, Row, contexts
-from tests.selection.test_scores import table
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.selection.bounds import BoundsSelector
-from vllm_ssdkv.selection.kernels import CpuScoringKernels, TritonScoringKernels
-from vllm_ssdkv.selection.protocol import Budget, ContextSummaries
-from vllm_ssdkv.selection.scores import Offsets, Scores, Table
+from tests.kernels.test_paged import random_selection
+from tests.sparse.contexts import Contexts, Row, contexts
+from tests.sparse.test_scores import table
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
+from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries
+from vllm_ssdkv.sparse.scores import Offsets, Scores, Table
+from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.triton_kernels import tokens
 
 NATIVE, TRITON = CpuScoringKernels(1), TritonScoringKernels(torch.device("cpu"))

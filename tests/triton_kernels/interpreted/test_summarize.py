@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.selection.contexts import Contexts, contexts
-from vllm_ssdkv.attention.blocks import BlockLayout
-from vllm_ssdkv.attention.page_kernels import CpuPageKernels, PageKernels, TritonPageKernels
+from tests.sparse.contexts import Contexts, contexts
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
 from vllm_ssdkv.triton_kernels.summarize import summarize
 
 CPU = torch.device("cpu")

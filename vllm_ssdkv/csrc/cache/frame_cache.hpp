@@ -15,7 +15,7 @@
 
 namespace ssdkv {
 
-// Equal to vllm_ssdkv.store.cache.FrameState, which says what the states mean.
+// Equal to vllm_ssdkv.store.cache.frames.FrameState, which says what the states mean.
 enum class FrameState : uint8_t { kFree, kHeld, kWriting, kClean, kLoading, kLost, kShut };
 inline constexpr size_t kFrameStates = 7;
 

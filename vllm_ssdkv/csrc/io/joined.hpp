@@ -1,5 +1,5 @@
 // Neighbours on the device and in memory as one request of the engine, and each one's own result:
-// see vllm_ssdkv/store/joined.py.
+// see vllm_ssdkv/store/io/coalescing.py.
 #pragma once
 
 #include <cstddef>

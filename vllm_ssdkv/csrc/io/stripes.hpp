@@ -11,7 +11,7 @@
 
 namespace ssdkv {
 
-// One list of lanes, as vllm_ssdkv.store.layout.StripeMap, which makes the tables and says what
+// One list of lanes, as vllm_ssdkv.store.format.slot_geometry.StripeMap, which makes the tables and says what
 // they mean.
 struct StripeTable {
   int64_t lanes;

@@ -1,0 +1,1 @@
+"""The recall model: a task whose answers need the whole context."""

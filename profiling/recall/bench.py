@@ -1,0 +1,162 @@
+"""What ``ssdkv bench accuracy`` and ``ssdkv bench decode`` share: options, stores, engines.
+
+Both run the demo's recall model through the real vLLM. Engines whose stores hold the same share
+them, so that the prompts are computed once for each kind.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args
+
+import typer
+from rich.console import Console
+
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.demo.phase_process import PhaseError, environment, run_process, tail
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.recall.run import Batch, RecallRun
+
+SPARSE: Final = tuple(
+    name for name in get_args(SSDKVConfig.model_fields["selector"].annotation) if name != "exact"
+)
+"""The selectors there are, but ``exact``."""
+WINDOW: Final = 64
+"""Tokens: so short that short contexts choose, too."""
+_TIMEOUT_S: Final = 3600.0
+
+Row = dict[str, Any]
+
+DirectoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        parser=arguments.directory_to_write,
+        metavar="DIR",
+        help="Where to make the stores, on one disk; the system's, if missing.",
+    ),
+]
+SelectorsOption = Annotated[str, typer.Option(help=f"Of {', '.join(SPARSE)}.")]
+WindowOption = Annotated[
+    int,
+    typer.Option("--window", min=1, max=8192, help="Newest tokens that every query attends to."),
+]
+ReuseOption = Annotated[
+    int, typer.Option("--reuse-steps", min=1, help="Tokens for which a choice is kept.")
+]
+SimilarityOption = Annotated[
+    float,
+    typer.Option("--reuse-similarity", min=0, max=1, help="Below which a query chooses at once."),
+]
+
+
+def numbers(option: str, text: str, low: float, high: float) -> list[float]:
+    """The numbers of a list ``1,2,3``.
+
+    Raises:
+        BadParameter: one is none, or not within ``low`` and ``high``.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(low <= value <= high for value in found):
+        raise typer.BadParameter(f"{text!r}: numbers from {low:g} to {high:g}", param_hint=option)
+    return found
+
+
+def names(text: str) -> list[str]:
+    """The selectors of a list.
+
+    Raises:
+        BadParameter: one does not exist.
+    """
+    found = text.split(",")
+    if not set(found) <= set(SPARSE):
+        raise typer.BadParameter(f"{text!r}: any of {', '.join(SPARSE)}", param_hint="--selectors")
+    return found
+
+
+class RecallStores:
+    """Directories of an emulated machine with some devices, removed at the end."""
+
+    def __init__(self, directory: Path | None, devices: int):
+        self.root = Path(tempfile.mkdtemp(prefix="ssdkv-bench-", dir=directory))
+        self._devices = devices
+
+    def places(self, selector: str) -> tuple[str, ...]:
+        """Directories of a selector's stores; selectors whose stores are alike share them."""
+        config = SSDKVConfig.from_extra_config({"mode": "page", "selector": selector})
+        kind = "channels" if config.scores_channels else "bounds"
+        kind = "exact" if selector == "exact" else kind
+        paths = [self.root / f"{kind}{i}" for i in range(self._devices)]
+        for path in paths:
+            path.mkdir(mode=0o700, exist_ok=True)
+        return tuple(map(str, paths))
+
+    def run(self, plan: RecallRun, what: str, console: Console) -> list[Row]:
+        """Figures of each batch of an engine.
+
+        Raises:
+            BenchError: the engine failed.
+        """
+        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.recall.run", plan.to_json()]
+        log = self.root / "engine.log"
+        try:
+            with console.status(what):
+                found = run_process(command, environment("page"), log, _TIMEOUT_S, lambda _: None)
+        except PhaseError as error:
+            raise BenchError(f"{what}: {error}\n{tail(log)}") from error
+        batches: list[Row] = found["batches"]
+        return batches
+
+    def remove(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def require_choices(batches: Sequence[Row], what: str) -> None:
+    """All rows chose that should have.
+
+    Raises:
+        BenchError: DRAM had no room for what the selector must know, so that some were exact.
+    """
+    if any(batch["rows_exact"] for batch in batches):
+        raise BenchError(f"{what}: DRAM had no room for some rows' summaries")
+
+
+def recall_plan(
+    places: Sequence[str],
+    selector: str,
+    batches: Sequence[Batch],
+    dram_bytes: int,
+    sparse: dict[str, object],
+    throttle: Sequence[dict[str, object]] = (),
+    *,
+    window: int,
+    content: int | None = None,
+) -> RecallRun:
+    """The life of an engine on these places.
+
+    ``content``: bytes of KV that the stores must hold; None: those of ``batches``.
+    """
+    if content is None:
+        content = sum(b.context * b.count * len(b.tasks) for b in batches) * bytes_per_token()
+    return RecallRun(
+        stores=tuple(places),
+        selector=selector,
+        batches=tuple(batches),
+        window=window,
+        dram_bytes=dram_bytes,
+        # Header, summary page and journal beside the KV, and what a run before left.
+        capacity=3 * content // len(places) + 64 * MIB,
+        sparse=sparse,
+        throttle=tuple(throttle),
+    )

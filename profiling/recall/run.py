@@ -1,0 +1,311 @@
+"""One engine that answers batches of recall questions, in a process of its own, and its figures.
+
+``python -P -m vllm_ssdkv.profiling.recall.run RUN FD`` writes one JSON object per line to the
+descriptor FD, each with its ``event``: ``batch`` after each batch, ``result`` at the end.
+Everything else goes to standard output and error.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import os
+import pstats
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from vllm_ssdkv.base.metrics import parse_key
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.cli.demo.plan import DTYPE
+from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
+from vllm_ssdkv.profiling.recall import recall
+from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.profiling.recall.device_time import DeviceTime
+
+BLOCK_TOKENS: Final = 16
+CHUNK: Final = 512
+STAGING: Final = 4 * MIB
+SHUTDOWN_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Questions that are asked at once: ``count`` of each task, of ``context`` tokens.
+
+    Attributes:
+        tokens: Of each answer; None: as many as the right one has.
+        stored: The prompts are asked once before, for one token each, so that the store has them
+            and all answers are decoded side by side.
+    """
+
+    context: int
+    count: int
+    tasks: tuple[recall.Task, ...] = recall.TASKS
+    tokens: int | None = None
+    stored: bool = False
+
+    def questions(self) -> list[recall.Question]:
+        """The same for every selector. A context that is too short for a question is its end."""
+        length = max(self.context, recall.MIN_CONTEXT)
+        whole = [recall.ask(task, length, i) for task in self.tasks for i in range(self.count)]
+        return [replace(question, prompt=question.prompt[-self.context :]) for question in whole]
+
+
+@dataclass(frozen=True, slots=True)
+class RecallRun:
+    """One engine's life.
+
+    Attributes:
+        stores: One directory per device.
+        selector, sparse: Options.
+        batches: Asked one after the other.
+        window: Option hbm_window_tokens.
+        dram_bytes: Option dram_gib.
+        capacity: Bytes of each device.
+        throttle: Option io.throttle.
+        profile: Whether Python's own time while decoding is told: its share in the first half of
+            the steps, and function by function in the others, at the price of a slower Python.
+        longest: Contexts that the engine must be able to serve, beside those of ``batches``.
+        drafts: Tokens that n-grams draft in a step; 0: there is no speculative decoding.
+        compare_every: Attention is compared with exact attention in every so manieth step in which
+            tokens are decoded; 0: never.
+    """
+
+    stores: tuple[str, ...]
+    selector: str
+    batches: tuple[Batch, ...]
+    window: int
+    dram_bytes: int
+    capacity: int
+    sparse: dict[str, object] = field(default_factory=dict)
+    throttle: tuple[dict[str, object], ...] = ()
+    profile: bool = False
+    longest: int = 0
+    drafts: int = 0
+    compare_every: int = 0
+
+    @classmethod
+    def from_json(cls, text: str) -> RecallRun:
+        """The run that :meth:`to_json` wrote."""
+        fields = json.loads(text)
+        batches = tuple(Batch(**{**b, "tasks": tuple(b["tasks"])}) for b in fields["batches"])
+        lists = {name: tuple(fields[name]) for name in ("stores", "throttle")}
+        return cls(**{**fields, **lists, "batches": batches})
+
+    def to_json(self) -> str:
+        """As text, for the command line."""
+        return json.dumps(asdict(self))
+
+    def engine_settings(self) -> dict[str, object]:
+        """Keyword arguments of ``vllm.LLM``."""
+        rows = max(len(batch.tasks) * batch.count for batch in self.batches)
+        longest = max(self.longest, *(batch.context for batch in self.batches)) + 8 * BLOCK_TOKENS
+        held = self.window + CHUNK + 2 * BLOCK_TOKENS
+        speculation: dict[str, object] = {}
+        if self.drafts:
+            ngrams = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            method = {"method": "ngram", "num_speculative_tokens": self.drafts, **ngrams}
+            speculation = {"speculative_config": method}
+        return {
+            **speculation,
+            "model": str(recall.MODEL_DIR),
+            "dtype": DTYPE,
+            "max_model_len": longest,
+            "block_size": BLOCK_TOKENS,
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": rows,
+            "kv_cache_memory_bytes": rows * held * bytes_per_token(),
+            "distributed_executor_backend": "uni",
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "kv_transfer_config": {
+                "kv_connector": "SSDKVConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": self.options(),
+            },
+        }
+
+    def options(self) -> dict[str, object]:
+        """Options of this package. All requests choose, however short."""
+        return {
+            "mode": "page",
+            "devices": [
+                {"path": path, "capacity": self.capacity, "weight": 1} for path in self.stores
+            ],
+            "dram_gib": f"{self.dram_bytes}B",
+            "hbm_window_tokens": self.window,
+            "selector": self.selector,
+            "sparse": {"exact_below": 0, **self.sparse},
+            "io": {"staging": STAGING, "throttle": list(self.throttle)},
+        }
+
+
+def run(plan: RecallRun, events: TextIO) -> None:
+    """Start the engine, ask, report, stop the engine."""
+    from vllm import LLM
+
+    from vllm_ssdkv.attention.sparse_error import Deviation
+    from vllm_ssdkv.connector import active_worker
+    from vllm_ssdkv.profiling.recall.device_time import DeviceTime
+    from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
+
+    llm: Any = LLM(**plan.engine_settings())
+    worker, deviation, device_time = active_worker.worker(), None, None
+    if plan.compare_every and worker is not None:
+        worker.deviation = deviation = Deviation(plan.compare_every)
+    if worker is not None and isinstance(worker.store.files.engine, ThrottledEngine):
+        device_time = DeviceTime(worker.store.files.engine)
+        worker.layer_ended = device_time.layer_ended
+    found = []
+    for number, batch in enumerate(plan.batches):
+        profiler = cProfile.Profile() if plan.profile else None
+        figures = {**_ask(llm, batch, number, profiler, device_time), **_profile(profiler)}
+        if deviation is not None:
+            figures["deviation"] = [
+                {"layer": layer, **of_layer} for layer, of_layer in deviation.take().items()
+            ]
+        found.append(figures)
+        _tell(events, event="batch", number=number)
+    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
+    _tell(events, event="result", batches=found)
+
+
+def _ask(
+    llm: Any,  # noqa: ANN401 - vLLM's LLM
+    batch: Batch,
+    number: int,
+    profiler: cProfile.Profile | None,
+    device_time: DeviceTime | None,
+) -> dict[str, object]:
+    """Figures of a batch. *Decoding* is what comes after every request has its first token, or if
+    the prompts are stored, its second: a first step brings in what later ones find in DRAM."""
+    engine, questions, idle = llm.llm_engine, batch.questions(), _metrics(device_time)
+    if batch.stored:
+        for _ in _answers(engine, f"{number}.stored", [(q, 1) for q in questions]):
+            pass
+    first = 2 if batch.stored else 1
+    tokens: dict[int, tuple[int, ...]] = {}
+    begun: tuple[float, int, dict[str, float]] | None = None
+    end, steps, python = 0.0, 0, PythonTime(engine_borders)
+    asked = [(q, batch.tokens or len(q.answer)) for q in questions]
+    half = max(1, (min(count for _, count in asked) - first) // 2)
+    for tokens in _answers(engine, str(number), asked):
+        end, steps = time.monotonic(), steps + 1
+        if begun is None and sum(len(t) >= first for t in tokens.values()) == len(questions):
+            known = _metrics(device_time)  # takes as long as a step of a small model
+            begun, steps = (time.monotonic(), sum(map(len, tokens.values())), known), 0
+            if profiler is not None:
+                python.start()
+        elif profiler is not None and begun is not None and steps == half:
+            python.stop()
+            profiler.enable()
+    if profiler is not None:
+        profiler.disable()
+    if begun is None:
+        raise RuntimeError("the engine lost a request")
+    start, before, known = begun
+    last = _metrics(device_time)
+    right: dict[str, int] = {}
+    for i, question in enumerate(questions):
+        good = tokens[i][: len(question.answer)] == question.answer
+        right[question.task] = right.get(question.task, 0) + good
+    return {
+        "context": batch.context,
+        "requests": len(questions),
+        "asked": batch.count,
+        "right": right,
+        "decoded_tokens": sum(map(len, tokens.values())) - before,
+        "decoding_s": end - start,
+        "decoding_steps": steps,
+        "rows_exact": last.get("sparse_rows_exact", 0.0) - idle.get("sparse_rows_exact", 0.0),
+        "decoding": {name: value - known.get(name, 0) for name, value in last.items()},
+        **({} if profiler is None else python.figures(half)),
+    }
+
+
+def _profile(profiler: cProfile.Profile | None) -> dict[str, object]:
+    """Calls of Python functions and seconds in each, itself; the dearest first.
+
+    What native code does is its caller's, but for functions of C that Python can tell apart.
+    """
+    if profiler is None:
+        return {}
+    table: dict[tuple[str, int, str], tuple[int, int, float, float, object]]
+    table = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    functions = [
+        {"function": f"{file}:{name}", "calls": calls, "seconds": own}
+        for (file, _, name), (_, calls, own, _, _) in table.items()
+    ]
+    functions.sort(key=lambda row: -float(str(row["seconds"])))
+    return {"profile": functions}
+
+
+def _answers(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    name: str,
+    asked: Sequence[tuple[recall.Question, int]],
+) -> Iterator[dict[int, tuple[int, ...]]]:
+    """After each step of the engine, the tokens so far, by question."""
+    from vllm import SamplingParams
+
+    for i, (question, count) in enumerate(asked):
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        engine.add_request(f"{name}.{i}", {"prompt_token_ids": list(question.prompt)}, sampling)
+    tokens: dict[int, tuple[int, ...]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            number = int(output.request_id.rpartition(".")[2])
+            tokens[number] = tuple(output.outputs[0].token_ids)
+        yield tokens
+
+
+def _metrics(device_time: DeviceTime | None) -> dict[str, float]:
+    """The worker's counters by name and labels, devices added up, as of now.
+
+    What it tells vLLM, and what the I/O engine tells it, comes now and then only.
+    """
+    from vllm_ssdkv.connector import active_worker
+
+    found: dict[str, float] = {}
+    worker = active_worker.worker()
+    if worker is None:
+        raise RuntimeError("the engine is not in page mode")
+    if device_time is not None:
+        found["device_seconds.busiest"] = device_time.busiest_s
+        found["device_seconds.even"] = device_time.even_s
+        found["layers"] = device_time.layers
+    statistics = worker.store.files.engine.statistics()
+    found["read_requests"] = float(
+        sum(value for name, value in statistics.items() if name.startswith("read_requests"))
+    )
+    for key, value in worker.counters.totals().items():
+        metric, values = parse_key(key)
+        if metric.kind == "counter":
+            labels = dict(zip(metric.label_names, values, strict=True))
+            label = labels.get("tier") or labels.get("part")
+            name = f"{metric.name}.{label}" if label else metric.name
+            found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _tell(events: TextIO, **fields: object) -> None:
+    events.write(json.dumps(fields) + "\n")
+    events.flush()
+
+
+def main() -> None:
+    """Entry point of the process."""
+    plan, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a step ends when step() returns
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
+        run(RecallRun.from_json(plan), events)
+
+
+if __name__ == "__main__":
+    main()

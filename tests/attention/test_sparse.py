@@ -1,0 +1,600 @@
+"""Sparse decode over a real store: what it computes, wherever the pages are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.attention.newest import newest_values
+from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
+from tests.store.tails import addresses
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.reference import dense_attention
+from vllm_ssdkv.attention.reference_sparse import scaled_channels, sparq_attention
+from vllm_ssdkv.attention.sparse import SparseDecode
+from vllm_ssdkv.attention.sparse_error import Deviation
+from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.connector.worker.device_memory import hot_memory
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState
+from vllm_ssdkv.kernels.paged import select_page_kernels
+from vllm_ssdkv.kernels.scoring import CpuScoringKernels
+from vllm_ssdkv.kernels.step_clock import AttentionClock
+from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.sparse.prefetch import Guesses, ReadAhead
+from vllm_ssdkv.sparse.protocol import Budget, Selector
+from vllm_ssdkv.sparse.selection_reuse import KeptSelections
+from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
+from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.window import WindowSelector
+from vllm_ssdkv.store.cache.summaries import ChannelTier
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.read.selected_context import ChosenContexts
+
+__all__ = ["make_store"]
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, QUERY_HEADS, HEAD_SIZE, PAGE, BLOCK = 2, 2, 4, 32, 16, 32
+LAYOUT = BlockLayout.unpadded(BLOCK, PAGE, HEADS, HEAD_SIZE, torch.float32)
+GEOMETRY = SlotGeometry("paged", LAYERS, HEADS, BLOCK // PAGE, 4096, summary_pages=1)
+CHANNELS = replace(GEOMETRY, channel_pages=2)
+SCALED = replace(GEOMETRY, channel_pages=1, scaled_from=4)
+"""All of a layer's K in one page."""
+SCALE = HEAD_SIZE**-0.5
+LENGTHS = (230, 75, 141)
+"""Tokens of each row, the current one included."""
+WINDOW = 40
+
+
+@dataclass
+class Rows:
+    """Requests with all their KV, and which of it is context."""
+
+    rig: StoreRig
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    """Of each row, [layers, tokens, heads, head_size]."""
+    caches: list[torch.Tensor]
+    blocks: list[list[int]]
+    """HBM blocks of each row."""
+    means: MeanValues = field(default_factory=lambda: MeanValues(LAYERS, LAYOUT))
+
+    def contexts(self) -> list[NDArray[np.int64]]:
+        """Slots: those of the blocks that lie wholly before the window."""
+        return [
+            array(ids[: (length - WINDOW) // BLOCK])
+            for ids, length in zip(self.blocks, LENGTHS, strict=True)
+        ]
+
+    def attend(
+        self,
+        chosen: ChosenContexts,
+        budget: Budget,
+        layer: int,
+        queries: torch.Tensor,
+        selector: Selector | Mapping[int, Selector] | None = None,
+        deviation: Deviation | None = None,
+        guesses: ReadAhead | None = None,
+        kept: KeptSelections | None = None,
+        later: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, SparseDecode]:
+        """Output of a layer for the rows' last tokens, or so many (of zeros) ``later``; by bounds
+        unless told otherwise, or by a selector of each row."""
+        kernels = select_kernels(CPU)
+        width = max(map(len, self.blocks))
+        table = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.blocks])
+        batch = RowBatch.build(
+            np.arange(len(LENGTHS) + 1),
+            np.array(LENGTHS) + later,
+            table,
+            np.array([len(slots) for slots in self.contexts()]),
+            np.arange(len(LENGTHS)),
+            BLOCK,
+        )
+        state = PartialState.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE, CPU, sinks)
+        source = BlockSource.of_cache(self.caches[layer], batch.window_ids, batch.window_position)
+        kernels.attend(queries, state, batch.window, source, layout=LAYOUT, scale=SCALE)
+        selector = selector or BoundsSelector(budget, PAGE, CpuScoringKernels())
+        names = [str(row) for row in range(len(LENGTHS))]
+        if not isinstance(selector, Mapping):
+            selector = dict.fromkeys(range(len(LENGTHS)), selector)
+        decode = SparseDecode(
+            selector,
+            chosen,
+            LAYOUT,
+            range(LAYERS),
+            self.means,
+            names,
+            deviation,
+            guesses,
+            kept,
+        )
+        clock = AttentionClock()
+        clock.start()
+        page_kernels = select_page_kernels(CPU)
+        cache = self.caches[layer]
+        value = newest_values(cache, LAYOUT, batch)
+        decode.attend(page_kernels, clock, layer, queries, value, state, batch, cache, SCALE, sinks)
+        out = torch.empty_like(state.acc)
+        kernels.finish(state, out)
+        return out, decode
+
+
+@pytest.fixture
+def make_rows(make_store: MakeStore) -> Callable[..., Rows]:
+    """Rows whose blocks are all stored, and in DRAM no more."""
+
+    def make(
+        places: int = 64, geometry: SlotGeometry = GEOMETRY, *, channels: ChannelTier = "dram"
+    ) -> Rows:
+        rig = make_store(
+            geometry,
+            slots=24,
+            frames=24,
+            places=places,
+            channels=channels,
+            summarizer=SlotSummaries(LAYOUT, geometry),
+        )
+        torch.manual_seed(1)
+        shape = (LAYERS, max(LENGTHS), HEADS, HEAD_SIZE)
+        keys = [torch.randn(shape) * 2 for _ in LENGTHS]
+        values = [torch.randn(shape) for _ in LENGTHS]
+        caches = [torch.zeros(24, LAYOUT.block_bytes // 4) for _ in range(LAYERS)]
+        blocks: list[list[int]] = []
+        for row, length in enumerate(LENGTHS):
+            first = sum(map(len, blocks))
+            blocks.append(list(range(first, first + -(-length // BLOCK))))
+            token = np.arange(length)
+            where = np.array(blocks[row])[token // BLOCK] * BLOCK + token % BLOCK
+            for layer, cache in enumerate(caches):
+                select_kernels(CPU).store_kv(
+                    keys[row][layer, :length], values[row][layer, :length], cache, where, LAYOUT
+                )
+        rows = Rows(rig, keys, values, caches, blocks)
+        store_contexts(rows)
+        return rows
+
+    return make
+
+
+def store_contexts(rows: Rows) -> None:
+    rig = rows.rig
+    port = PagedPort(select_kernels(CPU), rows.caches, LAYOUT, rig.geometry, rig.store.frames)
+    for row, slots in enumerate(rows.contexts()):
+        rig.store.extend_context(str(row), 0, slots)
+        frames = rig.store.hold(slots, wait=False)
+        assert len(frames) == len(slots)
+        tails = np.zeros((len(slots), max(1, rig.geometry.tail_bytes)), dtype=np.uint8)
+        port.save(slots, frames, addresses(tails))
+        if rig.geometry.tail_pages:
+            rig.store.filled(slots, addresses(tails))
+        keys = [key_of(slot) for slot in slots.tolist()]
+        rig.store.commit(slots, array([1] * len(slots)), keys)
+    assert rig.store.drain(30)
+
+
+def away(rows: Rows) -> None:
+    rows.rig.store.frames.forget(np.concatenate(rows.contexts()))
+
+
+def dense(rows: Rows, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    parts = [
+        dense_attention(
+            queries[row : row + 1],
+            rows.keys[row][layer, :length],
+            rows.values[row][layer, :length],
+            scale=SCALE,
+            first_position=length - 1,
+        )[0]
+        for row, length in enumerate(LENGTHS)
+    ]
+    return torch.cat(parts)
+
+
+def queries_of(seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
+
+
+def choose(rows: Rows, which: Sequence[int] = (0, 1, 2)) -> ChosenContexts:
+    return rows.rig.store.choose(rows.contexts(), which)
+
+
+@pytest.mark.parametrize("places", [16, 64])
+def test_with_all_of_the_budget_it_is_dense_attention(
+    make_rows: Callable[..., Rows], places: int
+) -> None:
+    """With 16 places the pages of a layer come in two turns."""
+    rows = make_rows(places)
+    away(rows)
+    chosen = choose(rows)
+    for layer in range(LAYERS):
+        queries = queries_of(layer)
+        out, decode = rows.attend(chosen, Budget(share=1.0), layer, queries)
+        torch.testing.assert_close(out.double(), dense(rows, layer, queries), atol=1e-5, rtol=1e-5)
+        assert decode.counts.selected == decode.counts.context
+        assert decode.counts.missing == 0
+    chosen.close()
+
+
+def test_where_pages_are_changes_no_bit(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows()
+    outs: list[list[torch.Tensor]] = []
+    for turn in range(3):  # from frames, from devices, from the page cache
+        if turn == 1:
+            away(rows)
+        chosen = choose(rows)
+        made = [
+            rows.attend(chosen, Budget(share=0.4), layer, queries_of(layer))
+            for layer in range(LAYERS)
+        ]
+        outs.append([out for out, _ in made])
+        fetched = chosen.fetched
+        assert [fetched.frame > 0, fetched.ssd > 0, fetched.cache > 0].index(True) == (0, 1, 2)[
+            turn
+        ]
+        for _, decode in made:
+            assert 0 < decode.counts.selected < 0.4 * decode.counts.context
+            assert decode.counts.missing > 0
+        chosen.close()
+    for layer in range(LAYERS):
+        assert torch.equal(outs[0][layer], outs[1][layer])
+        assert torch.equal(outs[0][layer], outs[2][layer])
+        assert not torch.allclose(outs[0][layer].double(), dense(rows, layer, queries_of(layer)))
+
+
+@pytest.mark.parametrize("places", [16, 64])
+def test_reading_ahead_changes_no_bit(make_rows: Callable[..., Rows], places: int) -> None:
+    """Queries drift from step to step, so that some guesses are wrong, and one row comes late."""
+    rows = make_rows(places)
+    away(rows)
+    outs: list[list[torch.Tensor]] = []
+    for guesses in (None, ReadAhead()):
+        made: list[torch.Tensor] = []
+        ahead = hits = 0
+        for step in range(4):
+            rows.rig.forget_pages(np.concatenate(rows.contexts()))
+            chosen = choose(rows, (0, 2) if step < 2 else (0, 1, 2))
+            for layer in range(LAYERS):
+                queries = queries_of(layer) + queries_of(10 + step)
+                made.append(
+                    rows.attend(chosen, Budget(share=0.6), layer, queries, guesses=guesses)[0]
+                )
+            ahead, hits = ahead + chosen.fetched.ahead, hits + chosen.fetched.hits
+            assert chosen.poisoned == set()
+            chosen.close()
+        assert (0 < hits < ahead) if guesses else (hits == ahead == 0)
+        outs.append(made)
+    for without, with_guesses in zip(*outs, strict=True):
+        assert torch.equal(without, with_guesses)
+
+
+def test_what_is_kept_does_not_depend_on_where_pages_are(make_rows: Callable[..., Rows]) -> None:
+    """Nor on what is read ahead. Some rows turn away and choose at once, by channels again."""
+    outs: list[list[torch.Tensor]] = []
+    for turn in range(3):
+        rows = make_rows(geometry=CHANNELS)
+        guesses = ReadAhead() if turn == 2 else None
+        kept = KeptSelections(LAYERS, LAYOUT, 3, 0.9)
+        selector = sparf(Budget(share=0.6), 8, "page")
+        made: list[torch.Tensor] = []
+        lists: list[int] = []
+        for later in range(6):
+            if turn:
+                away(rows)
+            chosen = choose(rows)
+            for layer in range(LAYERS):
+                queries = queries_of(layer) + 0.1 * queries_of(10 + later)
+                if later == 4:
+                    queries[1] *= -1
+                out, decode = rows.attend(
+                    chosen, selector.budget, layer, queries, selector, None, guesses, kept, later
+                )
+                made.append(out)
+                lists.append(decode.counts.kept)
+                chose = (decode.counts.lists - decode.counts.kept) // HEADS
+                assert (decode.counts.channel_bytes > 0) == (chose > 0)
+                assert decode.counts.selected <= 0.6 * decode.counts.context
+            assert chosen.fetched.ssd == 0 or (turn > 0 and later not in {1, 2})
+            chosen.close()
+        # Two tokens after one that chose; then one of three rows turns there and back.
+        assert lists == [n for n in (0, 6, 6, 0, 4, 4) for _ in range(LAYERS)]
+        outs.append(made)
+    for others in outs[1:]:
+        for one, other in zip(outs[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_what_comes_next_is_read_where_devices_are_idle(make_rows: Callable[..., Rows]) -> None:
+    class Nothing(Guesses):
+        def recall(self, *_: object) -> None:
+            """Knows nothing."""
+
+    rows = make_rows(256)
+    away(rows)
+    read: list[int] = []
+    outs: list[list[torch.Tensor]] = []
+    for guesses in (ReadAhead(possible=Nothing()), ReadAhead()):
+        made: list[torch.Tensor] = []
+        ahead = 0
+        for step in range(6):
+            rows.rig.forget_pages(np.concatenate(rows.contexts()))
+            chosen = choose(rows)
+            for layer in range(LAYERS):
+                queries = queries_of(layer) + queries_of(20 + step)
+                made.append(
+                    rows.attend(chosen, Budget(share=0.5), layer, queries, guesses=guesses)[0]
+                )
+            ahead += chosen.fetched.ahead
+            chosen.close()
+        read.append(ahead)
+        outs.append(made)
+    assert 0 < read[0] < read[1]
+    for likely, with_possible in zip(*outs, strict=True):
+        assert torch.equal(likely, with_possible)
+
+
+@pytest.mark.parametrize("places", [3, 64])
+def test_pages_in_the_devices_memory_change_no_bit(
+    make_rows: Callable[..., Rows], places: int
+) -> None:
+    """A tensor stands for it. What is read ahead is not what it has."""
+    outs: list[list[torch.Tensor]] = []
+    for hot in (False, True):
+        rows, guesses = make_rows(), ReadAhead()
+        if hot:
+            size = places * GEOMETRY.page_bytes
+            rows.rig.store.keep_hot_pages(hot_memory(size, LAYOUT, GEOMETRY, CPU))
+        made: list[torch.Tensor] = []
+        for step in range(3):
+            away(rows)
+            chosen = choose(rows)
+            for layer in range(LAYERS):
+                queries = queries_of(layer) + 0.3 * queries_of(10 + step)
+                out, decode = rows.attend(
+                    chosen, Budget(share=0.4), layer, queries, guesses=guesses
+                )
+                made.append(out)
+                assert decode.counts.selected < 0.4 * decode.counts.context
+            if places == 64:
+                assert (chosen.fetched.hot > 0) == (hot and step > 0)
+            assert chosen.fetched.hot <= LAYERS * places * hot
+            chosen.close()
+        outs.append(made)
+    for one, other in zip(*outs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_python_does_nothing_page_by_page(make_rows: Callable[..., Rows]) -> None:
+    """As many calls, of Python and from it, for few pages as for nearly all of them."""
+    rows = make_rows(128)
+    away(rows)
+    calls: dict[float, list[int]] = {0.4: [], 0.95: []}
+    selected: set[int] = set()
+    for budget in (0.95, 0.4, 0.95, 0.4):
+        chosen = choose(rows)
+        count = 0
+
+        def note(_frame: object, event: str, _argument: object) -> None:
+            nonlocal count
+            count += event in {"call", "c_call"}
+
+        sys.setprofile(note)
+        try:
+            share, guesses = Budget(share=budget), ReadAhead()
+            _, decode = rows.attend(chosen, share, 0, queries_of(0), guesses=guesses)
+        finally:
+            sys.setprofile(None)
+        chosen.close()
+        selected.add(decode.counts.selected)
+        calls[budget].append(count)
+    assert max(selected) > 2 * min(selected)
+    assert calls[0.4][1] == calls[0.95][1]
+
+
+def test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows()
+    away(rows)
+    choose(rows).close()  # brings the summaries
+    good = choose(rows)
+    wanted, _ = rows.attend(good, Budget(share=1.0), 0, queries_of(0))
+    good.close()
+    rows.rig.forget_pages(np.concatenate(rows.contexts()))
+    rows.rig.flip(int(rows.contexts()[2][0]), GEOMETRY.layer_offset(0) + 5)
+    chosen = choose(rows)
+    for layer in range(LAYERS):
+        out, decode = rows.attend(chosen, Budget(share=1.0), layer, queries_of(layer))
+        if layer == 0:
+            assert torch.equal(out[:2], wanted[:2])
+        # From now on the row does not take part.
+        assert decode.counts.lists == (6 if layer == 0 else 4)
+        assert chosen.poisoned == {2}
+    assert set(chosen.bad) == {int(rows.contexts()[2][0])}
+    chosen.close()
+
+
+def test_rows_that_do_not_choose_keep_their_state(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows()
+    queries = queries_of(3)
+    nobody, some = choose(rows, []), choose(rows, [0, 2])
+    window, _ = rows.attend(nobody, Budget(share=1.0), 1, queries)
+    out, decode = rows.attend(some, Budget(share=1.0), 1, queries)
+    assert torch.equal(out[1], window[1])
+    wanted = dense(rows, 1, queries)
+    torch.testing.assert_close(out[[0, 2]].double(), wanted[[0, 2]], atol=1e-5, rtol=1e-5)
+    assert decode.counts.lists == 4
+    nobody.close()
+    some.close()
+
+
+# ---- SparF ----
+
+
+def sparf(budget: Budget, channels: int, granularity: Literal["token", "page"]) -> SparfSelector:
+    return SparfSelector(budget, channels, granularity, 0, CpuScoringKernels())
+
+
+def windows(rows: Rows) -> list[int]:
+    """Tokens of each row that are no context, the current one included."""
+    return [n - BLOCK * len(slots) for n, slots in zip(LENGTHS, rows.contexts(), strict=True)]
+
+
+def approximate(geometry: SlotGeometry, key: torch.Tensor, window: int) -> torch.Tensor:
+    """K ``[tokens, heads, d]`` as it is scored by: the context's from its channel pages."""
+    context = len(key) - window
+    if not geometry.scaled_from or not context:
+        return key
+    whole, scales = scaled_channels(key[:context], BLOCK)
+    blocks = whole * scales[..., None]
+    return torch.cat([blocks.permute(0, 3, 1, 2).flatten(0, 1), key[context:]])
+
+
+@pytest.mark.parametrize("tier", ["dram", "ssd", "hbm"])
+@pytest.mark.parametrize("geometry", [CHANNELS, SCALED], ids=["as_k", "int8"])
+def test_sparf_by_token_is_sparq(
+    make_rows: Callable[..., Rows], tier: ChannelTier, geometry: SlotGeometry
+) -> None:
+    rows = make_rows(geometry=geometry, channels=tier)
+    for turn in range(3):  # summaries as they were packed, made from frames, from devices
+        chosen = choose(rows)
+        for layer in range(LAYERS):
+            queries = queries_of(10 * turn + layer)
+            budget = Budget(tokens=60)
+            out, decode = rows.attend(chosen, budget, layer, queries, sparf(budget, 8, "token"))
+            kept = 0
+            for row, (length, window) in enumerate(zip(LENGTHS, windows(rows), strict=True)):
+                part = rows.keys[row][layer, :length], rows.values[row][layer, :length]
+                k, local = min(max(60, window - 1), length - 1), window - 1
+                scored = approximate(geometry, part[0], window)
+                wanted, tokens = sparq_attention(
+                    queries[row], *part, r=8, k=k, local=local, approximate=scored
+                )
+                torch.testing.assert_close(out[row].double(), wanted, atol=1e-5, rtol=1e-5)
+                kept += int(tokens.sum()) - HEADS * window
+            assert decode.counts.tokens == kept
+            context = sum(LENGTHS) - sum(windows(rows))
+            item = 1 if geometry.scaled_from else 4
+            assert decode.counts.channel_bytes == context * HEADS * 8 * item
+            scales = context // BLOCK * HEADS * 8 * 4 if geometry.scaled_from else 0
+            assert decode.counts.scale_bytes == scales
+            assert kept < decode.counts.selected * PAGE
+        # With so few tokens to a block, a page has all channels of a head or two.
+        pages = context // BLOCK * geometry.channel_pages * LAYERS if tier == "ssd" else 0
+        found = chosen.fetched_channels
+        wanted_from = (pages, 0) if turn < 2 else (0, pages)
+        assert (found.frame, found.cache + found.ssd) == wanted_from
+        chosen.close()
+        assert rows.rig.store._summaries is not None
+        rows.rig.store._summaries.forget(np.concatenate(rows.contexts()))
+        if turn:
+            away(rows)
+
+
+@pytest.mark.parametrize("granularity", ["token", "page"])
+@pytest.mark.parametrize("geometry", [CHANNELS, SCALED], ids=["as_k", "int8"])
+def test_sparf_with_all_channels_and_tokens_is_dense(
+    make_rows: Callable[..., Rows], granularity: Literal["token", "page"], geometry: SlotGeometry
+) -> None:
+    rows = make_rows(geometry=geometry)
+    away(rows)
+    chosen = choose(rows)
+    for layer in range(LAYERS):
+        queries, budget = queries_of(layer), Budget(share=1.0)
+        selector = sparf(budget, HEAD_SIZE, granularity)
+        out, _ = rows.attend(chosen, budget, layer, queries, selector)
+        torch.testing.assert_close(out.double(), dense(rows, layer, queries), atol=1e-5, rtol=1e-5)
+    chosen.close()
+
+
+def test_next_to_a_large_sink_the_mean_counts_for_nothing(make_rows: Callable[..., Rows]) -> None:
+    rows, budget = make_rows(geometry=CHANNELS), Budget(share=0.4)
+    chosen = choose(rows)
+    for sink, least, most in ((-1e4, 0.05, 9.0), (60.0, 0.0, 1e-5)):
+        sinks = torch.full((QUERY_HEADS,), sink)
+        selector = sparf(budget, 8, "page")
+        out, _ = rows.attend(chosen, budget, 0, queries_of(0), selector, sinks=sinks)
+        assert least <= float(out.abs().max()) <= most
+    chosen.close()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sparf_by_page_reads_the_budget_and_adds_the_mean(
+    make_rows: Callable[..., Rows], adaptive: bool
+) -> None:
+    rows = make_rows(geometry=CHANNELS)
+    away(rows)
+    budget = Budget(share=0.5)
+    selector: Selector = sparf(budget, 8, "page")
+    if adaptive:
+        scorer = sparf(budget, 8, "token")  # which scores pages all the same
+        selector = AdaptiveSelector(scorer, 1.0, budget, budget, 0, CpuScoringKernels())
+    chosen = choose(rows)
+    outs = []
+    for turn in range(2):  # from devices, from the page cache
+        out, decode = rows.attend(chosen, budget, 1, queries_of(5), selector)
+        outs.append(out)
+        assert 0 < decode.counts.selected <= 0.5 * decode.counts.context
+        assert decode.counts.tokens == PAGE * decode.counts.selected
+        assert (chosen.fetched.ssd > 0, chosen.fetched.cache > 0) == (True, turn > 0)
+    assert torch.equal(outs[0], outs[1])
+    chosen.close()
+
+
+def test_sparf_after_a_lost_page_leaves_the_others_right(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(geometry=CHANNELS)
+    away(rows)
+    budget = Budget(share=0.5)
+    good = choose(rows)
+    wanted, _ = rows.attend(good, budget, 0, queries_of(0), sparf(budget, 8, "page"))
+    good.close()
+    rows.rig.store._forget_content(np.concatenate(rows.contexts()[2:]))
+    rows.means = MeanValues(LAYERS, LAYOUT)
+    chosen = choose(rows)
+    assert chosen.poisoned == {2}
+    out, _ = rows.attend(chosen, budget, 0, queries_of(0), sparf(budget, 8, "page"))
+    assert torch.equal(out[:2], wanted[:2])
+    chosen.close()
+
+
+def test_rows_with_different_selectors_get_what_each_gets_alone(
+    make_rows: Callable[..., Rows],
+) -> None:
+    """All in one fetch and one pass of attention; only some are mixed with their mean V."""
+    torch.manual_seed(5)
+    queries = torch.randn(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
+    kernels = CpuScoringKernels()
+    budget = Budget(share=0.6)
+    of_rows: list[Selector] = [
+        SparfSelector(budget, 8, "token", PAGE, kernels),
+        WindowSelector(budget, PAGE),
+        AdaptiveSelector(
+            SparfSelector(budget, 4, "page", PAGE, kernels),
+            0.9,
+            Budget(share=0.1),
+            budget,
+            PAGE,
+            kernels,
+        ),
+    ]
+
+    def attend(selector: Selector | Mapping[int, Selector]) -> tuple[torch.Tensor, int]:
+        rows = make_rows(geometry=CHANNELS)
+        chosen = rows.rig.store.choose(rows.contexts(), range(len(LENGTHS)))
+        out, decode = rows.attend(chosen, budget, 1, queries, selector)
+        chosen.close()
+        return out, decode.counts.selected
+
+    together, _ = attend(dict(enumerate(of_rows)))
+    for row, selector in enumerate(of_rows):
+        alone, _ = attend(selector)
+        assert torch.equal(together[row], alone[row])

@@ -1,0 +1,168 @@
+"""What requests may choose for themselves, and what they are told if they may not."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.request import RequestOptions, servable
+from vllm_ssdkv.connector.scheduler.request_overrides import EXACT, AskedOptions
+
+
+def config(selector: str = "bounds", **sparse: object) -> SSDKVConfig:
+    options = {"mode": "page", "selector": selector, "hbm_window_tokens": 64, "sparse": sparse}
+    return SSDKVConfig.from_extra_config(options)
+
+
+CONFIG = config()
+
+
+def test_what_a_request_chooses_goes_before_the_options() -> None:
+    asked = RequestOptions.of({"budget": 0.5}, CONFIG)
+    applied = asked.applied(config(budget_tokens=200))
+    assert (applied.selector, applied.sparse.budget) == ("bounds", 0.5)
+    assert applied.sparse.budget_tokens is None
+    applied = RequestOptions.of({"selector": "window", "budget_tokens": 100}, CONFIG).applied(
+        CONFIG
+    )
+    assert (applied.selector, applied.sparse.budget_tokens) == ("window", 100)
+    applied = RequestOptions.of({}, CONFIG).applied(CONFIG)
+    assert (applied.selector, applied.sparse.budget) == (CONFIG.selector, CONFIG.sparse.budget)
+
+
+@pytest.mark.parametrize(
+    ("selector", "sparse", "wanted"),
+    [
+        ("exact", {}, {"exact"}),
+        ("bounds", {}, {"exact", "bounds", "adaptive", "window"}),
+        ("window", {}, {"exact", "bounds", "adaptive", "window"}),
+        ("sparf", {}, {"exact", "sparf", "adaptive", "window"}),
+        ("adaptive", {"scorer": "sparf"}, {"exact", "sparf", "adaptive", "window"}),
+    ],
+)
+def test_selectors_that_a_store_can_serve(
+    selector: str, sparse: dict[str, object], wanted: set[str]
+) -> None:
+    options = config(selector, **sparse)
+    assert set(servable(options)) == wanted
+    for name in ("exact", "bounds", "sparf", "adaptive", "window"):
+        if name in wanted:
+            applied = RequestOptions.of({"selector": name}, options).applied(options)
+            assert applied.selector == name
+            assert name in {"exact", "window"} or applied.scores_channels == options.scores_channels
+        else:
+            with pytest.raises(ConfigError, match=f'"{name}" is not what .* possible here: exact'):
+                RequestOptions.of({"selector": name}, options)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"budgte": 0.5}, "budgte: unknown option; did you mean budget?"),
+        ({"selector": "quest"}, 'selector: got "quest"; allowed: "exact" or "bounds"'),
+        ({"selector": 7}, "selector: got 7"),
+        ({"budget": 0}, "budget: got 0; allowed: a number, above 0 and at most 1"),
+        ({"budget": 1.5}, "budget: got 1.5"),
+        ({"budget": math.nan}, "budget"),
+        ({"budget": "0.5"}, 'budget: got "0.5"'),
+        ({"budget_tokens": 64}, "not more than hbm_window_tokens"),
+        ({"budget": 0.5, "budget_tokens": 500}, "give one of them"),
+        ({"selector": "exact", "budget": 0.5}, "give no budget"),
+        ("sparf", "object"),
+        ([], "object"),
+        ({"budget": {1, 2}}, "not a JSON object"),
+    ],
+)
+def test_what_is_wrong_is_said(given: object, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RequestOptions.of(given, CONFIG)
+    assert text in str(error.value)
+
+
+def request(name: str, params: object) -> Any:  # noqa: ANN401 - stands for vLLM's
+    return SimpleNamespace(request_id=name, kv_transfer_params=params)
+
+
+def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counters = Counters()
+    asked = AskedOptions(CONFIG, counters)
+    asked.arrived(request("good", {"ssdkv": {"budget": 0.5}}))
+    asked.arrived(request("bad", {"ssdkv": {"budget\n": 2}}))
+    asked.arrived(request("other", {"do_remote_prefill": False}))
+    asked.arrived(request("none", None))
+    assert asked.of("good") == RequestOptions(budget=0.5)
+    assert asked.of("bad") == EXACT
+    assert asked.of("other") is asked.of("none") is None
+    assert counters.total("sparse_requests_refused") == 1
+    (record,) = caplog.records
+    assert "bad gets exact attention" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert asked.ended("good") == {"ssdkv": {"selector": "bounds", "budget": 0.5}}
+    told = asked.ended("bad")
+    assert told is not None
+    assert told["ssdkv"]["selector"] == "exact"
+    assert "unknown option" in told["ssdkv"]["error"]
+    assert asked.ended("other") is asked.ended("none") is asked.ended("bad") is None
+    assert len(asked) == 0
+
+
+def test_who_chooses() -> None:
+    """Long enough, and not exact by its own wish or by that of the options."""
+    options = config(exact_below=1000)
+    asked = AskedOptions(options, Counters())
+    for name, params in (
+        ("nothing", None),
+        ("exact", {"ssdkv": {"selector": "exact"}}),
+        ("wrong", {"ssdkv": {"budget": 2}}),
+        ("window", {"ssdkv": {"selector": "window"}}),
+    ):
+        asked.arrived(request(name, params))
+    names = ("nothing", "exact", "wrong", "window")
+    assert [asked.chooses(name, 1000) for name in names] == [True, False, False, True]
+    assert not any(asked.chooses(name, 999) for name in names)
+    never = AskedOptions(config("exact"), Counters())
+    assert not never.chooses("nothing", 1 << 20)
+
+
+def test_who_chooses_depends_on_the_budget_where_the_options_say_no_length() -> None:
+    asked = AskedOptions(CONFIG, Counters())
+    asked.arrived(request("half", {"ssdkv": {"budget": 0.5}}))
+    for name, budget in (("own", CONFIG.sparse.budget), ("half", 0.5)):
+        least = config(budget=budget).exact_below
+        assert asked.chooses(name, least)
+        assert not asked.chooses(name, least - 1)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["ssdkv", "selector", "budget", "budget_tokens"]) | st.text(max_size=8),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(params=anything | st.fixed_dictionaries({"ssdkv": anything}))
+def test_nothing_that_a_client_sends_is_too_much(params: object) -> None:
+    asked = AskedOptions(CONFIG, Counters())
+    asked.arrived(request("a", params))
+    found = asked.of("a")
+    assert found is None or found.applied(CONFIG).selector in servable(CONFIG)
+    json.dumps(asked.ended("a"))
+    assert len(asked) == 0

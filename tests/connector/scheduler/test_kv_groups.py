@@ -1,0 +1,341 @@
+"""Hits of models whose layers are in several KV cache groups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from vllm.v1.request import Request
+
+from tests.connector.simulation import STATE, specs
+from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
+from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+
+BLOCK = 16
+BLOCKS = 12
+KEYS = [bytes([block]) * 32 for block in range(BLOCKS)]
+
+
+def manager(window: int | None) -> Any:  # noqa: ANN401 - of vLLM
+    """What vLLM says of the tokens that a group's layers do not attend to any more."""
+    (spec,) = specs([window], None)
+
+    def skipped(computed: int) -> int:
+        if window == STATE:
+            return computed - 1
+        return 0 if window is None else max(0, computed - window + 1)
+
+    return cast(Any, SimpleNamespace(get_num_skipped_tokens=skipped, kv_cache_spec=spec))
+
+
+def groups_of(
+    windows: list[int | None],
+    index: SlotIndex | None = None,
+    speculation: Speculation = NO_SPECULATION,
+) -> BlockGroups:
+    managers = [manager(w) for w in windows]
+    return BlockGroups(managers, index or SlotIndex(100, None), BLOCK, speculation)
+
+
+def store(index: SlotIndex, key: bytes) -> int:
+    slot = int(index.allocate(1)[0])
+    assert index.publish(slot, key)
+    index.durable(slot)
+    index.unpin(np.array([slot], dtype=np.int64))
+    return slot
+
+
+def needed(window: int | None, first: int, end: int) -> range:
+    """Blocks that a group with this window must have, the first of which are in HBM, to go on after
+    block ``end``: those with a token that the next one attends to, or the last state."""
+    if window is None:
+        return range(first, end)
+    if window == STATE:
+        return range(max(first, end - 1), end)
+    oldest = max(0, end * BLOCK - window + 1)
+    return range(max(first, oldest // BLOCK), end)
+
+
+@pytest.mark.parametrize(
+    ("windows", "chain"), [([None], 0), ([40, None], 1), ([40, None, None], 1), ([40, 8], 0)]
+)
+def test_the_chain_is_the_first_group_that_keeps_everything(
+    windows: list[int | None], chain: int
+) -> None:
+    assert groups_of(windows).chain == chain
+
+
+def test_groups_have_keys_of_their_own() -> None:
+    groups = groups_of([40, None, 40])
+    assert groups.keys(KEYS, 1) == KEYS, "as in a store of a model with one group"
+    every = [key for group in range(3) for key in groups.keys(KEYS, group)]
+    assert len(set(every)) == 3 * BLOCKS
+    assert all(len(key) == 32 for key in every)
+
+
+@given(
+    windows=st.lists(st.none() | st.just(STATE) | st.integers(1, 90), min_size=1, max_size=3),
+    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_size=20),
+    first=st.integers(0, BLOCKS),
+)
+def test_the_longest_hit_that_every_group_can_follow(
+    windows: list[int | None], missing: set[tuple[int, int]], first: int
+) -> None:
+    assume(None in windows or STATE not in windows)
+    index = SlotIndex(100, None)
+    groups = groups_of(windows, index)
+    stored = {}
+    for group in range(len(windows)):
+        for block, key in enumerate(groups.keys(KEYS, group)):
+            if (group, block) not in missing:
+                stored[group, block] = store(index, key)
+    others = [group for group in range(len(windows)) if group != groups.chain]
+
+    def fits(end: int) -> bool:
+        return all((groups.chain, block) in stored for block in range(first, end)) and all(
+            (group, block) in stored
+            for group in others
+            for block in needed(windows[group], first, end)
+        )
+
+    end = max(end for end in range(first, BLOCKS + 1) if end == first or fits(end))
+    hit = groups.hit(KEYS, first)
+    assert hit.slots.tolist() == [stored[groups.chain, b] for b in range(first, end)]
+    gone = [b for b in range(first, BLOCKS) if (groups.chain, b) not in stored]
+    assert hit.shared == min([*gone, BLOCKS])
+    beside = [stored[g, b] for g in others for b in needed(windows[g], first, end)]
+    assert hit.besides.slots.tolist() == (beside if end > first else [])
+    held = needed(windows[groups.chain], first, end)
+    assert hit.besides.behind == (held.start - first if end > first else 0)
+    for count in range(1, len(hit.slots) + 1):
+        assert hit.besides.follows(count) == fits(first + count)
+
+
+def test_what_is_loaded_goes_where_vllm_has_blocks() -> None:
+    index = SlotIndex(100, None)
+    groups = groups_of([40, None], index)
+    full = [store(index, key) for key in KEYS]
+    window = [store(index, key) for key in groups.keys(KEYS, 0)]
+    ids = [[0] * 9 + [7, 8, 9], list(range(20, 32))]
+    load = groups.load(KEYS, 4, ids, whole=False)
+    assert load.slots.tolist() == full[4:] + window[9:]
+    assert load.block_ids.tolist() == [*range(24, 32), 7, 8, 9]
+    assert load.keys == (*KEYS[4:], *groups.keys(KEYS, 0)[9:])
+    assert load.chain == 8
+    index.drop(window[10])
+    with pytest.raises(RuntimeError, match="the index changed"):
+        groups.load(KEYS, 4, ids, whole=False)
+
+
+def test_a_context_of_which_hbm_has_a_window() -> None:
+    """Page mode: the slots of all of it, the HBM blocks of its end."""
+    index = SlotIndex(100, None)
+    slots = [store(index, key) for key in KEYS]
+    load = groups_of([40], index).load(KEYS, 0, [[0] * 9 + [7, 8, 9]], whole=True)
+    assert load.slots.tolist() == slots
+    assert load.block_ids.tolist() == [7, 8, 9]
+
+
+def test_a_window_alone_is_loaded_where_it_is() -> None:
+    index = SlotIndex(100, None)
+    slots = [store(index, key) for key in KEYS]
+    load = groups_of([40], index).load(KEYS, 0, [[0] * 9 + [7, 8, 9]], whole=False)
+    assert load.slots.tolist() == slots[9:]
+    assert (load.chain, load.behind) == (3, 9)
+
+
+def evict(index: SlotIndex, count: int) -> None:
+    """As new blocks do."""
+    for number in range(count):
+        index.unpin(index.allocate(1))
+        assert number < count
+
+
+@pytest.mark.parametrize("speculation", [NO_SPECULATION, Speculation(drops_last=True)])
+@pytest.mark.parametrize("last_is_stored", [True, False])
+def test_the_ends_of_a_request_go_last(speculation: Speculation, last_is_stored: bool) -> None:
+    """First what no request could go on from: the windows but for those at the end of what was
+    found, and of what was asked for."""
+    index = SlotIndex(2 * BLOCKS, None)
+    groups = groups_of([40, None], index, speculation)
+    for key in KEYS if last_is_stored else KEYS[:-1]:
+        store(index, key)
+    for key in groups.keys(KEYS if last_is_stored else KEYS[:-1], 0):
+        store(index, key)
+    groups.touch(KEYS, 6)
+    whole = len(groups.hit(KEYS, 0).slots)
+    assert whole == BLOCKS - (not last_is_stored) - speculation.drops_last
+    # Windows of 3 blocks, and two more, at either end.
+    evict(index, index.free_now() + 2 * BLOCKS - BLOCKS - 10 - 2 * (not last_is_stored))
+    assert len(groups.hit(KEYS, 0).slots) == whole
+    assert len(groups.hit(KEYS[:6], 0).slots) == 6 - speculation.drops_last
+
+
+def test_windows_that_are_gone_are_not_looked_for_everywhere() -> None:
+    """A long chain of which some window has a block here and there."""
+    index = SlotIndex(1000, None)
+    groups = groups_of([40, None], index)
+    keys = [block.to_bytes(2, "big") * 16 for block in range(400)]
+    for key in keys:
+        store(index, key)
+    window = groups.keys(keys, 0)
+    for block in range(0, 400, 2):
+        store(index, window[block])
+    assert len(groups.hit(keys, 0).slots) == 0
+    for block in range(381, 399, 2):
+        store(index, window[block])
+    assert len(groups.hit(keys, 0).slots) == 399
+
+
+def test_the_last_state_is_found_however_far_back() -> None:
+    """vLLM keeps one where a step of the prompt ended: between them are thousands of tokens."""
+    index = SlotIndex(2000, None)
+    groups = groups_of([STATE, None, STATE], index)
+    keys = [block.to_bytes(2, "big") * 16 for block in range(400)]
+    for key in keys:
+        store(index, key)
+    for group, blocks in ((0, (19, 99, 300)), (2, (19, 99, 350))):
+        for block in blocks:
+            store(index, groups.keys(keys, group)[block])
+    hit = groups.hit(keys, 0)
+    assert (len(hit.slots), len(hit.besides.slots), hit.shared) == (100, 2, 400)
+    assert [end for end in range(1, 101) if hit.besides.follows(end)] == [20, 100]
+    assert len(groups.hit(keys, 100).slots) == 0, "it goes on where it is"
+
+
+def test_states_at_the_ends_of_a_request_go_last() -> None:
+    index = SlotIndex(2 * BLOCKS, None)
+    groups = groups_of([None, STATE], index)
+    states = groups.keys(KEYS, 1)
+    for key in (*KEYS, *states):
+        store(index, key)
+    groups.touch(KEYS, 6)
+    for new in range(BLOCKS - 2):
+        store(index, bytes([100 + new]) * 32)
+    assert [block for block, key in enumerate(states) if index.find(key) is not None] == [5, 11]
+    assert (len(groups.hit(KEYS[:6], 0).slots), len(groups.hit(KEYS, 0).slots)) == (6, BLOCKS)
+
+
+def test_vllm_is_told_where_others_went_on_otherwise() -> None:
+    index = SlotIndex(100, None)
+    for key in KEYS[:7]:
+        store(index, key)
+    for windows, shared in (([None, STATE], 7 * BLOCK), ([None, 40], 0)):
+        groups = groups_of(cast(Any, windows), index)
+        for known in (0, 3 * BLOCK, 9 * BLOCK):
+            request = cast(Request, SimpleNamespace(shared_prefix_boundary=known))
+            groups.mark_shared(request, groups.hit(KEYS, 0))
+            assert request.shared_prefix_boundary == max(known, shared)
+
+
+def told(*offers: tuple[int, int, int]) -> Any:  # noqa: ANN401 - of vLLM
+    """A step after which there are these states: group, HBM block, tokens."""
+    state = SimpleNamespace(boundary_state_offloads={"a": list(offers), "b": [(1, 77, 2 * BLOCK)]})
+    return SimpleNamespace(kv_connector_block_state=state)
+
+
+def test_states_are_stored_where_vllm_says_that_they_are() -> None:
+    groups = groups_of([None, STATE])
+    request = cast(Request, SimpleNamespace(request_id="a"))
+    state = RequestState(request, block_ids=[[11, 12, 13, 14], [0, 0, 23, 24]])
+    keys, of_state = KEYS[1:3], groups.keys(KEYS, 1)
+    whole = [(1, KEYS[1], 12), (2, KEYS[2], 13)]
+    for offers, found in (
+        ([], []),
+        ([(1, 90, 3 * BLOCK)], [(2, of_state[2], 90)]),
+        ([(1, 90, 2 * BLOCK), (1, 91, 3 * BLOCK)], [(1, of_state[1], 90), (2, of_state[2], 91)]),
+        ([(1, 90, 3 * BLOCK - 1)], []),  # between blocks
+        ([(1, 90, BLOCK), (1, 91, 4 * BLOCK)], []),  # looked at before, and not known yet
+    ):
+        output = told(*cast(Any, offers))
+        assert list(groups.completed(state, output, keys, 1, 20)) == [*whole, *cast(Any, found)]
+    none = cast(Any, SimpleNamespace(kv_connector_block_state=None))
+    assert list(groups.completed(state, none, keys, 1, 20)) == whole
+
+
+def test_a_state_that_was_in_hbm_is_stored_with_the_blocks_that_were() -> None:
+    """vLLM does not say again that it is there."""
+    groups = groups_of([None, STATE, STATE])
+    request = cast(Request, SimpleNamespace(request_id="c"))
+    state = RequestState(request, block_ids=[[11, 12, 13, 14], [0, 22, 23, 24], [0, 32, 0, 34]])
+    keys, output = KEYS[:3], told()
+    chain = [(block, key, 11 + block) for block, key in enumerate(keys)]
+    both = [(1, groups.keys(KEYS, 1)[1], 22), (1, groups.keys(KEYS, 2)[1], 32)]
+    for computed, found in ((2 * BLOCK, both), (3 * BLOCK, [(2, groups.keys(KEYS, 1)[2], 23)])):
+        assert list(groups.completed(state, output, keys, 0, computed)) == [*chain, *found]
+    for first, computed in ((0, 0), (0, 2 * BLOCK + 1), (0, 4 * BLOCK), (1, 2 * BLOCK)):
+        begun = list(groups.completed(state, output, keys[first:], first, computed))
+        assert begun == chain[first:], (first, computed)
+
+
+# ---- room in HBM ----
+
+
+def state(hit: int, tokens: int, *, running: bool = False) -> RequestState:
+    return RequestState(asking(tokens), hit=hit, running=running)
+
+
+def asking(tokens: int) -> Request:
+    found = SimpleNamespace(num_tokens=tokens, block_hashes=KEYS)
+    return cast(Request, found)
+
+
+def pooled(windows: list[int | None], most: list[int | None], used: set[int]) -> Any:  # noqa: ANN401 - groups
+    """Groups over a pool in which others hold these blocks of the first group; and a way to ask
+    for room when so many blocks are free."""
+    groups = groups_of(windows)
+
+    def cached(key: bytes, ids: list[int]) -> list[Any] | None:
+        block = KEYS.index(key)
+        held = ids == [groups.chain] and block in used
+        return [SimpleNamespace(ref_cnt=int(held))] if block < BLOCKS - 1 else None
+
+    for one, cap in zip(groups._managers, most, strict=True):
+        one.max_admission_blocks_per_request = cap
+        one.block_pool = SimpleNamespace(get_cached_block=cached)
+
+    def has_room(first: int, states: list[RequestState], free: int) -> bool:
+        pool = cast(Any, groups._managers[0].block_pool)
+        pool.get_num_free_blocks = lambda: free
+        return groups.has_room(asking(320), first, 10, states)
+
+    return has_room
+
+
+def test_a_load_needs_room_for_all_that_is_computed_after_it() -> None:
+    """Of 20 blocks, a full group holds all, windows 5 and 7 at a time."""
+    has_room = pooled([None, 40, 64], [None, 5, 7], set())
+    needed = 20 + 5 + 7
+    other = state(0, 100)
+    assert has_room(0, [other], needed)
+    assert not has_room(0, [other], needed - 1)
+    assert has_room(0, [], 0), "alone it fits, or vLLM would not have started"
+    # One that was loaded has 10 + 3 + 4 blocks already; one that runs can be preempted.
+    assert not has_room(0, [state(10, 320)], 2 * needed - 18)
+    assert has_room(0, [state(10, 320)], 2 * needed - 17)
+    assert has_room(0, [state(10, 320, running=True)], needed)
+    assert pooled([None], [None], set())(0, [other], 0), "vLLM counts that itself"
+
+
+def test_a_request_holds_few_states_at_a_time() -> None:
+    has_room = pooled([None, STATE], [None, None], set())
+    needed = 20 + 4
+    assert has_room(0, [state(0, 100)], needed)
+    assert not has_room(0, [state(0, 100)], needed - 1)
+    # One that was loaded has 10 blocks and its state.
+    assert has_room(0, [state(10, 320)], 2 * needed - 11)
+    assert not has_room(0, [state(10, 320)], 2 * needed - 12)
+
+
+def test_blocks_that_another_request_holds_need_no_room() -> None:
+    has_room = pooled([None, 40], [None, 5], {0, 1, 2, 5})
+    needed = 20 + 5
+    for first, shared in ((0, 0), (2, 2), (4, 3), (6, 4), (11, 4)):
+        assert has_room(first, [state(0, 100)], needed - shared)
+        assert not has_room(first, [state(0, 100)], needed - shared - 1)

@@ -1,0 +1,29 @@
+"""Marks on slots that hold what nobody has verified yet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
+
+
+def test_marks_go_with_blocks_that_move() -> None:
+    blocks = UnverifiedBlocks(8)
+    for slot in (1, 6):
+        blocks.add(slot)
+    blocks.moved(np.array([6, 2]), np.array([3, 4]))
+    assert blocks.slots().tolist() == [1, 3, 6]
+
+
+def test_a_slot_that_a_verified_block_moves_to_loses_its_mark() -> None:
+    blocks = UnverifiedBlocks(8)
+    blocks.add(3)
+    blocks.moved(np.array([2]), np.array([3]))
+    assert blocks.slots().tolist() == []
+
+
+def test_a_hit_that_was_the_same_vouches_for_all() -> None:
+    blocks = UnverifiedBlocks(8)
+    blocks.add(1)
+    blocks.clear()
+    assert blocks.slots().tolist() == []

@@ -1,0 +1,215 @@
+"""Slots and fingerprints of a model: what of the options changes them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.kv_layout import KVLayout
+from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_layout
+
+ENGINE: Any = SimpleNamespace(
+    parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    speculative_config=None,
+    model_config=SimpleNamespace(model="m", revision=None, dtype=torch.float16),
+    cache_config=SimpleNamespace(cache_dtype="auto"),
+)
+
+
+def caches(block: int, dtype: torch.dtype) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=128, dtype=dtype)
+    return KVCacheConfig(8, [], [KVCacheGroupSpec(["a", "b", "c"], spec)])
+
+
+def config(selector: str = "sparf", **sparse: object) -> SSDKVConfig:
+    return SSDKVConfig.from_extra_config({"mode": "page", "selector": selector, "sparse": sparse})
+
+
+def layout(made: SSDKVConfig, block: int = 128, dtype: torch.dtype = torch.float16) -> KVLayout:
+    return kv_layout(made, ENGINE, caches(block, dtype))
+
+
+@pytest.mark.parametrize(
+    ("selector", "dtype", "kept", "pages"),
+    [
+        # 128 tokens of 2 heads: 16 pages of KV a layer, half of that in the type of K.
+        ("sparf", torch.float16, "as_k", (1, 8, 0)),
+        ("sparf", torch.float16, "int8", (1, 4, 2)),
+        ("adaptive", torch.bfloat16, "int8", (1, 4, 2)),
+        ("sparf", torch.float32, "int8", (1, 2, 4)),
+        ("bounds", torch.float16, "int8", (3, 0, 0)),
+        ("exact", torch.float16, "int8", (0, 0, 0)),
+    ],
+)
+def test_slots_hold_channels_as_the_options_say(
+    selector: str, dtype: torch.dtype, kept: str, pages: tuple[int, int, int]
+) -> None:
+    shape = layout(config(selector, channel_dtype=kept), dtype=dtype).geometry
+    assert (shape.summary_pages, shape.channel_pages, shape.scaled_from) == pages
+
+
+def test_a_store_of_one_type_of_channels_is_not_one_of_the_other() -> None:
+    names = {}
+    for selector, kept in (("sparf", "as_k"), ("sparf", "int8"), ("bounds", "as_k")):
+        made = config(selector, channel_dtype=kept)
+        found = fingerprint(made, ENGINE, layout(made), caches(128, torch.float16))
+        names[selector, kept] = found.fields.get("summaries")
+    assert names == {
+        ("sparf", "as_k"): "channels",
+        ("sparf", "int8"): "int8 channels",
+        ("bounds", "as_k"): None,
+    }
+
+
+def draft(method: str, *, kv: bool) -> Any:  # noqa: ANN401 - of vLLM
+    """vLLM's configuration of a drafter."""
+    return SimpleNamespace(method=method, uses_draft_kv_cache=lambda: kv)
+
+
+def test_a_drafters_layers_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = config("bounds"), caches(128, torch.float16)
+    drafters = [None, draft("eagle", kv=True), draft("draft_model", kv=True)]
+    digests = []
+    for drafter in [*drafters, draft("ngram", kv=False)]:
+        monkeypatch.setattr(ENGINE, "speculative_config", drafter)
+        digests.append(fingerprint(made, ENGINE, layout(made), kept).digest)
+    assert len(set(digests)) == len(drafters)
+    assert digests[-1] == digests[0], "n-grams have no KV of their own"
+
+
+def test_naming_the_models_own_dtype_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = config("bounds"), caches(128, torch.float16)
+    digests = {}
+    for name in ("auto", "float16", "fp8"):
+        monkeypatch.setattr(ENGINE.cache_config, "cache_dtype", name)
+        digests[name] = fingerprint(made, ENGINE, layout(made), kept).digest
+    assert digests["auto"] == digests["float16"] != digests["fp8"]
+
+
+def test_a_default_directory_is_named_by_what_the_weight_files_hold(tmp_path: Path) -> None:
+    one, other, bare = tmp_path / "one", tmp_path / "other", tmp_path / "bare"
+    for folder, weights in ((one, b"1" * 100), (other, b"2" * 100)):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(weights)
+    bare.mkdir()
+    moved, linked = tmp_path / "moved", tmp_path / "linked"
+    shutil.copytree(one, moved)
+    linked.symlink_to(one)
+    names = [directory_name(str(path), None) for path in (one, moved, linked, other, bare)]
+    assert names[0] == names[1] == names[2]
+    assert len(set(names)) == 3
+    assert directory_name("org/model", "v2") == "org/model@v2"
+
+
+def mixed(windows: list[int | None], layers: list[int]) -> KVCacheConfig:
+    """Groups of so many layers each, with full attention or a sliding window."""
+    shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
+    groups = []
+    for number, (window, count) in enumerate(zip(windows, layers, strict=True)):
+        full = FullAttentionSpec(**shape)
+        spec = full if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+        names = [f"{number}.{layer}" for layer in range(count)]
+        groups.append(KVCacheGroupSpec(names, spec))
+    return KVCacheConfig(8, [], groups)
+
+
+def test_groups_lie_over_each_other() -> None:
+    reuse = SSDKVConfig.from_extra_config({})
+    found = kv_layout(reuse, ENGINE, mixed([64, 64, None], [2, 1, 3]))
+    assert found.layer_names == ("2.0", "2.1", "2.2")
+    assert found.overlaid == (("0.0", "0.1"), ("1.0",))
+    assert found.geometry == kv_layout(reuse, ENGINE, mixed([None], [3])).geometry
+
+
+def test_groups_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINE, "device_config", SimpleNamespace(device_type="cuda"), raising=False)
+    monkeypatch.setattr(ENGINE, "attention_config", SimpleNamespace(backend=None), raising=False)
+    reuse, digests = SSDKVConfig.from_extra_config({}), set()
+    for windows, layers in (
+        ([64, None], [2, 2]),
+        ([None, 64], [2, 2]),
+        ([32, None], [2, 2]),
+        ([64, None], [1, 2]),
+        ([None], [2]),
+    ):
+        kept = mixed(windows, layers)
+        made = fingerprint(reuse, ENGINE, kv_layout(reuse, ENGINE, kept), kept)
+        assert ("groups" in made.fields) is (len(windows) > 1)
+        digests.add(made.digest)
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize(
+    ("block", "sparse", "text"),
+    [
+        (32, {"channel_pages": "ssd"}, "blocks of 4 pages at least, of a number that divides 256"),
+        (64, {"channel_pages": "ssd", "channel_dtype": "int8"}, "blocks of 8 pages at least"),
+        (128, {"channel_group": 3}, "channel_group 3 does not divide the head size, which is 128"),
+    ],
+)
+def test_channels_that_cannot_be_read_so_are_refused(
+    block: int, sparse: dict[str, object], text: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        layout(config(**sparse), block)
+    layout(config("bounds", **sparse), block)
+
+
+def hybrid(*layers: int, **state: object) -> KVCacheConfig:
+    """A group of layers with full attention behind groups of layers with a state, so many each."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16)
+    settings: Any = {"shapes": ((3, 4), (2, 8)), "dtypes": (torch.float16, torch.float32), **state}
+    kept = MambaSpec(
+        block_size=16,
+        page_size_padded=full.page_size_bytes,
+        mamba_cache_mode="align",
+        **settings,
+    )
+    groups = [
+        KVCacheGroupSpec([f"{number}.{layer}" for layer in range(count)], kept)
+        for number, count in enumerate(layers[:-1])
+    ]
+    groups.append(KVCacheGroupSpec([f"kv.{layer}" for layer in range(layers[-1])], full))
+    return KVCacheConfig(8, [], groups)
+
+
+def test_a_slot_holds_a_state_or_kv() -> None:
+    reuse = SSDKVConfig.from_extra_config({})
+    found = kv_layout(reuse, ENGINE, hybrid(3, 2, 2))
+    assert found.has_states
+    assert found.layer_names == ("0.0", "0.1", "0.2")
+    assert found.overlaid == (("1.0", "1.1"), ("kv.0", "kv.1"))
+    assert (found.block_tokens, found.kv_heads, found.dtype) == (16, 2, torch.float16)
+    assert found.geometry == kv_layout(reuse, ENGINE, mixed([None], [3])).geometry
+    assert not kv_layout(reuse, ENGINE, mixed([None, 64], [3, 3])).has_states
+
+
+def test_states_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINE, "device_config", SimpleNamespace(device_type="cuda"), raising=False)
+    monkeypatch.setattr(ENGINE, "attention_config", SimpleNamespace(backend=None), raising=False)
+    reuse, digests = SSDKVConfig.from_extra_config({}), set()
+    made = [
+        mixed([64, None], [2, 2]),
+        hybrid(2, 2),
+        hybrid(2, 2, shapes=((4, 3), (2, 8))),
+        hybrid(2, 2, dtypes=(torch.float16, torch.float16)),
+        hybrid(2, 2, mamba_type=MambaAttentionBackendEnum.GDN_ATTN),
+    ]
+    for kept in made:
+        digests.add(fingerprint(reuse, ENGINE, kv_layout(reuse, ENGINE, kept), kept).digest)
+    assert len(digests) == len(made)

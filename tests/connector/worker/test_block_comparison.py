@@ -1,0 +1,125 @@
+"""Blocks in HBM against stored ones: rounding is near, other weights are far."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ssdkv.connector.worker.block_comparison import (
+    MOST_BYTES,
+    TOLERANCE,
+    BlockComparer,
+    StoredBlocks,
+    element_type,
+)
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+LAYERS, TOKENS, HEADS, SIZE = 3, 32, 2, 64
+
+
+def geometry(kind: str, dtype: torch.dtype) -> SlotGeometry:
+    if kind == "paged":
+        return SlotGeometry("paged", LAYERS, HEADS, TOKENS // 16, 2 * 16 * SIZE * dtype.itemsize)
+    return SlotGeometry("opaque", LAYERS, 1, 1, 2 * TOKENS * HEADS * SIZE * dtype.itemsize)
+
+
+class Rig:
+    """A cache of two blocks, and a frame that holds what the second one held."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, seed: int = 1):
+        generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+        self.values = torch.randn(LAYERS, 2, TOKENS * HEADS * SIZE * 2, generator=generator)
+        self.caches = [layer.to(dtype) for layer in self.values]
+        shape = geometry(kind, dtype)
+        self.frame = np.full(shape.frame_bytes, 0xFF, np.uint8)
+        pages = shape.heads * shape.groups
+        for layer, cache in enumerate(self.caches):
+            raw = cache[1].view(torch.uint8).numpy().reshape(pages, shape.payload_bytes)
+            begin = shape.layer_offset(layer)
+            held = self.frame[begin : begin + shape.layer_bytes].reshape(pages, shape.page_bytes)
+            held[:, : shape.payload_bytes] = raw
+        self.comparer = BlockComparer(self.caches, shape, dtype)
+
+    def becomes(self, layer: int, values: torch.Tensor) -> float:
+        self.caches[layer][1] = values.to(self.dtype)
+        return self.comparer.deviation(1, self.frame, LAYERS)
+
+
+@pytest.mark.parametrize("kind", ["opaque", "paged"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_is_near_and_others_are_far(kind: str, dtype: torch.dtype) -> None:
+    rig = Rig(kind, dtype)
+    assert rig.comparer.deviation(1, rig.frame, LAYERS) == 0
+    noise = torch.randn(rig.values[1, 1].shape, generator=torch.Generator().manual_seed(2))
+    tolerance = rig.comparer.tolerance
+    assert rig.becomes(1, rig.values[1, 1] + 0.3 * tolerance * noise) < tolerance
+    assert rig.becomes(1, rig.values[1, 1] + 2.5 * tolerance * noise) > tolerance
+    assert rig.becomes(1, noise) > 1.5 * tolerance
+
+
+def test_the_worst_layer_counts_and_layers_behind_are_not_looked_at() -> None:
+    rig = Rig("opaque", torch.float32)
+    far = rig.becomes(2, -rig.values[2, 1])
+    assert far > 1
+    assert rig.comparer.deviation(1, rig.frame, 2) == 0
+
+
+def test_single_tokens_do_not_count() -> None:
+    """As where a mixture of experts sends a token another way."""
+    rig = Rig("opaque", torch.bfloat16)
+    values = rig.values[0, 1].clone()
+    values[: len(values) // 3] = 100
+    assert rig.becomes(0, values) < rig.comparer.tolerance
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_that_are_none_are_far(value: float) -> None:
+    rig = Rig("opaque", torch.float32)
+    assert rig.becomes(0, torch.full_like(rig.values[0, 1], value)) > rig.comparer.tolerance
+
+
+def test_zeros_equal_zeros() -> None:
+    rig = Rig("opaque", torch.float32)
+    rig.frame[:] = 0
+    for cache in rig.caches:
+        cache.zero_()
+    assert rig.comparer.deviation(1, rig.frame, LAYERS) == 0
+    assert rig.becomes(0, torch.ones_like(rig.values[0, 1])) == torch.inf
+
+
+def test_which_numbers_can_be_compared() -> None:
+    assert set(TOLERANCE) == set(DTYPES)
+    for dtype in DTYPES:
+        assert element_type(dtype, "auto") is dtype
+    assert element_type(torch.uint8, "fp8") is torch.float8_e4m3fn
+    assert element_type(torch.uint8, "fp8_e5m2") is torch.float8_e5m2
+    assert element_type(torch.uint8, "nvfp4") is None
+    assert element_type(torch.int8, "int8") is None
+
+
+def test_stored_blocks_are_kept_until_they_are_taken() -> None:
+    blocks = StoredBlocks()
+    one, other = np.zeros(8, np.uint8), np.ones(8, np.uint8)
+    blocks.keep("a", 1, 5, one)
+    blocks.keep("a", 1, 6, other)
+    blocks.keep("b", 1, 6, one)
+    assert blocks.take("a", 1, 6) is other
+    assert blocks.take("a", 1, 6) is None
+    assert blocks.take("a", 1, 5) is one
+    assert blocks.take("b", 1, 6) is one, "two requests may begin alike"
+
+
+@pytest.mark.parametrize(("nbytes", "kept"), [(MOST_BYTES // 3, 3), (MOST_BYTES + 1, 1)])
+def test_the_oldest_stored_blocks_make_room(nbytes: int, kept: int) -> None:
+    """Nobody comes for those of requests that ended."""
+    blocks = StoredBlocks()
+    frame = np.zeros(nbytes, np.uint8)
+    for slot in range(5):
+        blocks.keep("a", slot, 1, frame)
+    assert [blocks.take("a", slot, 1) is frame for slot in range(5)] == [
+        *[False] * (5 - kept),
+        *[True] * kept,
+    ]

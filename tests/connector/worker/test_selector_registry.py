@@ -1,0 +1,194 @@
+"""Which selector the options mean, and who chooses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.connector.kv_layout import KVLayout
+from vllm_ssdkv.connector.messages import Row
+from vllm_ssdkv.connector.worker.selector_registry import MAX_KNOWN, Choice, Choices
+from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector
+from vllm_ssdkv.sparse.selection_reuse import RowSizes
+from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
+from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.window import WindowSelector
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(
+    ("a", "b"),
+    32,
+    2,
+    64,
+    torch.bfloat16,
+    SlotGeometry("paged", 2, 2, 2, 4096),
+    tp_size=1,
+    num_blocks=8,
+)
+
+
+CPU = torch.device("cpu")
+
+
+def config(selector: str, **sparse: object) -> SSDKVConfig:
+    options = {"mode": "page", "selector": selector, "hbm_window_tokens": 64, "sparse": sparse}
+    return SSDKVConfig.from_extra_config(options)
+
+
+def choice(selector: str, **sparse: object) -> Choice | None:
+    return Choice.of(config(selector, **sparse), LAYOUT, CPU)
+
+
+def made(selector: str, **sparse: object) -> Choice:
+    found = choice(selector, **sparse)
+    assert found is not None
+    return found
+
+
+def test_exact_has_no_choice() -> None:
+    assert choice("exact") is None
+
+
+def test_options_reach_the_selector() -> None:
+    bounds = made("bounds", budget=0.025, floor=0.01, sink_tokens=40)
+    assert isinstance(bounds.selector, BoundsSelector)
+    assert (bounds.selector.budget, bounds.selector.sink_tokens) == (Budget(share=0.025), 40)
+    assert bounds.exact_below == 5120
+    window = made("window", budget_tokens=5000)
+    assert isinstance(window.selector, WindowSelector)
+    assert (window.selector.budget, window.exact_below) == (Budget(tokens=5000), 5000)
+    adaptive = made("adaptive", budget=0.5, floor=0.1, mass=0.7, scorer="bounds").selector
+    assert isinstance(adaptive, AdaptiveSelector)
+    assert (adaptive.budget, adaptive.floor, adaptive.p) == (
+        Budget(share=0.5),
+        Budget(share=0.1),
+        0.7,
+    )
+    assert isinstance(adaptive.scorer, BoundsSelector)
+    assert not adaptive.needs.channels
+
+
+def test_options_reach_sparf() -> None:
+    sparf = made("sparf", budget=0.25, sink_tokens=0).selector
+    assert isinstance(sparf, SparfSelector)
+    assert (sparf.budget, sparf.sink_tokens) == (Budget(share=0.25), 0)
+    assert (sparf.channels, sparf.granularity) == (8, "page")  # of 64 channels
+    sparf = made("sparf", channels=5, granularity="token").selector
+    assert isinstance(sparf, SparfSelector)
+    assert (sparf.channels, sparf.granularity) == (5, "token")
+    sparf = made("sparf", channels=5, channel_group=4).selector
+    assert isinstance(sparf, SparfSelector)
+    assert (sparf.channels, sparf.channel_group) == (8, 4)
+    adaptive = made("adaptive", channels=16).selector
+    assert isinstance(adaptive, AdaptiveSelector)
+    assert isinstance(adaptive.scorer, SparfSelector)
+    assert adaptive.scorer.channels == 16
+    assert adaptive.needs.channels
+
+
+def test_only_the_selectors_that_score_channels_ask_for_them() -> None:
+    for selector, scorer, wanted in (
+        ("exact", "sparf", False),
+        ("bounds", "sparf", False),
+        ("window", "sparf", False),
+        ("adaptive", "bounds", False),
+        ("adaptive", "sparf", True),
+        ("sparf", "bounds", True),
+    ):
+        options = {"mode": "page", "selector": selector, "sparse": {"scorer": scorer}}
+        assert SSDKVConfig.from_extra_config(options).scores_channels == wanted
+
+
+def row(name: str, asked: RequestOptions | None = None, position: int = 200) -> Row:
+    return Row(name, 1, 1, first_position=position, hbm_start=3, asked=asked)
+
+
+def selectors(choices: Choices | None, *rows: Row) -> dict[int, Selector]:
+    assert choices is not None
+    return choices.of_rows(rows, [np.arange(row.hbm_start, dtype=np.int64) for row in rows])
+
+
+@pytest.mark.parametrize(("below", "wanted"), [(0, [0, 3]), (100, [3]), (201, [3]), (202, [])])
+def test_rows_with_one_query_and_a_long_context_choose(below: int, wanted: list[int]) -> None:
+    rows = [
+        Row("a", 1, 1, first_position=50, hbm_start=1, tokens=1),
+        Row("b", 2, 2, first_position=200, hbm_start=3, tokens=2),
+        Row("c", 3, 3, first_position=200, hbm_start=0, tokens=1),
+        Row("d", 4, 4, first_position=200, hbm_start=3, tokens=1),
+        Row("e", 5, 5, first_position=300, hbm_start=3, tokens=1, of_prompt=True),
+    ]
+    choices = Choices.of(config("bounds", exact_below=below, dense_layers=2), LAYOUT, CPU)
+    assert choices is not None
+    assert (choices.dense_layers, choices.page_tokens) == (2, 16)
+    assert list(selectors(choices, *rows)) == wanted
+
+
+def test_requests_choose_for_themselves() -> None:
+    quarter, tokens = RequestOptions(budget=0.25), RequestOptions(budget_tokens=150)
+    found = selectors(
+        Choices.of(config("bounds", exact_below=0), LAYOUT, CPU),
+        row("a"),
+        row("b", quarter),
+        row("c", RequestOptions(selector="exact")),
+        row("d", RequestOptions(selector="adaptive", budget=0.5)),
+        row("e", RequestOptions(budget=0.25)),
+        row("f", tokens),
+        row("g"),
+    )
+    assert list(found) == [0, 1, 3, 4, 5, 6]
+    assert found[0] is found[6]
+    assert found[1] is found[4]
+    assert isinstance(found[1], BoundsSelector)
+    assert found[1].budget == Budget(share=0.25)
+    assert isinstance(found[3], AdaptiveSelector)
+    assert found[3].budget == Budget(share=0.5)
+    assert isinstance(found[5], BoundsSelector)
+    assert found[5].budget == Budget(tokens=150)
+
+
+def test_a_budget_of_its_own_has_a_length_of_its_own_from_which_on_it_pays() -> None:
+    choices = Choices.of(config("bounds", budget=0.025, floor=0.01), LAYOUT, CPU)
+    asked = RequestOptions(budget=0.03125)
+    rows = row("a", position=5118), row("b", asked, position=4094), row("c", asked, position=4095)
+    assert list(selectors(choices, *rows)) == [2]
+    assert list(selectors(choices, row("a", position=5119))) == [0]
+
+
+def test_adaptive_scores_by_what_the_store_holds() -> None:
+    asked = RequestOptions(selector="adaptive")
+    for selector, scorer in (("sparf", SparfSelector), ("window", BoundsSelector)):
+        (found,) = selectors(
+            Choices.of(config(selector, exact_below=0), LAYOUT, CPU), row("a", asked)
+        ).values()
+        assert isinstance(found, AdaptiveSelector)
+        assert isinstance(found.scorer, scorer)
+
+
+def test_many_different_choices_are_not_kept_for_ever() -> None:
+    choices = Choices.of(config("bounds", exact_below=0), LAYOUT, CPU)
+    assert choices is not None
+    for tokens in range(100, 100 + 2 * MAX_KNOWN):
+        selectors(choices, row("a", RequestOptions(budget_tokens=tokens)))
+    assert len(choices._asked) == MAX_KNOWN
+
+
+def test_what_a_request_chose_is_kept_if_the_options_say_so() -> None:
+    once = Choices.of(config("bounds"), LAYOUT, CPU)
+    assert once is not None
+    assert once.kept is None
+    once.drop("a")
+    choices = Choices.of(config("bounds", reuse_steps=4, reuse_similarity=0.5), LAYOUT, CPU)
+    assert choices is not None
+    assert choices.kept is not None
+    assert choices.kept.steps == 4
+    nothing = Selection(np.zeros(0, np.int32), np.zeros(3, np.int32), np.ones((1, 2), np.float32))
+    sizes = RowSizes(np.array([99]), np.array([6]), np.array([0]))
+    choices.kept.select(0, ["a"], sizes, torch.ones(1, 4, 64), lambda _: nothing)
+    assert len(choices.kept) == 1
+    choices.drop("a")
+    assert len(choices.kept) == 0

@@ -1,0 +1,248 @@
+"""Blocks packed with what selectors must know of them: every byte of a slot, by the oracles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.kernels.test_dense import ISAS, using
+from tests.store.tails import addresses
+from vllm_ssdkv import _kernels
+from vllm_ssdkv.attention.reference import write_block
+from vllm_ssdkv.attention.reference_sparse import page_bounds, scaled_channels
+from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
+from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
+from vllm_ssdkv.store.cache.summaries import with_summaries
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+FILL = 0xA5
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Int64s: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Blocks of some layers in caches, and slots that they are to be packed into."""
+
+    layout: BlockLayout
+    geometry: SlotGeometry
+    blocks: int
+    seed: int
+
+    @staticmethod
+    def of(
+        layout: BlockLayout, kind: str, layers: int = 1, blocks: int = 1, seed: int = 0
+    ) -> Problem:
+        """``kind`` is what summaries are: bounds, channels or int8."""
+        pages = SlotGeometry(
+            "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
+        )
+        geometry = with_summaries(
+            pages,
+            layout.page_tokens,
+            channels=kind != "bounds",
+            scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
+        )
+        return Problem(layout, geometry, blocks, seed)
+
+    def draw(self) -> tuple[torch.Tensor, list[torch.Tensor], Int64s]:
+        """K and V, [layers, blocks, 2, tokens, heads, size], caches with them, and block ids."""
+        layout, layers = self.layout, self.geometry.layers
+        random = torch.Generator().manual_seed(self.seed)
+        shape = (layers, self.blocks, 2, layout.block_tokens, layout.kv_heads, layout.head_size)
+        kv = torch.randn(shape, generator=random).to(layout.dtype)
+        ids = torch.randperm(self.blocks + 2, generator=random)[: self.blocks]
+        caches = []
+        for layer in range(layers):
+            cache = torch.full((self.blocks + 2, layout.block_bytes), 0xFF, dtype=torch.uint8)
+            for block, place in enumerate(ids.tolist()):
+                write_block(layout, cache[place], *kv[layer, block])
+            caches.append(cache.view(layout.dtype))
+        return kv, caches, ids.numpy()
+
+    def packed(self, kernels: PageKernels) -> Bytes:
+        """Slots, [blocks, slot_bytes], that held only ``FILL`` before."""
+        _, caches, ids = self.draw()
+        frames, tails = (
+            self._memory(self.geometry.frame_bytes),
+            self._memory(self.geometry.tail_bytes),
+        )
+        # The second one lies first: slots need not be in order.
+        order = np.arange(self.blocks)[::-1]
+        kernels.pack_summarized(
+            caches,
+            ids,
+            addresses(frames)[order],
+            addresses(tails)[order],
+            self.layout,
+            self.geometry,
+        )
+        return np.concatenate([frames, tails], axis=1)[order]
+
+    def made(self, kernels: CpuPageKernels) -> Bytes:
+        """Tails, [blocks, tail_bytes], from frames."""
+        frames = np.ascontiguousarray(self.wanted()[:, : self.geometry.frame_bytes])
+        tails = self._memory(self.geometry.tail_bytes)
+        padded = self.layout.with_page_stride(self.geometry.page_bytes)
+        kernels.make_tails(addresses(frames), addresses(tails), padded, self.geometry)
+        return tails
+
+    def _memory(self, nbytes: int) -> Bytes:
+        return np.full((self.blocks, nbytes), FILL, np.uint8)
+
+    def wanted(self) -> Bytes:
+        """The same by the oracles."""
+        kv, _, _ = self.draw()
+        layout, geometry = self.layout, self.geometry
+        slots = np.full((self.blocks, geometry.slot_bytes), FILL, np.uint8)
+        for slot, block in zip(slots, kv.unbind(1), strict=True):
+            records = []
+            for layer, (key, value) in enumerate(block):
+                pages = torch.empty(layout.block_bytes, dtype=torch.uint8)
+                write_block(layout, pages, key, value)
+                first = geometry.first_page(layer)
+                self._write(slot, first, pages, geometry.pages_per_layer, padding=0)
+                if not geometry.channel_pages:
+                    low, high = page_bounds(key, layout.page_tokens)
+                    records.append(torch.stack([low, high], 1).permute(2, 0, 1, 3))
+                    continue
+                channels = key.permute(1, 2, 0)
+                records.append(self._record(_sum_in_order(value)))
+                if geometry.scaled_from:
+                    whole, scales = scaled_channels(key, layout.block_tokens)
+                    channels = whole[0]
+                    records.append(self._record(scales[0]))
+                first = geometry.first_channel_page(layer)
+                self._write(slot, first, _bytes(channels), geometry.channel_pages)
+            summaries = torch.cat([_bytes(record) for record in records])
+            self._write(slot, geometry.kv_pages, summaries, geometry.summary_pages)
+        return slots
+
+    def _record(self, floats: torch.Tensor) -> torch.Tensor:
+        """One record per head, zeros behind ``floats``, [heads, size]."""
+        more = self.geometry.payload_bytes // self.layout.page_tokens // 4 - floats.shape[1]
+        return torch.nn.functional.pad(floats, (0, more))
+
+    def _write(
+        self, slot: Bytes, first: int, data: torch.Tensor, pages: int, padding: int = FILL
+    ) -> None:
+        """``data``, and zeros behind it, to the payloads of ``pages`` pages from ``first`` on."""
+        payload, size = self.geometry.payload_bytes, self.geometry.page_bytes
+        begin = self.geometry.page_offset(first)
+        rows = np.full((pages, size), padding, np.uint8)
+        rows[:, :payload] = np.pad(data.numpy(), (0, pages * payload - len(data))).reshape(
+            pages, payload
+        )
+        slot[begin : begin + pages * size] = rows.ravel()
+
+
+def _sum_in_order(value: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(value.shape[1:])
+    for token in value.float():
+        total = total + token
+    return total
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_blocks: int = 3) -> Problem:
+    """Any shapes, most of them with padding and with channels that lie across pages."""
+    page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 20]))
+    layout = BlockLayout.unpadded(
+        page_tokens * draw(st.integers(1, 5)),
+        page_tokens,
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([8, 16, 40, 64, 80, 128, 136])),
+        draw(st.sampled_from(DTYPES)),
+    )
+    kind = draw(st.sampled_from(["bounds", "channels", "int8"]))
+    layers, blocks = draw(st.integers(1, 3)), draw(st.integers(1, most_blocks))
+    return Problem.of(layout, kind, layers, blocks, draw(st.integers(0, 999)))
+
+
+@given(problem=problems())
+@settings(max_examples=60, deadline=None)
+def test_every_byte_is_the_oracles(problem: Problem) -> None:
+    wanted = problem.wanted()
+    for isa in ISAS:
+        with using(isa):
+            np.testing.assert_array_equal(problem.packed(CpuPageKernels(2)), wanted)
+            tails = wanted[:, problem.geometry.frame_bytes :]
+            np.testing.assert_array_equal(problem.made(CpuPageKernels(2)), tails)
+
+
+@pytest.mark.parametrize("kind", ["bounds", "channels", "int8"])
+def test_pages_without_padding_on_many_threads(kind: str) -> None:
+    """Of the size that models have, where channels go to their pages at once."""
+    layout = BlockLayout.unpadded(64, 16, 4, 128, torch.bfloat16)
+    problem = Problem.of(layout, kind, layers=3, blocks=4)
+    assert problem.geometry.page_bytes == problem.geometry.payload_bytes
+    for threads in (1, 3):
+        np.testing.assert_array_equal(problem.packed(CpuPageKernels(threads)), problem.wanted())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channels_keep_every_bit(dtype: torch.dtype) -> None:
+    """Whatever NaN it is: channels are K, not what arithmetic makes of it."""
+    layout = BlockLayout.unpadded(24, 8, 1, 24, dtype)
+    geometry = Problem.of(layout, "channels").geometry
+    random = np.random.default_rng(1).integers(0, 256, (1, layout.block_bytes), np.uint8)
+    cache = torch.from_numpy(random).view(dtype)
+    key = random.reshape(3, 2, 8, 24, dtype.itemsize)[:, 0].reshape(24, 24, dtype.itemsize)
+    for isa in ISAS:
+        slot = np.zeros(geometry.slot_bytes, np.uint8)
+        with using(isa):
+            frame = np.array([slot.ctypes.data], np.uint64)
+            tail = frame + np.uint64(geometry.frame_bytes)
+            CpuPageKernels(1).pack_summarized([cache], np.array([0]), frame, tail, layout, geometry)
+        pages = slot[geometry.page_offset(geometry.first_channel_page(0)) :].reshape(
+            -1, geometry.page_bytes
+        )
+        held = pages[: geometry.channel_pages, : geometry.payload_bytes].ravel()[: key.size]
+        np.testing.assert_array_equal(held.reshape(24, 24, -1), key.swapaxes(0, 1))
+
+
+def test_nothing_is_packed() -> None:
+    problem = Problem.of(BlockLayout.unpadded(8, 4, 2, 16, torch.float32), "channels", blocks=0)
+    assert problem.packed(CpuPageKernels(1)).size == 0
+
+
+def test_wrong_places_are_refused() -> None:
+    """None of these addresses may be followed: they lead nowhere."""
+    layout = BlockLayout.unpadded(8, 4, 2, 16, torch.float32)
+    caches = [torch.zeros(2, layout.block_bytes // 4)]
+    geometry = Problem.of(layout, "int8").geometry
+    kernels, slots = CpuPageKernels(1), np.array([4096], np.uint64)
+    with pytest.raises(ValueError, match="outside the cache's 2 blocks"):
+        kernels.pack_summarized(caches, np.array([2]), slots, slots, layout, geometry)
+    two = slots.repeat(2)
+    with pytest.raises(ValueError, match=r"must be \[layers \* slots\]"):
+        kernels.pack_summarized(caches, np.array([0, 1, 1]), two, two, layout, geometry)
+    with pytest.raises(ValueError, match="pages and tail differ in slots"):
+        kernels.pack_summarized(caches, np.array([0, 1]), slots, two, layout, geometry)
+
+    def call(page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool) -> None:
+        places = page_bytes, summary_pages, channel_pages, scaled
+        _kernels.pack_summarized(
+            slots, slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1
+        )
+
+    for places, message in (
+        ((511, 1, 1, True), "page_bytes"),
+        ((512, 0, 1, True), "summary_pages"),
+        ((512, 1, 1, False), "channel_pages"),
+        ((512, 1, 0, True), "scales are of channels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*places)

@@ -1,0 +1,285 @@
+"""Sparse attention over page lists and summaries of blocks, against the oracles."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.test_dense import ISAS, assert_near, using
+from tests.sparse.contexts import Contexts, Row, contexts
+from vllm_ssdkv.attention.reference_sparse import attend_chosen, page_bounds, scaled_channels
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.paged import (
+    CpuPageKernels,
+    TritonPageKernels,
+    select_page_kernels,
+)
+from vllm_ssdkv.kernels.scoring import (
+    CpuScoringKernels,
+    TritonScoringKernels,
+    select_scoring_kernels,
+)
+from vllm_ssdkv.sparse.protocol import Selection
+
+LAYOUT = BlockLayout.unpadded(8, 4, 2, 16, torch.float32)
+
+
+def random_selection(problem: Contexts, share: float, masked: bool, seed: int) -> Selection:
+    """Any pages of every row and head, and any tokens of them if ``masked``."""
+    draw = np.random.default_rng(seed)
+    heads = problem.layout.kv_heads
+    lists = [
+        np.flatnonzero(draw.random(pages) < share).astype(np.int32)
+        for pages in problem.summaries.pages
+        for _ in range(heads)
+    ]
+    begin = np.concatenate([[0], np.cumsum([len(pages) for pages in lists])]).astype(np.int32)
+    mask = None
+    if masked:
+        shape = (begin[-1], problem.layout.page_tokens)
+        mask = (draw.random(shape) < draw.random()).astype(np.uint8)
+    mass = np.ones((len(problem.rows), heads), np.float32)
+    return Selection(np.concatenate([np.empty(0, np.int32), *lists]), begin, mass, mask)
+
+
+@given(
+    problem=contexts(),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    masked=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_pages_and_tokens_give_the_oracle(
+    problem: Contexts, share: float, masked: bool, seed: int
+) -> None:
+    selection = random_selection(problem, share, masked, seed)
+    want = [
+        attend_chosen(
+            problem.query[row],
+            problem.key[row],
+            problem.value[row],
+            problem.tokens_of(selection, row),
+            problem.scale,
+        )
+        for row in range(len(problem.rows))
+    ]
+    for isa in ISAS:
+        with using(isa):
+            out, lse = problem.output(selection)
+            assert_near(out, torch.stack([part[0] for part in want]), 2e-5)
+            assert_near(lse, torch.stack([part[1] for part in want]), 2e-5)
+
+
+@given(problem=contexts(), cut=st.floats(0, 1), seed=st.integers(0, 999))
+@settings(max_examples=20, deadline=None)
+def test_pages_may_come_in_any_parts(problem: Contexts, cut: float, seed: int) -> None:
+    listed = problem.page_list(random_selection(problem, 0.6, True, seed))
+    begin, end = np.asarray(listed.begin), np.asarray(listed.end)
+    middle = (begin + (end - begin) * cut).astype(np.int32)
+    parts = [(middle, end), (begin, middle)]  # the later ones first
+    whole, pieces = problem.state(), problem.state()
+    kernels = problem.kernels
+    kernels.attend_pages(problem.query, whole, listed, problem.layout, problem.scale)
+    for first, last in parts:
+        part = PageList(
+            listed.query_token,
+            listed.query_position,
+            first,
+            last,
+            listed.address,
+            listed.position,
+            listed.token_mask,
+        )
+        kernels.attend_pages(problem.query, pieces, part, problem.layout, problem.scale)
+    assert_near(pieces.m, whole.m)
+    seen = whole.l > 0
+    assert torch.equal(seen, pieces.l > 0)
+    merged, at_once = (s.acc[seen] / s.l[seen][:, None] for s in (pieces, whole))
+    assert_near(merged, at_once, 1e-5)
+
+
+def test_long_lists_are_split_over_threads_to_the_same_bits() -> None:
+    layout = BlockLayout.unpadded(16, 16, 1, 64, torch.bfloat16)
+    problem = Contexts(layout, 4, [Row(200, 3), Row(1, 1)])
+    everything = random_selection(problem, 1.0, False, 0)
+    listed = problem.page_list(everything)
+    outs = []
+    for threads in (1, 3, 3):
+        state = problem.state()
+        CpuPageKernels(threads).attend_pages(problem.query, state, listed, layout, problem.scale)
+        outs.append(state.acc / state.l[..., None])
+    assert torch.equal(outs[1], outs[2])
+    assert_near(outs[0], outs[1], 1e-5)
+
+
+def test_a_page_after_the_query_is_not_seen() -> None:
+    problem = Contexts(LAYOUT, 2, [Row(2, 1)])
+    listed = problem.page_list(random_selection(problem, 1.0, False, 0))
+    early = PageList(
+        listed.query_token,
+        np.array([5]),
+        listed.begin,
+        listed.end,
+        listed.address,
+        listed.position,
+    )
+    state = problem.state()
+    problem.kernels.attend_pages(problem.query, state, early, LAYOUT, problem.scale)
+    chosen = torch.zeros((2, 17), dtype=torch.bool)
+    chosen[:, :6] = True
+    want, _ = attend_chosen(
+        problem.query[0], problem.key[0], problem.value[0], chosen, problem.scale
+    )
+    assert_near((state.acc / state.l[..., None])[0], want, 1e-5)
+
+
+@given(problem=contexts())
+@settings(max_examples=15, deadline=None)
+def test_summaries_are_exact(problem: Contexts) -> None:
+    layout = problem.layout
+    for isa in ISAS:
+        with using(isa):
+            again = Contexts(layout, 1, problem.rows, seed=5)
+            index = 0
+            for i, row in enumerate(problem.rows):
+                for block in range(row.blocks):
+                    part = slice(block * layout.block_tokens, (block + 1) * layout.block_tokens)
+                    key, value = again.key[i][part], again.value[i][part]
+                    low, high = page_bounds(key, layout.page_tokens)
+                    want = torch.stack([low, high], 1).permute(2, 0, 1, 3)
+                    assert torch.equal(again.kept(0, index), want.flatten())
+                    assert torch.equal(again.kept(1, index), key.permute(1, 2, 0).flatten())
+                    assert_near(again.value_sum[index], value.double().sum(0), 1e-5)
+                    index += 1
+
+
+@given(problem=contexts())
+@settings(max_examples=15, deadline=None)
+def test_channels_in_int8_are_the_oracles(problem: Contexts) -> None:
+    """To the bit, and within half a step of K."""
+    layout = problem.layout
+    for isa in ISAS:
+        with using(isa):
+            problem.scaled()
+            index = 0
+            for i, row in enumerate(problem.rows):
+                key = problem.key[i][: row.blocks * layout.block_tokens]
+                for whole, scales in zip(*scaled_channels(key, layout.block_tokens), strict=True):
+                    got, got_scales = problem.scaled_block(index)
+                    assert torch.equal(got, whole)
+                    assert torch.equal(got_scales, scales)
+                    part = key[: layout.block_tokens].permute(1, 2, 0).double()
+                    error = (got.double() * got_scales[..., None].double() - part).abs()
+                    assert bool((error <= 0.5001 * got_scales[..., None]).all())
+                    key = key[layout.block_tokens :]
+                    index += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_channels_in_int8_at_the_edges(dtype: torch.dtype) -> None:
+    """Zeros, numbers that are not finite, the largest and the smallest ones."""
+    limits = torch.finfo(dtype)
+    numbers = [0.0, torch.nan, torch.inf, -torch.inf, limits.max, limits.smallest_normal, 1.0]
+    key = torch.randn(32, 1, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    key[:, 0, : len(numbers)] *= 0
+    key[5, 0, : len(numbers)] = torch.tensor(numbers).to(dtype)
+    layout = BlockLayout.unpadded(32, 8, 1, 8, dtype)
+    want = scaled_channels(key, 32)
+    block = torch.stack([key.view(4, 8, 8), key.view(4, 8, 8)], 1).contiguous()
+    for isa in ISAS:
+        with using(isa):
+            channels = torch.full((8, 32), 99, dtype=torch.int8)
+            scales = torch.full((1, 4 * dtype.itemsize), -1.0)
+            CpuPageKernels(1).summarize(
+                np.array([block.data_ptr()], np.uint64),
+                layout,
+                channels=np.array([channels.data_ptr()], np.uint64),
+                scales=np.array([scales.data_ptr()], np.uint64),
+            )
+            assert torch.equal(channels, want[0][0, 0])
+            torch.testing.assert_close(scales[0, :8], want[1][0, 0], rtol=0, atol=0, equal_nan=True)
+            assert bool((scales[0, 8:] == -1).all())
+            assert scales[0, 1:4].isnan().all()
+            assert not channels[:4].any()
+            assert channels[4, 5] == channels[6, 5] == 127
+
+
+def test_scales_without_channels_are_refused() -> None:
+    address = np.zeros(1, np.uint64)
+    with pytest.raises(ValueError, match="scales are of channels"):
+        CpuPageKernels(1).summarize(address, LAYOUT, scales=address)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_broken_keys_show_in_bounds(dtype: torch.dtype) -> None:
+    layout = BlockLayout.unpadded(4, 4, 1, 8, dtype)
+    for isa in ISAS:
+        with using(isa):
+            for token in range(4):
+                block = torch.ones((2, 4, 8), dtype=dtype)
+                block[0, token, 3] = torch.nan
+                bounds = torch.zeros((2, 8), dtype=dtype)
+                CpuPageKernels(1).summarize(
+                    np.array([block.data_ptr()], np.uint64),
+                    layout,
+                    bounds=np.array([bounds.data_ptr()], np.uint64),
+                )
+                assert bounds.isnan().tolist() == [[d == 3 for d in range(8)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"begin": np.array([0, 3])}, "beyond"),
+        ({"end": np.array([-1, 2])}, "beyond"),
+        ({"query_token": np.array([1])}, "outside"),
+        ({"token_mask": np.ones((2, 3), np.uint8)}, "token_mask"),
+    ],
+)
+def test_wrong_lists_are_refused(change: dict[str, object], message: str) -> None:
+    """None of these addresses may be followed."""
+    arguments: dict[str, object] = {
+        "query_token": np.array([0]),
+        "query_position": np.array([9]),
+        "begin": np.array([0, 1]),
+        "end": np.array([1, 2]),
+        "address": np.zeros(2, np.uint64),
+        "position": np.zeros(2, np.int64),
+        "token_mask": None,
+    }
+    problem = Contexts(LAYOUT, 1, [Row(0, 1)])
+    with pytest.raises(ValueError, match=message):
+        problem.kernels.attend_pages(
+            problem.query,
+            problem.state(),
+            PageList(**(arguments | change)),  # type: ignore[arg-type]  # wrong ones
+            LAYOUT,
+            1.0,
+        )
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    one, two = np.zeros(1), np.zeros(2)
+    for arguments in (
+        (one, two, one, one, one, one),
+        (two, two, one, one, one, one),
+        (one, one, one, two, one, one),
+        (one, one, one, one, one, two),
+        (one, one, one, one, one, one, np.zeros((2, 4))),
+    ):
+        with pytest.raises(ValueError, match=r"needs|must be"):
+            PageList(*arguments)
+
+
+def test_kernels_are_selected_by_device() -> None:
+    for select, native, triton in (
+        (select_page_kernels, CpuPageKernels, TritonPageKernels),
+        (select_scoring_kernels, CpuScoringKernels, TritonScoringKernels),
+    ):
+        assert isinstance(select(torch.device("cpu")), native)
+        assert isinstance(select(torch.device("cuda:0")), triton)
+        with pytest.raises(UnsupportedError, match="meta"):
+            select(torch.device("meta"))

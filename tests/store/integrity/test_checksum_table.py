@@ -1,0 +1,107 @@
+"""The table of seals against a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.store.conftest import array
+from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.integrity.slot_codec import Seals
+
+PAGES = 5
+SLOTS = 200
+WORDS = [(0, 1), (13, 2)]
+"""Words of an opening and of a mark, without and with encryption."""
+
+
+def joined(parts: Sequence[Seals]) -> Seals:
+    return Seals(
+        np.concatenate([part.opening for part in parts]),
+        np.concatenate([part.marks for part in parts]),
+    )
+
+
+def seal(seed: int, words: tuple[int, int] = WORDS[1]) -> Seals:
+    random = np.random.default_rng(seed)
+    opening, mark = words
+    return Seals(
+        random.integers(0, 2**64, (1, opening), dtype=np.uint64),
+        random.integers(0, 2**64, (1, PAGES, mark), dtype=np.uint64),
+    )
+
+
+def assert_seal(found: Seals, i: int, expected: Seals, first: int = 0) -> None:
+    np.testing.assert_array_equal(found.opening[i], expected.opening[0])
+    np.testing.assert_array_equal(found.marks[i], expected.marks[0, first:])
+
+
+slot_lists = st.lists(st.integers(0, SLOTS - 1), max_size=40, unique=True)
+STEPS = ("put", "release", "forget", "hold", "adopt", "settle")
+
+
+@given(
+    words=st.sampled_from(WORDS),
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), slot_lists), max_size=16),
+    wanted=slot_lists,
+    first=st.integers(0, PAGES - 1),
+)
+def test_it_says_what_was_put_last(
+    words: tuple[int, int], steps: list[tuple[str, list[int]]], wanted: list[int], first: int
+) -> None:
+    table = SealTable(SLOTS, PAGES, *words)
+    model: dict[int, Seals] = {}
+    held: dict[int, Seals] = {}
+    for number, (step, slots) in enumerate(steps):
+        fresh = {slot: seal(1000 * number + slot, words) for slot in slots}
+        match step:
+            case "put" | "hold" if slots:
+                getattr(table, step)(array(slots), joined(list(fresh.values())))
+                (model if step == "put" else held).update(fresh)
+            case "release":
+                table.release(array(slots))
+                for slot in slots:
+                    model.pop(slot, None)
+            case "forget":
+                table.forget(array(slots))
+                for slot in slots:
+                    model.pop(slot, None)
+                    held.pop(slot, None)
+            case "adopt":
+                for slot in set(slots) & set(held) - set(model):
+                    model[slot] = held[slot]
+                assert table.adopt(array(slots)).tolist() == [slot in model for slot in slots]
+            case "settle":
+                table.settle(array(slots))
+                for slot in slots:
+                    held.pop(slot, None)
+    found, known = table.get(array(wanted), first, PAGES - first)
+    assert found.marks.shape == (len(wanted), PAGES - first, words[1])
+    assert known.tolist() == [slot in model for slot in wanted]
+    for i, slot in enumerate(wanted):
+        if slot in model:
+            assert_seal(found, i, model[slot], first)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_rows_are_used_again(words: tuple[int, int]) -> None:
+    table = SealTable(SLOTS, PAGES, *words)
+    for slot in range(64):
+        table.put(array([slot]), seal(slot, words))
+    before = table.nbytes
+    for slot in range(SLOTS):
+        table.forget(array([(slot - 64) % SLOTS, slot]))
+        table.put(array([slot]), seal(slot, words))
+    assert table.nbytes == before
+
+
+def test_what_was_given_out_does_not_change() -> None:
+    table = SealTable(SLOTS, PAGES, *WORDS[1])
+    table.put(array([1]), seal(1))
+    found, _ = table.get(array([1]), 0, PAGES)
+    table.put(array([1]), seal(2))
+    assert_seal(found, 0, seal(1))

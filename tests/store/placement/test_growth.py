@@ -1,0 +1,358 @@
+"""A store that nobody gave a size starts small, and grows to its limit whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from tests.store.conftest import PAGED, PATIENCE_S, until
+from tests.store.opening import MODEL, Opened, close, fill, found
+from vllm_ssdkv.base import host
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.metrics.index_metrics import IndexMetrics
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.maintenance.catalog import summarize
+from vllm_ssdkv.store.maintenance.offline_store import find_store
+from vllm_ssdkv.store.open import StorePlace, open_index
+from vllm_ssdkv.store.placement import growth as growing
+from vllm_ssdkv.store.placement.growth import DataFileSpace
+from vllm_ssdkv.store.placement.rebalancer import Restriper
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+LIMIT = 48 << 20
+
+
+@pytest.fixture
+def home(tmp_devices: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache directory of a user who names no devices."""
+    (root,) = tmp_devices(1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+    monkeypatch.setattr(host, "DEFAULT_CAPACITY_LIMIT", LIMIT)
+    monkeypatch.setattr(growing, "PAUSE_S", 0.0)
+    return root / "ssdkv"
+
+
+def place(tp_size: int = 1, **options: Any) -> StorePlace:  # noqa: ANN401 - any option
+    given = {"mode": "page", "dram_gib": "40MiB", "io": {"staging": "4MiB"}} | options
+    return StorePlace(SSDKVConfig.from_extra_config(given), PAGED, MODEL, tp_size, run="")
+
+
+def grow(restriper: Restriper) -> None:
+    """Steps of an engine, until nothing more is to come now."""
+
+    def idle() -> bool:
+        restriper.step()
+        return not restriper.under_way
+
+    until(idle, "the growth")
+
+
+def store_until_full(
+    index: SlotIndex, restriper: Restriper, seen: Callable[[], None] = lambda: None
+) -> dict[int, bytes]:
+    keys: dict[int, bytes] = {}
+    while True:
+        grow(restriper)
+        seen()
+        free = index.free_now()
+        if not free:
+            return keys
+        keys |= fill(index, free)
+
+
+def gauges(counters: Counters) -> dict[str, float]:
+    return dict(counters.take_gauges())
+
+
+def data_bytes(home: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in home.rglob("*.data"))
+
+
+def used(home: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in home.rglob("*"))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_it_starts_small_and_grows_to_its_limit(home: Path, opened: Opened, tp_size: int) -> None:
+    where = place(tp_size)
+    stores = [opened(where, rank) for rank in range(tp_size)]
+    assert data_bytes(home) < LIMIT // 8
+    index, restriper = open_index(where)
+    assert restriper.growth is not None
+    most = restriper.placement.slots + restriper.growth.to_come
+    assert restriper.placement.slots < most // 10
+    sizes: list[int] = []
+
+    def seen() -> None:
+        segments = restriper.take_segments()
+        for store in stores if segments is not None else ():
+            store.files.placement.change(segments)
+        sizes.append(restriper.placement.slots)
+        assert used(home) <= LIMIT
+        needed = restriper.placement.device_bytes(0)
+        assert {f.stat().st_size for f in home.rglob("*.data")} == {needed}
+
+    keys = store_until_full(index, restriper, seen)
+    assert len(sizes) > 10
+    assert sizes == sorted(sizes)
+    assert len(keys) == restriper.placement.slots
+    assert 0.95 * most <= len(keys) <= most
+    assert restriper.growth.to_come == 0
+    assert data_bytes(home) > 0.9 * LIMIT
+    assert restriper.close()
+    index.close()
+    for store in stores:
+        close(store)
+    # A restart has all of it, and has nothing to grow.
+    stores = [opened(place(tp_size), rank) for rank in range(tp_size)]
+    index, restriper = open_index(place(tp_size))
+    assert found(index, keys) == set(keys)
+    grow(restriper)
+    assert restriper.placement.slots == len(keys)
+    index.close()
+
+
+def test_a_restart_goes_on_growing(home: Path, opened: Opened) -> None:
+    keys: dict[int, bytes] = {}
+    steps: list[int] = []
+    for _ in range(4):
+        store = opened(place())
+        index, restriper = open_index(place())
+        assert found(index, keys) == set(keys)
+        steps.append(restriper.placement.slots)
+        keys |= fill(index, index.free_now())
+        grow(restriper)
+        keys |= fill(index, index.free_now())
+        assert restriper.close()
+        index.close()
+        close(store)
+    each = steps[1] - steps[0]
+    assert each > 0
+    assert [b - a for a, b in pairwise(steps)] == [each] * 3
+    assert steps[0] == each
+
+
+@pytest.mark.parametrize("instant", ["space", "manifest", "slots"])
+def test_a_kill_at_any_instant(
+    home: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    """Before the files have their space, before the manifest has the segment, before its use."""
+    store = opened(place())
+    index, restriper = open_index(place())
+    before = restriper.placement.slots
+    keys = fill(index, index.free_now())
+    assert restriper.growth is not None
+    reserve, never = restriper.growth._reserve, threading.Event()
+
+    def cut_short(segment: Any) -> None:  # noqa: ANN401 - a segment
+        if instant == "space":
+            never.wait(PATIENCE_S)
+        reserve(segment)
+
+    monkeypatch.setattr(restriper.growth, "_reserve", cut_short)
+    if instant == "manifest":
+        monkeypatch.setattr(restriper, "add", lambda _: False)
+    restriper.step()
+    if instant != "space":
+        until(lambda: data_bytes(home) > restriper.placement.device_bytes(0) + 4096, "the space")
+        time.sleep(0.05)
+        restriper.step()
+    assert restriper._saver.wait(PATIENCE_S)
+    assert restriper.placement.slots == before
+    index.close()
+    close(store)
+    # The next start knows nothing of it, or all.
+    opened(place())
+    index, restriper = open_index(place())
+    assert found(index, keys) == set(keys)
+    now = restriper.placement.slots
+    assert now == before if instant != "slots" else now > before
+    (data,) = home.rglob("*.data")
+    assert data.stat().st_size == restriper.placement.device_bytes(0)
+    store_until_full(index, restriper)
+    assert restriper.placement.slots > 10 * before
+    index.close()
+    never.set()
+
+
+def test_a_step_never_waits_for_it(
+    home: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(place())
+    index, restriper = open_index(place())
+    slow = threading.Event()
+    monkeypatch.setattr(DataFileSpace, "reserve", lambda *_: slow.wait(PATIENCE_S))
+    fill(index, index.free_now())
+    begin = time.monotonic()
+    for _ in range(100):
+        restriper.step()
+        assert restriper.under_way
+    assert time.monotonic() - begin < 0.5
+    # Meanwhile it evicts, as any cache that is full.
+    assert len(index.allocate(1)) == 1
+    slow.set()
+    index.close()
+
+
+@pytest.mark.parametrize("why", ["little is left", "full"])
+def test_a_full_disk_ends_it_for_the_time(
+    home: Path,
+    opened: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    opened(place())
+    counters = Counters()
+    index, restriper = open_index(place(), counters)
+    growth = restriper.growth
+    assert growth is not None
+    clock = [0.0]
+    monkeypatch.setattr(growth, "_clock", lambda: clock[0])
+    metrics = IndexMetrics(index, restriper, counters)
+    metrics.update()
+    whole = gauges(counters)["slots"]
+    with monkeypatch.context() as patch:
+        if why == "full":
+            patch.setattr(growing._io, "preallocate", lambda *_: errno.ENOSPC)
+        else:
+            patch.setattr(growing, "SPARE", 2.0)
+        keys = store_until_full(index, restriper)
+        assert counters.total("growth_errors") == 1
+        for _ in range(3):
+            clock[0] += growing.RETRY_S
+            restriper.step()
+            until(lambda: restriper.step() or not growth.busy, "another attempt")
+    assert counters.total("growth_errors") == 4
+    assert sum("does not grow beyond" in message for message in caplog.messages) == 1
+    # It goes on as it is, and says so: it is as full as it looks.
+    assert len(keys) == restriper.placement.slots
+    assert found(index, keys) == set(keys)
+    assert growth.to_come == 0
+    metrics.update()
+    told = gauges(counters)
+    assert told["slots"] == len(keys) < whole
+    assert told["slots_free"] == 0
+    # Later there is room again.
+    clock[0] += growing.RETRY_S
+    keys |= store_until_full(index, restriper)
+    assert len(keys) > 0.9 * whole
+    metrics.update()
+    assert gauges(counters)["slots"] == restriper.placement.slots
+    index.close()
+
+
+def test_what_is_in_use_is_said_of_the_limit(home: Path, opened: Opened) -> None:
+    """Not of what the store has grown to: it would seem full all its life."""
+    opened(place())
+    counters = Counters()
+    index, restriper = open_index(place(), counters)
+    metrics = IndexMetrics(index, restriper, counters)
+    fill(index, index.free_now())
+    grow(restriper)
+    fill(index, index.free_now() // 2)
+    metrics.update()
+    told = gauges(counters)
+    slots, free = told["slots"], told["slots_free"]
+    ready = index.gauges()["ready"]
+    assert slots - free == ready
+    assert ready / slots < 0.2
+    assert restriper.growth is not None
+    assert slots == restriper.placement.slots + restriper.growth.to_come
+    assert restriper.close()
+    index.close()
+    summary = summarize(find_store([], place().state))
+    assert (summary.stored, summary.slots) == (ready, slots)
+
+
+def test_a_store_with_devices_has_its_size(tmp_devices: Callable[[int], list[Path]]) -> None:
+    devices = [{"path": d, "capacity": 16 << 20, "weight": 1} for d in tmp_devices(2)]
+    index, restriper = open_index(place(devices=devices))
+    assert restriper.growth is None
+    assert restriper.placement.slots == index.num_slots
+    index.close()
+
+
+def test_a_store_of_an_earlier_release_keeps_what_it_has(home: Path, opened: Opened) -> None:
+    """It took all of its space at once, and was a store with that device for a time."""
+    where = place()
+    where.prepare()
+    device = [{"path": where.paths[0], "capacity": LIMIT, "weight": 1}]
+    close(opened(place(devices=device)))
+    index, _ = open_index(place(devices=device))
+    keys = fill(index, index.free_now())
+    index.close()
+    opened(place())
+    index, restriper = open_index(place())
+    assert found(index, keys) == set(keys)
+    assert restriper.growth is not None
+    assert restriper.growth.to_come == 0
+    index.close()
+
+
+def test_who_needs_many_slots_gets_them(home: Path, opened: Opened) -> None:
+    """A request of page mode waits until there is room for all of its context."""
+    opened(place())
+    index, restriper = open_index(place())
+    assert restriper.growth is not None
+    most = restriper.placement.slots + restriper.growth.to_come
+    wanted = most // 2
+    turns = 0
+    while index.available() < wanted:
+        restriper.step()
+        assert restriper.grow_for(wanted) or index.available() >= wanted
+        assert restriper._saver.wait(PATIENCE_S)
+        turns += 1
+        assert turns < 10_000
+        time.sleep(0.001)
+    index.reserve(wanted)
+    index.close()
+
+
+def test_a_file_without_preallocation_grows_too(
+    home: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(place())
+    index, restriper = open_index(place())
+    monkeypatch.setattr(growing._io, "preallocate", lambda *_: errno.EOPNOTSUPP)
+    keys = store_until_full(index, restriper)
+    (data,) = home.rglob("*.data")
+    assert data.stat().st_size == restriper.placement.device_bytes(0)
+    assert len(keys) == restriper.placement.slots
+    index.close()
+
+
+def test_what_is_no_file_of_ours_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"x")
+    link = tmp_path / "rank0.data"
+    link.symlink_to(target)
+    with pytest.raises(growing.DeviceError, match="symbolic link"):
+        DataFileSpace([link], "of ours").reserve(1 << 20)
+    assert os.stat(target).st_size == 1
+
+
+def test_what_has_come_in_place_of_a_file_of_ours_is_left_alone(
+    home: Path, opened: Opened, tmp_path: Path
+) -> None:
+    """A drive that was moved while the engine runs, with another store in its place."""
+    opened(place())
+    (data,) = home.rglob("rank0.data")
+    store = place().stored().store
+    size = data.stat().st_size
+    with pytest.raises(growing.DeviceError, match="not the store's file any more"):
+        DataFileSpace([data], str(uuid4())).reserve(2 * size)
+    assert data.stat().st_size == size
+    DataFileSpace([data], store).reserve(2 * size)
+    assert data.stat().st_size == 2 * size

@@ -1,0 +1,431 @@
+"""Striping anew: what can be found is where it was written; nothing is given up too soon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import array, key_of, until
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState, Usage
+from vllm_ssdkv.store.placement import rebalancer
+from vllm_ssdkv.store.placement import segments as dividing
+from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Restriper
+from vllm_ssdkv.store.placement.segments import arrange
+
+GEOMETRY = SlotGeometry("opaque", 3, 1, 1, 204_000)  # two units
+DEVICES = 3
+UNITS = 40
+
+
+@dataclass
+class Saver:
+    """A manifest that is saved when the test says so."""
+
+    at_once: bool = True
+    pending: Sequence[Segment] | None = None
+    manifest: Sequence[Segment] = ()
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        self.pending = segments
+        if self.at_once:
+            self.save()
+
+    def save(self) -> None:
+        if self.pending is not None:
+            self.manifest, self.pending = self.pending, None
+
+    def saved(self) -> bool:
+        return self.pending is None
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.saved()
+
+    def close(self, timeout_s: float) -> bool:
+        return self.saved()
+
+
+@dataclass
+class Store:
+    """An index on three devices whose bytes are remembered."""
+
+    weights: list[float] = field(default_factory=lambda: [1.0] * DEVICES)
+    saver: Saver = field(default_factory=Saver)
+    units: int = UNITS
+
+    def __post_init__(self) -> None:
+        found = arrange(GEOMETRY, [], self.weights, [self.units * bool(w) for w in self.weights])
+        everywhere = arrange(
+            GEOMETRY,
+            found.segments,
+            [w or 1.0 for w in self.weights],
+            [self.units] * DEVICES,
+            [d for d, w in enumerate(self.weights) if not w],
+        )
+        self.counters = Counters()
+        self.index = SlotIndex(everywhere.numbers, None)
+        self.placement = Placement(GEOMETRY, everywhere.segments, DEVICES)
+        numbers = np.arange(self.index.num_slots, dtype=np.int64)
+        self.index.quarantine(~self.placement.holds(numbers))
+        self.restriper = Restriper(
+            self.index,
+            self.placement,
+            self.weights,
+            self.saver,
+            self.counters,
+            clock=lambda: 0.0,
+        )
+        self.disk: dict[tuple[int, int], bytes] = {}
+        self.names = 0
+        self.writing: list[tuple[int, bytes]] = []
+
+    def places(self, slot: int) -> list[tuple[int, int]]:
+        unit = GEOMETRY.unit_bytes
+        found = self.placement.extents(array([slot]), 0, GEOMETRY.slot_bytes)
+        return [
+            (int(d), (int(o) - SUPERBLOCK_BYTES) // unit + i)
+            for d, o, n in zip(found.device, found.offset, found.length, strict=True)
+            for i in range(-(-int(n) // unit))
+        ]
+
+    def begin(self, count: int) -> None:
+        """Hand out slots; their bytes are written at once."""
+        for slot in self.index.allocate(min(count, self.index.available())).tolist():
+            key = key_of(self.names)
+            self.names += 1
+            for place in self.places(slot):
+                self.disk[place] = key
+            self.writing.append((slot, key))
+
+    def end(self) -> None:
+        for slot, key in self.writing:
+            if self.index.state(slot) is SlotState.WRITING:
+                self.index.publish(slot, key)
+            self.index.unpin(array([slot]))
+        self.writing = []
+
+    def store(self, count: int) -> None:
+        self.begin(count)
+        self.end()
+
+    def move(self, slots: Sequence[int], *, good: bool = True) -> int:
+        """As the connector moves blocks that were read, all at once; how many did."""
+        index, restriper = self.index, self.restriper
+        old = array([s for s in slots if index.state(s) is SlotState.READY])
+        old = old[restriper.to_move(old)]
+        new = restriper.take_room(len(old))
+        old = old[: len(new)]
+        assert not restriper.to_move(new).any(), "they would move again"
+        index.pin(old)
+        for before, after in zip(old.tolist(), new.tolist(), strict=True):
+            for place in self.places(after):
+                self.disk[place] = index.key(before)
+        moved = index.replace(old, new) if good else np.zeros(len(old), dtype=np.bool_)
+        index.unpin(new)
+        index.unpin(old)
+        restriper.vacated(old[moved])
+        restriper.give_room_back(int((~moved).sum()))
+        return int(moved.sum())
+
+    def lose(self, device: int) -> None:
+        numbers = np.arange(self.index.num_slots, dtype=np.int64)
+        self.index.quarantine(self.placement.touches(device, numbers))
+        self.weights[device] = 0.0
+        self.restriper.reweigh(self.weights)
+
+    def ready(self) -> dict[int, bytes]:
+        names = (key_of(n) for n in range(self.names))
+        return {s: key for key in names for s in self.index.lookup([key]).tolist()}
+
+    def check(self) -> None:
+        ready = self.ready()
+        found = self.placement.extents(array(list(ready)), 0, GEOMETRY.slot_bytes)
+        keys = list(ready.values())
+        for device, offset, length, which in zip(
+            found.device.tolist(),
+            found.offset.tolist(),
+            found.length.tolist(),
+            found.slot_index.tolist(),
+            strict=True,
+        ):
+            first = (offset - SUPERBLOCK_BYTES) // GEOMETRY.unit_bytes
+            for unit in range(first, first - (-length // GEOMETRY.unit_bytes)):
+                assert self.disk[device, unit] == keys[which]
+        gauges = self.index.gauges()
+        pinned = gauges["pinned"]
+        assert (
+            gauges["free"] + gauges["evictable"] + gauges["lost"] + pinned == self.index.num_slots
+        )
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dividing, "MIN_SLOTS", 16)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(1, 30)),
+        st.tuples(st.just("end"), st.just(0)),
+        st.tuples(st.just("promise"), st.integers(1, 60)),
+        st.tuples(st.just("move"), st.integers(1, 30)),
+        st.tuples(st.just("step"), st.just(0)),
+        st.tuples(st.just("save"), st.just(0)),
+        st.tuples(st.just("weigh"), st.integers(0, 6)),
+        st.tuples(st.just("lose"), st.integers(0, DEVICES - 1)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(actions, st.booleans(), st.sampled_from([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]))
+def test_what_is_found_is_where_it_was_written(
+    history: list[tuple[str, int]], at_once: bool, weights: list[float]
+) -> None:
+    store = Store(list(weights), Saver(at_once))
+    gone: set[int] = set()
+    for what, number in history:
+        if what == "begin":
+            store.begin(number)
+        elif what == "end":
+            store.end()
+        elif what == "promise":
+            store.index.reserve(min(number, store.index.available()))
+        elif what == "move":
+            ready = sorted(store.ready())
+            store.move(ready[number % max(1, len(ready)) :][:number], good=number % 5 > 0)
+        elif what == "step":
+            store.restriper.step()
+        elif what == "save":
+            store.saver.save()
+        elif what == "weigh":
+            store.weights = [0.2 if d == number else 1.0 for d in range(DEVICES)]
+            for device in gone:
+                store.weights[device] = 0.0
+            store.restriper.reweigh(store.weights)
+        elif number not in gone:
+            gone.add(number)
+            store.lose(number)
+        store.check()
+        gauges = store.index.gauges()
+        if not gone:  # a lost device may take what was promised with it, nothing else may
+            assert gauges["free"] + gauges["evictable"] >= gauges["reserved"]
+    # In the end, every segment that could be emptied has the lanes it should have.
+    store.end()
+    store.index.unreserve(store.index.gauges()["reserved"])
+    store.saver.at_once = True
+    store.saver.save()
+    for _ in range(50):
+        store.restriper.step()
+        store.store(8)
+        store.check()
+    if any(store.weights):
+        assert store.index.available() > 0
+        assert not store.restriper._stale
+
+
+def test_an_added_device_takes_part_in_new_slots_and_costs_little() -> None:
+    """What holds nothing is striped anew, what is stored stays."""
+    store = Store([1.0, 1.0, 0.0])
+    slots = store.placement.slots
+    store.store(slots)
+    store.index.drop(array([s for s in range(slots) if s >= store.placement.segments[0].slots]))
+    before = store.ready()
+    store.restriper.reweigh([1.0, 1.0, 1.0])
+    store.restriper.step()
+    store.restriper.step()
+    kept = store.ready()
+    assert kept == {s: k for s, k in before.items() if s in kept}
+    assert len(kept) == len(before)
+    (fresh,) = store.index.allocate(1).tolist()
+    assert {d for d, _ in store.places(fresh)} <= {0, 1, 2}
+    wide = [s for s in store.placement.segments if 2 in s.lanes]
+    assert wide
+    assert store.counters.total("slots_dropped", cause="restriped") == 0
+
+
+def test_a_full_store_gives_up_one_segment_at_a_time() -> None:
+    store = Store()
+    store.store(store.placement.slots)
+    largest = max(s.slots for s in store.placement.segments)
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    for _ in range(4):
+        store.restriper.step()
+    assert 0 < store.counters.total("slots_dropped", cause="restriped") <= largest
+    assert store.index.free_now() > 0
+    assert store.index.gauges()["ready"] >= store.placement.slots - 2 * largest
+
+
+@pytest.mark.parametrize(("units", "at_once", "count"), [(UNITS, False, 4), (400, True, 20)])
+def test_fast_writes_find_new_slots_all_the_same(units: int, at_once: bool, count: int) -> None:
+    """Slots of the old kind are handed out only until it is known how many are wanted while the
+    manifest is saved, or, where that takes no time, at a time."""
+    store = Store(saver=Saver(at_once), units=units)
+    store.store(store.placement.slots)
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    old = []
+    for _ in range(12):
+        for _ in range(1 + at_once):
+            store.restriper.step()  # begins to save, or ends
+        before = set(store.restriper.placement.segments)
+        store.begin(count)
+        fresh = {slot for slot, _ in store.writing}
+        stale = [s for s in before if s.lanes.count(2) * 3 == len(s.lanes)]
+        old.append(sum(s.first <= slot < s.first + s.slots for slot in fresh for s in stale))
+        store.end()
+        store.saver.save()
+        store.check()
+    assert old[0] > 0
+    assert sum(old[6:]) == 0
+
+
+def test_pinned_slots_are_left_alone() -> None:
+    store = Store()
+    store.begin(store.placement.slots)
+    segments = store.placement.segments
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.restriper.step()
+    assert store.placement.segments == segments
+    assert not store.restriper.under_way
+    store.end()
+    store.restriper.step()
+    store.restriper.step()
+    assert store.placement.segments != segments
+
+
+def test_looking_in_vain_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as the store is large, and steps come one after the other."""
+    store, now, looks = Store(), [100.0], [0]
+    usage = store.index.usage
+
+    def slow_usage(first: int, count: int) -> Usage:
+        now[0] += 0.01
+        looks[0] += 1
+        return usage(first, count)
+
+    monkeypatch.setattr(store.index, "usage", slow_usage)
+    store.restriper._clock = lambda: now[0]
+    store.begin(store.placement.slots)
+    segments = len(store.placement.segments)
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    for _ in range(100):
+        store.restriper.step()
+    assert looks == [segments]
+    store.restriper.step(patient=False)
+    assert looks == [2 * segments]
+    now[0] += rebalancer.LOOK_SHARE * 0.01 * segments + 0.001
+    store.restriper.step()
+    assert looks == [3 * segments]
+
+
+def test_what_is_lost_while_the_manifest_is_saved_is_not_handed_out() -> None:
+    store = Store(saver=Saver(at_once=False))
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.restriper.step()
+    assert store.restriper.under_way
+    # So much is promised that what comes back cannot be taken out of use again at once.
+    store.index.quarantine(store.placement.touches(2, np.arange(store.index.num_slots)))
+    store.weights[2] = 0.0
+    store.restriper.weights[2] = 0.0
+    store.saver.save()
+    store.restriper._finish()
+    free = store.index.free_slots()
+    assert not store.placement.lost(store.restriper.out_of_use(), free).any()
+
+
+def test_what_running_requests_were_promised_is_left_to_them() -> None:
+    """While the manifest is saved, nobody has the slots of a segment that was emptied."""
+    store = Store(saver=Saver(at_once=False))
+    segments = store.placement.segments
+    promised = store.placement.slots - min(s.slots for s in segments)
+    store.index.reserve(promised)
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.restriper.step()
+    assert store.restriper.under_way
+    taken = store.index.allocate(promised, reserved=True)
+    assert len(taken) == promised
+    store.saver.save()
+    store.restriper.step()
+    assert store.index.available() > 0
+
+
+def test_slots_are_handed_out_after_the_manifest_has_them() -> None:
+    store = Store(saver=Saver(at_once=False))
+    store.restriper.reweigh([1.0, 1.0, 0.2])
+    before = store.placement.segments
+    for _ in range(3):
+        store.restriper.step()
+        assert store.restriper.under_way
+        assert store.placement.segments == before
+        assert store.restriper.take_segments() is None
+        assert store.index.available() == 0
+    store.saver.save()
+    store.restriper.step()
+    assert not store.restriper.under_way
+    assert (
+        store.restriper.take_segments() == store.placement.segments == tuple(store.saver.manifest)
+    )
+    assert store.restriper.take_segments() is None
+    assert store.index.available() == store.placement.slots
+    assert {s.lanes.count(2) / len(s.lanes) for s in store.placement.segments} == {1 / 11}
+
+
+def test_settling_waits_for_the_manifest() -> None:
+    store = Store(saver=Saver(at_once=False))
+    store.restriper.settle(0.0)  # nothing to do
+    store.restriper.reweigh([0.0, 1.0, 1.0])
+    with pytest.raises(StoreError, match=r"store\.json could not be saved within 0\.5 s"):
+        store.restriper.settle(0.5)
+
+
+# ---- the thread that saves ----
+
+
+@pytest.mark.parametrize("error", [StoreError("of a test"), ValueError("of a test")])
+def test_saving_goes_on_until_it_works(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Whatever went wrong: the slots of these segments wait for it."""
+    monkeypatch.setattr(rebalancer, "_RETRY_S", 0.01)
+    counters = Counters()
+    tried: list[Sequence[Segment]] = []
+    go = threading.Event()
+
+    def save(segments: Sequence[Segment]) -> None:
+        tried.append(segments)
+        go.wait(20)
+        if len(tried) == 1:
+            raise error
+
+    saver = BackgroundSaver(save, counters)
+    assert saver.saved()
+    first, second = [Segment(0, 0, 0, (), ())], [Segment(1, 0, 0, (), ())]
+    saver.put(first)
+    assert not saver.wait(0.0)
+    until(lambda: tried == [first], "the first attempt")
+    saver.put(second)
+    go.set()
+    assert saver.wait(30)
+    assert tried == [first, second]
+    assert counters.total("manifest_errors") == 1
+    assert saver.close(30)
+
+
+def test_a_save_that_never_works_ends_with_the_store() -> None:
+    def save(segments: Sequence[Segment]) -> None:
+        raise StoreError("of a test")
+
+    counters = Counters()
+    saver = BackgroundSaver(save, counters)
+    saver.put([])
+    until(lambda: counters.total("manifest_errors") > 0, "an attempt")
+    assert not saver.close(0.2)
+    assert not saver.saved()

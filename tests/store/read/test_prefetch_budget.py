@@ -1,0 +1,65 @@
+"""What devices can do until more is asked for, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.read.prefetch_budget import IdleTime
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def load(*pages: int) -> NDArray[np.int64]:
+    return np.array(pages, dtype=np.int64)
+
+
+NOTHING = load(0, 0, 0)
+
+
+def fetch(idle: IdleTime, clock: Clock, pages: NDArray[np.int64], *, waits: float) -> None:
+    idle.asked(pages)
+    clock.now += waits
+    idle.arrived()
+
+
+def test_devices_are_levelled_before_anything_is_known() -> None:
+    idle = IdleTime(Clock())
+    assert idle.spare(NOTHING[:0]).tolist() == []
+    idle.asked(load(5, 2, 0))
+    assert idle.spare(NOTHING).tolist() == [0, 3, 5]
+    # What they read ahead in any case is theirs to do; nobody can do less than nothing.
+    assert idle.spare(load(4, 1, 7)).tolist() == [0, 2, 0]
+
+
+def test_the_shortest_pause_is_used_at_the_pace_of_late() -> None:
+    clock = Clock()
+    idle = IdleTime(clock)
+    for pause in (0.5, 0.25, 1.0):  # 10 pages in 1 s: 0.1 s each
+        fetch(idle, clock, load(10, 4, 0), waits=1.0)
+        clock.now += pause + 0.01
+    idle.asked(load(3, 1, 0))
+    assert idle.spare(NOTHING).tolist() == [2, 4, 5]
+    # Fetches that find everything in DRAM say nothing of the devices, and leave them the pause.
+    idle.arrived()
+    clock.now += 0.26
+    idle.asked(NOTHING)
+    assert min(idle.spare(NOTHING)) > 0
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    clock = Clock()
+    idle = IdleTime(clock)
+    fetch(idle, clock, load(1, 0, 0), waits=100.0)
+    for _ in range(9):
+        clock.now += 1.5
+        fetch(idle, clock, load(10, 0, 0), waits=1.0)
+    clock.now += 1.5
+    idle.asked(NOTHING)
+    assert idle.spare(NOTHING).tolist() == [15, 15, 15]

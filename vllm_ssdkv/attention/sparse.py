@@ -1,0 +1,458 @@
+"""Sparse attention of tokens that are decoded: select, fetch, attend, merge (architecture, 5).
+
+The window is attended to before, as for every row. Its log-sum-exp tells the selector how much of a
+head's attention the context can still change. Pages are folded into the same online softmax, so
+where they were, and in how many turns they came, changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _kernels
+from vllm_ssdkv.attention.compensate import beside_sinks, compensate
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.mean_value import MeanRows, MeanValues
+from vllm_ssdkv.attention.sparse_error import Compared, Deviation
+from vllm_ssdkv.kernels.dense import wait_for
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
+from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.paged import PageKernels
+from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
+from vllm_ssdkv.sparse.concat import joined
+from vllm_ssdkv.sparse.next_best import further
+from vllm_ssdkv.sparse.prefetch import Guesses, ReadAhead
+from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selector
+from vllm_ssdkv.sparse.selection_reuse import KeptSelections, RowSizes
+from vllm_ssdkv.sparse.sizes import ContextSizes
+from vllm_ssdkv.store.read.channel_reader import ChannelReader
+from vllm_ssdkv.store.read.selected_context import BlockPages, ChosenContexts
+
+
+@dataclass(slots=True)
+class ChoiceCounts:
+    """What was chosen in one step, over all layers and KV heads.
+
+    Attributes:
+        lists: Lists of pages: one per row, layer and KV head.
+        kept: Of these, the ones that a token before had chosen.
+        selected: Pages in them.
+        tokens: Tokens of these pages that are attended to.
+        channel_bytes: Of K in the channels by which they were chosen.
+        scale_bytes: Of the scales of these channels.
+        context: Pages that there were to choose from.
+        missing: Sum over the lists of the softmax mass that, by the selector's estimate, neither
+            window nor chosen pages cover.
+    """
+
+    lists: int = 0
+    kept: int = 0
+    selected: int = 0
+    tokens: int = 0
+    channel_bytes: int = 0
+    scale_bytes: int = 0
+    context: int = 0
+    missing: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Choosing:
+    """The rows that choose: the same in every layer, until a row is poisoned. All arrays [R].
+
+    Attributes:
+        alive: Positions in the contexts' rows, int64.
+        rows: Their numbers in the batch, int64.
+        token: Their query tokens, int32; ``index`` is the same for torch, on the queries' device.
+        everything: Whether these are all tokens of the step, in order.
+        position: Of the query tokens, int64.
+        requests: Names.
+        blocks: Of their contexts, int64.
+        sizes: Of some of them, by the bytes of their ``alive``.
+        means: Of some of them, by the bytes of their numbers in these arrays.
+    """
+
+    alive: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    token: NDArray[np.int32]
+    index: torch.Tensor
+    everything: bool
+    position: NDArray[np.int64]
+    requests: list[str]
+    blocks: NDArray[np.int64]
+    sizes: dict[bytes, ContextSizes] = field(default_factory=dict)
+    means: dict[bytes, MeanRows] = field(default_factory=dict)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Their part of a tensor over the step's query tokens."""
+        return values if self.everything else values[self.index]
+
+
+class SparseDecode:
+    """The rows of one step that choose their pages. Used by the thread of the forward pass."""
+
+    def __init__(
+        self,
+        selectors: Mapping[int, Selector],
+        contexts: ChosenContexts,
+        layout: BlockLayout,
+        layers: Sequence[int],
+        means: MeanValues,
+        requests: Sequence[str],
+        deviation: Deviation | None = None,
+        guesses: ReadAhead | None = None,
+        kept: KeptSelections | None = None,
+    ):
+        """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
+        HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
+        rows of the step; ``deviation`` compares what comes out with exact attention; with
+        ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
+        rows do not choose at every token."""
+        of_rows = [selectors[row] for row in contexts.rows.tolist()]
+        self._selectors = list(dict.fromkeys(of_rows))
+        self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
+        self.contexts = contexts
+        self._layout = layout
+        self._channel_item = 1 if contexts.holds_scales else layout.dtype.itemsize
+        run_bytes = layout.block_tokens * self._channel_item
+        self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
+        self._means = means
+        self._requests = requests
+        self._next = dict(zip(layers, [*layers[1:], *layers[:1]], strict=True))
+        """The layer in which rows choose next, behind the last one that of the next step."""
+        self._deviation = deviation
+        self._guesses = guesses
+        self._kept = kept
+        self._choosing: _Choosing | None = None
+        self._parts: list[tuple[NDArray[np.int64], Selection]] = []
+        """What all rows chose in the latest layer, and which rows; empty where some did not."""
+        self.counts = ChoiceCounts()
+
+    def attend(
+        self,
+        kernels: PageKernels,
+        clock: StepClock,
+        layer: int,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        state: PartialState,
+        batch: RowBatch,
+        cache: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Fold the chosen pages of a layer into ``state``; blocks until they have arrived.
+
+        Args:
+            kernels: Of the device that ``query`` is on.
+            clock: Gets the time of select, fetch, wait, attend and merge.
+            layer: From 0.
+            query: [T, Hq, D].
+            value: V of the same tokens, [T, Hkv, D], as the cache has it by now.
+            state: Of all T queries; it has seen the window.
+            batch: The step's rows; those that choose have one query.
+            cache: The layer's blocks in HBM, [num_blocks, ...].
+            scale: Of the logits.
+            sinks: Logits of the heads' attention sinks, [Hq], which ``state`` has seen.
+        """
+        now = self._now(batch, query.device)
+        alive = now.alive
+        if layer not in self._next or len(alive) == 0:
+            return
+        seen = now.of(state.m) + torch.log(now.of(state.l))
+        window = None if self._deviation is None else state.rows(now.index)
+        mine = now.of(query)
+        selection = self._select(clock, layer, now, batch, cache, mine, scale, seen)
+        wanted, starts = self._locate(layer, alive, selection.pages, selection.begin)
+        clock.lap(SELECT)
+        room = max(1, self.contexts.room)
+        for first in range(0, len(starts), room):
+            part = slice(first, first + room)
+            fetch = self.contexts.fetch_hot(wanted.part(part))
+            clock.lap(FETCH)
+            try:
+                if first + room >= len(starts):
+                    self._read_ahead(layer, now, selection, reads=fetch.from_ssd > 0)
+                clock.lap(AHEAD)
+                self.contexts.settle(fetch)
+                clock.lap(WAIT)
+                self.contexts.arrive(fetch, wanted.blocks[part])
+                clock.lap(FETCH)
+                begin, end = self._lists(alive, selection.begin, first, len(fetch.address))
+                listed = PageList(
+                    now.token,
+                    now.position,
+                    begin,
+                    end,
+                    fetch.address,
+                    starts[part],
+                    None if selection.token_mask is None else selection.token_mask[part],
+                )
+                kernels.attend_pages(query, state, listed, self._layout, scale)
+                wait_for(query.device)  # what is released may be written to
+                clock.lap(ATTEND)
+            finally:
+                self.contexts.release(fetch)
+            clock.lap(FETCH)
+        if selection.alpha is not None:
+            mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
+            mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
+            alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
+            if sinks is not None:
+                alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
+            compensate(state, now.index[mixed], alpha, mean.to(query.device))
+            clock.lap(MERGE)
+        if self._deviation is not None and window is not None:
+            queries = mine.cpu()
+            compared = Compared(self.contexts, alive, self._layout, queries, scale, selection)
+            self._deviation.compare(layer, compared, window, state.rows(now.index))
+            clock.start()
+
+    def _now(self, batch: RowBatch, device: torch.device) -> _Choosing:
+        """The rows of this step that choose, as far as nothing they need was lost."""
+        alive = self.contexts.alive()
+        if self._choosing is None or len(alive) != len(self._choosing.alive):
+            place = np.full(int(batch.stream_row.max()) + 1, -1, dtype=np.int64)
+            place[batch.stream_row] = np.arange(len(batch.stream_row))
+            numbers = self.contexts.rows[alive]
+            rows = place[numbers]
+            token = batch.query_begin[rows]
+            begin, end = self.contexts.begin[alive], self.contexts.end[alive]
+            self._choosing = _Choosing(
+                alive,
+                rows,
+                token,
+                torch.from_numpy(token.astype(np.int64)).to(device),
+                np.array_equal(token, np.arange(batch.tokens)),
+                batch.first_position[rows],
+                [self._requests[row] for row in numbers.tolist()],
+                end.astype(np.int64) - begin,
+            )
+        return self._choosing
+
+    def _lists(
+        self, alive: NDArray[np.int64], edges: NDArray[np.int32], first: int, count: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Begin and end of all lists of a selection in its pages ``first .. first + count``."""
+        begin, end = edges[:-1], edges[1:]
+        if first or count < edges[-1]:
+            begin, end = np.clip(begin - first, 0, count), np.clip(end - first, 0, count)
+        still = self.contexts.alive()
+        if len(still) < len(alive):
+            # A row that lacks a page is lost, and its pages must not be looked at.
+            here = np.repeat(np.isin(alive, still), self._layout.kv_heads)
+            begin, end = np.where(here, begin, 0), np.where(here, end, 0)
+        return begin.astype(np.int32, copy=False), end.astype(np.int32, copy=False)
+
+    def _select(
+        self,
+        clock: StepClock,
+        layer: int,
+        now: _Choosing,
+        batch: RowBatch,
+        cache: torch.Tensor,
+        query: torch.Tensor,
+        scale: float,
+        seen: torch.Tensor,
+    ) -> Selection:
+        """What each row attends to: as its own selector chooses, now or for a token before."""
+        alive, rows = now.alive, now.rows
+        of_row = self._which[alive]
+
+        def choose(those: NDArray[np.int64]) -> Selection:
+            parts = []
+            for number, selector in enumerate(self._selectors):
+                place = np.flatnonzero(of_row[those] == number)
+                if len(place):
+                    which = those[place]
+                    summaries = self._summaries(
+                        selector.needs, clock, layer, alive[which], rows[which], batch, cache
+                    )
+                    some = len(which) < len(alive)
+                    chosen = selector.select(
+                        query[which] if some else query,
+                        summaries,
+                        scale,
+                        seen[which] if some else seen,
+                    )
+                    self._count_channels(selector.needs, summaries)
+                    parts.append((place, chosen))
+            self._parts = parts if len(those) == len(alive) else []
+            return joined(parts, self._layout.kv_heads, self._layout.page_tokens)
+
+        self._parts = []
+        sizes = self._sizes(alive, rows, batch)
+        if self._kept is None:
+            selection = choose(np.arange(len(alive)))
+        else:
+            left = np.empty(len(alive), dtype=np.int64)
+            for number, selector in enumerate(self._selectors):
+                mine = of_row == number
+                window = sizes.window_tokens[mine].astype(np.int64)
+                left[mine] = selector.budget.context_tokens(sizes.context_tokens[mine], window)
+            selection, kept = self._kept.select(
+                layer,
+                now.requests,
+                RowSizes(now.position, sizes.pages, left),
+                query,
+                choose,
+            )
+            self.counts.kept += kept * self._layout.kv_heads
+        self._count(selection, sizes.all_pages)
+        return selection
+
+    def _mean_value(
+        self,
+        kernels: PageKernels,
+        layer: int,
+        now: _Choosing,
+        mixed: NDArray[np.int64],
+        batch: RowBatch,
+        cache: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Mean V of the rows ``mixed`` of those that choose, whose newest V ``value`` has."""
+        key = mixed.tobytes()
+        rows = now.means.get(key)
+        if rows is None:
+            begin, end = _windows(batch, now.rows[mixed])
+            rows = now.means[key] = self._means.rows(
+                [now.requests[i] for i in mixed.tolist()],
+                now.position[mixed],
+                [batch.window_ids[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)],
+            )
+        if len(mixed) < len(now.alive):
+            value = value[torch.from_numpy(mixed).to(value.device)]
+        return self._means.update(
+            kernels,
+            layer,
+            rows,
+            value,
+            cache,
+            lambda i: self.contexts.values(layer, int(now.alive[mixed[i]]), self._layout.head_size),
+        )
+
+    def _summaries(
+        self,
+        needs: Needs,
+        clock: StepClock,
+        layer: int,
+        alive: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        batch: RowBatch,
+        cache: torch.Tensor,
+    ) -> ContextSummaries:
+        sizes = self._sizes(alive, rows, batch)
+        begin, end, window = sizes.row_begin, sizes.row_end, sizes.window_tokens
+        ahead = 0 if self._kept is None else self._kept.steps - 1
+        if not needs.channels:
+            bounds = self.contexts.bounds(layer) if needs.bounds else None
+            return ContextSummaries(
+                self._layout, begin, end, window, bounds, ahead=ahead, known_sizes=sizes
+            )
+        blocks = batch.window_ids * (cache.stride(0) * cache.itemsize) + cache.data_ptr()
+        low, high = _windows(batch, rows)
+
+        def zeros(nbytes: int) -> NDArray[np.uint8]:
+            made: NDArray[np.uint8] = torch.zeros(
+                nbytes, dtype=torch.uint8, pin_memory=cache.is_cuda
+            ).numpy()
+            return made
+
+        def bring(channels: NDArray[np.int32]) -> NDArray[np.uint64]:
+            clock.lap(SELECT)
+            found = self._channels.bring(layer, alive, channels, zeros)
+            clock.lap(WAIT)
+            return found
+
+        held = self.contexts.holds_channels
+        return ContextSummaries(
+            self._layout,
+            begin,
+            end,
+            window,
+            channel_base=self.contexts.channels(layer) if held else None,
+            channel_scales=self.contexts.scales(layer) if self.contexts.holds_scales else None,
+            window_base=blocks.astype(np.uint64),
+            window_begin=low,
+            window_end=high,
+            channel_source=None if held else bring,
+            ahead=ahead,
+            known_sizes=sizes,
+        )
+
+    def _sizes(
+        self, alive: NDArray[np.int64], rows: NDArray[np.int64], batch: RowBatch
+    ) -> ContextSizes:
+        """Of these rows, worked out once per step."""
+        known = {} if self._choosing is None else self._choosing.sizes
+        key = alive.tobytes()
+        if key not in known:
+            begin, end = self.contexts.begin[alive], self.contexts.end[alive]
+            before = (end - begin).astype(np.int64) * self._layout.block_tokens
+            window = (batch.first_position[rows] + 1 - before).astype(np.int32)
+            known[key] = ContextSizes(self._layout, begin, end, window)
+        return known[key]
+
+    def _locate(
+        self,
+        layer: int,
+        rows: NDArray[np.int64],
+        pages: NDArray[np.int32],
+        begin: NDArray[np.int32],
+    ) -> tuple[BlockPages, NDArray[np.int64]]:
+        return self.contexts.locate(layer, rows, pages, begin, self._layout.page_tokens)
+
+    def _read_ahead(self, layer: int, now: _Choosing, selection: Selection, *, reads: bool) -> None:
+        """Start to read what the next layer will probably choose, and what it may choose as far as
+        devices are idle; after the last one, what the first will in the next step. ``reads``: this
+        layer had to read; where DRAM has what is chosen, looking further is work for nothing."""
+        if self._guesses is None:
+            return
+        following = self._next[layer]
+
+        def guess(memory: Guesses, latest: Selection, *, idle: bool) -> None:
+            memory.remember(layer, now.requests, now.blocks, latest.pages, latest.begin)
+            if self.contexts.in_frames:
+                return
+            found = memory.recall(following, now.requests, now.blocks)
+            if found is not None:
+                ahead, _ = self._locate(following, now.alive[found.rows], found.pages, found.begin)
+                self.contexts.ahead(ahead, found.begin, idle=idle)
+
+        guess(self._guesses.likely, selection, idle=False)
+        if reads and self._parts:
+            parts = [(rows, further(part)) for rows, part in self._parts]
+            behind = joined(parts, self._layout.kv_heads, self._layout.page_tokens)
+            guess(self._guesses.possible, behind, idle=True)
+
+    def _count(self, selection: Selection, pages: int) -> None:
+        """``pages``: of the rows' contexts, for one KV head."""
+        counts, mask = self.counts, selection.token_mask
+        missing, tokens = _kernels.count_choice(selection.mass, mask)
+        counts.lists += len(selection.begin) - 1
+        counts.selected += len(selection.pages)
+        counts.tokens += len(selection.pages) * self._layout.page_tokens if mask is None else tokens
+        counts.context += pages * self._layout.kv_heads
+        counts.missing += missing
+
+    def _count_channels(self, needs: Needs, summaries: ContextSummaries) -> None:
+        layout = self._layout
+        channels = min(needs.channels, layout.head_size)
+        size = channels * layout.kv_heads * self._channel_item
+        self.counts.channel_bytes += summaries.sizes.all_pages * layout.page_tokens * size
+        if summaries.channel_scales is not None:
+            blocks = int((summaries.row_end - summaries.row_begin).sum())
+            self.counts.scale_bytes += blocks * channels * layout.kv_heads * 4
+
+
+def _windows(
+    batch: RowBatch, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Begin and end of these rows' windows in ``batch.window_ids``."""
+    window = batch.window
+    return on_host(window.block_begin, np.int32)[rows], on_host(window.block_end, np.int32)[rows]

@@ -1,0 +1,1 @@
+"""Errors, sizes, metrics and small files: what every other package may use."""

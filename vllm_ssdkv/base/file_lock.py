@@ -1,0 +1,90 @@
+"""The lock on a data file or block device: taken on its own descriptor, so that I/O holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
+
+_POLL_S = 0.02
+
+
+def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
+    """Take the exclusive flock of ``fd``, waiting until ``time.monotonic()`` passes ``deadline``.
+
+    A lock file of its own would be free at once when its holder is killed; this one stays until
+    the writes that the kernel still has in hand for that process have ended.
+
+    Args:
+        fd: Open descriptor; the lock ends when the last duplicate of it is closed.
+        path: Its path, for messages.
+        what: The device, for messages.
+        deadline: Time of the monotonic clock.
+
+    Raises:
+        StoreLockedError: somebody else holds it.
+        DeviceError: the file system has no locks.
+    """
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            holder = lock_holder(fd)
+            who = "another process" if holder is None else f"process {holder}"
+            if holder == os.getpid():
+                who = "this process (is the same device named twice?)"
+            raise StoreLockedError(
+                f"{what}: {path} is in use by {who}; a killed process keeps it until its last "
+                "I/O has ended"
+            ) from error
+        except OSError as error:
+            raise DeviceError(f"{what}: cannot lock {path}: {error.strerror}") from error
+        return
+
+
+def require_unlocked(files: Iterable[Path], deadline: float) -> None:
+    """Wait until no other process holds the lock of any of these files, or :func:`lock_file`'s
+    errors.
+
+    Files that cannot be opened are skipped: whoever needs them says what is wrong.
+    """
+    for file in files:
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            if lock_holder(fd) != os.getpid():
+                lock_file(fd, file, "store", deadline)
+        finally:
+            os.close(fd)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether somebody else holds the lock on the file behind ``fd`` now. Never blocks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def lock_holder(fd: int) -> int | None:
+    """Process id that holds a flock on the file behind ``fd``, if the kernel tells us."""
+    status = os.fstat(fd)
+    where = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        table = Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return None  # only the error message loses a detail
+    found = re.search(rf"FLOCK\s+ADVISORY\s+WRITE\s+(\d+)\s+{re.escape(where)}\s", table)
+    return int(found[1]) if found and int(found[1]) > 0 else None

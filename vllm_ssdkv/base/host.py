@@ -1,0 +1,111 @@
+"""What this machine has to offer: memory that may be used, room on a device, default places."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+from typing import Final
+
+from vllm_ssdkv.base.sizes import GIB
+
+DEFAULT_CAPACITY_LIMIT: Final = 64 * GIB
+DEFAULT_DRAM_LIMIT: Final = 4 * GIB
+CGROUP: Final = Path("/sys/fs/cgroup")
+MEMINFO: Final = Path("/proc/meminfo")
+STATUS: Final = Path("/proc/self/status")
+_CAP_IPC_LOCK: Final = 14
+
+
+def is_block_device(path: str) -> bool:
+    """Whether ``path`` exists and is a raw block device."""
+    try:
+        return stat.S_ISBLK(Path(path).stat().st_mode)
+    except OSError:
+        return False
+
+
+def default_root() -> Path:
+    """Directory of the stores of users who name no device: ``$XDG_CACHE_HOME/ssdkv``.
+
+    A relative ``XDG_CACHE_HOME`` is invalid and ignored (XDG Base Directory Specification 0.8).
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "ssdkv"
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or its nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def lockable_memory(status: Path = STATUS) -> int | None:
+    """Bytes that this process may lock: RLIMIT_MEMLOCK, or None where nothing limits it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return limit
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
+    # The capability CAP_IPC_LOCK is above the limit.
+    return None if any(mask >> _CAP_IPC_LOCK & 1 for mask in masks) else limit
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an unprivileged user may still write below ``path`` (which need not exist yet).
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    status = os.statvfs(existing_parent(path))
+    return status.f_bavail * status.f_frsize
+
+
+def default_capacity(path: Path) -> int:
+    """Bytes a device may hold when the user gives no capacity.
+
+    A directory: a quarter of the free space (what our own data files there already occupy counts
+    as free, so that a restart finds the same size), at most 64 GiB. A raw block device has no
+    other user: all of it.
+
+    Raises:
+        OSError: the path cannot be examined.
+    """
+    if is_block_device(str(path)):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.lseek(fd, 0, os.SEEK_END)
+        finally:
+            os.close(fd)
+    own = sum(entry.stat().st_blocks * 512 for entry in path.glob("rank*.data"))
+    return min(DEFAULT_CAPACITY_LIMIT, (free_bytes(path) + own) // 4)
+
+
+def _meminfo_available() -> int | None:
+    for line in MEMINFO.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _cgroup_available() -> int | None:
+    """Bytes left below the memory limit of this container (cgroup v2); None without a limit."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def available_memory() -> int:
+    """Bytes of memory that may be used without swapping, container limits respected."""
+    available = _meminfo_available()
+    limits = [n for n in (available, _cgroup_available()) if n is not None]
+    return min(limits) if limits else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,605 @@
+"""Every metric of the product, declared once, and the accumulator that the code counts in.
+
+Nothing here knows vLLM or Prometheus: ``connector/metrics/stats.py`` carries the numbers to vLLM's
+``/metrics``, and ``docs/metrics.md`` is generated from :data:`METRICS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Final
+from urllib.parse import quote, unquote
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.base.metric import (
+    DEPTH_BUCKETS,
+    LATENCY_BUCKETS,
+    Label,
+    Metric,
+    counter,
+    gauge,
+)
+from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
+
+TELL_INTERVAL_S: Final = 0.5
+"""How often a process brings its gauges up to date, and how often the engine tells its numbers,
+while requests run: a step may be shorter than telling takes. So what ``/metrics`` shows is no older
+than twice this, and a step."""
+
+_BUCKET: Final = "le"
+_SUM: Final = "sum"
+
+
+_DEVICE: Final = Label("device", bounded_by="paths in the option devices")
+_DIRECTION: Final = Label("direction", ("read", "write"))
+_TIER: Final = Label("tier", ("dram", "ssd"))
+_IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
+_DROP_CAUSE: Final = Label(
+    "cause", ("read_error", "write_error", "device_lost", "restriped", "weights", "unverified")
+)
+_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
+_RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
+
+
+METRICS: Final[tuple[Metric, ...]] = (
+    counter("slots_stored", "slots", "Slots written and published."),
+    counter("slots_evicted", "slots", "Slots given up to make room for newer ones."),
+    counter(
+        "slots_dropped", "slots", "Slots whose data cannot be trusted or was lost.", _DROP_CAUSE
+    ),
+    counter("recovered_slots", "slots", "Slots found again in the journal at start."),
+    counter("hit_tokens", "tokens", "Prompt tokens restored from the store.", _TIER),
+    counter(
+        "load_seconds",
+        "seconds",
+        "Time that loads took; while one reads from SSDs and copies from DRAM, it counts for both.",
+        _TIER,
+    ),
+    counter(
+        "hit_tokens_computed",
+        "tokens",
+        "Prompt tokens that the store holds, computed because that was expected to be faster.",
+    ),
+    counter(
+        "seconds_saved",
+        "seconds",
+        "Estimated time to first token that requests were spared: by loading, what computing would "
+        "have taken longer; by computing, what loading would have.",
+        Label("by", ("loading", "computing")),
+    ),
+    counter(
+        "seconds_lost",
+        "seconds",
+        "Time that loads took longer than computing was estimated to take.",
+    ),
+    counter(
+        "verified_hits",
+        "hits",
+        "Hits whose last block was computed although it is stored, and compared (verify_hits).",
+        Label("result", ("same", "differs", "skipped")),
+    ),
+    gauge(
+        "store_suspended",
+        "state",
+        "1 after a verified hit differed from what was computed: nothing is found in the store "
+        "until `ssdkv resume`.",
+    ),
+    counter(
+        "suspensions_not_saved",
+        "suspensions",
+        "Suspensions that a later start will not know of: the manifest could not be saved.",
+    ),
+    counter(
+        "weights_changed",
+        "changes",
+        "Changes of the weights in memory: what was stored before is found only with the weights "
+        "before.",
+    ),
+    counter(
+        "load_probes",
+        "loads",
+        "Reads beside a request that was computed, to see whether the devices are faster now.",
+    ),
+    counter("load_failures", "loads", "Loads that did not bring all their data, on any rank."),
+    counter(
+        "recomputed_requests",
+        "requests",
+        "Requests computed again because their hit or their context could not be read.",
+        _RECOMPUTE_CAUSE,
+    ),
+    counter(
+        "stores_skipped",
+        "blocks",
+        "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
+        "had not seen them often enough, or a daily write budget was used up.",
+        Label("cause", ("write_buffer", "store_full", "admission", "budget")),
+        combine="max",
+    ),
+    counter(
+        "slot_waits",
+        "times",
+        "Times that a request could not start because too few slots can be had; it asks again "
+        "every step (page).",
+    ),
+    counter(
+        "write_stalls",
+        "times",
+        "Times that steps waited for room in the write buffer (page).",
+        combine="max",
+    ),
+    counter(
+        "write_stall_seconds",
+        "seconds",
+        "Time that steps waited for the write buffer.",
+        combine="max",
+    ),
+    counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
+    counter(
+        "context_steps",
+        "steps",
+        "Steps that brought in pages of context for exact attention, and those in which tokens "
+        "chose pages; a step may be both (page).",
+        Label("attention", ("exact", "sparse")),
+        combine="max",
+    ),
+    counter(
+        "context_blocks_promoted",
+        "blocks",
+        "Blocks that a running request read from the devices in every step, brought into DRAM when "
+        "there was room (page).",
+    ),
+    counter(
+        "blocks_moved",
+        "blocks",
+        "Stored blocks that were written anew after a hit, where they are read faster: a device "
+        "has become slow, or was added.",
+    ),
+    counter(
+        "moves_failed",
+        "blocks",
+        "Blocks that were to move and stay where they were: DRAM did not have them, or no room for "
+        "their copies, a write failed, or they were dropped meanwhile. After a hit it is tried "
+        "twice.",
+    ),
+    *SPARSE_METRICS,
+    counter(
+        "attention_seconds",
+        "seconds",
+        "Time that the forward pass spent in attention (page): choosing pages, looking them up and "
+        "checking them, reading ahead, waiting for bytes, attending, merging.",
+        Label("part", ("select", "fetch", "ahead", "wait", "attend", "merge")),
+        combine="max",
+    ),
+    counter("bytes_read", "bytes", "Bytes read from the device.", _DEVICE),
+    counter("bytes_written", "bytes", "Bytes written to the device.", _DEVICE),
+    counter(
+        "bytes_used",
+        "bytes",
+        "Bytes of KV that were read, were right, and were used by a request, each once. bytes_read "
+        "is more: headers, padding, page bounds, checks by the scrub, and what was read ahead in "
+        "vain. Their ratio is the read amplification.",
+    ),
+    counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
+    Metric(
+        "io_latency_seconds",
+        "histogram",
+        "seconds",
+        "Time that an I/O request spent in the device.",
+        (_DEVICE, _DIRECTION),
+        buckets=LATENCY_BUCKETS,
+    ),
+    Metric(
+        "io_queue_depth",
+        "histogram",
+        "requests",
+        "Requests that the device had, the new one included, when one was given to it.",
+        (_DEVICE,),
+        buckets=DEPTH_BUCKETS,
+    ),
+    counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
+    counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
+    counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
+    counter("amx_refusals", "processes", "Workers to which Linux refused AMX tiles."),
+    counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
+    counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
+    counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
+    counter(
+        "bad_copies",
+        "slots",
+        "Copies of slots on the device that were found wrong or out of date, while there was "
+        "another copy (replicas).",
+        _DEVICE,
+    ),
+    counter(
+        "single_copies",
+        "slots",
+        "Slots stored with one copy only, because the device of the other one failed (replicas).",
+    ),
+    counter(
+        "mended_copies",
+        "slots",
+        "Copies of slots that the scrub wrote anew from the other copy (replicas).",
+    ),
+    counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
+    counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
+    counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),
+    counter(
+        "header_mismatches", "slots", "Slots whose header names another block, model or version."
+    ),
+    counter("journal_corrupt_records", "records", "Journal records that failed their checksum."),
+    counter(
+        "journal_resets", "journals", "Journals that were set aside at start: the store is empty."
+    ),
+    counter(
+        "journal_lost_records", "records", "Journal records that could not be written at first."
+    ),
+    counter(
+        "journal_rebuilds",
+        "journals",
+        "Journals that were lost or damaged at start, and made anew from the headers of slots.",
+    ),
+    counter(
+        "manifest_restores",
+        "files",
+        "Manifests that were damaged or lost, and restored from a copy or from superblocks.",
+    ),
+    counter(
+        "manifest_copy_errors",
+        "errors",
+        "Times that the copy of the manifest on a device could not be written.",
+    ),
+    counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
+    counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
+    counter(
+        "growth_errors",
+        "times",
+        "Times that a store which grows as it fills found no room to grow.",
+    ),
+    counter("manifest_errors", "errors", "Times the manifest could not be saved."),
+    gauge(
+        "slots",
+        "slots",
+        "Blocks that the store has room for: not on devices that are lost, and with what it may "
+        "still grow by.",
+    ),
+    gauge("slots_ready", "slots", "Slots that can be found."),
+    gauge(
+        "slots_free",
+        "slots",
+        "Blocks that it has room for besides: `1 - slots_free / slots` is in use.",
+    ),
+    gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
+    gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
+    gauge("dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."),
+    gauge(
+        "page_cache_places",
+        "pages",
+        "Single pages that DRAM has room for, all ranks (page, sparse).",
+    ),
+    gauge("page_cache_pages", "pages", "Single pages that DRAM holds, all ranks."),
+    gauge(
+        "hot_pages_places",
+        "pages",
+        "Single pages that the memory of the GPU has room for, all ranks (page, sparse).",
+    ),
+    gauge("hot_pages_held", "pages", "Single pages that the memory of the GPU holds, all ranks."),
+    gauge(
+        "summaries_places",
+        "blocks",
+        "Blocks whose page bounds DRAM has room for, all ranks (page, sparse).",
+    ),
+    gauge("summaries_held", "blocks", "Blocks whose page bounds DRAM holds, all ranks."),
+    gauge("journal_bytes", "bytes", "Size of the journal."),
+    gauge(
+        "estimated_prefill_tokens_per_second",
+        "tokens/s",
+        "Measured rate of computing a full chunk without context.",
+    ),
+    gauge(
+        "estimated_load_tokens_per_second",
+        "tokens/s",
+        "Measured rate of reading a large hit from the devices.",
+    ),
+    gauge(
+        "estimated_load_latency_seconds",
+        "seconds",
+        "Measured time that a hit on the devices takes, however small.",
+    ),
+    gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
+    gauge(
+        "wear_bytes",
+        "bytes",
+        "Bytes written to the device over the life of this store, all ranks.",
+        _DEVICE,
+    ),
+    gauge(
+        "wear_used",
+        "share",
+        "wear_bytes as a share of the device's option tbw; 1 is all of its endurance.",
+        _DEVICE,
+    ),
+    gauge(
+        "write_budget_used",
+        "share",
+        "Bytes written to the device since midnight UTC as a share of its daily_write_budget.",
+        _DEVICE,
+    ),
+    gauge(
+        "device_state",
+        "0 or 1",
+        "1 while the device is in service, 0 once any rank has taken it out.",
+        _DEVICE,
+        combine="min",
+    ),
+    gauge(
+        "device_share",
+        "0 to 1",
+        "Share of the device in what is stored now, lowered while it is slow or lost.",
+        _DEVICE,
+    ),
+    Metric(
+        "info",
+        "info",
+        "1",
+        "Always 1; the labels say what is in force.",
+        (
+            Label("mode", ("reuse", "page")),
+            Label("io_engine", bounded_by="the I/O engine in force"),
+            Label("selector", bounded_by="the option selector"),
+        ),
+        "max",
+    ),
+)
+
+BATCH_METRICS: Final[tuple[Metric, ...]] = (
+    gauge("batches_unended", "batches", "Batches that have not ended."),
+    counter(
+        "batches_ended",
+        "batches",
+        "Batches that have ended.",
+        Label("outcome", ("completed", "failed", "expired", "cancelled")),
+    ),
+    counter(
+        "batch_requests",
+        "requests",
+        "Requests of batches that got a line in the output file or the error file.",
+        Label("outcome", ("completed", "failed")),
+    ),
+    gauge("batch_requests_running", "requests", "Requests of batches that run now."),
+    gauge(
+        "batches_held",
+        "batches",
+        "Batches whose next request waits for KV that users have, or wait for.",
+    ),
+    counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
+    counter(
+        "batch_saved_tokens",
+        "tokens",
+        "Those whose KV was found in a cache, so that their prefill was saved.",
+    ),
+    gauge("batch_bytes", "bytes", "Size of the files and results of the Batch API."),
+    counter(
+        "batch_errors",
+        "errors",
+        "Times the batch runner could not read or write its files, or vLLM aborted one of its "
+        "requests, as `/pause` does; it tries again.",
+    ),
+)
+"""Metrics of the Batch API. They live in the API server, not in the engine."""
+
+BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in (*METRICS, *BATCH_METRICS)}
+
+
+def metric_key(name: str, labels: dict[str, str]) -> str:
+    """``name|label=value,...`` in declaration order; values are percent-encoded.
+
+    The keys of a histogram have one more part: see :func:`bucket_keys`.
+
+    Raises:
+        ValueError: the metric, a label or a label's value is not declared.
+    """
+    return _metric_key(name, tuple(labels.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _metric_key(name: str, items: tuple[tuple[str, str], ...]) -> str:
+    """See :func:`metric_key`. Every step asks for the same few."""
+    labels = dict(items)
+    metric = BY_NAME.get(name)
+    if metric is None:
+        raise ValueError(f"no metric {name!r} is declared")
+    if len(labels) != len(metric.labels):
+        raise ValueError(f"metric {name} has the labels {metric.label_names}, got {tuple(labels)}")
+    parts: list[str] = []
+    for label in metric.labels:
+        value = labels.get(label.name)
+        if value is None or (label.values and value not in label.values):
+            raise ValueError(f"metric {name}: label {label.name} cannot be {value!r}")
+        parts.append(f"{label.name}={quote(value, safe='/')}")
+    return f"{name}|{','.join(parts)}" if parts else name
+
+
+def counter_key(name: str, **labels: str) -> str:
+    """The :func:`metric_key` of a counter.
+
+    Raises:
+        ValueError: not a declared counter, or its labels do not fit.
+    """
+    return _counter_key(name, tuple(labels.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _counter_key(name: str, items: tuple[tuple[str, str], ...]) -> str:
+    """See :func:`counter_key`."""
+    key = _metric_key(name, items)
+    if BY_NAME[name].kind != "counter":
+        raise ValueError(f"cannot add to the {BY_NAME[name].kind} {name}")
+    return key
+
+
+MOST_OF_RANKS: Final[frozenset[str]] = frozenset(
+    metric_key(metric.name, dict(zip(metric.label_names, values, strict=True)))
+    for metric in METRICS
+    if metric.kind == "counter" and metric.combine == "max"
+    for values in itertools.product(*(label.values for label in metric.labels))
+)
+"""Keys of the counters of which a step counts what the rank did that did most."""
+
+
+@functools.lru_cache(maxsize=4096)
+def bucket_keys(key: str) -> tuple[str, ...]:
+    """Keys of a histogram's parts, from its :func:`metric_key`: buckets, infinity, sum.
+
+    A bucket's number is of those values that are in no lower one.
+    """
+    metric, _ = parse_key(key)
+    start = key + ("," if metric.labels else "|")
+    bounds = (*map(repr, metric.buckets), "inf")
+    return (*(f"{start}{_BUCKET}={bound}" for bound in bounds), f"{start}{_SUM}=")
+
+
+@functools.lru_cache(maxsize=4096)
+def histogram_of(key: str) -> tuple[str, int]:
+    """The :func:`metric_key` of the histogram that one of its :func:`bucket_keys` belongs to.
+
+    And the position of the key among them.
+    """
+    metric, _ = parse_key(key)
+    name, _, parts = key.partition("|")
+    labels = ",".join(parts.split(",")[: len(metric.labels)])
+    whole = f"{name}|{labels}" if labels else name
+    return whole, bucket_keys(whole).index(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_key(key: str) -> tuple[Metric, tuple[str, ...]]:
+    """The metric and its label values, from a key of :func:`metric_key`.
+
+    After the label values of a part of a histogram comes its bound, or nothing for the sum.
+
+    Raises:
+        KeyError: the metric is not declared.
+    """
+    name, _, labels = key.partition("|")
+    values = tuple(unquote(part.partition("=")[2]) for part in labels.split(",")) if labels else ()
+    return BY_NAME[name], values
+
+
+def combine_gauges(snapshots: list[dict[str, float]]) -> dict[str, float]:
+    """Gauges of several ranks as one set, each combined as its metric declares."""
+    combined: dict[str, float] = {}
+    for snapshot in snapshots:
+        for key, value in snapshot.items():
+            if key not in combined:
+                combined[key] = value
+                continue
+            how = parse_key(key)[0].combine
+            if how == "sum":
+                combined[key] += value
+            else:
+                combined[key] = (max if how == "max" else min)(combined[key], value)
+    return combined
+
+
+class Counters:
+    """Accumulator of one process. Any thread may call any method; none blocks on I/O.
+
+    Holds one number per declared metric and label value (those of a histogram hold one per bucket
+    and the sum), so its size is bounded.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counted = _io.Counters()
+        self._gauges: dict[str, float] = {}
+        self._changed: dict[str, float] = {}
+        """Gauges that have other values than at the last :meth:`take_gauges`."""
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Increase a counter.
+
+        Raises:
+            ValueError: not a declared counter, its labels do not fit, or ``value`` is negative.
+        """
+        self.add_keyed((counter_key(name, **labels),), (value,))
+
+    def add_keyed(self, keys: Iterable[str], values: Iterable[float]) -> None:
+        """Increase counters, by keys that :func:`counter_key` or :meth:`take_gained` has made.
+
+        What every step counts is counted so: to find a key takes longer than to add to it.
+
+        Raises:
+            ValueError: keys and values differ in length, or a value is negative or not a number;
+                those before it are counted.
+        """
+        self._counted.add(keys, values)
+
+    def add_all(self, name: str, counts: Sequence[float], total: float, **labels: str) -> None:
+        """Take values into a histogram.
+
+        Args:
+            name: The histogram.
+            counts: How many values fell into each bucket, the last one being infinity.
+            total: Their sum.
+            labels: As declared.
+
+        Raises:
+            ValueError: not a declared histogram, its labels or buckets do not fit, or a number is
+                negative.
+        """
+        key = metric_key(name, labels)
+        parts = bucket_keys(key) if BY_NAME[name].kind == "histogram" else ()
+        if len(counts) + 1 != len(parts) or not all(value >= 0 for value in (*counts, total)):
+            raise ValueError(f"cannot add {counts} and {total} to the {BY_NAME[name].kind} {name}")
+        self.add_keyed(parts, (*counts, total))
+
+    def start_at_zero(self, devices: Sequence[str]) -> None:
+        """Let the counters of devices exist before they count.
+
+        What appears with its first error has no earlier value, so no rate sees that error.
+        """
+        for metric in METRICS:
+            if metric.kind != "counter" or _DEVICE not in metric.labels:
+                continue
+            choices = (devices if label is _DEVICE else label.values for label in metric.labels)
+            for values in itertools.product(*choices):
+                self.add(metric.name, 0, **dict(zip(metric.label_names, values, strict=True)))
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge, or an info metric (to 1).
+
+        Raises:
+            ValueError: not a declared gauge, or its labels do not fit.
+        """
+        key = metric_key(name, labels)
+        if BY_NAME[name].adds_up:
+            raise ValueError(f"{name} is a {BY_NAME[name].kind}; use add")
+        with self._lock:
+            if self._gauges.get(key) != value:
+                self._gauges[key] = self._changed[key] = value
+
+    def total(self, name: str, **labels: str) -> float:
+        """A counter since the start of the process.
+
+        Raises:
+            ValueError: not a declared metric, or its labels do not fit.
+        """
+        return self._counted.total(metric_key(name, labels))
+
+    def totals(self) -> dict[str, float]:
+        """All counters, and the parts of histograms, since the start of the process."""
+        return self._counted.totals()
+
+    def take_gained(self) -> dict[str, float]:
+        """What counters gained since the last call; those that are new also if that is nothing."""
+        return self._counted.take()
+
+    def take_gauges(self) -> dict[str, float]:
+        """Gauges that have another value than at the last call."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            return changed

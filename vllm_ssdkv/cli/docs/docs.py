@@ -1,0 +1,70 @@
+"""``ssdkv docs``: write the generated pages, or check that they are up to date."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.docs.command_page import commands_page
+from vllm_ssdkv.cli.docs.doc_pages import metrics_page, options_page
+from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
+
+app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
+
+_Directory = Annotated[
+    Path,
+    typer.Argument(
+        parser=arguments.place,
+        metavar="DIR",
+        help="Folder of the pages, docs/ of the repository.",
+    ),
+]
+
+
+def pages(directory: Path) -> dict[str, str]:
+    """File name and text of every generated page. Runs on GPUs are in ``directory / "gpu"``."""
+    return {
+        "cli.md": commands_page(),
+        "gpu.md": gpu_page(directory / "gpu"),
+        "metrics.md": metrics_page(),
+        "options.md": options_page(),
+    }
+
+
+def stale(directory: Path) -> dict[str, str]:
+    """The pages that differ from what would be written, each with a unified diff."""
+    found: dict[str, str] = {}
+    for name, text in pages(directory).items():
+        path = directory / name
+        present = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if present != text:
+            lines = difflib.unified_diff(
+                present.splitlines(), text.splitlines(), str(path), "generated", lineterm="", n=1
+            )
+            found[name] = "\n".join(lines)
+    return found
+
+
+@app.command()
+def write(directory: _Directory) -> None:
+    """Write cli.md, gpu.md, metrics.md and options.md into DIR."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fresh = pages(directory)
+    for name in stale(directory):
+        (directory / name).write_text(fresh[name], encoding="utf-8")
+        typer.echo(f"wrote {directory / name}")
+
+
+@app.command()
+def check(directory: _Directory) -> None:
+    """Fail, with a diff, when a page in DIR is not what `docs write` would write."""
+    found = stale(directory)
+    for diff in found.values():
+        typer.echo(diff)
+    if found:
+        typer.echo(f"run: ssdkv docs write {directory}", err=True)
+        raise typer.Exit(1)

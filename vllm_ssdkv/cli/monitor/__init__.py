@@ -1,0 +1,1 @@
+"""`ssdkv top` and `ssdkv dashboard`."""

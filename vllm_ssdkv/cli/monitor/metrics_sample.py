@@ -1,0 +1,201 @@
+"""What ``ssdkv top`` shows: a server's state, and its rates between two scrapes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_ssdkv.base.metrics import BY_NAME
+from vllm_ssdkv.cli.monitor.metrics_scrape import Scrape, gained, mean_gained
+
+TROUBLES: Final = (
+    "load_failures",
+    "recomputed_requests",
+    "checksum_failures",
+    "slots_dropped",
+    "io_deadline_exceeded",
+    "journal_errors",
+)
+"""Counters of which any number above 0 is worth a look."""
+
+
+def _ours(name: str) -> str:
+    """Name on the page. A name that is not declared is an error, not an empty column."""
+    return BY_NAME[name].exposed_name
+
+
+def _theirs(name: str) -> str:
+    return f"vllm:{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One SSD, all engines and ranks together.
+
+    Attributes:
+        in_service: False once any rank has taken it out; None where nothing says so.
+        share: Share of what is stored now; the mean of several engines.
+        read_latency_s: Mean time of a read in the device; None without reads. Likewise writes.
+        queue_depth: Mean of the requests that the device had when one more was given to it.
+        errors: Failed requests since the engine started.
+        new_errors: Those of this sample's time.
+    """
+
+    device: str
+    in_service: bool | None
+    share: float | None
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    reads_per_s: float
+    writes_per_s: float
+    read_latency_s: float | None
+    write_latency_s: float | None
+    queue_depth: float | None
+    errors: int
+    new_errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A server, all its engines together.
+
+    Attributes:
+        time: Seconds since 1970, when the later scrape was there.
+        seconds: Between the two scrapes; every rate is a mean over this time.
+        in_force: Mode, I/O engine and selector of the engines.
+        prompt_tokens_per_s: Of prompts, restored ones included.
+        hit_rate: Share of the prompt tokens asked of the store that it had, computed all the same
+            or not; None without any.
+        hit_rate_since_start: The same, since the server started.
+        restored_tokens: Since the start, by tier.
+        context_pages_per_s: Pages of context brought in, by tier (mode page).
+        hbm_used: Share of vLLM's own KV cache, mean of the engines.
+        troubles: Counters of :data:`TROUBLES`, since the start.
+    """
+
+    time: float
+    seconds: float
+    url: str
+    models: tuple[str, ...]
+    in_force: tuple[str, ...]
+    requests_running: int
+    requests_waiting: int
+    prompt_tokens_per_s: float
+    generation_tokens_per_s: float
+    hit_rate: float | None
+    hit_rate_since_start: float | None
+    restored_tokens: dict[str, int]
+    restored_tokens_per_s: dict[str, float]
+    context_pages_per_s: dict[str, float]
+    hbm_used: float | None
+    slots: int
+    slots_ready: int
+    slots_free: int
+    slots_pinned: int
+    dram_frames: int
+    dram_frames_used: int
+    dram_frames_dirty: int
+    troubles: dict[str, int]
+    devices: tuple[DeviceSample, ...]
+
+
+def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
+    """What two scrapes of a page say, the newer one made later.
+
+    Args:
+        url: Of the page.
+        now: Seconds since 1970.
+    """
+    seconds = newer.at - older.at
+
+    def rate(name: str, **labels: str) -> float:
+        return gained(older, newer, name, **labels) / seconds
+
+    def by_tier(name: str) -> dict[str, float]:
+        return {tier: rate(_ours(name), tier=tier) for tier in BY_NAME[name].labels[0].values}
+
+    def now_of(name: str) -> int:
+        return round(newer.total(_ours(name)))
+
+    queries = _theirs("external_prefix_cache_queries_total")
+    found = (_theirs("external_prefix_cache_hits_total"), _ours("hit_tokens_computed"))
+    infos = [labels for labels, _ in newer.series(_ours("info"))]
+    return Sample(
+        time=now,
+        seconds=seconds,
+        url=url,
+        models=_names(labels.get("model_name", "") for labels in infos),
+        in_force=_names(
+            ", ".join(labels.get(label.name, "") for label in BY_NAME["info"].labels)
+            for labels in infos
+        ),
+        requests_running=round(newer.total(_theirs("num_requests_running"))),
+        requests_waiting=round(newer.total(_theirs("num_requests_waiting"))),
+        prompt_tokens_per_s=rate(_theirs("prompt_tokens_total")),
+        generation_tokens_per_s=rate(_theirs("generation_tokens_total")),
+        hit_rate=_share(
+            sum(gained(older, newer, name) for name in found), gained(older, newer, queries)
+        ),
+        hit_rate_since_start=_share(sum(map(newer.total, found)), newer.total(queries)),
+        restored_tokens={
+            tier: round(newer.total(_ours("hit_tokens"), tier=tier))
+            for tier in BY_NAME["hit_tokens"].labels[0].values
+        },
+        restored_tokens_per_s=by_tier("hit_tokens"),
+        context_pages_per_s=by_tier("context_pages_streamed"),
+        hbm_used=_mean(newer.values(_theirs("kv_cache_usage_perc"))),
+        slots=now_of("slots"),
+        slots_ready=now_of("slots_ready"),
+        slots_free=now_of("slots_free"),
+        slots_pinned=now_of("slots_pinned"),
+        dram_frames=now_of("dram_frames"),
+        dram_frames_used=now_of("dram_frames_used"),
+        dram_frames_dirty=now_of("dram_frames_dirty"),
+        troubles={name: now_of(name) for name in TROUBLES},
+        devices=tuple(_device(older, newer, device) for device in _devices(newer)),
+    )
+
+
+def _names(found: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({name for name in found if name}))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _devices(scrape: Scrape) -> list[str]:
+    """All that have a state, or have moved a byte."""
+    names = [_ours(name) for name in ("device_state", "bytes_read", "bytes_written")]
+    found = {labels.get("device", "") for name in names for labels, _ in scrape.series(name)}
+    return sorted(found - {""})
+
+
+def _device(older: Scrape, newer: Scrape, device: str) -> DeviceSample:
+    seconds = newer.at - older.at
+
+    def rate(name: str, **labels: str) -> float:
+        return gained(older, newer, _ours(name), device=device, **labels) / seconds
+
+    states = newer.values(_ours("device_state"), device=device)
+    latency = BY_NAME["io_latency_seconds"].full_name
+    return DeviceSample(
+        device=device,
+        in_service=bool(min(states)) if states else None,
+        share=_mean(newer.values(_ours("device_share"), device=device)),
+        read_bytes_per_s=rate("bytes_read"),
+        written_bytes_per_s=rate("bytes_written"),
+        reads_per_s=rate("io_requests", direction="read"),
+        writes_per_s=rate("io_requests", direction="write"),
+        read_latency_s=mean_gained(older, newer, latency, device=device, direction="read"),
+        write_latency_s=mean_gained(older, newer, latency, device=device, direction="write"),
+        queue_depth=mean_gained(older, newer, BY_NAME["io_queue_depth"].full_name, device=device),
+        errors=round(newer.total(_ours("io_errors"), device=device)),
+        new_errors=round(gained(older, newer, _ours("io_errors"), device=device)),
+    )

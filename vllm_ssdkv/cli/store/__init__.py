@@ -1,0 +1,1 @@
+"""`ssdkv ls`, `info`, `rm`, `fsck`, `resume`, `quota`."""

@@ -1,0 +1,123 @@
+"""``ssdkv fsck``: is a store that no engine uses whole, and repair it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.store.maintenance.fsck import examined
+from vllm_ssdkv.store.maintenance.fsck_report import Report
+from vllm_ssdkv.store.maintenance.repair import repair as repair_store
+
+PROBLEMS = 1
+CANNOT_CHECK = 2
+
+
+def as_json(report: Report, *, repair: bool) -> str:
+    """The report as a JSON object: the fields of :class:`Report`, and whether to repair."""
+    content = {"clean": report.clean, "repair": repair} | dataclasses.asdict(report)
+    return json.dumps(content, indent=2)
+
+
+def render(report: Report, console: Console, *, repair: bool) -> None:
+    """Print what was found, for people."""
+    console.print(
+        f"store {report.store} in {report.state_dir}: {len(report.devices)} device(s), "
+        f"{report.ranks} rank(s), {report.stored} of {report.slots} slots hold a block",
+        highlight=False,
+    )
+    read = approximate_size(report.checked_bytes)
+    console.print(f"{report.checked_slots} slots read and verified, {read}", highlight=False)
+    if report.clean:
+        console.print("clean", style="green")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("Finding", "Times", "For example", "Cure"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("Finding", "Times"))
+    for kind in report.kinds():
+        example = kind.example
+        state = Text(example.kind, "green" if example.repaired else "bold red")
+        cure = Text("repaired", "green") if example.repaired else Text(example.cure)
+        table.add_row(state, str(kind.count), Text(f"{example.subject}: {example.text}"), cure)
+    console.print(table)
+    total = sum(report.counts.values())
+    lines = [f"{total} problem(s)", f"{report.bad} block(s) cannot be served"]
+    if report.found or report.lost:
+        lines.append(
+            f"{report.found} were found by the headers of their slots, {report.lost} slot(s) with "
+            "such a header are not whole"
+        )
+    if report.out_of_reach:
+        lines.append(f"{report.out_of_reach} are on absent devices only and were not read")
+    console.print("; ".join(lines), highlight=False)
+    if repair:
+        console.print(f"{total - report.unrepaired} repaired, {report.unrepaired} left")
+    elif "device" in report.counts:
+        console.print("--repair is refused while a device is absent: it would drop what lies there")
+    else:
+        named = [*report.devices, "--state-dir", report.state_dir]
+        command = f"to repair: ssdkv fsck --repair {shlex.join(named)}"
+        console.print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+def check(
+    directories: list[Path], state_dir: Path | None, console: Console, *, repair: bool
+) -> Report:
+    """Check, and on request repair, with a progress bar on the console."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("slots", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        with examined(directories, state_dir, write=repair, progress=progress) as found:
+            if repair:
+                repair_store(found)
+            return found.report
+
+
+def fsck(
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop what is wrong; good data is never touched.")
+    ] = False,
+    json_wanted: arguments.Json = False,
+) -> None:
+    """Check a store that no engine uses: its files, and every page of every stored block.
+
+    A device that is absent is a problem; what lies on the others is checked. Repair needs them all.
+
+    Exits with 0 when all is well, 1 when there are problems (also when they were repaired), 2 when
+    the store cannot be checked.
+    """
+    messages = Console(stderr=True)
+    try:
+        report = check(directories or [], state_dir, messages, repair=repair)
+    except (SSDKVError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(CANNOT_CHECK) from None
+    if json_wanted:
+        typer.echo(as_json(report, repair=repair))
+    else:
+        render(report, Console(), repair=repair)
+    if not report.clean:
+        raise typer.Exit(PROBLEMS)

@@ -1,0 +1,279 @@
+"""``ssdkv ls``, ``ssdkv inspect``, ``ssdkv rm``: the stores on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.base.errors import SSDKVError, StoreError
+from vllm_ssdkv.base.host import default_root
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.store.maintenance.catalog import (
+    StoreDetails,
+    inspect_store,
+    stores_below,
+    summarize,
+    without_state_below,
+)
+from vllm_ssdkv.store.maintenance.offline_store import StoredStore, find_store
+from vllm_ssdkv.store.maintenance.remove import Removal, plan_left_over, plan_removal
+from vllm_ssdkv.store.maintenance.remove import remove as remove_files
+
+FAILED: Final = 1
+Seen = TypeVar("Seen")
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (SSDKVError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(FAILED) from None
+
+
+def _when(seconds: int) -> str:
+    if not seconds:
+        return "never"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=bool(columns))
+    for column in columns or ("", ""):
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def look_at_all(
+    directories: Sequence[Path] | None, look: Callable[[StoredStore], Seen]
+) -> tuple[list[Seen], list[str]]:
+    """What there is to say of every store in the directories and two folders below.
+
+    Args:
+        directories: None or empty: the cache directory.
+        look: Called for each store; may raise SSDKVError or OSError.
+
+    Returns:
+        Of each store that could be looked at; and a line of text for each of the others.
+    """
+    found: list[Seen] = []
+    named = list(directories or [])
+    broken = [line for path in named if (line := _unreadable(path))]
+    roots = named or [default_root()]
+    for state in {s: None for d in roots for s in stores_below(d)}:
+        try:
+            found.append(look(find_store([], state)))
+        except (SSDKVError, OSError) as error:
+            broken.append(f"{state}: {error}")
+    for device, copy in {
+        d: copy for root in roots for d, copy in without_state_below(root)
+    }.items():
+        broken.append(
+            f"{device}: a device of the store {copy.store} of {copy.model}, whose state directory "
+            f"{copy.state} is not there: an engine that has this device goes on with what is left"
+        )
+    return found, broken
+
+
+def _unreadable(path: Path) -> str:
+    """Why a directory cannot be looked at; empty when it can."""
+    try:
+        os.scandir(path).close()
+    except FileNotFoundError:
+        return f"{path} does not exist: is it mounted?"
+    except NotADirectoryError:
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
+
+
+def list_stores(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            parser=arguments.place,
+            metavar="DIR...",
+            help="Where to look; default: the cache directory.",
+        ),
+    ] = None,
+    as_json: arguments.Json = False,
+) -> None:
+    """List the stores in the cache directory, or in DIR, and two folders below.
+
+    Exits with 1 when one of them cannot be read; the others are listed.
+    """
+    found, broken = look_at_all(directories, summarize)
+    if as_json:
+        arguments.print_json([dataclasses.asdict(store) for store in found])
+    else:
+        table = _table("Store", "Model", "Mode", "Blocks", "On disk", "Last opened")
+        for store in found:
+            opened = "in use" if store.in_use else _when(store.last_opened)
+            opened += ", suspended" if store.suspended else ""
+            table.add_row(
+                Text(store.state_dir),
+                Text(store.model),
+                store.mode,
+                f"{store.stored} of {store.slots}",
+                approximate_size(store.disk_bytes),
+                opened,
+            )
+        Console().print(table if found else "no stores")
+    for line in broken:
+        typer.echo(line, err=True)
+    if broken:
+        raise typer.Exit(FAILED)
+
+
+def inspect(
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
+    as_json: arguments.Json = False,
+) -> None:
+    """Show one store: geometry, devices, sizes, what the journal holds. Changes nothing."""
+    with _errors():
+        details = inspect_store(find_store(directories or [], state_dir))
+    if as_json:
+        arguments.print_json(dataclasses.asdict(details))
+    else:
+        _show(details, Console())
+
+
+def _show(details: StoreDetails, console: Console) -> None:
+    summary, geometry = details.summary, details.geometry
+    table = _table()
+    size = approximate_size(summary.block_bytes)
+    for name, value in (
+        ("store", summary.store),
+        ("state directory", summary.state_dir),
+        ("model", summary.model),
+        ("mode", f"{summary.mode}, {summary.ranks} rank(s)"),
+        ("blocks", f"{summary.stored} of {summary.slots}, {size} each on every rank"),
+        ("on disk", approximate_size(summary.disk_bytes)),
+        ("journal", f"{details.journal_bytes} bytes, {details.damaged_records} damaged records"),
+        ("opened", f"{details.opened} times, last {_when(summary.last_opened)}"),
+        ("in use", "yes" if summary.in_use else "no"),
+        ("suspended", summary.suspended or "no"),
+        ("encryption", f"key id {details.key_id}" if details.key_id else "off"),
+        ("geometry", ", ".join(f"{name} {value}" for name, value in geometry.items())),
+        ("two copies", f"{details.doubled_slots} of {summary.slots} slots"),
+        ("stripe unit", approximate_size(details.stripe_unit_bytes)),
+        ("fingerprint", ", ".join(f"{k} {v}" for k, v in sorted(details.fingerprint.items()))),
+    ):
+        table.add_row(name, Text(value))
+    if details.problem:
+        table.add_row("problem", Text(details.problem, "bold red"))
+    console.print(table)
+    devices = _table("Device", "Capacity", "Weight", "Files")
+    for device in details.devices:
+        lines = [Text(device.problem, "bold red")] if device.problem else []
+        for file in device.files:
+            wrong = [str(copy) for copy in file.superblocks if isinstance(copy, str)]
+            if file.nbytes < file.expected_bytes:
+                wrong.append(f"{file.expected_bytes} bytes expected")
+            lines.append(Text(f"rank {file.rank}: {approximate_size(file.nbytes)}"))
+            lines += [Text(text, "bold red") for text in wrong]
+        capacity = approximate_size(device.capacity)
+        devices.add_row(Text(device.path), capacity, f"{device.weight:g}", Text("\n").join(lines))
+    console.print(devices)
+
+
+def remove(
+    directories: arguments.Devices = None,
+    state_dir: arguments.StateDir = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    left_over: Annotated[
+        str | None,
+        typer.Option(
+            "--left-over",
+            metavar="STORE",
+            help="Remove what the store with this UUID, which was removed while their drives were "
+            "away, has left in DIR.",
+        ),
+    ] = None,
+    as_json: arguments.Json = False,
+) -> None:
+    """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
+
+    Only what carries the name of the store goes. Devices that are not named go with their state
+    directory, when they say that it is theirs: a copy of it, or a backup, is not. What goes, of
+    which store, and what is left alone is shown first.
+
+    Exits with 1 when it is in use, when the answer is no, or when one of its devices is not there:
+    what is on that one is removed with --left-over when it is back.
+    """
+    with _errors():
+        if left_over is None:
+            removal = plan_removal(directories or [], state_dir)
+        else:
+            removal = plan_left_over(
+                [*(directories or []), *([state_dir] if state_dir else [])], left_over
+            )
+        _show_removal(removal)
+        if not (removal.files or removal.raw):
+            raise StoreError("nothing of the store is there")
+        if not yes and not typer.confirm("Remove this?", err=True):
+            raise typer.Exit(FAILED)
+        remove_files(removal)
+        _remove_cache_folders(removal)
+    for path in removal.missing:
+        typer.echo(
+            f"{path} is not there, and nothing was removed from it: when it is back, remove what "
+            f"is left with ssdkv rm --left-over {removal.store} {path}",
+            err=True,
+        )
+    if as_json:
+        content = {
+            "store": removal.store,
+            "model": removal.model,
+            "last_opened": removal.last_opened,
+            "removed": [str(file) for file in removal.files],
+            "wiped": [str(path) for path in removal.raw],
+            "missing": [str(path) for path in removal.missing],
+            "kept": [{"path": str(kept.path), "why": kept.why} for kept in removal.kept],
+            "bytes": removal.nbytes,
+        }
+        arguments.print_json(content)
+    else:
+        typer.echo(f"removed, {approximate_size(removal.nbytes)} are free again")
+    if removal.missing:
+        raise typer.Exit(FAILED)
+
+
+def _show_removal(removal: Removal) -> None:
+    """Say what goes, of which store, on the error output."""
+    model = f" of {removal.model}" if removal.model else ""
+    opened = f", last opened {_when(removal.last_opened)}" if removal.last_opened else ""
+    typer.echo(f"store {removal.store}{model}{opened}", err=True)
+    size = approximate_size(removal.nbytes)
+    typer.echo(f"to be removed, {size}:", err=True)
+    for path in removal.files:
+        used = _when(int(path.stat().st_mtime))
+        typer.echo(f"  {path}, {approximate_size(path.stat().st_size)}, written {used}", err=True)
+    for path in removal.raw:
+        typer.echo(f"  {path}: its superblocks", err=True)
+    for kept in removal.kept:
+        typer.echo(f"left alone: {kept.path}: {kept.why}", err=True)
+
+
+def _remove_cache_folders(removal: Removal) -> None:
+    """Folders that a start without the option devices has made go with the store."""
+    root = default_root()
+    for folder in {file.parent for file in removal.files}:
+        for path in (folder, *folder.parents):
+            if root not in path.parents or any(path.iterdir()):
+                break
+            path.rmdir()

@@ -1,0 +1,1 @@
+"""Every option of the product: typed, frozen, validated, and documented where it is declared."""

@@ -1,0 +1,168 @@
+"""Options that are given and have no effect, by a table: when each of them has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from vllm_ssdkv.base.host import is_block_device
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.problems import path_text
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What an option needs to have an effect.
+
+    Attributes:
+        holds: Called with all options, and with the group or list entry that has this one.
+        text: Reads well after "has no effect unless ".
+    """
+
+    holds: Callable[[SSDKVConfig, Any], bool]
+    text: str
+
+
+_PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
+_CHOOSES: Final = Condition(
+    lambda config, _: config.selector != "exact",
+    'mode is "page" and selector "bounds", "sparf", "adaptive" or "window"',
+)
+_SCORES_CHANNELS: Final = Condition(
+    lambda config, _: config.scores_channels,
+    'mode is "page" and selector "sparf", or "adaptive" with sparse.scorer "sparf"',
+)
+_ADAPTIVE: Final = Condition(
+    lambda config, _: config.selector == "adaptive", 'mode is "page" and selector "adaptive"'
+)
+_SHARE_COUNTS: Final = Condition(
+    lambda _, sparse: sparse.budget_tokens is None, "sparse.budget_tokens is left out"
+)
+_REUSES: Final = Condition(
+    lambda _, sparse: sparse.reuse_steps > 1, "sparse.reuse_steps is above 1"
+)
+_EXACT: Final = Condition(
+    lambda config, _: config.selector == "exact",
+    'selector is "exact": others store what they decoded from a part of the context',
+)
+_STAGES: Final = Condition(
+    lambda config, _: config.stages, 'mode is "page", or encryption is given a key'
+)
+_MAY_COMPUTE: Final = Condition(
+    lambda config, _: config.mode == "reuse" or config.load == "always",
+    'mode is "reuse": page mode always loads',
+)
+_SEVERAL: Final = Condition(lambda config, _: len(config.devices) > 1, "devices has another entry")
+_RAW: Final = Condition(
+    lambda config, _: not config.trim or any(is_block_device(d.path) for d in config.devices),
+    "devices has a raw block device: data files are never trimmed",
+)
+_LASTS: Final = Condition(
+    lambda _, fault: fault.kind in {"latency", "stall"}, 'kind is "latency" or "stall"'
+)
+_RANDOM: Final = Condition(
+    lambda _, fault: fault.probability < 1 or fault.kind == "corrupt",
+    'probability is below 1, or kind "corrupt"',
+)
+
+CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
+    "hbm_window_tokens": (_PAGE,),
+    "page_tokens": (_PAGE,),
+    "load": (_MAY_COMPUTE,),
+    "verify_hits": (_EXACT,),
+    "trim": (_RAW,),
+    "devices[].weight": (_SEVERAL,),
+    "sparse.budget": (_CHOOSES, _SHARE_COUNTS),
+    "sparse.budget_tokens": (_CHOOSES,),
+    # Of an engine that chooses, a request may ask for the selector that has a use for these.
+    "sparse.mass": (_CHOOSES,),
+    "sparse.floor": (_CHOOSES,),
+    "sparse.exact_below": (_CHOOSES,),
+    "sparse.sink_tokens": (_CHOOSES,),
+    "sparse.dense_layers": (_CHOOSES,),
+    "sparse.reuse_steps": (_CHOOSES,),
+    "sparse.reuse_similarity": (_CHOOSES, _REUSES),
+    "sparse.page_cache": (_CHOOSES,),
+    "sparse.hbm_pages": (_CHOOSES,),
+    "sparse.page_policy": (_CHOOSES,),
+    "sparse.prefetch": (_CHOOSES,),
+    "sparse.summaries": (_CHOOSES,),
+    "sparse.scorer": (_ADAPTIVE,),
+    "sparse.channels": (_SCORES_CHANNELS,),
+    "sparse.channel_dtype": (_SCORES_CHANNELS,),
+    "sparse.channel_group": (_SCORES_CHANNELS,),
+    "sparse.channel_pages": (_SCORES_CHANNELS,),
+    "sparse.granularity": (_SCORES_CHANNELS,),
+    "io.staging": (_STAGES,),
+    "io.faults[].seconds": (_LASTS,),
+    "io.faults[].seed": (_RANDOM,),
+}
+"""By option; ``[]`` marks the entries of a list. What is not named here always has an effect."""
+
+_BATCH_API: Final = (
+    "`vllm serve` is started with VLLM_PLUGINS=ssdkv,ssdkv_batch and the other plugins in use"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Vain:
+    """An option that was given in vain.
+
+    Attributes:
+        option: Where it is.
+        condition: Under which it has an effect.
+    """
+
+    option: str
+    condition: str
+
+    def __str__(self) -> str:
+        """As a line for the user."""
+        return f"{self.option} has no effect unless {self.condition}"
+
+
+def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[Vain]:
+    """The options that were given and have no effect.
+
+    Args:
+        config: The options.
+        batch_api: Whether the server has the Batch API, as far as is known.
+    """
+    found = []
+    for location, holder in _given(config, ()):
+        conditions = CONDITIONS.get(_without_positions(location), ())
+        missing = [one.text for one in conditions if not one.holds(config, holder)]
+        if location[0] == "batch" and not batch_api:
+            missing = [_BATCH_API]
+        if missing:
+            found.append(Vain(path_text(location), missing[0]))
+    return found
+
+
+def _given(
+    model: BaseModel, at: tuple[int | str, ...]
+) -> Iterator[tuple[tuple[int | str, ...], BaseModel]]:
+    """Where each option is that was given, and the group that holds it, as they are declared."""
+    for name in type(model).model_fields:
+        if name not in model.model_fields_set:
+            continue
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _given(value, (*at, name))
+            continue
+        yield (*at, name), model
+        if isinstance(value, tuple):
+            for position, entry in enumerate(value):
+                if isinstance(entry, BaseModel):
+                    yield from _given(entry, (*at, name, position))
+
+
+def _without_positions(location: tuple[int | str, ...]) -> str:
+    """The location as the option table names it: ``devices[].weight``."""
+    text = path_text(location)
+    for position in {part for part in location if isinstance(part, int)}:
+        text = text.replace(f"[{position}]", "[]")
+    return text

@@ -1,0 +1,598 @@
+"""Every option of the product, typed, frozen and validated; the only place that reads options.
+
+The options are the JSON object ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``.
+Each field states what it means and why its default is what it is: ``docs/options.md`` is generated
+from here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.host import (
+    DEFAULT_DRAM_LIMIT,
+    available_memory,
+    default_capacity,
+    default_root,
+    is_block_device,
+)
+from vllm_ssdkv.base.sizes import (
+    GIB,
+    MIB,
+    SIZE_TEXT,
+    approximate_size,
+    format_size,
+    parse_size,
+    size_or_none,
+)
+from vllm_ssdkv.config.batch import BatchConfig
+from vllm_ssdkv.config.encryption import EncryptionConfig
+from vllm_ssdkv.config.io import IoConfig
+from vllm_ssdkv.config.problems import problems
+from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
+from vllm_ssdkv.config.sparse import LEAST_CHOOSING, SparseConfig
+
+SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
+MIN_CAPACITY: Final = 16 * MIB
+MAX_DEVICES: Final = 64
+MAX_DRAM_GIB: Final = 65536
+WINDOW: Final = 1024
+"""Tokens, by default."""
+SPARSE_WINDOW: Final = 256
+"""The same with a selector that chooses."""
+
+
+# In the annotations below Field(...) comes before a validator: pydantic then applies its bounds to
+# the number inside `int | None` instead of to what the validator returned, which may be None.
+
+
+def _gib_or_none(value: object) -> object:
+    """A text becomes GiB; anything else is left to the type check."""
+    if isinstance(value, str):
+        if value.strip().replace(".", "", 1).isdigit():
+            raise ValueError(f"as a text it needs its unit, such as {value.strip()}GiB")
+        return parse_size(value) / GIB
+    if isinstance(value, int | float) and value > MAX_DRAM_GIB:
+        raise ValueError("a number is GiB; for bytes give a text with a unit")
+    return value
+
+
+def _page_tokens(value: int) -> int:
+    if value < 16 or value & (value - 1):
+        raise ValueError("not a power of two that 16 divides")
+    return value
+
+
+class DeviceConfig(OptionModel):
+    """One SSD: a directory on it, or a raw block device."""
+
+    path: Annotated[
+        PathText,
+        Allowed(PATH_TEXT),
+        Field(
+            description="Directory (created if missing) or raw block device. A plain text in "
+            "the list of devices is this path."
+        ),
+        Reason("Only the user knows where the SSDs are mounted."),
+    ]
+    capacity: Annotated[
+        int | None,
+        Field(ge=MIN_CAPACITY, description="Bytes this device may hold, all ranks together."),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: a quarter of the free space, at most 64GiB, so that a first try fills no "
+            "disk; all of a raw block device. An existing store keeps the size it has."
+        ),
+    ] = None
+    weight: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=64,
+            description="Share of the data relative to the other devices. Give a "
+            "device that is twice as fast twice the weight. Where another device has one, null "
+            "is 1.",
+        ),
+        Reason(
+            "null everywhere: several devices are measured when they are first used (64 MiB or "
+            "0.3 s each), and the store remembers the result, so that restarts change nothing."
+        ),
+    ] = None
+    tbw: Annotated[
+        int | None,
+        Field(
+            ge=MIN_CAPACITY,
+            description="Endurance of the drive as its maker states it, in bytes written (TBW). "
+            "Only for vllm:ssdkv_wear_used, which shows the share of it that this store has used.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason("null: only the drive's data sheet says it."),
+    ] = None
+    daily_write_budget: Annotated[
+        int | None,
+        Field(
+            ge=MIN_CAPACITY,
+            description="Bytes that may be written to the device between two midnights UTC. When "
+            "it is used up, reuse mode stores nothing more (blocks are striped over all devices, "
+            "so the first budget counts for all); page mode goes on, and writes only what a "
+            "running request cannot do without.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: no limit; what a cache may cost is the user's choice. In page mode it is no "
+            "hard limit: requests that wait for midnight would be an outage."
+        ),
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return or_text(handler(core_schema))
+
+
+class SSDKVConfig(OptionModel):
+    """All options. Build it with :meth:`from_extra_config`; instances never change."""
+
+    mode: Annotated[
+        Literal["reuse", "page"],
+        Field(
+            description="`reuse` keeps copies of computed KV blocks so that a prefix is never "
+            "computed twice. `page` also serves contexts larger than the KV memory of the GPU, "
+            "with this package's attention backend. Stores of the two are not each other's: name "
+            "other directories when you change it."
+        ),
+        Reason("reuse works with every model and backend and never changes a result."),
+    ] = "reuse"
+    devices: Annotated[
+        tuple[DeviceConfig, ...],
+        Allowed(
+            f'a list of up to {MAX_DEVICES} paths, such as ["/mnt/nvme0/kv"], or of objects with '
+            "path and the other fields of a device"
+        ),
+        Field(
+            strict=False,
+            max_length=MAX_DEVICES,
+            description="The SSDs that hold the store, striped over all of them.",
+        ),
+        Reason(
+            "Empty: one directory per model, mode and kind of selector below "
+            "$XDG_CACHE_HOME/ssdkv (~/.cache/ssdkv), so that a first try needs no option. "
+            "`ssdkv ls` lists them, `ssdkv rm` removes one."
+        ),
+    ] = ()
+    replicas: Annotated[
+        Literal[1, 2],
+        Field(
+            description="Copies of each block, on different devices. `2`: what lies on a drive "
+            "that dies, and a page that has gone bad, is read from the other copy; half the "
+            "capacity, half the write rate, twice the wear. An existing store takes another value "
+            "over bit by bit, as its places are used again."
+        ),
+        Reason(
+            "1: what is lost is computed again, which costs time and never a token. 2 is for those "
+            "who cannot spare that time on the day a drive dies."
+        ),
+    ] = 1
+    state_dir: Annotated[
+        PathText | None,
+        Allowed(PATH_TEXT),
+        Field(description="Directory of store.json and the journal."),
+        Reason(
+            "null: the first device that is a directory. Must be given when every device is a "
+            "raw block device."
+        ),
+    ] = None
+    recover: Annotated[
+        Literal["quiet", "strict", "none"],
+        Field(
+            description="What a start does with a damaged journal or manifest. `quiet` goes on "
+            "with what is whole, counts the rest and logs it. `strict` does not start, and names "
+            "the file. `none` starts empty, whatever is stored."
+        ),
+        Reason(
+            "What is lost is computed again, and what is damaged is never served; nobody should "
+            "have to repair a cache before it works."
+        ),
+    ] = "quiet"
+    dram_gib: Annotated[
+        float | None,
+        Allowed('a number of GiB or a size such as "4GiB"'),
+        Field(
+            gt=0,
+            le=MAX_DRAM_GIB,
+            description="Memory of the DRAM tier of this engine, shared equally "
+            "by its workers. Includes io.staging.",
+        ),
+        BeforeValidator(_gib_or_none, json_schema_input_type=float | str | None),
+        Reason(
+            "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
+            "nothing else on the machine; more, up to half of it, where blocks are so large."
+        ),
+    ] = None
+    hbm_window_tokens: Annotated[
+        int | None,
+        Field(
+            ge=16,
+            description="Newest tokens of a request that stay in HBM (page mode). A "
+            "multiple of page_tokens, and no less than vLLM's --block-size and the sliding window "
+            "of the model's layers, where some have one.",
+        ),
+        Reason(
+            "null: 1024, which is past what a chunk of prefill and most local attention reaches, "
+            "and small next to any context worth paging; 256 with a `selector` that chooses. There "
+            "the window counts in the budget, and with an eighth and a window of 1024 no request "
+            "of less than 16384 tokens would choose; what matters behind the window is chosen."
+        ),
+    ] = None
+    page_tokens: Annotated[
+        int,
+        Allowed("16 or 16 times a power of two"),
+        Field(le=4096, description="Tokens of one KV head and layer that are read together."),
+        AfterValidator(_page_tokens),
+        Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
+    ] = 16
+    selector: Annotated[
+        SelectorName,
+        Field(
+            description="Which part of the context a token that is decoded attends to (page mode). "
+            "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `sparf` pages "
+            "or tokens by logits from a few channels of K, of which the store then holds a second "
+            "copy. `adaptive` takes pages of either until they cover enough of the attention. "
+            "`window` is the first tokens and the newest ones only, to compare with. Prompts are "
+            "always exact. A store made for `exact`, for channels or for the others cannot be used "
+            "in place of another."
+        ),
+        Reason("exact: lossless."),
+    ] = "exact"
+    sparse: Annotated[
+        SparseConfig,
+        Field(description="What the selectors other than `exact` may choose."),
+    ] = SparseConfig()
+    load: Annotated[
+        Literal["auto", "always"],
+        Field(
+            description="What becomes of a prefix that the store holds (reuse mode). `auto` loads "
+            "it unless computing it is expected to be faster, by the measured speeds of both; "
+            "`always` loads it in any case. Page mode always loads."
+        ),
+        Reason(
+            "auto: a hit is not slower than no hit, however slow the drives. `always` is for "
+            "those who would rather wait for a drive than spend the GPU's time."
+        ),
+    ] = "auto"
+    verify_hits: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1_000_000_000,
+            description="One hit in so many, and the first four after a start, are verified: the "
+            "last block of the hit is computed although it is stored, and compared. If they "
+            "differ by more than rounding, the store is suspended: nothing is found in it any "
+            "more, what was stored up to the last good one stays, an alert goes off, and "
+            "`ssdkv resume` takes it back. 0: none is. With a sparse selector none is either.",
+        ),
+        Reason(
+            "256: KV of other weights or settings is kept out by the keys; this finds what no list "
+            "of settings foresees, for the time of one block in 256 hits."
+        ),
+    ] = 256
+    admission: Annotated[
+        Literal["all", "second_use"],
+        Field(
+            description="Which blocks are written to the devices. `all`: every one. `second_use`: "
+            "those that requests computed or found a second time lately, after a count of all "
+            "blocks that forgets (8 to 16 bytes of memory per slot; starts anew with the engine). "
+            "In page mode others are written only when they leave the window."
+        ),
+        Reason(
+            "all: a prefix is found the first time that it is asked for again. second_use spares "
+            "drives where most prompts never come back, and computes each prefix twice."
+        ),
+    ] = "all"
+    trim: Annotated[
+        bool,
+        Field(
+            description="Tell raw block devices (TRIM) what they need not keep: everything when a "
+            "store is made there, and all slots when the cache is reset; in idle moments, 1 GiB "
+            "per second at most. Data files are never trimmed: they keep their space."
+        ),
+        Reason(
+            "false: slots are written again soon, which frees the old bytes just as well, and "
+            "drives may answer late while they trim. Worth it where caches are reset often."
+        ),
+    ] = False
+    encryption: Annotated[
+        EncryptionConfig | None,
+        Field(
+            description="Encrypts what is stored with AES-256-GCM (docs/security.md). An existing "
+            "store keeps its key, or having none."
+        ),
+        Reason(
+            "null: off. It needs a key that somebody keeps, and about a core for every few GB/s; "
+            "encrypted drives do the same where there are some."
+        ),
+    ] = None
+    io: Annotated[
+        IoConfig,
+        Field(description="How bytes move between the devices and memory."),
+    ] = IoConfig()
+    batch: Annotated[
+        BatchConfig,
+        Field(description="Limits of the Files and Batches API."),
+    ] = BatchConfig()
+
+    @classmethod
+    def from_extra_config(cls, options: Mapping[str, object]) -> SSDKVConfig:
+        """Check ``kv_connector_extra_config`` and freeze it.
+
+        The values are taken as JSON whatever way they came (command line, file, Python), so the
+        same text means the same everywhere.
+
+        Raises:
+            ConfigError: one line per problem, each with the option's path, the value given and
+                what is allowed; for an unknown name the nearest valid one.
+        """
+        try:
+            text = json.dumps(dict(options), default=_json_value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"kv_connector_extra_config is not JSON: {error}") from error
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as failure:
+            lines = problems(cls, json.loads(text), failure)
+            raise ConfigError(
+                "kv_connector_extra_config:\n" + "\n".join(f"  {line}" for line in lines)
+            ) from None
+
+    def with_absolute_paths(self, options: Mapping[str, object]) -> dict[str, object]:
+        """The options that this was made from, with every path as it is in force: processes that
+        run in other directories then mean the same."""
+        return {name: _in_force(value, getattr(self, name)) for name, value in options.items()}
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> SSDKVConfig:
+        lines: list[str] = []
+        seen: dict[str, int] = {}
+        for position, device in enumerate(self.devices):
+            real = os.path.realpath(device.path)
+            if real in seen:
+                lines.append(
+                    f"devices[{position}].path: {json.dumps(device.path)} is the same place as "
+                    f"devices[{seen[real]}].path; give each device once"
+                )
+            seen.setdefault(real, position)
+        if self.replicas > max(1, len(self.devices)):
+            lines.append(
+                f"replicas: {self.replicas} copies need {self.replicas} devices, "
+                f"{max(1, len(self.devices))} is given; name another drive in devices, or leave "
+                "replicas at 1"
+            )
+        if (
+            self.devices
+            and self.state_dir is None
+            and all(is_block_device(device.path) for device in self.devices)
+        ):
+            lines.append(
+                "state_dir: missing; every device is a raw block device, so give a directory "
+                "for store.json and the journal"
+            )
+        if self.window_tokens % self.page_tokens:
+            lines.append(
+                f"hbm_window_tokens: {self.hbm_window_tokens} is not a multiple of "
+                f"page_tokens ({self.page_tokens})"
+            )
+        if self.selector != "exact" and self.mode != "page":
+            lines.append(
+                f'selector: "{self.selector}" needs mode "page"; mode "{self.mode}" loads whole '
+                "prefixes, and never changes a result"
+            )
+        tokens = self.sparse.budget_tokens
+        if self.selector != "exact" and tokens is not None and tokens <= self.window_tokens:
+            lines.append(
+                f"sparse.budget_tokens: {tokens} is not more than hbm_window_tokens "
+                f"({self.window_tokens}), which counts in it: raise it, or lower the window"
+            )
+        given = "floor" in self.sparse.model_fields_set
+        if given and self.sparse.floor > self.sparse.budget and tokens is None:
+            lines.append(
+                f"sparse.floor: {self.sparse.floor:g} is more than sparse.budget "
+                f"({self.sparse.budget:g}): lower it, or raise the budget"
+            )
+        if self.dram_gib is not None and self.least_dram > self.dram_gib * GIB:
+            lines.append(
+                f"io.staging: {format_size(self.least_dram)} is more than dram_gib "
+                f"({self.dram_gib:g} GiB), of which it is a part"
+            )
+        targets = {
+            "faults": [rule.device for rule in self.io.faults],
+            "throttle": [rule.device for rule in self.io.throttle],
+        }
+        count = max(1, len(self.devices))
+        for name, positions in targets.items():
+            lines.extend(
+                f"io.{name}[{i}].device: {position} is not a position in devices ({count} entries)"
+                for i, position in enumerate(positions)
+                if position is not None and position >= count
+            )
+        if lines:
+            raise ValueError("\n".join(lines))
+        return self
+
+    @property
+    def scores_channels(self) -> bool:
+        """Whether the selector scores by channels of K, which slots then hold a second time."""
+        return self.selector == "sparf" or (
+            self.selector == "adaptive" and self.sparse.scorer == "sparf"
+        )
+
+    @property
+    def scales_channels(self) -> bool:
+        """Whether these channels are int8."""
+        return self.scores_channels and self.sparse.channel_dtype == "int8"
+
+    @property
+    def window_tokens(self) -> int:
+        """Newest tokens of a request in HBM, see ``hbm_window_tokens``."""
+        if self.hbm_window_tokens is not None:
+            return self.hbm_window_tokens
+        least = WINDOW if self.selector == "exact" else SPARSE_WINDOW
+        return -(-least // self.page_tokens) * self.page_tokens
+
+    @property
+    def exact_below(self) -> int:
+        """Tokens of the shortest request that chooses, see ``sparse.exact_below``."""
+        if self.sparse.exact_below is not None:
+            return self.sparse.exact_below
+        if self.sparse.budget_tokens is not None:
+            return max(LEAST_CHOOSING, self.sparse.budget_tokens)
+        return max(LEAST_CHOOSING, math.ceil(2 * self.window_tokens / self.sparse.budget))
+
+    def may_choose(self, tokens: int) -> bool:
+        """Whether a request of so many tokens may choose, with some budget of its own at least."""
+        if self.selector == "exact":
+            return False
+        given = self.sparse.exact_below
+        return tokens >= (LEAST_CHOOSING if given is None else given)
+
+    @property
+    def stages(self) -> bool:
+        """Whether data pass through ``io.staging``: reads of page mode, and what is encrypted."""
+        return self.mode == "page" or self.encryption is not None
+
+    @property
+    def least_dram(self) -> int:
+        """Bytes that a worker needs for what was given: ``io.staging``, where it is used."""
+        return (self.io.staging or 0) if self.stages else 0
+
+    def dram_bytes(self, workers: int) -> int:
+        """Bytes of the DRAM tier of each of the engine's ``workers``, staging included.
+
+        Reads the available memory when ``dram_gib`` was not given: call it once, at start.
+
+        Raises:
+            ConfigError: the share of a worker cannot hold ``io.staging``.
+        """
+        if self.dram_gib is None:
+            total = min(DEFAULT_DRAM_LIMIT, available_memory() // 10)
+            return max(self.least_dram, total // workers)
+        share = int(self.dram_gib * GIB) // workers
+        if share < self.least_dram:
+            raise ConfigError(
+                f"dram_gib: {self.dram_gib:g} GiB over {workers} workers is "
+                f"{approximate_size(share)} each, less than io.staging "
+                f"({format_size(self.least_dram)})"
+            )
+        return share
+
+    def most_dram_bytes(self, workers: int) -> int:
+        """Bytes that each of the workers may take where :meth:`dram_bytes` is too little.
+
+        What was given is not exceeded; else it is half of the available memory.
+        """
+        if self.dram_gib is not None:
+            return self.dram_bytes(workers)
+        return available_memory() // 2 // workers
+
+    def device_paths(self, model_key: str) -> tuple[str, ...]:
+        """The devices, or the default directory of the model with fingerprint ``model_key``."""
+        if self.devices:
+            return tuple(device.path for device in self.devices)
+        return (str(default_root() / model_key),)
+
+    def device_weights(self) -> tuple[float, ...] | None:
+        """One weight per entry of :meth:`device_paths`; None: they are to be measured."""
+        given = [device.weight for device in self.devices]
+        if len(given) > 1 and not any(given):
+            return None
+        return tuple(weight or 1.0 for weight in given) or (1.0,)
+
+    def device_capacities(
+        self, model_key: str, known: Mapping[str, int] = MappingProxyType({})
+    ) -> tuple[int, ...]:
+        """Bytes per entry of :meth:`device_paths`, all ranks together.
+
+        Reads the free space where no capacity was given.
+
+        Args:
+            model_key: Name of the model's default directory.
+            known: Path to the capacity that an existing store has there; options go before it.
+
+        Raises:
+            ConfigError: a device cannot be examined, or has less room than a store needs.
+        """
+        given = tuple(device.capacity for device in self.devices) or (None,)
+        found: list[int] = []
+        for path, capacity in zip(self.device_paths(model_key), given, strict=True):
+            if capacity is None and path in known:
+                found.append(known[path])
+            elif capacity is None:
+                found.append(_examined_capacity(path))
+            else:
+                found.append(capacity)
+        return tuple(found)
+
+    def state_path(self, model_key: str) -> Path:
+        """Directory of store.json and the journal."""
+        if self.state_dir is not None:
+            return Path(self.state_dir)
+        paths = self.device_paths(model_key)
+        return Path(next((path for path in paths if not is_block_device(path)), paths[0]))
+
+
+def _examined_capacity(path: str) -> int:
+    try:
+        capacity = default_capacity(Path(path))
+    except OSError as error:
+        raise ConfigError(f"device {path}: cannot be examined: {error}") from error
+    if capacity < MIN_CAPACITY:
+        raise ConfigError(
+            f"device {path}: a quarter of the free space is {approximate_size(capacity)}, less "
+            f"than {format_size(MIN_CAPACITY)}; free some space or give its capacity"
+        )
+    return capacity
+
+
+def _in_force(given: object, value: object) -> object:
+    """``given`` with the texts that validation has changed, which are paths."""
+    if isinstance(value, DeviceConfig) and not isinstance(given, Mapping):
+        return value.path
+    if isinstance(value, BaseModel) and isinstance(given, Mapping):
+        return {name: _in_force(inner, getattr(value, name)) for name, inner in given.items()}
+    if isinstance(value, tuple) and isinstance(given, Sequence) and not isinstance(given, str):
+        return [_in_force(*pair) for pair in zip(given, value, strict=True)]
+    return value if isinstance(value, str) else given
+
+
+def _json_value(value: object) -> object:
+    """Paths are the one Python type that callers of ``LLM(...)`` hand over besides JSON's own."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a value of type {type(value).__name__}")

@@ -1,0 +1,94 @@
+"""What a request may choose for itself, in place of the engine's options.
+
+It is the object ``ssdkv`` in ``kv_transfer_params``, which vLLM takes with every request: a field
+of the OpenAI API, and ``SamplingParams(extra_args={"kv_transfer_params": ...})`` in Python.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Final
+
+from pydantic import Field, ValidationError
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.problems import problems
+from vllm_ssdkv.config.schema import OptionModel
+
+NAME: Final = "ssdkv"
+"""Of the object in ``kv_transfer_params``."""
+
+
+class RequestOptions(OptionModel):
+    """A request's own selector and budget; what is None is as the engine has it."""
+
+    selector: Annotated[
+        SelectorName | None,
+        Field(description="As the option `selector`."),
+    ] = None
+    budget: Annotated[
+        float | None, Field(gt=0, le=1, description="As the option `sparse.budget`.")
+    ] = None
+    budget_tokens: Annotated[
+        int | None, Field(ge=1, description="As the option `sparse.budget_tokens`.")
+    ] = None
+
+    @classmethod
+    def of(cls, given: object, config: SSDKVConfig) -> RequestOptions:
+        """Check what a request gives for an engine with these options.
+
+        Raises:
+            ConfigError: it is not what it should be, or the engine's store cannot serve it; says
+                what is wrong and what is possible.
+        """
+        try:
+            raw = json.dumps(given)
+            asked = cls.model_validate_json(raw)
+        except (TypeError, ValueError) as error:
+            lines = [f"not a JSON object: {error}"]
+            if isinstance(error, ValidationError):
+                lines = problems(cls, json.loads(raw), error)
+            raise ConfigError("; ".join(lines)) from None
+        wrong = asked._wrong(config)
+        if wrong:
+            raise ConfigError(wrong)
+        return asked
+
+    def _wrong(self, config: SSDKVConfig) -> str:
+        selector = self.selector or config.selector
+        budgets = self.budget is not None, self.budget_tokens is not None
+        if any(budgets) and selector == "exact":
+            return 'selector "exact" attends to everything: give no budget, or another selector'
+        if all(budgets):
+            return "budget, budget_tokens: give one of them"
+        if self.budget_tokens is not None and self.budget_tokens <= config.window_tokens:
+            return (
+                f"budget_tokens: {self.budget_tokens} is not more than hbm_window_tokens "
+                f"({config.window_tokens}), which counts in it"
+            )
+        possible = servable(config)
+        if selector not in possible:
+            return (
+                f'selector: "{selector}" is not what this engine\'s store was made for; possible '
+                f"here: {', '.join(possible)}"
+            )
+        return ""
+
+    def applied(self, config: SSDKVConfig) -> SSDKVConfig:
+        """The engine's options as this request sees them."""
+        changed: dict[str, object] = {"scorer": "sparf" if config.scores_channels else "bounds"}
+        if self.budget is not None:
+            changed |= {"budget": self.budget, "budget_tokens": None}
+        if self.budget_tokens is not None:
+            changed["budget_tokens"] = self.budget_tokens
+        sparse = config.sparse.model_copy(update=changed)
+        selector = self.selector or config.selector
+        return config.model_copy(update={"selector": selector, "sparse": sparse})
+
+
+def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
+    """Selectors that a request may ask for: those that need no more than what slots hold."""
+    if config.selector == "exact":
+        return ("exact",)
+    return ("exact", "sparf" if config.scores_channels else "bounds", "adaptive", "window")

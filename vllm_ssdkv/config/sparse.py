@@ -1,0 +1,270 @@
+"""The ``sparse`` group of options: how much of a context a query reads, with a sparse selector."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vllm_ssdkv.base.sizes import MIB, SIZE_TEXT, size_or_none
+from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
+
+MIN_PART: Final = MIB
+
+LEAST_CHOOSING: Final = 4096
+"""Tokens of a request below which sparse decode was slower than exact: what choosing costs does not
+grow with the request, what it saves does. A fixed number, since answers must not depend on how fast
+a machine happens to be."""
+
+
+class SparseConfig(OptionModel):
+    """What a selector may choose, and the memory that choosing takes."""
+
+    budget: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Share of a request's tokens that a query attends to, for each KV head. "
+            "The window in HBM counts: the rest is chosen from the context, in whole pages.",
+        ),
+        Reason(
+            "An eighth: the largest saving at which the methods that this follows still report "
+            "answers close to those of full attention (docs/accuracy.md has ours)."
+        ),
+    ] = 0.125
+    budget_tokens: Annotated[
+        int | None,
+        Field(ge=1, description="The same as a number of tokens; then `budget` is not used."),
+        Reason("null: what a query needs grows with its context."),
+    ] = None
+    mass: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Share of the attention, by the selector's estimate, that `adaptive` "
+            "covers with as few pages as it takes, within `floor` and `budget`.",
+        ),
+        Reason(
+            "With logits from channels the estimate is close to the attention. With upper bounds "
+            "pages that do not matter look as if they did: much of what it calls missing is not."
+        ),
+    ] = 0.9
+    floor: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Share of a request's tokens that `adaptive` attends to at least; at most "
+            "`budget`.",
+        ),
+        Reason("A 32nd: where one page seems to be enough, the estimate may be wrong."),
+    ] = 0.03125
+    exact_below: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="Requests of fewer tokens attend to everything, as with `exact`.",
+        ),
+        Reason(
+            "null: the length at which the budget is twice the window, and no less than 4,096. "
+            "Below the one most of the budget is what HBM holds anyway, and little would be chosen "
+            "from the context. Below the other choosing takes longer than attending to everything "
+            "where DRAM holds it (measured by `ssdkv bench decode` for one request at a time)."
+        ),
+    ] = None
+    sink_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="First tokens of a request, rounded up to pages, that are always chosen "
+            "where the budget allows.",
+        ),
+        Reason(
+            "Most models put attention there that belongs nowhere; one page holds those tokens."
+        ),
+    ] = 16
+    dense_layers: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="First layers in which every query attends to everything; layers with a "
+            "sliding window do not count.",
+        ),
+        Reason(
+            "0: the budget is what it says. Some models spread attention in their first one or two "
+            "layers; each costs a full read of the context in that layer."
+        ),
+    ] = 0
+    reuse_steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Tokens for which a choice of pages is kept, the one whose query chose "
+            "included; what leaves the window meanwhile is attended to as well. 1: every query "
+            "chooses.",
+        ),
+        Reason(
+            "1: every token attends to what its own query chose. More spares time and reads; what "
+            "it costs in answers, `ssdkv bench accuracy --reuse-steps` says for the demo's model."
+        ),
+    ] = 1
+    reuse_similarity: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="A query chooses at once if its cosine with the query that chose, the mean "
+            "over a KV head's query heads, is less than this for any KV head of the layer.",
+        ),
+        Reason(
+            "0.8: neighbouring queries of language models are reported to have 0.84 on average. "
+            "Those of the demo's model look up something else nearly every time: the medians of "
+            "its three layers are 0.76, 0.17 and -0.06, so it reuses next to nothing."
+        ),
+    ] = 0.8
+    page_cache: Annotated[
+        int | None,
+        Field(
+            ge=MIN_PART,
+            description="Memory per worker for single pages that were read, a part of dram_gib.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: four fifths of what `io.staging` and `summaries` leave of dram_gib, and no more "
+            "than the contexts that can run at a time; the rest is for whole blocks, which are "
+            "written from there, found again, and read by requests that attend to everything. "
+            "While requests that choose need less, all but a 32nd of it is for whole blocks, too; "
+            "what is given is for single pages only. A "
+            "step mostly needs the pages of the step before, which then are not read again, if "
+            "there is room for all of them: with half of that, it took three times as long."
+        ),
+    ] = None
+    hbm_pages: Annotated[
+        int | None,
+        Field(
+            ge=MIN_PART,
+            description="Memory of the GPU per worker for single pages that were chosen, so that "
+            "they need not cross PCIe again; beside what vLLM takes, so lower its "
+            "--gpu-memory-utilization by as much. On a CPU a piece of DRAM beside `dram_gib`, "
+            "which gains nothing.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: none. It helps from the size on of what a step chooses in all layers together; "
+            "with less, pages mostly make room for others before they are chosen again."
+        ),
+    ] = None
+    page_policy: Annotated[
+        Literal["lru", "frequency"],
+        Field(
+            description="Which single page makes room for another, in `page_cache` and in "
+            "`hbm_pages`: `lru` the one that was chosen longest ago; `frequency` the one with the "
+            "least frequency times time of a read, where the frequency grows by one when a page is "
+            "chosen and falls by one per token when it is not (Swarm)."
+        ),
+        Reason(
+            "lru: what a query chooses, the next one mostly chooses again, and what requests that "
+            "have ended chose often is gone sooner."
+        ),
+    ] = "lru"
+    prefetch: Annotated[
+        bool,
+        Field(
+            description="While a layer is attended to, read what the request chose in the next "
+            "layer for its token before, where DRAM has it no more; and, as far as devices would "
+            "be idle, what came next by the scores of that choice.",
+        ),
+        Reason(
+            "true: it hides time of the drives. Wrong guesses cost bandwidth: with drives that "
+            "others need more, turn it off."
+        ),
+    ] = True
+    summaries: Annotated[
+        int | None,
+        Field(
+            ge=MIN_PART,
+            description="Memory per worker for what selectors know of pages, a part of dram_gib. "
+            "Bounds take 1/page_tokens of the KV that they stand for, the channels of `sparf` half "
+            "of it, in int8 a quarter or an eighth; with `channel_pages` `hbm` this part is memory "
+            "of the GPU, beside what vLLM takes. Requests for which there is no room attend to "
+            "everything.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason(
+            "null: those of the contexts of as many requests of `--max-model-len` as can run at a "
+            "time, by `--max-num-seqs` and by the room in HBM for their windows, but at most a "
+            "third of what `io.staging` leaves of dram_gib, or more for channels, which are larger "
+            "(docs/sizing.md). A request that cannot choose reads its whole context for every "
+            "token. While fewer or shorter contexts run, the rest is for whole blocks, too; what "
+            "is given is for summaries only."
+        ),
+    ] = None
+    scorer: Annotated[
+        Literal["bounds", "sparf"],
+        Field(description="By what `adaptive` scores pages; as the selector of that name does."),
+        Reason(
+            "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "
+            "of the budget; by bounds it does not (docs/accuracy.md). `bounds` needs no second "
+            "copy of K."
+        ),
+    ] = "sparf"
+    channels: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Channels of K from which `sparf` scores tokens, for each KV head: those "
+            "in which the query is largest.",
+        ),
+        Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
+    ] = None
+    channel_dtype: Annotated[
+        Literal["as_k", "int8"],
+        Field(
+            description="How the second copy of K is kept that `sparf` scores by. `as_k`: in the "
+            "type of K. `int8`: with a scale for each channel of a block, in half of the memory "
+            "and bytes, or a quarter where K is float32. Attention reads K as it is in any case. A "
+            "store made for one cannot be used for the other."
+        ),
+        Reason(
+            "as_k: what is chosen is what the paper chooses. int8 chose as well wherever we looked "
+            "(docs/accuracy.md)."
+        ),
+    ] = "as_k"
+    channel_group: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Channels are chosen in groups of so many neighbours, by the query's sum "
+            "over them; divides the head size. With `channel_pages` `ssd` and as many as a page "
+            "has, all that is read of a page is used.",
+        ),
+        Reason(
+            "1: as in SparQ. Groups choose less well from as many channels, and lose answers at "
+            "small budgets (docs/accuracy.md)."
+        ),
+    ] = 1
+    granularity: Annotated[
+        Literal["page", "token"],
+        Field(
+            description="What `sparf` chooses and counts. `token` attends to the chosen tokens "
+            "only, and reads every page that holds one; `adaptive` chooses pages in any case."
+        ),
+        Reason("page: reads the budget and no more. Single tokens touch many pages."),
+    ] = "page"
+    channel_pages: Annotated[
+        Literal["dram", "ssd", "hbm"],
+        Field(
+            description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
+            "part of `summaries`. `hbm`: the same in memory of the GPU, which spares it reads over "
+            "PCIe; lower vLLM's --gpu-memory-utilization by as much. `ssd`: pages that hold a "
+            "chosen channel are read for every token; a page has 2 x head size x page_tokens / "
+            "block size channels, in int8 twice as many or four times, so this wants blocks of "
+            "1024 tokens and more. The store is the same."
+        ),
+        Reason("dram: the channels of a token are spread over the whole context."),
+    ] = "dram"

@@ -1,0 +1,357 @@
+"""vLLM's attention backend of page mode: thin, it turns vLLM's arguments into ours.
+
+On the CPU vLLM always resolves ``CPU_ATTN``; our class takes that name and behaves like vLLM's own
+unless this engine asks for page mode. On CUDA it is ``--attention-backend CUSTOM``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+)
+
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector import active_worker
+from vllm_ssdkv.connector.compatibility import keeps_dtype, refusal_of_layer
+from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.obstacle import Obstacle
+from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
+from vllm_ssdkv.kernels.operands.block_layout import (
+    HEAD_SIZE_STEP,
+    MAX_HEAD_SIZE,
+    head_size_problem,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONNECTOR_NAME = "SSDKVConnector"
+
+_last_known: list[SSDKVConfig | None] = [None]
+
+
+def page_config(vllm_config: VllmConfig | None = None) -> SSDKVConfig | None:
+    """This engine's options if it is in page mode, else None.
+
+    vLLM asks backends for their classes both inside and outside the scope of a configuration;
+    outside, the one last seen in this process holds.
+    """
+    vllm_config = vllm_config or get_current_vllm_config_or_none()
+    if vllm_config is not None:
+        transfer = vllm_config.kv_transfer_config
+        config = None
+        if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
+            config = SSDKVConfig.from_extra_config(transfer.kv_connector_extra_config)
+        _last_known[0] = config if config is not None and config.mode == "page" else None
+    return _last_known[0]
+
+
+@dataclass
+class PagedMetadata(AttentionMetadata):
+    """One step's batch as vLLM describes it; ``rows`` is made by the first layer that needs it."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_actual_tokens: int
+    rows: RowBatch | None = None
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Keeps what :class:`PagedAttentionImpl` needs of vLLM's metadata."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PagedMetadata:
+        """Metadata of one step."""
+        common = common_attn_metadata
+        return PagedMetadata(
+            common.query_start_loc_cpu,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            common.num_actual_tokens,
+        )
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+def _is_given(value: object) -> bool:
+    return True if isinstance(value, torch.Tensor) else bool(value)
+
+
+class PagedAttentionImpl(AttentionImpl):
+    """Attention over a window in HBM and a context in the store, one object per layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,  # noqa: ANN401 - features of other backends; refused below
+    ):
+        """Raises UnsupportedError for a feature of the layer that page mode does not compute."""
+        refused = {
+            "ALiBi": alibi_slopes,
+            "logits soft-capping": logits_soft_cap,
+            "KV shared between layers": kv_sharing_target_layer_name,
+            **unknown,
+        }
+        vllm_config = get_current_vllm_config_or_none()
+        found = [name for name, value in refused.items() if _is_given(value)]
+        if attn_type != AttentionType.DECODER:
+            # Such a layer has no KV that another request could use.
+            kind = AttentionType(attn_type).value
+            raise Obstacle(
+                f"page mode does not compute {kind} attention, nor does reuse mode store it"
+            ).error()
+        dtype = None if vllm_config is None else vllm_config.model_config.dtype
+        if not keeps_dtype(kv_cache_dtype, dtype):
+            found.append(f"--kv-cache-dtype {kv_cache_dtype}")
+        if found:
+            raise refusal_of_layer(f"page mode does not compute {', '.join(found)}", vllm_config)
+        if problem := head_size_problem(head_size):
+            raise refusal_of_layer(problem, vllm_config)
+        config, reach = page_config(), sliding_window or 0
+        if config is not None and reach > config.window_tokens:
+            # What a sliding window reaches is in HBM whole, so that such layers read nothing.
+            least = -(-reach // config.page_tokens) * config.page_tokens
+            raise UnsupportedError(
+                f"the model has layers with a sliding window of {reach} tokens, and "
+                f"hbm_window_tokens is {config.window_tokens}: set it to {least} or more"
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.sliding_window = sliding_window
+        self.sinks = sinks  # a parameter of the model, whose values are loaded later
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new K and V [T, Hkv, D] into HBM, in page layout."""
+        worker = active_worker.worker()
+        if worker is None:  # vLLM's profiling run
+            return
+        store_new(worker, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer; ``query`` and ``output`` are [T, Hq * D] or [T, Hq, D]."""
+        worker = active_worker.worker()
+        if attn_metadata is None or worker is None or worker.step is None:
+            return output.zero_()  # warm-up: there is no request
+        tokens = attn_metadata.num_actual_tokens
+        if attn_metadata.rows is None:
+            attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
+        queries = self._heads(query, tokens)
+        values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
+        attend_layer(
+            worker,
+            layer.layer_name,
+            queries,
+            values,
+            kv_cache,
+            self._heads(output, tokens),
+            attn_metadata.rows,
+            self.scale,
+            sliding_window=self.sliding_window,
+            sinks=self.sinks,
+        )
+        return output
+
+    def _heads(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The first tokens' values, [tokens, Hq, D]."""
+        if values.shape[0] != tokens:
+            values = values[:tokens]
+        return values.view(tokens, self.num_heads, self.head_size)
+
+    @staticmethod
+    def _rows(metadata: PagedMetadata, block_tokens: int) -> RowBatch:
+        worker = active_worker.worker()
+        if worker is None or worker.step is None:
+            raise RuntimeError("there is no step to attend for")
+        query_start = metadata.query_start.numpy().astype(np.int64)
+        # Batch rows carry no request ids: the block that a row's first token is written to does.
+        blocks = metadata.slot_mapping.cpu().numpy()[query_start[:-1]] // block_tokens
+        return rows_of_step(
+            worker.step,
+            query_start,
+            metadata.seq_lens.cpu().numpy().astype(np.int64)[: len(blocks)],
+            metadata.block_table.cpu().numpy().astype(np.int64),
+            blocks,
+            block_tokens,
+        )
+
+
+def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
+    """The layer's KV cache spec, with only a window in HBM."""
+    # Those derived from the two attend in other ways.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        raise refusal_of_layer(
+            f"page mode cannot serve a layer with {type(spec).__name__}",
+            get_current_vllm_config_or_none(),
+        )
+    if getattr(spec, "non_causal", False):
+        raise Obstacle("neither mode can serve a layer whose attention is not causal").error()
+    return TieredAttentionSpec.like(spec, config.window_tokens)
+
+
+class SSDKVBackend(AttentionBackend):
+    """Page mode on CUDA, registered as ``CUSTOM``."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """Name in vLLM's registry."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ANN401 - vLLM's own signature
+        """Blocks are whole pages."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Layers may have attention sinks."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Layers may have sliding windows."""
+        return True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A block of a layer must be one stretch of memory."""
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """See vLLM."""
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """See vLLM."""
+        return PagedMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Tiered in page mode.
+
+        Raises:
+            UnsupportedError: this backend was chosen without page mode.
+        """
+        config = page_config()
+        if config is None:
+            raise UnsupportedError(
+                "--attention-backend CUSTOM is the page mode of SSDKVConnector: set "
+                'kv_connector_extra_config.mode to "page", or leave the backend to vLLM'
+            )
+        return _tiered(spec, config)
+
+
+class SSDKVCPUBackend(CPUAttentionBackend):
+    """vLLM's CPU backend, and page mode when this engine asks for it."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ANN401 - vLLM's own signature
+        """Blocks are whole pages in page mode."""
+        if page_config() is None:
+            stock: list[int | MultipleOf] = CPUAttentionBackend.get_supported_kernel_block_sizes(
+                kv_cache_spec
+            )
+            return stock
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Any multiple of 8 in page mode."""
+        if page_config() is None:
+            stock: list[int] = super().get_supported_head_sizes()
+            return stock
+        return list(range(HEAD_SIZE_STEP, MAX_HEAD_SIZE + 1, HEAD_SIZE_STEP))
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """See vLLM."""
+        return CPUAttentionBackend.get_impl_cls() if page_config() is None else PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """See vLLM."""
+        return (
+            CPUAttentionBackend.get_builder_cls() if page_config() is None else PagedMetadataBuilder
+        )
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Tiered in page mode, vLLM's own otherwise."""
+        config = page_config()
+        if config is None:
+            return super().customize_spec(spec)
+        return _tiered(spec, config)

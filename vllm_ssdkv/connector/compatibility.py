@@ -1,0 +1,232 @@
+"""Start-up checks: what cannot be served is refused here, with the reason and the way out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.obstacle import REUSE, Obstacle
+from vllm_ssdkv.connector.scheduler.speculation import obstacles_to_page_mode
+from vllm_ssdkv.kernels.operands.block_layout import head_size_problem
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_LOOPING = {"IQuestLoopCoderForCausalLM"}
+"""Architectures that page mode's walk over a context, one layer after the other, does not fit."""
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_engine(config: SSDKVConfig, vllm_config: VllmConfig, *, complete: bool = True) -> None:
+    """Refuse engine settings and models that do not work with the connector.
+
+    Args:
+        config: Our options.
+        vllm_config: vLLM's.
+        complete: Whether it is. In the front end the size of a block is not known, and of what
+            reuse mode asks for only that counts which no setting changes.
+
+    Raises:
+        UnsupportedError: every problem found, one per line, each with its way out.
+    """
+    in_reuse = list(obstacles_to_reuse(vllm_config))
+    found = list(_engine(vllm_config))
+    if config.mode == "page":
+        found += _page_mode(config, vllm_config)
+    else:
+        found += [one for one in in_reuse if complete or not one.ways]
+    if complete:
+        found += _blocks(config, vllm_config)
+    # Where one of them cannot be helped, the ways out of the others lead nowhere.
+    hopeless = [one for one in found if _is_hopeless(one, in_reuse)]
+    if found:
+        lines = [one.sentence(in_reuse) for one in hopeless or found]
+        raise UnsupportedError(
+            f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
+            + "\n".join(f"  - {line}" for line in lines)
+        )
+    if config.mode == "page" and complete and not current_platform.is_cpu():
+        logger.warning(
+            "ssdkv: mode page on CUDA was tested in Triton's interpreter only, and never on a GPU: "
+            "compare some answers with those of vLLM alone"
+        )
+
+
+def _is_hopeless(one: Obstacle, in_reuse: list[Obstacle]) -> bool:
+    left = [way for way in one.ways if way != REUSE]
+    return not left and (not one.ways or any(not other.ways for other in in_reuse))
+
+
+def refusal_of_layer(problem: str, vllm_config: VllmConfig | None) -> UnsupportedError:
+    """The error for a layer that page mode does not serve, with the way out for this model."""
+    in_reuse = [] if vllm_config is None else list(obstacles_to_reuse(vllm_config))
+    return Obstacle(problem, (REUSE,)).error(in_reuse)
+
+
+def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """Settings that no mode serves."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield Obstacle("--pipeline-parallel-size must be 1", ("use --tensor-parallel-size",))
+    for flag, size in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            yield Obstacle(f"{flag} must be 1", ("leave it out",))
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None:
+        yield Obstacle(
+            f"--prefix-caching-hash-algo {algorithm} has another seed in each process: nothing "
+            "would be found after a restart",
+            ("use sha256", "set the environment variable PYTHONHASHSEED"),
+        )
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        yield Obstacle("blocks are stored and loaded by one engine", ('set kv_role to "kv_both"',))
+
+
+def _blocks(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """What does not go with the size of a block."""
+    cache = vllm_config.cache_config
+    if cache.prefix_match_unit not in (None, cache.block_size):
+        yield Obstacle(
+            f"--prefix-match-unit {cache.prefix_match_unit} is not the size of a block "
+            f"({cache.block_size})",
+            ("leave it out",),
+        )
+    if config.mode != "page":
+        return
+    if cache.block_size % config.page_tokens:
+        yield Obstacle(
+            f"--block-size {cache.block_size} is not a multiple of page_tokens "
+            f"({config.page_tokens})",
+            ("change one of them",),
+        )
+    if config.window_tokens < cache.block_size:
+        yield Obstacle(
+            f"hbm_window_tokens ({config.window_tokens}) is smaller than a block "
+            f"({cache.block_size} tokens)",
+            ("raise it", "lower --block-size"),
+        )
+
+
+def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """Models that reuse mode does not serve, as far as their configuration tells: the KV cache
+    itself, which ``model.attention_spec`` looks at, is known much later."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.attn_type == "encoder_only":
+        yield Obstacle("the model attends to all tokens of an input, and keeps no KV")
+    if model.is_encoder_decoder:
+        yield Obstacle("the model has an encoder beside its decoder, whose KV belongs to one input")
+    if model.is_attention_free:
+        yield Obstacle(
+            "the model has states (Mamba, linear attention) and no attention, without which "
+            "nothing tells where they can be used again"
+        )
+    if not model.is_hybrid and len(_kv_bytes(model)) > 1:
+        yield Obstacle("the model's layers have KV of several sizes")
+    if (
+        model.attention_chunk_size is not None
+        and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    ):
+        yield Obstacle(
+            "the model has layers that attend to chunks",
+            ("start with --disable-hybrid-kv-cache-manager",),
+        )
+    if model.is_hybrid:
+        if model.use_mla:
+            yield Obstacle("the model has latent attention (MLA) beside layers with a state")
+        if not cache.enable_prefix_caching:
+            yield Obstacle(
+                "states are kept at the ends of blocks only for vLLM's own prefix caching",
+                ("start with --enable-prefix-caching",),
+            )
+        if vllm_config.speculative_config is not None:
+            yield Obstacle(
+                "rejected drafts have changed the states of layers that have one",
+                ("start without --speculative-config",),
+            )
+
+
+def _heads(model: ModelConfig) -> set[tuple[int, int]]:
+    """Sizes and numbers of KV heads that the model's layers have."""
+    arch = model.model_arch_config
+    layers = (arch[i] for i in range(arch.total_num_hidden_layers))
+    return {(layer.head_size, layer.total_num_kv_heads) for layer in layers}
+
+
+def _kv_bytes(model: ModelConfig) -> set[int]:
+    """Sizes of a token's KV in the model's layers, relative to each other."""
+    return {size * count for size, count in _heads(model)}
+
+
+def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """What page mode does not serve."""
+    yield from obstacles_to_page_mode(config, vllm_config)
+    yield from _page_mode_model(vllm_config.model_config, vllm_config)
+    model = vllm_config.model_config
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if not keeps_dtype(cache_dtype, model.dtype):
+        yield Obstacle(
+            f"--kv-cache-dtype {cache_dtype} is not served in page mode", ("leave it out", REUSE)
+        )
+    if model.dtype not in SUPPORTED_DTYPES:
+        yield Obstacle(
+            f"--dtype {model.dtype} is not served in page mode",
+            ("use float32, float16 or bfloat16", REUSE),
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        yield Obstacle(
+            "steps are cut into micro-batches", ("leave out --enable-dbo and --ubatch-size",)
+        )
+
+
+def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """Models that page mode does not serve."""
+    if model.use_mla:
+        yield Obstacle("the model uses MLA, which page mode does not serve", (REUSE,))
+        return  # its heads are not those of its KV
+    if model.is_mm_prefix_lm:
+        yield Obstacle(
+            "tokens of an image attend to those behind them, which page mode does not compute",
+            ("start with --language-model-only", REUSE),
+        )
+    looping = sorted(_LOOPING & set(model.architectures))
+    if looping:
+        yield Obstacle(f"{looping[0]} attends to a layer's KV several times in a step", (REUSE,))
+    if model.is_hybrid or model.is_attention_free:
+        yield Obstacle(
+            "the model has layers with a state (Mamba, linear attention) in place of KV, which "
+            "page mode does not serve",
+            (REUSE,),
+        )
+        return
+    text = model.hf_text_config
+    for has, what in (
+        (model.is_encoder_decoder, "an encoder beside its decoder"),
+        (model.attention_chunk_size is not None, "layers that attend to chunks"),
+        (len(_heads(model)) > 1, "layers with different heads"),
+        (model.uses_alibi, "ALiBi"),
+        (getattr(text, "attn_logit_softcapping", None), "soft-capped logits in attention"),
+        (getattr(text, "num_kv_shared_layers", 0), "layers that share KV"),
+    ):
+        if has:
+            yield Obstacle(f"the model has {what}, which page mode does not serve", (REUSE,))
+    problem = next(filter(None, (head_size_problem(size) for size, _ in _heads(model))), "")
+    if problem:
+        yield Obstacle(problem, (REUSE,))
+
+
+def keeps_dtype(cache_dtype: str, dtype: torch.dtype | None) -> bool:
+    """Whether ``--kv-cache-dtype`` keeps KV in the model's type, by its name or by ``auto``."""
+    return cache_dtype == "auto" or f"torch.{cache_dtype}" == str(dtype)

@@ -1,0 +1,72 @@
+"""Shape of one rank's KV: layers, heads and numbers, and the slots that hold them. No vLLM."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.store.cache.summaries import with_summaries
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV of one rank: the layers of its largest KV cache group, in order of execution.
+
+    ``overlaid``: layers of each other group, the first of which lies where the first of the largest
+    group does, and so on. ``has_states``: some have a state in place of KV, which need not fill a
+    block.
+    """
+
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    geometry: SlotGeometry
+    tp_size: int
+    num_blocks: int
+    """Of HBM."""
+    overlaid: tuple[tuple[str, ...], ...] = ()
+    has_states: bool = False
+    cache_dtype: str = "auto"
+    """vLLM's name of what numbers are stored as."""
+
+    @property
+    def all_layers(self) -> tuple[str, ...]:
+        """Layers of every group."""
+        return self.layer_names + tuple(name for group in self.overlaid for name in group)
+
+
+@functools.lru_cache(maxsize=8)
+def block_layout(layout: KVLayout, page_tokens: int) -> BlockLayout:
+    """Layout of a block in HBM: pages back to back, ordered head, group."""
+    return BlockLayout.unpadded(
+        layout.block_tokens, page_tokens, layout.kv_heads, layout.head_size, layout.dtype
+    )
+
+
+def paged_geometry(
+    config: SSDKVConfig,
+    layers: int,
+    kv_heads: int,
+    head_size: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+) -> SlotGeometry:
+    """Geometry of page mode's slots, not encrypted. ``block_tokens`` are whole pages."""
+    payload = 2 * config.page_tokens * head_size * dtype.itemsize
+    groups = block_tokens // config.page_tokens
+    geometry = SlotGeometry("paged", layers, kv_heads, groups, payload)
+    if config.selector == "exact":
+        return geometry
+    return with_summaries(
+        geometry,
+        config.page_tokens,
+        channels=config.scores_channels,
+        scaled_from=dtype.itemsize if config.scales_channels else 0,
+    )

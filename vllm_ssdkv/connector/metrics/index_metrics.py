@@ -1,0 +1,49 @@
+"""What the index counts, as metrics."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.placement.rebalancer import Restriper
+
+_GAUGES = ("ready", "free", "pinned")
+_COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
+    ("slots_evicted", "evictions", {}),
+    ("slots_stored", "published", {}),
+    ("recovered_slots", "recovered", {}),
+    ("journal_corrupt_records", "journal_corrupt_records", {}),
+    ("journal_resets", "journal_resets", {}),
+    ("journal_lost_records", "journal_lost_records", {}),
+    ("journal_errors", "journal_append_errors", {"call": "append"}),
+    ("journal_errors", "journal_sync_errors", {"call": "sync"}),
+    ("journal_errors", "journal_rewrite_errors", {"call": "rewrite"}),
+)
+"""Metric, the index's count of it, and labels."""
+
+
+class IndexMetrics:
+    """Carries an index's numbers to the metrics. Used by the scheduler's thread."""
+
+    def __init__(self, index: SlotIndex, restriper: Restriper, counters: Counters):
+        self._index = index
+        self._restriper = restriper
+        self._counters = counters
+        self._told: dict[str, int] = {}
+
+    def update(self) -> None:
+        """Bring the metrics up to date."""
+        gauges, growth = self._index.gauges(), self._restriper.growth
+        # Not every number has a slot: some are spare, for segments that will be striped anew.
+        to_come = 0 if growth is None else growth.to_come
+        gauges["free"] += to_come
+        self._counters.set("slots", float(self._index.num_slots - gauges["lost"] + to_come))
+        for name in _GAUGES:
+            self._counters.set(f"slots_{name}", float(gauges[name]))
+        self._counters.set("journal_bytes", float(gauges["journal_bytes"]))
+        counts = self._index.counters
+        for metric, count, labels in _COUNTERS:
+            total = counts.get(count, 0)
+            self._counters.add(metric, total - self._told.get(count, 0), **labels)
+            self._told[count] = total

@@ -1,0 +1,281 @@
+"""What the connector must know of the model: which KV a slot holds, and what makes it the same KV.
+
+Both roles build these from the same vLLM configuration, so scheduler and workers agree on slot
+sizes and fingerprint without talking to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.compatibility import refusal_of_layer
+from vllm_ssdkv.connector.identity.weight_files import weight_files
+from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
+from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US, Obstacle
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SAMPLE_BYTES = 64 * 1024
+
+
+def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
+    """The spec of the model's attention layers; of several KV cache groups, that of the first.
+
+    Raises:
+        UnsupportedError: groups that do not share their blocks, or layers whose state is not kept
+            at the ends of blocks, or beside drafts, or without attention to everything.
+    """
+    specs = [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    _check_states(specs)
+    first = next(spec for spec in specs if isinstance(spec, AttentionSpec))
+    if len(specs) > 1:
+        for spec in specs:
+            alike = (spec.block_size, spec.page_size_bytes) == (
+                first.block_size,
+                first.page_size_bytes,
+            )
+            if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec) or not alike:
+                raise Obstacle(
+                    f"the model has {len(specs)} KV cache groups ({_kinds(specs)}); of several "
+                    "SSDKVConnector serves full and sliding-window attention and layers with a "
+                    "state whose blocks are alike",
+                    _one_group(specs),
+                ).error()
+    return first
+
+
+def _check_states(specs: Sequence[AttentionSpec | MambaSpec]) -> None:
+    """Raises UnsupportedError for layers with a state that cannot be found again."""
+    recurrent = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if recurrent and not any(isinstance(spec, FullAttentionSpec) for spec in specs):
+        raise UnsupportedError(
+            f"the model's KV cache is {_kinds(specs)}; SSDKVConnector serves layers with a state "
+            f"(Mamba, linear attention) only beside layers that attend to everything: {WITHOUT_US}"
+        )
+    if any(spec.mamba_cache_mode != "align" for spec in recurrent):
+        raise UnsupportedError(
+            "the states of Mamba and linear-attention layers are kept at the ends of blocks only "
+            "with vLLM's own prefix caching: start with --enable-prefix-caching"
+        )
+    if any(spec.num_speculative_blocks for spec in recurrent):
+        raise UnsupportedError(
+            "the model has layers with a state, which drafts that are rejected have changed: start "
+            "without --speculative-config"
+        )
+
+
+def _kinds(specs: Sequence[KVCacheSpec]) -> str:
+    return ", ".join(sorted({type(spec).__name__ for spec in specs}))
+
+
+def _group_spec(spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        specs = list(spec.kv_cache_specs.values())
+        spec = specs[0]
+        # Whole blocks are bytes; page mode looks into them.
+        paged = isinstance(spec, TieredAttentionSpec)
+        if any(
+            one != spec if paged else one.page_size_bytes != spec.page_size_bytes for one in specs
+        ):
+            alike = len({one.page_size_bytes for one in specs}) == 1
+            raise Obstacle(
+                "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
+                "layers are alike",
+                (REUSE,) if alike else (),
+            ).error()
+    if getattr(spec, "non_causal", False):
+        raise Obstacle(
+            "the model's attention is not causal: KV of a prefix depends on what follows it, and "
+            "cannot be used again"
+        ).error()
+    if not isinstance(spec, AttentionSpec | MambaSpec):
+        raise Obstacle(
+            f"the model's KV cache is {type(spec).__name__}; SSDKVConnector stores attention KV "
+            "and states"
+        ).error()
+    return spec
+
+
+def _one_group(specs: Sequence[AttentionSpec | MambaSpec]) -> tuple[str, ...]:
+    """The way out for attention layers of one size: vLLM then keeps all of their blocks alike."""
+    kinds = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    sizes = {spec.page_size_bytes // spec.block_size for spec in specs}
+    if all(type(spec) in kinds for spec in specs) and len(sizes) == 1:
+        return ("start with --disable-hybrid-kv-cache-manager",)
+    return ()
+
+
+def kv_layout(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> KVLayout:
+    """Layout of the KV and of the slots that hold it.
+
+    Raises:
+        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages, a
+            head of groups of channels, or its channels cannot be read in part.
+    """
+    spec = attention_spec(kv_cache_config)
+    layers = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    names = max(layers, key=len)
+    if config.mode == "page":
+        if spec.head_size_v != spec.head_size:
+            raise refusal_of_layer(
+                f"the model's heads have {spec.head_size} channels of K and {spec.head_size_v} of "
+                "V; page mode serves as many of each",
+                vllm_config,
+            )
+        if spec.block_size % config.page_tokens:
+            raise UnsupportedError(
+                f"--block-size {spec.block_size} is not a multiple of page_tokens "
+                f"({config.page_tokens}); change one of them"
+            )
+        scaled_from = spec.dtype.itemsize if config.scales_channels else 0
+        if config.scores_channels and spec.head_size % config.sparse.channel_group:
+            raise UnsupportedError(
+                f"sparse.channel_group {config.sparse.channel_group} does not divide the head "
+                f"size, which is {spec.head_size}; give another one"
+            )
+        if config.scores_channels and config.sparse.channel_pages == "ssd":
+            _check_channel_pages(spec, config.page_tokens, scaled_from or 1)
+        geometry = paged_geometry(
+            config,
+            len(names),
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.block_size,
+            spec.dtype,
+        )
+    else:
+        geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
+    if config.encryption is not None:
+        geometry = replace(geometry, encrypted=True)
+    return KVLayout(
+        names,
+        spec.block_size,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.dtype,
+        geometry,
+        vllm_config.parallel_config.tensor_parallel_size,
+        kv_cache_config.num_blocks,
+        tuple(others for others in layers if others is not names),
+        kv_cache_config.has_mamba_layers,
+        cache_dtype(vllm_config),
+    )
+
+
+def context_layers(vllm_config: VllmConfig, layout: KVLayout) -> tuple[int, ...]:
+    """Which layers attend to more than a sliding window, ascending; the model must be there."""
+    modules = vllm_config.compilation_config.static_forward_context
+    return tuple(
+        i
+        for i, name in enumerate(layout.layer_names)
+        if getattr(modules[name], "sliding_window", None) is None
+    )
+
+
+def _check_channel_pages(spec: AttentionSpec, page_tokens: int, times: int) -> None:
+    """Raises UnsupportedError when channels, ``times`` as many to a page as of K as it is, cannot
+    be read in part."""
+    groups = spec.block_size // page_tokens
+    if groups < 4 * times or 2 * times * spec.head_size % groups:
+        raise UnsupportedError(
+            f'sparse.channel_pages "ssd" needs blocks of {4 * times} pages at least, of a number '
+            f"that divides {2 * times * spec.head_size}: --block-size {spec.block_size} is "
+            f'{groups} of {page_tokens} tokens; give another one, or channel_pages "dram"'
+        )
+
+
+def fingerprint(
+    config: SSDKVConfig, vllm_config: VllmConfig, layout: KVLayout, kv_cache_config: KVCacheConfig
+) -> Fingerprint:
+    """Shape of the KV in a store: what its bytes are, not whose.
+
+    Weights and settings are in the keys (:class:`BlockKeys`), tokens, salts and media in vLLM's
+    block hashes.
+    """
+    fields: dict[str, str | int] = {
+        "kv_dtype": str(layout.dtype),
+        "cache_dtype": layout.cache_dtype,
+        "layers": len(layout.layer_names),
+        "kv_heads_per_rank": layout.kv_heads,
+        "head_size": layout.head_size,
+        "block_size": layout.block_tokens,
+        "slot": layout.geometry.kind,
+        "page_bytes": layout.geometry.payload_bytes,
+        "tp_size": layout.tp_size,
+    }
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1:
+        # Which of a slot's layers are whose, and which keys are of which group.
+        fields["groups"] = "; ".join(_group_identity(group) for group in groups)
+    draft = vllm_config.speculative_config
+    if draft is not None and draft.uses_draft_kv_cache():
+        # The drafter's layers are layers of the slots.
+        fields["draft"] = str(draft.method)
+    if config.selector != "exact":
+        # KV of tokens that were decoded from a part of their context is not what exact attention
+        # would have made. Selectors and budgets share a store all the same: their users have chosen
+        # to approximate. What a slot holds beside KV differs only by how pages are scored.
+        fields["attention"] = "sparse"
+        if config.scores_channels:
+            fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
+    return Fingerprint(fields)
+
+
+def cache_dtype(vllm_config: VllmConfig) -> str:
+    """``--kv-cache-dtype``; "auto" also where the model's own dtype was named."""
+    named = str(vllm_config.cache_config.cache_dtype)
+    own = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return "auto" if named == own else named
+
+
+def _group_identity(group: KVCacheGroupSpec) -> str:
+    spec = group.kv_cache_spec
+    if isinstance(spec, MambaSpec):
+        held = f"state {spec.mamba_type.name} of {spec.shapes} {spec.dtypes}"
+    else:
+        held = f"window {getattr(spec, 'sliding_window', None)}"
+    names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
+    return f"{len(group.layer_names)} layers {names}, {held}"
+
+
+def directory_name(model: str, revision: str | None) -> str:
+    """Names the model in the default directory: a model that was moved or copied is the same.
+
+    A local one by samples of its weight files. Nothing else depends on it: whose KV a block is,
+    its key says.
+    """
+    root = Path(model)
+    if not root.exists():
+        return f"{model}@{revision or 'main'}"
+    files = weight_files(model) or [root]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        if file.is_file():
+            with file.open("rb") as stream:
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

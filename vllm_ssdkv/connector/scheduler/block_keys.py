@@ -1,0 +1,198 @@
+"""Keys under which the store keeps a request's blocks.
+
+A key binds three things: the tokens, which vLLM's block hash stands for; the *namespace*, a digest
+of the weights in memory and of the settings that change KV; and the adapter's weights, as they were
+loaded. So KV is found only by an engine that computes with the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_ssdkv.store.integrity.store_key import block_name
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+KEY_BYTES = 32
+
+NO_NAMESPACE = bytes(KEY_BYTES)
+"""Keys are vLLM's block hashes."""
+
+AdapterDigest = Callable[[int], bytes]
+"""Digest of an adapter's weights on all ranks, by vLLM's number; empty: it is not known."""
+
+
+class _WithoutAdapter:
+    """A request as if it had no adapter, for vLLM's own hashing of its blocks.
+
+    vLLM's hashes have the adapter's name and path in them. The same adapter may have others.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._last = b""
+        self.lora_request = None
+        self.block_hashes: list[bytes] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._request, name)
+
+    def hashes(self) -> list[bytes]:
+        """One for each of the request's own, in their order."""
+        own = self._request.block_hashes
+        known = len(self.block_hashes)
+        # A session takes back tokens. A hash stands for all tokens up to its block.
+        if known and (known > len(own) or own[known - 1] != self._last):
+            self.block_hashes = []
+        if own and len(self.block_hashes) < len(own):
+            self.block_hashes += self._request._block_hasher(self)
+            del self.block_hashes[len(own) :]
+            self._last = own[-1]
+        return self.block_hashes
+
+
+class BlockKeys:
+    """Makes keys of 32 bytes from vLLM's block hashes. Used by the scheduler's thread.
+
+    A request keeps the identity that it had when it was first asked for: what is found for it and
+    what is loaded are one answer. What it computes after weights have changed is of both, and gets
+    keys that nobody looks for.
+
+    Example:
+        >>> keys = BlockKeys(namespace=bytes(range(32)))
+        >>> len(keys.of(request)) == len(request.block_hashes)  # doctest: +SKIP
+        True
+    """
+
+    def __init__(
+        self,
+        namespace: bytes = NO_NAMESPACE,
+        name_key: bytes = b"",
+        *,
+        apart: bool = False,
+        adapter: AdapterDigest = lambda number: b"",
+    ) -> None:
+        """
+        Args:
+            namespace: 32 bytes.
+            name_key: :meth:`StorePlace.name_key`; empty: keys are not hidden.
+            apart: See :meth:`private`.
+            adapter: Digests of adapters as the workers have told them.
+        """
+        self._namespace = namespace
+        self._name_key = name_key
+        self._adapter = adapter
+        self.resumable_apart = apart
+        self.suspended = False
+        """Whether the store is: nobody is to find what is computed."""
+        self._identities: dict[str, bytes] = {}
+        self._own: dict[str, bytes] = {}
+        self._mixed: set[str] = set()
+        self._without_adapter: dict[str, _WithoutAdapter] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is remembered of any request."""
+        return bool(self._identities or self._own or self._mixed or self._without_adapter)
+
+    def identity(self, request: Request) -> bytes:
+        """32 bytes of namespace and adapter; empty where the adapter is not known.
+
+        One that vLLM reads anew for every step of its requests ("load_inplace") never is: files may
+        change between the look into the store and the step.
+        """
+        if request.lora_request is None:
+            return self._namespace
+        known = self._identities.get(request.request_id)
+        if known is None:
+            known = b""
+            digest = self._adapter(request.lora_request.lora_int_id)
+            if digest and not request.lora_request.load_inplace:
+                known = hashlib.blake2b(self._namespace + digest, digest_size=KEY_BYTES).digest()
+                self._identities[request.request_id] = known
+        return known
+
+    def of(self, request: Request, stop: int | None = None, start: int = 0) -> list[bytes]:
+        """Keys of the request's full blocks ``start`` to ``stop`` whose tokens are known.
+
+        None where its adapter is not known.
+        """
+        identity = self.identity(request)
+        return self._named(self._hashes(request)[start:stop], identity) if identity else []
+
+    def _hashes(self, request: Request) -> Sequence[bytes]:
+        """Of the request's tokens and media, whatever its adapter is called."""
+        if request.lora_request is None:
+            hashes: Sequence[bytes] = request.block_hashes
+            return hashes
+        view = self._without_adapter.get(request.request_id)
+        if view is None:
+            view = self._without_adapter[request.request_id] = _WithoutAdapter(request)
+        return view.hashes()
+
+    def _named(self, hashes: Sequence[bytes], identity: bytes) -> list[bytes]:
+        joined = b"".join(bytes(h[:KEY_BYTES]).ljust(KEY_BYTES, b"\0") for h in hashes)
+        table = np.frombuffer(joined, dtype=np.uint8).reshape(-1, KEY_BYTES)
+        bound = (table ^ np.frombuffer(identity, dtype=np.uint8)).tobytes()
+        keys = [bound[at : at + KEY_BYTES] for at in range(0, len(bound), KEY_BYTES)]
+        return [block_name(self._name_key, key) for key in keys] if self._name_key else keys
+
+    def to_store(self, request: Request, stop: int, start: int) -> list[bytes]:
+        """Keys, as :meth:`of`, of blocks that the request has computed."""
+        if not self.private(request):
+            return self.of(request, stop, start)
+        own = self._own.setdefault(request.request_id, os.urandom(KEY_BYTES))
+        return self._named(request.block_hashes[start:stop], own)
+
+    def private(self, request: Request) -> bool:
+        """Whether what the request computes is for itself.
+
+        So it is while the store is suspended; where weights have changed under it; where its
+        adapter is read anew for every step; and for a resumable request whose steps compute tokens
+        that a turn's end takes back. With drafts, a turn may end among some that were accepted:
+        vLLM takes their KV for that of the next turn's input. With a state, a turn may end while
+        the step after its last token is under way: the next turn goes on from a state that has
+        seen a token too much.
+        """
+        adapter = request.lora_request
+        return (
+            self.suspended
+            or self.is_mixed(request)
+            or (adapter is not None and adapter.load_inplace)
+            or (self.resumable_apart and bool(request.resumable))
+        )
+
+    def is_mixed(self, request: Request) -> bool:
+        """Whether weights have changed under the request, or under what it began with."""
+        return request.request_id in self._mixed
+
+    def rebind(self, namespace: bytes, running: Iterable[Request]) -> None:
+        """The weights have changed: nothing older is found from now on."""
+        self._namespace = namespace
+        self.mix(running)
+        self._identities.clear()
+
+    def adapter_changed(self, users: Iterable[Request]) -> None:
+        """An adapter was loaded, or is gone. Of its ``users``, which run, those that began when
+        nobody had told of it have run with this one."""
+        for request in users:
+            if request.request_id in self._identities:
+                self.mix([request])
+            else:
+                self.identity(request)
+
+    def mix(self, requests: Iterable[Request]) -> None:
+        """Requests go on with KV of weights that were changed, or begin with it."""
+        self._mixed.update(request.request_id for request in requests)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or starts again from its beginning."""
+        self._identities.pop(request_id, None)
+        self._own.pop(request_id, None)
+        self._without_adapter.pop(request_id, None)
+        self._mixed.discard(request_id)

@@ -1,0 +1,72 @@
+"""Requests whose context cannot be read: vLLM preempts them, and they compute what is missing."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm.v1.request import RequestStatus
+
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.kv_cache_spec import TieredManager
+from vllm_ssdkv.connector.scheduler.request_state import RequestState
+
+MAX_RECOMPUTATIONS: Final = 8
+"""A request whose context was lost this often, and that got no further between, is not helped by
+one more try."""
+
+
+class Recomputations:
+    """Sends requests back, and counts how often. Used by the scheduler's thread.
+
+    Attributes:
+        manager: The part of vLLM's block manager that refuses blocks to requests, so that vLLM
+            preempts them; None in reuse mode, where nothing is sent back.
+    """
+
+    def __init__(self, counters: Counters):
+        self.manager: TieredManager | None = None
+        self._counters = counters
+        # How often a request's context was lost in a row, and how far it had got by then.
+        self._lost: dict[str, tuple[int, int]] = {}
+
+    def send_back(self, state: RequestState) -> None:
+        """Have vLLM preempt a request, so that it starts again from what the store still has."""
+        preempted = state.request.status == RequestStatus.PREEMPTED
+        if self.manager is None or not state.running or preempted:
+            return
+        if state.request_id not in self.manager.send_back:
+            tries, furthest = self._lost.get(state.request_id, (0, 0))
+            reached = state.request.num_tokens + len(state.slots)
+            self._lost[state.request_id] = (
+                (1, reached) if reached > furthest else (tries + 1, furthest)
+            )
+            self._counters.add("recomputed_requests", 1, cause="context")
+        self.manager.send_back[state.request_id] = state.request
+
+    def disown_steps(self, state: RequestState) -> None:
+        """Have vLLM drop what a request samples in steps that are under way.
+
+        They attend to what could not be read, as the step did that told of it. vLLM recognises
+        that one by an invalid block, but not the next, which it has scheduled already on a GPU.
+        This is the mark that it sets itself when it preempts a request.
+        """
+        if state.running:
+            state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
+            state.request.drop_stale_output = True
+
+    def too_often(self, request_id: str) -> bool:
+        """Whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
+        return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
+
+    def wait(self, request_id: str, *, waits: bool) -> None:
+        """Whether vLLM, which asks again before it runs a request, was told that it has to wait.
+
+        vLLM does not listen where a request reads no prefix cache (``prompt_logprobs``).
+        """
+        if self.manager is not None:
+            (self.manager.waits.add if waits else self.manager.waits.discard)(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._lost.pop(request_id, None)
+        self.wait(request_id, waits=False)

@@ -1,0 +1,75 @@
+"""Which devices are out of use, and which share of new slots the others get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.placement.rebalancer import Restriper
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceShares:
+    """What the workers say of the devices. Used by the scheduler's thread."""
+
+    def __init__(self, restriper: Restriper, paths: Sequence[str]):
+        self.paths = tuple(paths)
+        self._restriper = restriper
+        self._lost: set[int] = set()
+        # Weights of the devices as configured, and what each rank says they are worth of it.
+        self._weights = tuple(restriper.weights)
+        self._worth: dict[tuple[int, int], float] = {}
+        self._even = False
+
+    def lose(self, device: int, index: SlotIndex) -> int:
+        """A device is out of use: what lies nowhere else is dropped. How many blocks that were; 0
+        when it was known. Takes time that grows with the store, once."""
+        if device in self._lost:
+            return 0
+        self._lost.add(device)
+        self.reweigh()
+        everything = np.arange(index.num_slots, dtype=np.int64)
+        lost = self._restriper.placement.lost(self._restriper.out_of_use(), everything)
+        dropped = index.quarantine(everything[lost])
+        self._restriper.step()
+        logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
+        return dropped
+
+    def value(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
+        """A rank says which part of their weight (device, part) devices are worth."""
+        if self._even:
+            return
+        for device, part in worth:
+            self._worth[rank, device] = part
+        if worth:
+            self.reweigh()
+
+    def even_out(self) -> bool:
+        """Give slow devices their configured share back, until restart: what they are spared is
+        room that a request needs. False when that changes nothing.
+        """
+        if all(part == 1.0 for part in self._worth.values()):
+            return False
+        logger.warning(
+            "ssdkv: the store is too small to spare slow devices: all get their whole share again"
+        )
+        self._even = True
+        self._worth.clear()
+        self.reweigh()
+        return True
+
+    def reweigh(self) -> None:
+        """Give devices the share of new slots that they are worth: to their slowest rank."""
+        weights = [0.0 if d in self._lost else w for d, w in enumerate(self._weights)]
+        for device in range(len(weights)):
+            told = [worth for (_, d), worth in self._worth.items() if d == device]
+            weights[device] *= min(told, default=1.0)
+        self._restriper.reweigh(weights)
+
+    def lost_paths(self) -> str:
+        """The devices out of use, for messages."""
+        return ", ".join(self.paths[d] for d in sorted(self._lost)) or "none"

@@ -1,0 +1,314 @@
+"""The model's KV cache groups: layers with full attention, with sliding windows, with a state.
+
+vLLM hands out blocks to each group of layers apart, and takes those behind a window back. Layers of
+different groups lie over each other in HBM, so a block is as many bytes whatever its group, and a
+slot holds a block of one group. All blocks of all groups are stored; of a hit, a group with a
+window needs the blocks that the next token attends to.
+
+Layers that have a state (Mamba, linear attention, short convolutions) have a block for it at the
+ends of some blocks of tokens; vLLM says which these are ("align"). A hit ends at one of them, and
+needs nothing else of such a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, Besides
+from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.connector.scheduler.speculation import Speculation
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+Slots = NDArray[np.int64]
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
+_FAR = 1 << 40
+"""More tokens than any window has."""
+
+_PLACES = 16
+"""Ends of a hit that are tried: each is a lookup of all windows."""
+
+_STATES_HELD = 4
+"""HBM blocks that a request holds at a time of a group with a state, at most: those that the step
+under way starts from and ends in, the one that the next step ends in, and one for the end of the
+prompt's last whole block."""
+
+
+def held_at_most(manager: SingleTypeKVCacheManager, blocks: int) -> int:
+    """Of so many blocks of a request in a group, those that it holds in HBM at a time."""
+    most: int | None = manager.max_admission_blocks_per_request
+    if isinstance(manager.kv_cache_spec, MambaSpec):
+        most = _STATES_HELD
+    return blocks if most is None else min(blocks, most)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHit:
+    """What the store holds of a request.
+
+    Attributes:
+        slots: Of the blocks of the *chain*, the group that keeps every block, [n].
+        besides: What the other groups need, and where the chain has a window itself.
+        shared: Blocks of the chain that are stored, also those that others cannot follow.
+    """
+
+    slots: Slots
+    besides: Besides
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """Slots of a hit, [n], with their keys, and the HBM blocks that the last of them go to; those
+    of the chain, the first ``chain``, before those of other groups. ``behind``: see
+    :class:`Besides`. ``compared``: the last slot is."""
+
+    slots: Slots
+    keys: tuple[bytes, ...]
+    block_ids: NDArray[np.int64]
+    chain: int
+    behind: int = 0
+    compared: bool = False
+
+
+class BlockGroups:
+    """Keys, needs and hits of each group. Used by the scheduler's thread."""
+
+    def __init__(
+        self,
+        managers: Sequence[SingleTypeKVCacheManager],
+        index: SlotIndex,
+        block_tokens: int,
+        speculation: Speculation,
+    ):
+        """``managers``: vLLM's, one per group."""
+        self._managers = managers
+        self._index, self._block, self._speculation = index, block_tokens, speculation
+        whole = [g for g, m in enumerate(managers) if not m.get_num_skipped_tokens(_FAR)]
+        self.chain = whole[0] if whole else 0
+        self._others = [g for g in range(len(managers)) if g != self.chain]
+        specs = [m.kv_cache_spec for m in managers]
+        self._recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
+        self._windows = len(whole) < len(managers)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._managers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a state in place of KV."""
+        return bool(self._recurrent)
+
+    def first_held(self, group: int, computed: int) -> int:
+        """The first block that vLLM keeps for a request with so many tokens computed."""
+        skipped = int(self._managers[group].get_num_skipped_tokens(computed))
+        return max(0, skipped) // self._block  # of a state before any token it says -1
+
+    def keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
+        """Keys of a group's blocks, of the same tokens as ``keys``, which are the chain's."""
+        if group == self.chain:
+            return keys
+        tag = self._tag(group)
+        return [key[:-1] + bytes((key[-1] ^ tag,)) for key in keys]
+
+    @staticmethod
+    def _tag(group: int) -> int:
+        """What tells keys of a group from those of the chain, in their last byte."""
+        return group + 1
+
+    def _beside(self, keys: Sequence[bytes], first: int, end: int) -> tuple[list[Slots], int]:
+        """What the other groups need at block ``end`` of a request whose first blocks are in HBM;
+        and the first block that one of them lacks, or ``end``. ``keys`` are of all blocks."""
+        found, least = [], end
+        for group in self._others:
+            begin = max(first, self.first_held(group, end * self._block))
+            slots = self._index.lookup(self.keys(keys[begin:end], group))
+            found.append(slots)
+            least = min(least, begin + len(slots))
+        return found, least
+
+    def hit(self, keys: Sequence[bytes], first: int) -> GroupHit:
+        """The longest beginning of blocks ``first`` on that every group has what it needs of.
+
+        Where the windows of a long chain are gone, not all places are looked at where one might be
+        left: nothing is found then.
+        """
+        slots = self._speculation.usable(self._index.lookup(keys[first:]))
+        end = shared = first + len(slots)
+        for _ in range(_PLACES):
+            end = self._last_state(keys, first, end)
+            found, least = self._beside(keys, first, end)
+            if least == end:
+                behind = max(0, self.first_held(self.chain, end * self._block) - first)
+                besides = Besides(
+                    np.concatenate([_NO_SLOTS, *found]),
+                    behind,
+                    lambda count: self._follow(keys, first, first + count),
+                )
+                return GroupHit(slots[: end - first], besides, shared)
+            # No end between the two would do: windows that end later do not begin earlier.
+            end = least
+        return GroupHit(_NO_SLOTS, ALL_ATTEND_TO_ALL, shared)
+
+    def _last_state(self, keys: Sequence[bytes], first: int, end: int) -> int:
+        """The last place up to block ``end`` for which all states are stored; or ``first``, where
+        the request is."""
+        if not self._recurrent:
+            return end
+        tags = [self._tag(group) for group in self._recurrent]
+        return self._index.last(keys, first, min(end, len(keys)), tags)
+
+    def _follow(self, keys: Sequence[bytes], first: int, end: int) -> bool:
+        return self._beside(keys, first, end)[1] == end
+
+    def mark_shared(self, request: Request, hit: GroupHit) -> None:
+        """Where more of a request's chain is stored than its states can follow, others have begun
+        alike: have vLLM end a step there, as it does where HBM's own cache tells it of such a
+        place, so that a state is stored for the next one."""
+        if self._recurrent:
+            boundary = max(request.shared_prefix_boundary, hit.shared * self._block)
+            request.shared_prefix_boundary = boundary
+
+    def completed(
+        self,
+        state: RequestState,
+        output: SchedulerOutput,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+    ) -> Iterator[tuple[int, bytes, int]]:
+        """What a request has in HBM after a step of blocks ``first`` on, of which ``keys`` are: the
+        block, its key in its group, and where it is. ``computed``: tokens before the step.
+
+        vLLM tells of a state in the step that ends with it, or, where its tokens are not known by
+        then, in the next one, which does not write where it lies; later it may be gone."""
+        for group, ids in enumerate(state.block_ids):
+            if group not in self._recurrent:
+                # vLLM has taken back what was behind the group's window before this step.
+                held = max(first, self.first_held(group, computed))
+                for block, key in enumerate(self.keys(keys[held - first :], group), held):
+                    if ids[block]:
+                        yield block, key, ids[block]
+        told = output.kv_connector_block_state
+        offers = [] if told is None else told.boundary_state_offloads.get(state.request_id, [])
+        if first == 0 and computed:
+            # It goes on from states that were in HBM, which another request may have left there
+            # without that they were stored. The step leaves them as they are.
+            last = (computed - 1) // self._block
+            held_before = [(g, state.block_ids[g][last], computed) for g in self._recurrent]
+            offers = [*held_before, *offers]
+        for group, block_id, tokens in offers:
+            block, beside = divmod(tokens, self._block)
+            if block_id and not beside and first < block <= first + len(keys):
+                (key,) = self.keys(keys[block - 1 - first : block - first], group)
+                yield block - 1, key, block_id
+
+    def load(
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        whole: bool,
+    ) -> GroupLoad:
+        """What to load into the HBM blocks that vLLM has allocated, each group's from the
+        request's beginning, for blocks ``first`` to the end. ``whole``: also the slots of blocks
+        that have no place in HBM.
+
+        Raises:
+            RuntimeError: something of it is not stored any more.
+        """
+        slots, targets = [], []
+        named: list[bytes] = []
+        for group in (self.chain, *self._others):
+            ids = np.array(block_ids[group], dtype=np.int64)
+            live = np.flatnonzero(ids[first:])
+            in_hbm = first + int(live[0]) if len(live) else len(ids)
+            begin = first if whole else in_hbm
+            wanted = self.keys(keys[begin:], group)
+            found = self._index.lookup(wanted)
+            if len(found) != len(ids) - begin:
+                raise RuntimeError("the index changed between lookup and allocation")
+            slots.append(found)
+            named += wanted
+            targets.append(ids[in_hbm:])
+        behind = len(block_ids[self.chain]) - first - len(slots[0])
+        return GroupLoad(
+            np.concatenate(slots), tuple(named), np.concatenate(targets), len(slots[0]), behind
+        )
+
+    def touch(self, keys: Sequence[bytes], hit: int) -> None:
+        """A request with these blocks has ended, of which ``hit`` were found.
+
+        As a chain, tails are evicted before heads. The windows that others need to go on from one
+        of the two places go last: without them the chain is of no use. Two blocks more, because
+        the newest one may not be stored, and a drafter may have another one computed again. So do
+        the last states up to the two places.
+        """
+        self._index.touch(self._index.lookup(keys))
+        for end in (hit, len(keys)):
+            last = self._last_state(keys, 0, end)
+            for group in self._others:
+                if group in self._recurrent:
+                    of_group = keys[max(0, last - 1) : last]
+                else:
+                    of_group = keys[self.first_held(group, max(0, end - 2) * self._block) : end]
+                self._index.touch(self._index.lookup(self.keys(of_group, group)))
+
+    # ---- HBM ----
+
+    def _needed(self, hit: int, tokens: int) -> int:
+        """HBM blocks that a request of so many tokens holds at a time, at most, from the end of
+        its hit on, in blocks."""
+        needed = len(self._managers) * self._speculation.step_blocks
+        for group, manager in enumerate(self._managers):
+            blocks = -(-tokens // self._block) - self.first_held(group, hit * self._block)
+            needed += held_at_most(manager, blocks)
+        return needed
+
+    def has_room(
+        self, request: Request, first: int, hit: int, states: Iterable[RequestState]
+    ) -> bool:
+        """Reuse mode: whether a request, of which ``first`` blocks are in HBM, may be loaded up to
+        block ``hit`` beside those that have been, ``states``, and do not run yet. (In page mode
+        :class:`TieredManager` has vLLM do this right.)
+
+        vLLM admits a load only if all of the prompt will fit. But of a group with a window it takes
+        a request's whole block table off what the request holds at a time, null blocks behind the
+        window included: after a hit that is longer than a window, nothing seems to be missing. With
+        loads admitted on that ground nobody may be left who can go on.
+        """
+        if not self._windows:
+            return True
+        needed = self._needed(hit, request.num_tokens) - self._in_use(request, first, hit)
+        others = False
+        for state in states:
+            others = True
+            if state.hit and not state.running:
+                held = sum(
+                    state.hit - self.first_held(group, state.hit * self._block)
+                    for group in range(len(self._managers))
+                )
+                needed += max(0, self._needed(state.hit, state.request.num_tokens) - held)
+        return not others or needed <= self._managers[0].block_pool.get_num_free_blocks()
+
+    def _in_use(self, request: Request, first: int, hit: int) -> int:
+        """Of the blocks that are in HBM and that the request will hold, those that others hold."""
+        pool, count = self._managers[0].block_pool, 0
+        for group in range(len(self._managers)):
+            held = self.first_held(group, hit * self._block)
+            for block_hash in request.block_hashes[held:first]:
+                found = pool.get_cached_block(block_hash, [group])
+                count += found is not None and found[0].ref_cnt > 0
+        return count

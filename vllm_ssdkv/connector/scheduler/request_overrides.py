@@ -1,0 +1,77 @@
+"""What requests ask for themselves (``config_request.py``), from their arrival to their end.
+
+A connector cannot refuse a request: vLLM asks it for the first time in the engine core, where an
+exception ends the engine. A request that asks for what cannot be is served exactly, which is never
+worse than what it wanted, and its answer says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.request import NAME, RequestOptions
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+EXACT: Final = RequestOptions(selector="exact")
+_MAX_CHARS: Final = 500
+
+
+class AskedOptions:
+    """By request. Used by the scheduler's thread."""
+
+    def __init__(self, config: SSDKVConfig, counters: Counters):
+        self._config = config
+        self._counters = counters
+        self._asked: dict[str, RequestOptions] = {}
+        self._refused: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        """Requests that asked for something and have not ended."""
+        return len(self._asked)
+
+    def arrived(self, request: Request) -> None:
+        """Take in what a new request asks for, if anything."""
+        params = request.kv_transfer_params
+        given = params.get(NAME) if isinstance(params, Mapping) else None
+        if given is None:
+            return
+        name = str(request.request_id)
+        try:
+            self._asked[name] = RequestOptions.of(given, self._config)
+        except ConfigError as error:
+            # It is a client's text: one line, and not a long one.
+            text = str(error).encode("unicode_escape").decode()[:_MAX_CHARS]
+            self._asked[name], self._refused[name] = EXACT, text
+            self._counters.add("sparse_requests_refused", 1)
+            logger.warning(
+                "ssdkv: request %s gets exact attention; kv_transfer_params.ssdkv: %s", name, text
+            )
+
+    def of(self, request_id: str) -> RequestOptions | None:
+        """What a request asks for; None: nothing."""
+        return self._asked.get(request_id)
+
+    def chooses(self, request_id: str, tokens: int) -> bool:
+        """Whether a request of so many tokens chooses what it reads while it is decoded."""
+        asked = self._asked.get(request_id)
+        config = self._config if asked is None else asked.applied(self._config)
+        return config.selector != "exact" and tokens >= config.exact_below
+
+    def ended(self, request_id: str) -> dict[str, Any] | None:
+        """Forget the request; ``kv_transfer_params`` of its answer, if it asked for something."""
+        asked = self._asked.pop(request_id, None)
+        refused = self._refused.pop(request_id, None)
+        if asked is None:
+            return None
+        served: dict[str, Any] = {"selector": asked.applied(self._config).selector}
+        served |= asked.model_dump(exclude_none=True)
+        return {NAME: served if refused is None else {**served, "error": refused}}

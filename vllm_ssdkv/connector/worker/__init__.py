@@ -1,0 +1,1 @@
+"""The worker's half of the connector, one per rank."""

@@ -1,0 +1,242 @@
+"""Copies whole blocks between vLLM's KV cache and frames, all layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
+from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.paged import select_page_kernels
+from vllm_ssdkv.store.cache.frames import FrameCache
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+
+class BlockPort(Protocol):
+    """Way between HBM and frames. Calls return when the bytes are there."""
+
+    def save(
+        self,
+        block_ids: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        tails: NDArray[np.uint64],
+    ) -> None:
+        """Copy HBM blocks [n] into frames [n].
+
+        The tails of their slots, where these have any, are made at absolute addresses, [n].
+        """
+
+    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        """Copy frames [n] into HBM blocks [n]."""
+
+
+class PagedPort:
+    """Page mode: blocks in our own layout, packed into padded pages by the device's kernels."""
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        caches: Sequence[torch.Tensor],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+        frames: FrameCache,
+    ):
+        self._kernels = kernels
+        self._caches = list(caches)
+        self._layout = layout
+        self._slot_layout = layout.with_page_stride(geometry.page_bytes)
+        self._geometry = geometry
+        self._frames = frames
+
+    def save(
+        self,
+        block_ids: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        tails: NDArray[np.uint64],
+    ) -> None:
+        """See :class:`BlockPort`."""
+        geometry = self._geometry
+        if geometry.tail_pages:
+            select_page_kernels(self._kernels.device).pack_summarized(
+                self._caches, block_ids, self._frames.address(frames), tails, self._layout, geometry
+            )
+        else:
+            self._kernels.pack(
+                self._caches,
+                block_ids,
+                self._pages(frames),
+                geometry.layer_bytes,
+                layout=self._layout,
+                slot_layout=self._slot_layout,
+            )
+        wait_for(self._kernels.device)
+
+    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        """See :class:`BlockPort`."""
+        self._kernels.unpack(
+            self._caches,
+            block_ids,
+            self._pages(frames),
+            self._geometry.layer_bytes,
+            layout=self._layout,
+            slot_layout=self._slot_layout,
+        )
+        wait_for(self._kernels.device)
+
+    def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
+        return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
+
+
+def as_it_lies(cache: torch.Tensor) -> torch.Tensor:
+    """The same cache, [num_blocks, ...], a block's dimensions in the order of memory: vLLM shows
+    one order, [block, head, token, channel], whatever order a backend has asked for."""
+    inner = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
+    return cache.permute(0, *inner)
+
+
+def whole_blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A layer's cache by vLLM's blocks, [num_blocks, ...]: some attention backends have them cut
+    into several smaller ones, one after the other.
+
+    Raises:
+        UnsupportedError: it has no whole number of them.
+    """
+    rows = cache.shape[0]
+    if rows == num_blocks:
+        return cache
+    if rows % num_blocks:
+        raise UnsupportedError(
+            f"a layer's KV cache has {rows} blocks, vLLM hands out {num_blocks}; choose another "
+            "--attention-backend"
+        )
+    return cache.view(num_blocks, rows // num_blocks, *cache.shape[1:])
+
+
+def blocks_as_bytes(cache: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
+    """A layer's cache by vLLM's blocks as bytes, [num_blocks, page_bytes], uint8, with what a block
+    has behind its content: layers of other groups may have more there.
+
+    Raises:
+        UnsupportedError: a block is not one stretch of memory.
+    """
+    blocks = as_it_lies(whole_blocks(cache, num_blocks))
+    (_,), (step,), (size,) = _blocks_of([blocks])
+    if not blocks[0].is_contiguous() or size > page_bytes or step < page_bytes:
+        raise UnsupportedError(
+            f"a block of the KV cache is not one stretch of {page_bytes} bytes (shape "
+            f"{tuple(blocks.shape)}, strides {blocks.stride()}); choose another "
+            "--attention-backend"
+        )
+    raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    begin = blocks.storage_offset() * blocks.itemsize
+    return raw.set_(blocks.untyped_storage(), begin, (num_blocks, page_bytes), (int(step), 1))
+
+
+def _blocks_of(
+    caches: Sequence[torch.Tensor],
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Of each layer the address of block 0, and the bytes from block to block and of a block."""
+    base = [cache.data_ptr() for cache in caches]
+    step = [cache.stride(0) * cache.itemsize for cache in caches]
+    size = [cache[0].numel() * cache.itemsize for cache in caches]
+    return np.array(base, np.uint64), np.array(step, np.uint64), np.array(size, np.uint64)
+
+
+def check_overlay(caches: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedError unless the layers of another KV cache group, ``others``, lie where
+    the first of ``caches`` do: then a block is the same memory whatever its group."""
+    for ours, theirs in zip(_blocks_of(caches[: len(others)]), _blocks_of(others), strict=True):
+        if not np.array_equal(ours, theirs):
+            raise UnsupportedError(
+                "the model's KV cache groups do not share their blocks' memory; start with "
+                "--disable-hybrid-kv-cache-manager"
+            )
+
+
+def plain_stretches(caches: Sequence[torch.Tensor], geometry: SlotGeometry) -> _io.Stretches | None:
+    """What :meth:`OpaquePort.load` copies, where plain copies in memory are all that it does."""
+    if caches[0].device.type != "cpu":
+        return None
+    base, step, size = _blocks_of(caches)
+    offsets = [geometry.layer_offset(layer) for layer in range(len(caches))]
+    return _io.Stretches(np.array(offsets, np.uint64), size, base, step)
+
+
+class OpaquePort:
+    """Reuse mode: a block's bytes as they lie, one page per layer, whatever the backend made."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameCache):
+        """Raises UnsupportedError when a block is not one stretch of memory, or on another kind of
+        device than a CPU or a GPU of CUDA or ROCm."""
+        self._caches = [as_it_lies(cache) for cache in caches]
+        kind = self._caches[0].device.type
+        if kind not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"the KV cache is on a device of type {kind}: use a CPU or a GPU"
+            )
+        self._geometry = geometry
+        self._frames = frames
+        for cache in self._caches:
+            if not cache[0].is_contiguous():
+                raise UnsupportedError(
+                    f"a block of the KV cache is not one stretch of memory (shape "
+                    f"{tuple(cache.shape)}, strides {cache.stride()}); choose another "
+                    "--attention-backend"
+                )
+            held = cache[0].numel() * cache.itemsize
+            if held > geometry.payload_bytes:
+                raise UnsupportedError(
+                    f"a block of a layer has {held} bytes, its KV cache spec says "
+                    f"{geometry.payload_bytes}; this attention backend cannot be stored"
+                )
+        self._base, self._step, self._size = _blocks_of(self._caches)
+        self._on_device: tuple[DeviceBlocks, DeviceBlocks] | None = None
+        if kind == "cuda":
+            # The thread of the forward pass saves, the loader's loads.
+            page = geometry.page_bytes
+            self._on_device = DeviceBlocks(self._caches, page), DeviceBlocks(self._caches, page)
+
+    def save(
+        self,
+        block_ids: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        tails: NDArray[np.uint64],
+    ) -> None:
+        """See :class:`BlockPort`."""
+        if self._on_device is None:
+            _io.copy(self._blocks(block_ids), self._pages(frames), self._sizes(len(frames)))
+        else:
+            self._on_device[0].save(torch.from_numpy(block_ids), self._stretches(frames))
+
+    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        """See :class:`BlockPort`."""
+        if self._on_device is None:
+            _io.copy(self._pages(frames), self._blocks(block_ids), self._sizes(len(frames)))
+        else:
+            self._on_device[1].load(self._stretches(frames), torch.from_numpy(block_ids))
+
+    def _stretches(self, frames: NDArray[np.int32]) -> list[torch.Tensor]:
+        """The pages of these frames."""
+        begin = self._geometry.layer_offset(0)
+        views = (self._frames.view(frame)[begin:] for frame in frames.tolist())
+        return [torch.from_numpy(view) for view in views]
+
+    def _blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        ids = block_ids.astype(np.uint64)
+        return (self._base[:, None] + self._step[:, None] * ids[None, :]).ravel()
+
+    def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
+        layers = np.array(
+            [self._geometry.layer_offset(i) for i in range(len(self._caches))], dtype=np.uint64
+        )
+        return (layers[:, None] + self._frames.address(frames)[None, :]).ravel()
+
+    def _sizes(self, count: int) -> NDArray[np.uint64]:
+        return np.repeat(self._size, count)

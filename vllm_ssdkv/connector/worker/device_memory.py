@@ -1,0 +1,92 @@
+"""Memory of the device that attends: for pages that were chosen lately, and for K's channels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.device_memory import DeviceMemory
+
+
+def hot_memory(
+    nbytes: int, layout: BlockLayout, geometry: SlotGeometry, device: torch.device
+) -> DeviceMemory:
+    """Take ``nbytes`` of the device's memory, or a page if that is more, for chosen pages.
+
+    Pages are copied on the device's current stream, so what attends to them on that stream comes
+    after. The memory lives as long as the result.
+
+    Args:
+        nbytes: Its size.
+        layout: Of blocks in HBM.
+        geometry: Of the slots that pages come from.
+        device: That attends. On a CPU this is DRAM like all else.
+
+    Raises:
+        ConfigError: the device has no more memory.
+    """
+    places = max(1, nbytes // geometry.page_bytes)
+    memory = _empty(places, geometry.page_bytes, layout, device, "sparse.hbm_pages", "lower it")
+    return _pages(memory, layout, geometry, wait=False)
+
+
+def channel_memory(
+    places: int, layout: BlockLayout, geometry: SlotGeometry, device: torch.device
+) -> DeviceMemory:
+    """The same for so many channel pages, back to back and without their padding.
+
+    A copy blocks until it has ended: the frames and places that pages come from are used again.
+    """
+    memory = _empty(
+        places,
+        geometry.payload_bytes,
+        layout,
+        device,
+        'sparse.channel_pages "hbm"',
+        'lower sparse.summaries, or set "dram"',
+    )
+    return _pages(memory, layout, geometry, wait=True)
+
+
+def _empty(
+    places: int,
+    stride_bytes: int,
+    layout: BlockLayout,
+    device: torch.device,
+    option: str,
+    remedy: str,
+) -> torch.Tensor:
+    """Memory [places, elements of a page]. Raises ConfigError, which names the option."""
+    try:
+        return torch.empty(
+            (places, stride_bytes // layout.dtype.itemsize), dtype=layout.dtype, device=device
+        )
+    except RuntimeError as error:  # CUDA's out of memory is one; on CPUs there is no own type
+        raise ConfigError(
+            f"no room for {approximate_size(places * stride_bytes)} of {option} on {device} beside "
+            f"the model and vLLM's KV cache; {remedy}, or lower --gpu-memory-utilization"
+        ) from error
+
+
+def _pages(
+    memory: torch.Tensor, layout: BlockLayout, geometry: SlotGeometry, *, wait: bool
+) -> DeviceMemory:
+    device, tokens = memory.device, layout.page_tokens
+    kernels = select_kernels(device)
+    # A page is a block of one page of one KV head.
+    stride_bytes = memory.shape[1] * layout.dtype.itemsize
+    here = BlockLayout(tokens, tokens, 1, layout.head_size, stride_bytes, layout.dtype)
+    there = here.with_page_stride(geometry.page_bytes)
+
+    def copy(source: NDArray[np.uint64], to: NDArray[np.int32]) -> None:
+        kernels.unpack([memory], to.astype(np.int64), source, 0, here, there)
+        if wait and memory.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
+
+    return DeviceMemory(memory.data_ptr(), len(memory), copy)

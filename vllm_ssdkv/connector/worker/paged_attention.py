@@ -1,0 +1,105 @@
+"""Page mode's attention of one layer, as a worker's step has it. Knows no vLLM.
+
+Whoever runs the model calls it: vLLM's attention backend, or a decoder without vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.attention.exact import RowBatch, attend_exact
+from vllm_ssdkv.kernels.dense import select_kernels
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.paged_step import PagedStep
+    from vllm_ssdkv.connector.worker.worker import SSDKVWorker
+
+
+def rows_of_step(
+    step: PagedStep,
+    query_start: NDArray[np.int64],
+    seq_lens: NDArray[np.int64],
+    block_table: NDArray[np.int64],
+    write_blocks: NDArray[np.int64],
+    block_tokens: int,
+) -> RowBatch:
+    """Rows of a batch with their windows. Built once per step.
+
+    Args:
+        step: Knows the rows by the block that each one's first token is written to.
+        query_start, seq_lens, block_table: As of :meth:`RowBatch.build`.
+        write_blocks: HBM block of each row's first query token, [R].
+        block_tokens: Tokens per block.
+    """
+    rows = np.array([step.row_of(int(b)) for b in write_blocks], dtype=np.int64)
+    starts = np.array([step.hbm_start(int(r)) for r in rows], dtype=np.int64)
+    return RowBatch.build(query_start, seq_lens, block_table, starts, rows, block_tokens)
+
+
+def store_new(
+    worker: SSDKVWorker,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write new K and V [T, Hkv, D] into HBM, in page layout, at ``slot_mapping`` [T]."""
+    select_kernels(kv_cache.device).store_kv(
+        key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, worker.block_layout
+    )
+
+
+def attend_layer(
+    worker: SSDKVWorker,
+    layer_name: str,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    rows: RowBatch,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attention of a layer over the window in HBM and the context in the store.
+
+    Args:
+        worker: It is in a step.
+        layer_name: As the layout of the worker names it.
+        query: [T, Hq, D].
+        value: V of the same tokens, [T, Hkv, D]; the cache has it by now.
+        kv_cache: The layer's blocks in HBM, [num_blocks, ...].
+        out: [T, Hq, D], written.
+        rows: See :func:`rows_of_step`.
+        scale: Of the logits.
+        sliding_window, sinks: As of ``attend_exact``.
+
+    Raises:
+        RuntimeError: the worker is in no step.
+    """
+    step = worker.step
+    if step is None:
+        raise RuntimeError("there is no step to attend for")
+    cache = kv_cache.view(kv_cache.shape[0], -1)
+    attend_exact(
+        select_kernels(kv_cache.device),
+        query,
+        cache,
+        out,
+        rows,
+        step.pieces(layer_name),
+        worker.block_layout,
+        worker.context_layout,
+        scale,
+        step.clock,
+        step.choosing(layer_name, query, value, rows, cache, scale, sinks),
+        sliding_window,
+        sinks,
+    )
+    if worker.layer_ended is not None:
+        worker.layer_ended()

@@ -1,0 +1,210 @@
+"""One step of page mode on one rank: which rows there are and where their context comes from.
+
+Built when the scheduler's plan arrives, before the forward pass, so that the first reads are under
+way while the first layer computes. The attention backend uses it layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.sparse import SparseDecode
+from vllm_ssdkv.attention.sparse_error import Deviation
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
+from vllm_ssdkv.connector.messages import Row, SlotArray
+from vllm_ssdkv.connector.worker.selector_registry import Choices
+from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.paged import select_page_kernels
+from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
+from vllm_ssdkv.sparse.prefetch import ReadAhead
+from vllm_ssdkv.store.read.context_stream import Piece
+from vllm_ssdkv.store.tiered_store import TieredStore
+
+
+class PagedStep:
+    """Rows of one step. Used by the thread that runs the forward pass only."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        layout: KVLayout,
+        rows: Sequence[Row],
+        poisoned: set[str],
+        context_layers: Sequence[int],
+        choices: Choices | None = None,
+        guesses: ReadAhead | None = None,
+        deviation: Deviation | None = None,
+    ):
+        """``poisoned`` are requests that wait to be computed again: they get no context.
+        ``context_layers``, ascending, attend to contexts; the others to HBM's window alone. Without
+        ``choices`` all rows attend to everything; with a ``deviation`` what those that choose get
+        is compared with that. Without ``guesses``, which outlive the step, no page is read ahead.
+        Blocks while summaries are read, if any are."""
+        self._rows = tuple(rows)
+        self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
+        self._layers = {name: i for i, name in enumerate(layout.layer_names)}
+        self._payload_bytes = layout.geometry.payload_bytes
+        self._page_bytes = layout.geometry.page_bytes
+        self._token_bytes = 2 * layout.head_size * layout.dtype.itemsize
+        self.clock: StepClock = AttentionClock()
+        none = np.zeros(0, dtype=np.int64)
+        contexts = []
+        self._hopeless: set[int] = set()
+        for i, row in enumerate(self._rows):
+            context = store.context(row.request_id, row.hbm_start) if context_layers else none
+            if row.request_id in poisoned or context is None:
+                self._hopeless.add(i)
+                context = none
+            contexts.append(context)
+        self._decode: SparseDecode | None = None
+        self.left_out = 0
+        """Rows that would choose, if DRAM had room for their summaries."""
+        selectors = {} if choices is None else choices.of_rows(self._rows, contexts)
+        choosing = list(selectors)
+        self._later = [] if choices is None else choices.later(self._rows)
+        if choices is not None and choosing:
+            chosen = store.choose(contexts, choosing)
+            self.left_out = len(chosen.left_out)
+            choosing = chosen.rows.tolist()
+            self._decode = SparseDecode(
+                selectors,
+                chosen,
+                block_layout(layout, choices.page_tokens),
+                context_layers[choices.dense_layers :],
+                choices.means,
+                [row.request_id for row in self._rows],
+                None if deviation is None else deviation.of_step(),
+                guesses,
+                choices.kept,
+            )
+        dense_layers = 0 if choices is None else choices.dense_layers
+        self._store, self._choosing, self._contexts = store, choosing, contexts
+        self._stream = store.stream(contexts, choosing, dense_layers, context_layers)
+
+    def row_of(self, write_block: int) -> int:
+        """Index of the row whose first query token is written to this HBM block.
+
+        Raises:
+            KeyError: the scheduler's plan has no such row.
+        """
+        return self._by_block[write_block]
+
+    def hbm_start(self, row: int) -> int:
+        """Index of the row's first block that is read from HBM."""
+        return self._rows[row].hbm_start
+
+    def pieces(self, layer_name: str) -> Iterator[Piece]:
+        """The layer's context blocks, piece by piece, rows numbered as in :meth:`row_of`."""
+        return self._stream.pieces(self._layers[layer_name])
+
+    def choosing(
+        self,
+        layer_name: str,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        batch: RowBatch,
+        cache: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> Callable[[PartialState], None] | None:
+        """Folds the layer's chosen pages into a state that has seen the window; None: nobody
+        chooses. ``value``: V of the same tokens, [T, Hkv, D]; the others as in ``attend_exact``."""
+        decode, layer = self._decode, self._layers[layer_name]
+        if decode is None:
+            return None
+
+        def fold(state: PartialState) -> None:
+            kernels = select_page_kernels(query.device)
+            decode.attend(
+                kernels, self.clock, layer, query, value, state, batch, cache, scale, sinks
+            )
+
+        return fold
+
+    def poisoned_rows(self) -> list[Row]:
+        """Rows whose output must be thrown away."""
+        poisoned = self._hopeless | self._stream.poisoned
+        if self._decode is not None:
+            poisoned |= self._decode.contexts.poisoned
+        return [self._rows[i] for i in sorted(poisoned)]
+
+    @property
+    def bad_slots(self) -> list[int]:
+        """Slots with wrong or unreadable bytes."""
+        chosen = [] if self._decode is None else self._decode.contexts.bad
+        return [*self._stream.bad, *chosen]
+
+    def count(self, counters: Counters) -> None:
+        """Add what the step did to the worker's counters."""
+        in_dram, on_ssd = self._stream.pages_in_dram, self._stream.pages_on_ssd
+        used = self._stream.pages_used * self._payload_bytes
+        streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, used)
+        gains = (*streamed, self.left_out, *self.clock.seconds)
+        counters.add_keyed(STEP_KEYS, gains)
+        if self._decode is not None:
+            counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
+
+    def _chosen(self, decode: SparseDecode) -> tuple[float, ...]:
+        """Gains of :data:`CHOICE_KEYS`."""
+        counts, contexts, page = decode.counts, decode.contexts, self._page_bytes
+        token, channel = contexts.fetched, contexts.fetched_channels
+        summary = contexts.fetched_summaries
+        hot, frame, cache, ssd = token.hot, token.frame, token.cache, token.ssd
+        channels = counts.channel_bytes
+        held = channels if contexts.holds_channels else 0
+        in_hbm = held if contexts.channels_on_device else 0
+        in_dram = held - in_hbm + counts.scale_bytes
+        # Written out: every step does this, behind a model that has emptied the caches.
+        return (
+            counts.lists > 0,
+            contexts.pages_used * self._payload_bytes,
+            counts.lists,
+            counts.kept,
+            counts.selected,
+            counts.context,
+            counts.missing,
+            hot,
+            frame,
+            cache,
+            ssd,
+            token.ahead,
+            token.hits,
+            hot * page,
+            frame * page,
+            cache * page,
+            ssd * page,
+            in_hbm,
+            channel.frame * page + in_dram,
+            channel.cache * page,
+            channel.ssd * page,
+            0,
+            summary.frame * page,
+            summary.cache * page,
+            summary.ssd * page,
+            counts.tokens * self._token_bytes,
+            channels + counts.scale_bytes,
+        )
+
+    def streamed(self) -> tuple[list[Row], list[SlotArray]]:
+        """Rows that attend to everything, now and later, and the slots of their contexts; none
+        where no block was read from devices."""
+        if not self._stream.pages_on_ssd:  # as in most steps
+            return [], []
+        others = {*self._hopeless, *self._stream.poisoned, *self._choosing, *self._later}
+        which = [i for i in range(len(self._rows)) if i not in others]
+        return [self._rows[i] for i in which], [self._contexts[i] for i in which]
+
+    def close(self) -> None:
+        """End of the step."""
+        self._stream.close()
+        if self._decode is not None:
+            self._decode.contexts.close()
+        # With their blocks in HBM: nobody reads those, until they leave it.
+        known = [self._store.context_from(row.request_id, 0) for row in self._rows]
+        self._store.settle(known, self._choosing, self._later)

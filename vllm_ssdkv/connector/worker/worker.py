@@ -1,0 +1,592 @@
+"""The worker's half: moves bytes, keeps residency, reports results. One per rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.attention.sparse_error import Deviation
+from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.identity.loaded_model import LoadedAdapters, LoadedModel
+from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
+from vllm_ssdkv.connector.messages import (
+    BACKGROUND,
+    PROMOTION,
+    Adapter,
+    Commit,
+    Comparison,
+    Load,
+    LoadTime,
+    RankReport,
+    Save,
+    StepPlan,
+)
+from vllm_ssdkv.connector.metrics.engine_metrics import EngineMetrics
+from vllm_ssdkv.connector.worker.block_comparison import BlockComparer, StoredBlocks, element_type
+from vllm_ssdkv.connector.worker.block_copy import (
+    BlockPort,
+    OpaquePort,
+    PagedPort,
+    as_it_lies,
+    blocks_as_bytes,
+    check_overlay,
+    plain_stretches,
+    whole_blocks,
+)
+from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
+from vllm_ssdkv.connector.worker.paged_step import PagedStep
+from vllm_ssdkv.connector.worker.pinning import pin_arena
+from vllm_ssdkv.connector.worker.selector_registry import Choices
+from vllm_ssdkv.connector.worker.step_timer import StepTimer
+from vllm_ssdkv.connector.worker.stream_fence import StreamFence
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.sparse.prefetch import ReadAhead
+from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.maintenance.trim import SlotTrimmer
+from vllm_ssdkv.store.open_store import OpenStore
+from vllm_ssdkv.store.placement.move import Move
+from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.tiered_store import TieredStore
+
+logger = logging.getLogger(__name__)
+
+PROMOTED = 1 / 8
+"""Of the blocks that a step reads from devices so many are brought into DRAM at a time: hits that
+come meanwhile wait no longer than such a part of a step."""
+
+PROMOTION_PAUSE_S = 10.0
+"""After one that failed."""
+
+IDLE_S = 0.001
+"""How long a step that computes nothing waits for a load. No longer: a request may arrive."""
+
+
+class SSDKVWorker:
+    """Carries out the scheduler's plan on one rank.
+
+    All methods run on the worker's main thread. Order within a step: :meth:`begin`, the forward
+    pass (which uses :attr:`step` in page mode), :meth:`end`, :meth:`report`.
+    """
+
+    def __init__(
+        self,
+        config: SSDKVConfig,
+        layout: KVLayout,
+        opened: OpenStore,
+        context_layers: Sequence[int],
+        model: LoadedModel,
+        tell_weights: Callable[[bytes], None],
+    ):
+        """
+        Args:
+            config: The options.
+            layout: Of this rank's KV.
+            opened: Its part of the store.
+            context_layers: Those that attend to contexts in page mode, ascending.
+            model: What this rank computes with.
+            tell_weights: Tells the scheduler's process, before it starts, the model's digest.
+        """
+        self.config = config
+        self.layout = layout
+        self.counters: Counters = opened.files.counters
+        self.rank = opened.files.rank
+        self._opened = opened
+        self._context_layers = context_layers
+        self._model, self._tell_weights = model, tell_weights
+        self._adapters = LoadedAdapters(model.roots)
+        self._weights = b""
+        self._changes = 0
+        self._comparer: BlockComparer | None = None
+        self._stored = StoredBlocks()
+        self._store: TieredStore | None = None
+        self._port: BlockPort | None = None
+        self._timer: StepTimer | None = None
+        self._fence = StreamFence(torch.device("cpu"))
+        self.step: PagedStep | None = None
+        self._report = RankReport()
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+        self._poisoned: set[str] = set()
+        self._loading: set[str] = set()
+        self._distrusted: set[str] = set()
+        """Loads under way of what this rank would compute otherwise."""
+        self._promoting_from = 0.0
+        paths = opened.files.health.paths
+        self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
+        self._gauges_due = 0.0
+        self._told_frames = 0
+        self._settled = False
+        self._told_left_out = False
+        self._told_written = [0] * len(opened.devices)
+        self._choices: Choices | None = None
+        self._guesses = ReadAhead() if config.sparse.prefetch else None
+        self.deviation: Deviation | None = None
+        """Set by benches: compares sparse attention with exact, in steps that begin later."""
+        self.layer_ended: Callable[[], None] | None = None
+        """Set by benches: called when a layer has its attention."""
+
+    @functools.cached_property
+    def block_layout(self) -> BlockLayout:
+        """Layout of a block in HBM, in page mode."""
+        return block_layout(self.layout, self.config.page_tokens)
+
+    @functools.cached_property
+    def context_layout(self) -> BlockLayout:
+        """The same in a slot, whose pages are padded."""
+        return self.block_layout.with_page_stride(self.layout.geometry.page_bytes)
+
+    @property
+    def store(self) -> TieredStore:
+        """The store; exists once :meth:`register` was called."""
+        if self._store is None:
+            raise RuntimeError("vLLM has not registered the KV caches yet")
+        return self._store
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where HBM's blocks are, digest the model, and start the store's threads.
+
+        Raises:
+            UnsupportedError: the cache cannot be stored as it lies, nor the model be digested.
+            StoreError: the scheduler's process cannot be told of the weights.
+        """
+        self._weights = self._digest_model()
+        self._tell_weights(self._weights)
+        caches = [self._blocks(kv_caches[name]) for name in self.layout.layer_names]
+        for group in self.layout.overlaid:
+            check_overlay(caches, [self._blocks(kv_caches[name]) for name in group])
+        self._fence = StreamFence(caches[0].device)
+        self._store = TieredStore(
+            self._opened.files,
+            self._opened.arena,
+            self._opened.plan,
+            self._opened.num_slots,
+            self.layout.block_tokens,
+            self._copy_in,
+            summarizer=self._summarizer(),
+            trimmer=self._trimmer(),
+            scrub_rate=self.config.io.scrub_rate,
+            stretches=(
+                plain_stretches(caches, self.layout.geometry)
+                if self.config.mode == "reuse"
+                else None
+            ),
+        )
+        kind = element_type(self.layout.dtype, self.layout.cache_dtype)
+        if kind is not None:
+            self._comparer = BlockComparer(
+                [as_it_lies(cache) for cache in caches], self.layout.geometry, kind
+            )
+        self._timer = StepTimer(caches[0].device)
+        if caches[0].is_cuda:
+            pin_arena(self._opened.arena, caches[0].device)
+        if self.config.mode == "page":
+            self._use_memory_of(caches[0].device)
+            self._choices = Choices.of(self.config, self.layout, caches[0].device)
+            self._port = PagedPort(
+                select_kernels(caches[0].device),
+                [c.view(c.shape[0], -1) for c in caches],
+                self.block_layout,
+                self.layout.geometry,
+                self._store.frames,
+            )
+        else:
+            self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+
+    def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        layout = self.layout
+        if layout.has_states:
+            return blocks_as_bytes(cache, layout.num_blocks, layout.geometry.payload_bytes)
+        return whole_blocks(cache, layout.num_blocks)
+
+    def _use_memory_of(self, device: torch.device) -> None:
+        """Take the memory of the device that the options ask for."""
+        config, geometry = self.config, self.layout.geometry
+        if config.selector == "exact":
+            return
+        layout = block_layout(self.layout, config.page_tokens)
+        if config.sparse.hbm_pages is not None:
+            memory = hot_memory(config.sparse.hbm_pages, layout, geometry, device)
+            self.store.keep_hot_pages(memory)
+        if config.scores_channels and config.sparse.channel_pages == "hbm":
+            places = self.store.channel_places
+            self.store.keep_channels(channel_memory(places, layout, geometry, device))
+
+    def _summarizer(self) -> SlotSummaries | None:
+        geometry = self.layout.geometry
+        return SlotSummaries(self.block_layout, geometry) if geometry.tail_pages else None
+
+    def _trimmer(self) -> SlotTrimmer | None:
+        if not self.config.trim:
+            return None
+        files, opened = self._opened.files, self._opened
+        return SlotTrimmer(
+            opened.devices, files.health.paths, files.placement, opened.num_slots, self.counters
+        )
+
+    def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        if self._port is None:
+            raise RuntimeError("vLLM has not registered the KV caches yet")
+        self._fence.follow()
+        self._port.load(frames, block_ids)
+
+    # ---- what this rank computes with ----
+
+    def _digest_model(self) -> bytes:
+        found = self._model.digest()
+        logger.info(
+            "ssdkv: rank %d holds weights %s, %s read in %.2f s",
+            self.rank,
+            found.digest.hex()[:12],
+            approximate_size(found.nbytes),
+            found.seconds,
+        )
+        return found.digest
+
+    def _check_weights(self, plan: StepPlan) -> bool:
+        """Whether this rank computes with the weights and adapters that the keys of a plan are
+        bound to. One look at the weights, and where they have changed, a pass over them."""
+        if self._model.changed():
+            digest = self._digest_model()
+            if digest != self._weights:
+                self._weights = self._report.weights = digest
+                self._changes += 1
+                self._report.changes = self._changes
+                self._distrusted |= self._loading - BACKGROUND
+        held = all(map(self._holds, plan.adapters.values()))
+        return plan.changes[self.rank] == self._changes and held
+
+    def _holds(self, adapter: Adapter) -> bool:
+        """Whether this rank holds an adapter with these weights."""
+        return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
+
+    def _compare(self, comparison: Comparison, *, bound: bool) -> None:
+        """Compare a block in HBM with the stored one, unless the copy of that had to go.
+
+        Not where it was computed with other weights than those of its key, or from a context that
+        could not be read: that it differs says nothing of the store.
+        """
+        stored = self._stored.take(comparison.request_id, comparison.slot, comparison.epoch)
+        if not bound or comparison.request_id in self._poisoned:
+            stored = None
+        deviation, differs = math.nan, False
+        if stored is not None and self._comparer is not None:
+            deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
+            differs = deviation > self._comparer.tolerance
+        self._report.compared.append((comparison.request_id, deviation, differs))
+        if differs:
+            self._distrusted |= self._loading - BACKGROUND
+            if comparison.fence_block:
+                self._invalid_blocks.add(comparison.fence_block)
+
+    # ---- one step ----
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before the forward pass: contexts are brought up to date and their reads started."""
+        store = self.store
+        if plan.segments is not None:
+            store.files.placement.change(plan.segments)
+        self._settled = plan.settled
+        self._report.adapters |= self._adapters.take_changes()
+        self._invalid_blocks.update(plan.invalid)
+        for request_id in plan.forget:
+            store.drop_context(request_id)
+            self._poisoned.discard(request_id)
+            self._forget_choices(request_id)
+        for delta in plan.contexts:
+            if delta.start == 0:
+                self._poisoned.discard(delta.request_id)
+                self._forget_choices(delta.request_id)
+            store.extend_context(delta.request_id, delta.start, delta.slots)
+        if plan.discard:
+            store.discard(np.array(plan.discard, dtype=np.int64))
+        if plan.trim is not None:
+            store.trim(plan.trim)
+        if plan.believed:
+            store.believe(plan.believed)
+        if plan.rows:
+            self.step = PagedStep(
+                store,
+                self.layout,
+                plan.rows,
+                self._poisoned,
+                self._context_layers,
+                self._choices,
+                self._guesses,
+                self.deviation,
+            )
+        if plan.timed and self._timer is not None:
+            self._timer.begin(plan.step)
+
+    def end(self, plan: StepPlan) -> None:
+        """After the forward pass: finished blocks leave HBM, loads and writes are started."""
+        self._fence.set()
+        if self._timer is not None:
+            self._timer.end()
+        spoiled: list[int] = []
+        if self.step is not None:
+            spoiled = self._close_step(self.step)
+            self._tell_streamed(self.step)
+            self.step = None
+        commit, bound = plan.commit, True
+        looks = plan.compare or plan.loads or len(commit.slots) or len(plan.save.slots)
+        if looks or self._model.touched():
+            bound = self._check_weights(plan)
+        for comparison in plan.compare:
+            self._compare(comparison, bound=bound)
+        if not bound:
+            commit = commit.under_keys_of_nobody()
+            pairs = zip(commit.slots.tolist(), commit.epochs.tolist(), strict=True)
+            self._report.unbound.extend(pairs)
+        if len(commit.slots):
+            # Older blocks first: their writes free the frames that this step's blocks need.
+            self._commit(commit, ~_among(commit.slots, plan.save.slots.tolist()))
+        if len(plan.save.slots):
+            save = plan.save
+            if spoiled:
+                lost = _among(save.slots, spoiled)
+                self._skip(save.part(lost))
+                save = save.part(~lost)
+            self._save(save, commit)
+        if len(plan.move.new):
+            self._move(plan.move)
+        for load in plan.loads:
+            adapter = load.adapter
+            same = bound and (adapter is None or self._holds(adapter))
+            if same or load.request_id in BACKGROUND:
+                self._load(load)
+            else:
+                self._refuse(load)
+
+    def _close_step(self, step: PagedStep) -> list[int]:
+        """Slots of the blocks that this step computed from a context it could not read."""
+        step.close()
+        step.count(self.counters)
+        if step.left_out and not self._told_left_out:
+            self._told_left_out = True
+            logger.warning(
+                "ssdkv: DRAM has no room for what the selector must know of the pages of %d "
+                "request(s), which attend to everything: raise sparse.summaries, dram_gib with it",
+                step.left_out,
+            )
+        self._report.bad.extend((slot, -1) for slot in step.bad_slots)
+        spoiled: list[int] = []
+        for row in step.poisoned_rows():
+            self._poisoned.add(row.request_id)
+            self._forget_choices(row.request_id)
+            self._report.poisoned.append(row.request_id)
+            self._invalid_blocks.add(row.fence_block)
+            first = row.first_position // self.layout.block_tokens
+            spoiled.extend(self.store.context_from(row.request_id, first).tolist())
+        return spoiled
+
+    def _tell_streamed(self, step: PagedStep) -> None:
+        """What this step read from the devices would be in DRAM if there had been room. There may
+        be now: other requests have ended."""
+        if PROMOTION in self._loading or time.monotonic() < self._promoting_from:
+            return
+        rows, contexts = step.streamed()
+        if not rows:
+            return
+        for row, blocks in zip(rows, self.store.streamed(contexts, PROMOTED), strict=True):
+            if len(blocks):
+                self._report.streamed.append((row.request_id, blocks))
+
+    def _forget_choices(self, request_id: str) -> None:
+        if self._choices is not None:
+            self._choices.drop(request_id)
+
+    def _save(self, save: Save, commit: Commit) -> None:
+        """Copy blocks to frames, and commit each at once: the frames may be too few for all."""
+        done = 0
+        at_once = len(self.store.tails) or len(save.slots)
+        while done < len(save.slots):
+            wanted = save.slots[done : done + at_once]
+            frames = self.store.hold(wanted, wait=self.config.mode == "page")
+            if len(frames) == 0 or self._port is None:
+                break
+            part = slice(done, done + len(frames))
+            tails = self.store.tails[: len(frames)]
+            self._port.save(save.block_ids[part], frames, tails)
+            self.store.filled(save.slots[part], tails)
+            self._commit(commit, _among(commit.slots, save.slots[part].tolist()))
+            done += len(frames)
+        if done < len(save.slots):
+            self._skip(save.part(np.arange(len(save.slots)) >= done))
+        self.counters.add("stores_skipped", len(save.slots) - done, cause="write_buffer")
+
+    def _skip(self, save: Save) -> None:
+        """These blocks are not stored."""
+        self._report.skipped.extend(zip(save.slots.tolist(), save.epochs.tolist(), strict=True))
+
+    def _commit(self, commit: Commit, which: NDArray[np.bool_]) -> None:
+        if which.any():
+            keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
+            self.store.commit(commit.slots[which], commit.epochs[which], keys)
+
+    def _move(self, move: Move) -> None:
+        """Write blocks that are in DRAM into other slots, too."""
+        copied, wrong = self.store.copy(move)
+        self._commit(Commit(move.new, move.new_epochs, move.keys), copied)
+        new = zip(move.new[~copied].tolist(), move.new_epochs[~copied].tolist(), strict=True)
+        self._report.failed_writes.extend(new)
+        old = zip(move.old[wrong].tolist(), move.old_epochs[wrong].tolist(), strict=True)
+        self._report.bad.extend(old)
+
+    def _load(self, load: Load) -> None:
+        self._loading.add(load.request_id)
+        self.store.load(
+            LoadJob(
+                load.request_id,
+                load.slots,
+                load.epochs,
+                load.keys,
+                load.block_ids,
+                load.chain,
+                load.behind,
+                load.compared,
+            ),
+            whole=load.whole,
+        )
+
+    def _refuse(self, load: Load) -> None:
+        """Fail a load of what this rank would compute otherwise: it is computed."""
+        self._report.loads.append(LoadTime(load.request_id, 0, 0, 0.0, 0.0, 0.0))
+        self._finished.add(load.request_id)
+        self._failed.add(load.request_id)
+
+    # ---- results ----
+
+    def collect(self, *, idle: bool) -> None:
+        """Take in what the store's threads have finished.
+
+        Blocks only if ``idle``, when there is nothing to compute, for up to :data:`IDLE_S` while
+        loads are under way: vLLM would step again at once, and hold the interpreter that the
+        loads need.
+        """
+        if self._store is None:
+            return
+        durable, failed = self._store.take_write_results()
+        self._report.durable.extend(durable)
+        self._report.failed_writes.extend(failed)
+        for outcome in self._store.take_load_outcomes(IDLE_S if idle else 0.0):
+            self._loading.discard(outcome.request_id)
+            self._report.loads.append(_load_time(outcome))
+            self._report.bad.extend(outcome.bad)
+            if outcome.request_id in BACKGROUND:
+                self._background_ended(outcome)
+                continue
+            if outcome.copy is not None and outcome.complete:
+                self._stored.keep(outcome.request_id, *outcome.copy)
+            self._finished.add(outcome.request_id)
+            self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
+            self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
+            self._count_request("load_seconds", outcome.dram_s, tier="dram")
+            self._count_request("load_seconds", outcome.ssd_s, tier="ssd")
+            if not outcome.complete or outcome.request_id in self._distrusted:
+                self._failed.add(outcome.request_id)
+            self._distrusted.discard(outcome.request_id)
+        if self._timer is not None:
+            self._report.steps.extend(self._timer.take())
+        self._report_writes()
+        self._report.bad.extend(self._store.take_scrubbed())
+        self._report.mended.extend(self._store.take_mended())
+        self._report.lost_devices.extend(self._opened.files.health.take_news())
+        self._report.speeds.extend(self._opened.files.speed.take_news())
+
+    def _background_ended(self, outcome: LoadOutcome) -> None:
+        if outcome.request_id == PROMOTION:
+            blocks = outcome.tokens_from_ssd // self.layout.block_tokens
+            self._count_request("context_blocks_promoted", blocks)
+            if not outcome.complete:
+                self._promoting_from = time.monotonic() + PROMOTION_PAUSE_S
+
+    def _report_writes(self) -> None:
+        for device, path in enumerate(self._opened.files.health.paths):
+            total = int(self.counters.total("bytes_written", device=path))
+            if total > self._told_written[device]:
+                self._report.written.append((device, total - self._told_written[device]))
+                self._told_written[device] = total
+
+    def _count_request(self, metric: str, value: float = 1, **labels: str) -> None:
+        """Count what happens to a request, not to a rank: once, on the first rank."""
+        if self.rank == 0:
+            self.counters.add(metric, value, **labels)
+
+    def take_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads ended, and those of them that failed, since the last call."""
+        finished, failed = self._finished, self._failed
+        self._finished, self._failed = set(), set()
+        return finished, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """HBM blocks of requests whose output of this step must not be used."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> RankReport | None:
+        """What the scheduler must hear of, since the last call: what was counted, too."""
+        if self._settled or time.monotonic() >= self._gauges_due:
+            self.update_gauges()
+        report, self._report = self._report, RankReport()
+        report.gained = self.counters.take_gained()
+        report.gauges = self.counters.take_gauges()
+        return None if report.empty() else report
+
+    def update_gauges(self) -> None:
+        """Refresh the gauges that this process owns, and what the I/O engine counts; see whether
+        all data files are still there. Not in every step: the system's answer costs the
+        interpreter, which then waits for the writing thread."""
+        self._gauges_due = time.monotonic() + TELL_INTERVAL_S
+        self._engine_metrics.update()
+        frames = self.store.frames
+        there = self.store.open_frames
+        if there != self._told_frames:
+            self._report.frames = self._told_frames = there
+        self.counters.set("dram_frames", there)
+        self.counters.set("dram_frames_used", there - frames.count(FrameState.FREE))
+        self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
+        for name, value in self.store.choice_gauges().items():
+            self.counters.set(name, value)
+        health = self._opened.files.health
+        for index, device in enumerate(self._opened.devices):
+            state = device.state()
+            if state.lost:
+                health.quarantine(index, "its data file was removed")
+            path, here = health.paths[index], index not in health.quarantined
+            self.counters.set("device_state", float(here), device=path)
+            self.counters.set("store_bytes", float(state.stored_bytes), device=path)
+
+    def close(self) -> None:
+        """Write what is committed, stop the threads, release the files."""
+        if self._store is not None:
+            self._store.close()
+        self._opened.close()
+
+
+def _among(slots: NDArray[np.int64], others: Sequence[int]) -> NDArray[np.bool_]:
+    """Which of these slots are among the others, [n]; a few of either, as a step saves."""
+    known = set(others)
+    return np.array([slot in known for slot in slots.tolist()], dtype=np.bool_)
+
+
+def _load_time(outcome: LoadOutcome) -> LoadTime:
+    return LoadTime(
+        outcome.request_id,
+        outcome.tokens_from_dram,
+        outcome.tokens_from_ssd,
+        outcome.queued_s,
+        outcome.dram_s,
+        outcome.ssd_s,
+    )

@@ -1,0 +1,1 @@
+"""Kernels of page mode behind one interface, on the CPU and on GPUs."""

@@ -1,0 +1,489 @@
+"""One interface to the attention and copy kernels, whatever device a layer's cache lies on.
+
+``CpuKernels`` runs the native ones of ``vllm_ssdkv._kernels``, ``TritonKernels`` those of
+``vllm_ssdkv.triton_kernels``; :func:`select_kernels` picks by device. Both follow the semantics of
+``attention/reference.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.kernels.native import NativeKernels
+from vllm_ssdkv.kernels.operands.block_layout import (
+    DTYPES,
+    BlockLayout,
+    BlockSource,
+    IntArray,
+    PartialState,
+    Rows,
+    block_stride,
+    on_device,
+    on_host,
+)
+
+
+class AttentionKernels(Protocol):
+    """What page mode needs of a device.
+
+    Calls are ordered: on the CPU each returns when it is done (the GIL is released meanwhile), on
+    CUDA each is queued on the current stream. Any thread may call, as long as no two calls that
+    write the same memory run at once. Every method raises ``ValueError`` before any work if
+    shapes, dtypes or devices do not fit.
+    """
+
+    device: torch.device
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        rows: Rows,
+        source: BlockSource,
+        layout: BlockLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> None:
+        """Fold the rows' blocks into ``state`` in place: exact, causal, grouped-query attention.
+
+        ``query [T, Hq, D]`` of any of ``DTYPES`` (may be strided over tokens), ``Hq`` a multiple of
+        ``layout.kv_heads``. Query i of a row sees the keys of its blocks whose position (the
+        block's plus the token's index) is at most its own and, with a ``sliding_window``, more than
+        its own less that. Scores are ``scale * q . k``; sums are float32. A query that sees no key
+        keeps its state, so that any partition of the blocks over calls gives the same result up to
+        rounding.
+        """
+        ...
+
+    def finish(
+        self, state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """Write ``acc / l`` to ``out [T, Hq, D]`` and ``m + ln l`` to ``lse [T, Hq]`` (float32).
+
+        A query that has seen no key gives zeros and ``-inf``.
+        """
+        ...
+
+    def store_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: IntArray,
+        layout: BlockLayout,
+    ) -> None:
+        """Scatter ``key, value [T, Hkv, D]`` (the cache's dtype) into ``cache [num_blocks, ...]``.
+
+        Token t goes to block ``slot_mapping[t] // block_tokens``, token ``slot_mapping[t] %
+        block_tokens`` of it; a negative entry (int64) is padding and is skipped.
+        """
+        ...
+
+    def pack(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slot_address: IntArray,
+        slot_layer_bytes: int,
+        layout: BlockLayout,
+        slot_layout: BlockLayout,
+    ) -> None:
+        """Copy n blocks of the L layers ``caches[l] [num_blocks, ...]`` into n slots, zero-padded.
+
+        Layer l of block ``block_ids[i]`` goes to the absolute address ``slot_address[i] +
+        l * slot_layer_bytes`` (memory of the device, or pinned memory that it can reach), page by
+        page at ``slot_layout``'s stride; the padding of a page is zeroed.
+        """
+        ...
+
+    def unpack(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slot_address: IntArray,
+        slot_layer_bytes: int,
+        layout: BlockLayout,
+        slot_layout: BlockLayout,
+    ) -> None:
+        """The way back of :meth:`pack`: fill the caches' blocks from the slots."""
+        ...
+
+
+def head_stride(name: str, tensor: torch.Tensor, heads: int, layout_head: int) -> int:
+    """Bytes from token to token of ``[T, heads, D]``; ``ValueError`` if the heads have holes."""
+    shape, stride = tensor.shape, tensor.stride()
+    if (
+        len(shape) != 3
+        or shape[1:] != (heads, layout_head)
+        or tensor.dtype not in DTYPES
+        or (stride[1:] != (layout_head, 1) and tensor.numel())
+        or not tensor.is_cpu
+    ):
+        raise ValueError(
+            f"{name} must be [T, {heads}, {layout_head}] of {DTYPES} on the CPU with contiguous "
+            f"heads, got {tensor.dtype} {tuple(shape)} strides {stride}"
+        )
+    # The stride of a dimension of size one is arbitrary.
+    step = stride[0] if shape[0] > 1 else heads * layout_head
+    return step * tensor.itemsize
+
+
+def block_addresses(
+    caches: Sequence[torch.Tensor], block_ids: IntArray, layout: BlockLayout
+) -> NDArray[np.uint64]:
+    """Absolute addresses ``[L, n]`` of each layer's part of n blocks of ``caches[l]``.
+
+    Raises ``ValueError`` if a cache does not hold blocks of this layout, or not these.
+    """
+    ids = on_host(block_ids, np.int64)
+    if ids.ndim != 1:
+        raise ValueError(f"block ids {ids.shape} must be [n]")
+    for cache in caches:
+        layout.check_cache(cache)
+    blocks = min((cache.shape[0] for cache in caches), default=0)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= blocks):
+        raise ValueError(f"a block id lies outside the cache's {blocks} blocks")
+    start = np.array([cache.data_ptr() for cache in caches], np.uint64)
+    step = np.array([block_stride(cache) * cache.itemsize for cache in caches], np.uint64)
+    addresses: NDArray[np.uint64] = start[:, None] + step[:, None] * ids.astype(np.uint64)[None, :]
+    return addresses
+
+
+def _layer_addresses(
+    caches: Sequence[torch.Tensor],
+    block_ids: IntArray,
+    slot_address: IntArray,
+    slot_layer_bytes: int,
+    layout: BlockLayout,
+    slot_layout: BlockLayout,
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Absolute addresses ``[L * n]`` of every layer's part of every block, in cache and slot."""
+    if layout.with_page_stride(slot_layout.page_stride_bytes) != slot_layout:
+        raise ValueError(f"{layout} and {slot_layout} differ in more than the page stride")
+    if len(caches) > 1 and slot_layer_bytes < slot_layout.block_bytes:
+        raise ValueError(
+            f"slot_layer_bytes {slot_layer_bytes} is less than a layer, {slot_layout.block_bytes}"
+        )
+    blocks = block_addresses(caches, block_ids, layout)
+    slots = on_host(slot_address, np.uint64)
+    if blocks.shape[1:] != slots.shape:
+        raise ValueError(
+            f"block ids {blocks.shape[1:]} and slot addresses {slots.shape} must be [n]"
+        )
+    layers = np.arange(len(caches), dtype=np.uint64) * np.uint64(slot_layer_bytes)
+    return blocks.ravel(), (slots[None, :] + layers[:, None]).ravel()
+
+
+class CpuKernels(NativeKernels):
+    """The native kernels. ``threads`` bounds the threads of one call (default: torch's)."""
+
+    device = torch.device("cpu")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        rows: Rows,
+        source: BlockSource,
+        layout: BlockLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> None:
+        """See :meth:`AttentionKernels.attend`; blocks may lie at absolute addresses."""
+        state.check(query)
+        query_heads = query.shape[1]
+        stride = head_stride("query", query, query_heads, layout.head_size)
+        base = on_host(source.base, np.uint64)
+        if source.tensor is not None:
+            if source.tensor.dtype != layout.dtype or source.tensor.device.type != "cpu":
+                raise ValueError(f"blocks must be {layout.dtype} on the CPU")
+            base = base * np.uint64(layout.dtype.itemsize) + np.uint64(source.tensor.data_ptr())
+        self._native.attend(
+            query.data_ptr(),
+            self._codes[query.dtype],
+            stride,
+            scale,
+            state.m.numpy(),
+            state.l.numpy(),
+            state.acc.numpy(),
+            rows.query_begin,
+            rows.query_count,
+            rows.first_position,
+            rows.block_begin,
+            rows.block_end,
+            base,
+            on_host(source.position, np.int64),
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.page_stride_bytes,
+            layout.kv_heads,
+            query_heads,
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+            sliding_window,
+        )
+
+    def finish(
+        self, state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See :meth:`AttentionKernels.finish`."""
+        state.check(state.acc)
+        tokens, heads, head_size = state.acc.shape
+        stride = head_stride("out", out, heads, head_size)
+        if out.shape[0] != tokens:
+            raise ValueError(f"out has {out.shape[0]} tokens, the state {tokens}")
+        if lse is not None and (lse.dtype != torch.float32 or lse.shape != state.m.shape):
+            raise ValueError(f"lse must be float32 {tuple(state.m.shape)}")
+        self._native.finish(
+            state.m.numpy(),
+            state.l.numpy(),
+            state.acc.numpy(),
+            out.data_ptr(),
+            self._codes[out.dtype],
+            stride,
+            None if lse is None else lse.numpy(),
+            self.threads,
+        )
+
+    def store_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: IntArray,
+        layout: BlockLayout,
+    ) -> None:
+        """See :meth:`AttentionKernels.store_kv`; also refuses slots outside the cache."""
+        layout.check_cache(cache)
+        slots = on_host(slot_mapping, np.int64)
+        strides = []
+        for name, part in (("key", key), ("value", value)):
+            strides.append(head_stride(name, part, layout.kv_heads, layout.head_size))
+            if part.dtype != layout.dtype or slots.shape != (part.shape[0],):
+                raise ValueError(
+                    f"{name} of {part.dtype} {tuple(part.shape)} does not fit {layout} and "
+                    f"{slots.shape} slots"
+                )
+        if slots.size and int(slots.max()) >= cache.shape[0] * layout.block_tokens:
+            raise ValueError(f"slot {int(slots.max())} lies outside {cache.shape[0]} blocks")
+        self._native.store_kv(
+            key.data_ptr(),
+            value.data_ptr(),
+            self._codes[layout.dtype],
+            *strides,
+            slots,
+            cache.data_ptr(),
+            block_stride(cache) * cache.itemsize,
+            layout.page_stride_bytes,
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.kv_heads,
+            layout.head_size,
+            self.threads,
+        )
+
+    def pack(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slot_address: IntArray,
+        slot_layer_bytes: int,
+        layout: BlockLayout,
+        slot_layout: BlockLayout,
+    ) -> None:
+        """See :meth:`AttentionKernels.pack`."""
+        blocks, slots = _layer_addresses(
+            caches,
+            block_ids,
+            slot_address,
+            slot_layer_bytes,
+            layout=layout,
+            slot_layout=slot_layout,
+        )
+        self._native.pack_blocks(
+            blocks,
+            slots,
+            layout.kv_heads * layout.groups,
+            layout.page_payload_bytes,
+            layout.page_stride_bytes,
+            slot_layout.page_stride_bytes,
+            self.threads,
+        )
+
+    def unpack(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slot_address: IntArray,
+        slot_layer_bytes: int,
+        layout: BlockLayout,
+        slot_layout: BlockLayout,
+    ) -> None:
+        """See :meth:`AttentionKernels.unpack`."""
+        blocks, slots = _layer_addresses(
+            caches,
+            block_ids,
+            slot_address,
+            slot_layer_bytes,
+            layout=layout,
+            slot_layout=slot_layout,
+        )
+        self._native.unpack_blocks(
+            slots,
+            blocks,
+            layout.kv_heads * layout.groups,
+            layout.page_payload_bytes,
+            slot_layout.page_stride_bytes,
+            layout.page_stride_bytes,
+            self.threads,
+        )
+
+
+class TritonKernels:
+    """The Triton kernels of one CUDA device (or, for tests, of Triton's interpreter)."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Load the kernels; raises ``UnsupportedError`` if Triton cannot be imported."""
+        self.device = device
+        try:
+            self._attend = importlib.import_module("vllm_ssdkv.triton_kernels.attend")
+            self._finish = importlib.import_module("vllm_ssdkv.triton_kernels.finish")
+            self._pack = importlib.import_module("vllm_ssdkv.triton_kernels.pack")
+            self._store = importlib.import_module("vllm_ssdkv.triton_kernels.store_kv")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"page mode on {device} needs Triton, which does not load: {error}"
+            ) from error
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        rows: Rows,
+        source: BlockSource,
+        layout: BlockLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> None:
+        """See :meth:`AttentionKernels.attend`.
+
+        Each block must start at a multiple of 16 bytes where pages and keys do. Absolute addresses
+        may name pinned host memory: right where each byte is read once (decode), slow for long
+        rows, whose context belongs in a staging tensor. Arrays that are on the device already are
+        used as they are: move ``rows`` and ``source`` once per step with their ``to``.
+        """
+        self._attend.attend(
+            query,
+            state,
+            rows.to(query.device),
+            cache=source.tensor,
+            block_offset=on_device(source.base, torch.int64, query.device),
+            block_position=on_device(source.position, torch.int64, query.device),
+            layout=layout,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+
+    def finish(
+        self, state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
+        """See :meth:`AttentionKernels.finish`."""
+        self._finish.finish(state, out, lse)
+
+    def store_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: IntArray,
+        layout: BlockLayout,
+    ) -> None:
+        """See :meth:`AttentionKernels.store_kv`; slots outside the cache are not detected."""
+        slots = on_device(slot_mapping, torch.int64, cache.device)
+        self._store.store_kv(key, value, cache, slots, layout)
+
+    def pack(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slot_address: IntArray,
+        slot_layer_bytes: int,
+        layout: BlockLayout,
+        slot_layout: BlockLayout,
+    ) -> None:
+        """See :meth:`AttentionKernels.pack`; one launch. Host arrays spare a wait."""
+        blocks, slots = _layer_addresses(
+            caches,
+            block_ids,
+            slot_address,
+            slot_layer_bytes,
+            layout=layout,
+            slot_layout=slot_layout,
+        )
+        self._pack.copy_pages(
+            blocks,
+            slots,
+            pages=layout.kv_heads * layout.groups,
+            payload_bytes=layout.page_payload_bytes,
+            source_stride_bytes=layout.page_stride_bytes,
+            target_stride_bytes=slot_layout.page_stride_bytes,
+            zero_padding=True,
+            device=self.device,
+        )
+
+    def unpack(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        slot_address: IntArray,
+        slot_layer_bytes: int,
+        layout: BlockLayout,
+        slot_layout: BlockLayout,
+    ) -> None:
+        """See :meth:`AttentionKernels.unpack`; one launch. Host arrays spare a wait."""
+        blocks, slots = _layer_addresses(
+            caches,
+            block_ids,
+            slot_address,
+            slot_layer_bytes,
+            layout=layout,
+            slot_layout=slot_layout,
+        )
+        self._pack.copy_pages(
+            slots,
+            blocks,
+            pages=layout.kv_heads * layout.groups,
+            payload_bytes=layout.page_payload_bytes,
+            source_stride_bytes=slot_layout.page_stride_bytes,
+            target_stride_bytes=layout.page_stride_bytes,
+            zero_padding=False,
+            device=self.device,
+        )
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what is queued on the device's current stream: nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@functools.cache
+def select_kernels(device: torch.device) -> AttentionKernels:
+    """The kernels for tensors on ``device``, one object per device of a process.
+
+    Raises ``UnsupportedError`` if there are none.
+    """
+    if device.type == "cpu":
+        return CpuKernels()
+    if device.type == "cuda":
+        return TritonKernels(device)
+    raise UnsupportedError(f"page mode has no attention kernels for {device.type} devices")

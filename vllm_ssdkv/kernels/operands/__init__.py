@@ -1,0 +1,1 @@
+"""Operands of kernels: block layouts, lists of blocks and pages, rows, partial states."""

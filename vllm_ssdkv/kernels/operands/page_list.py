@@ -1,0 +1,56 @@
+"""Lists of pages that lie anywhere, for sparse decode attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_ssdkv.kernels.operands.block_layout import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """P pages of one layer for R rows and ``kv_heads`` KV heads. Holds references, copies nothing.
+
+    KV head h of row r attends to the pages ``begin[i] .. end[i]``, ``i = r * kv_heads + h``, in
+    that order. They may be some of what was selected: the rest comes in another call.
+
+    Attributes:
+        query_token: Query token of each row, int32 [R]: its index in the query and the state. No
+            token twice.
+        query_position: Its position in the request, int64 [R].
+        begin, end: See above, int32 [R * kv_heads], end exclusive.
+        address: Absolute address of each page, uint64 [P]: K ``[page_tokens, head_size]``, then V
+            of the same shape, at once after it. The caller keeps the memory alive.
+        position: Position in the request of each page's first token, int64 [P]. Tokens after a
+            row's own position are not looked at.
+        token_mask: Tokens to attend to, uint8 [P, page_tokens] of 0 and 1; None: all.
+    """
+
+    query_token: IntArray
+    query_position: IntArray
+    begin: IntArray
+    end: IntArray
+    address: IntArray
+    position: IntArray
+    token_mask: IntArray | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` unless the arrays' shapes belong together."""
+        rows, lists, pages = self.query_token.shape, self.begin.shape, self.address.shape
+        if (
+            any(len(shape) != 1 for shape in (rows, lists, pages))
+            or tuple(self.query_position.shape) != tuple(rows)
+            or tuple(self.end.shape) != tuple(lists)
+            or tuple(self.position.shape) != tuple(pages)
+            or (rows[0] == 0) != (lists[0] == 0)
+            or (rows[0] and lists[0] % rows[0])
+        ):
+            raise ValueError(
+                "a page list needs query_token and query_position [R], begin and end "
+                "[R * kv_heads], address and position [P]; got "
+                f"{tuple(rows)}, {tuple(self.query_position.shape)}, {tuple(lists)}, "
+                f"{tuple(self.end.shape)}, {tuple(pages)}, {tuple(self.position.shape)}"
+            )
+        mask = self.token_mask
+        if mask is not None and (len(mask.shape) != 2 or mask.shape[0] != pages[0]):
+            raise ValueError(f"a token mask must be [{pages[0]}, page_tokens], got {mask.shape}")

@@ -1,0 +1,364 @@
+"""Sparse attention's kernels beside :mod:`vllm_ssdkv.kernels.dense`: pages and summaries.
+
+``CpuPageKernels`` runs the native ones of ``vllm_ssdkv._kernels``, ``TritonPageKernels`` those of
+``vllm_ssdkv.triton_kernels``; :func:`select_page_kernels` picks by device. They follow the
+semantics of ``attention/reference_sparse.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.kernels.dense import TritonKernels, block_addresses, head_stride
+from vllm_ssdkv.kernels.native import NativeKernels
+from vllm_ssdkv.kernels.operands.block_layout import (
+    BlockLayout,
+    IntArray,
+    PartialState,
+    on_device,
+    on_host,
+)
+from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+
+class PageKernels(Protocol):
+    """What sparse attention needs of a device. Threads and order: as ``AttentionKernels``."""
+
+    device: torch.device
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        pages: PageList,
+        layout: BlockLayout,
+        scale: float,
+    ) -> None:
+        """Fold the listed pages into ``state`` in place: exact attention over those tokens.
+
+        ``query [T, Hq, D]`` as in ``AttentionKernels.attend``; of ``layout`` only page tokens, KV
+        heads, head size and dtype count. A query whose lists hold no key keeps its state, so that
+        pages may be split over calls as they arrive. The same call gives the same bits; on the CPU
+        cutting the same tokens into pages of another size does, too.
+        """
+        ...
+
+    def summarize(
+        self,
+        source: IntArray,
+        layout: BlockLayout,
+        *,
+        bounds: IntArray | None = None,
+        channels: IntArray | None = None,
+        scales: IntArray | None = None,
+        value_sum: IntArray | None = None,
+    ) -> None:
+        """Write what is kept of n complete blocks of one layer, for selectors and compensation.
+
+        All are absolute addresses, ``[n]``, of memory that the device reaches. ``source``: the
+        layer's part of each block, laid out by ``layout`` (as in the cache or as in a slot).
+        Targets that are not None: ``bounds``
+        ``[kv_heads, groups, 2, head_size]`` (min and max over a page of each channel of K, in the
+        layout's dtype, exact; NaN where K has one), ``channels`` ``[kv_heads, head_size,
+        block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
+        (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
+        times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
+        ``2 * head_size * itemsize`` bytes; what is left of them stays as it is. See
+        ``reference_sparse.scaled_channels``.
+        """
+        ...
+
+    def pack_summarized(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Copy n blocks of the L layers ``caches[l] [num_blocks, ...]`` into n slots, complete but
+        for their headers: pages as ``AttentionKernels.pack`` does, and the tails of summary and
+        channel pages.
+
+        ``frames`` and ``tails`` ``[n]`` are absolute addresses, on the host. What of the payload of
+        a summary or channel page is not used is zeroed; the padding behind it stays as it is.
+        """
+        ...
+
+
+class CpuPageKernels(NativeKernels):
+    """The native kernels. ``threads`` bounds the threads of one call (default: torch's)."""
+
+    device = torch.device("cpu")
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        pages: PageList,
+        layout: BlockLayout,
+        scale: float,
+    ) -> None:
+        """See :meth:`PageKernels.attend_pages`."""
+        state.check(query)
+        stride = head_stride("query", query, query.shape[1], layout.head_size)
+        mask = pages.token_mask
+        if mask is not None:
+            mask = mask.numpy() if isinstance(mask, torch.Tensor) else mask
+            mask = np.ascontiguousarray(mask, np.uint8)
+        self._native.attend_pages(
+            query.data_ptr(),
+            self._codes[query.dtype],
+            stride,
+            scale,
+            state.m.numpy(),
+            state.l.numpy(),
+            state.acc.numpy(),
+            on_host(pages.query_token, np.int32),
+            on_host(pages.query_position, np.int64),
+            on_host(pages.begin, np.int32),
+            on_host(pages.end, np.int32),
+            on_host(pages.address, np.uint64),
+            on_host(pages.position, np.int64),
+            mask,
+            layout.page_tokens,
+            layout.kv_heads,
+            query.shape[1],
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+        )
+
+    def summarize(
+        self,
+        source: IntArray,
+        layout: BlockLayout,
+        *,
+        bounds: IntArray | None = None,
+        channels: IntArray | None = None,
+        scales: IntArray | None = None,
+        value_sum: IntArray | None = None,
+    ) -> None:
+        """See :meth:`PageKernels.summarize`."""
+        self._native.summarize(
+            on_host(source, np.uint64),
+            *(
+                None if target is None else on_host(target, np.uint64)
+                for target in (bounds, channels, scales, value_sum)
+            ),
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.page_stride_bytes,
+            layout.kv_heads,
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+        )
+
+    def pack_summarized(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """See :meth:`PageKernels.pack_summarized`; one native call."""
+        source = block_addresses(caches, block_ids, layout)
+        self._summarize_slots(
+            source, frames + np.uint64(geometry.header_bytes), tails, layout, geometry
+        )
+
+    def make_tails(
+        self,
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Make the tails of n slots, as :meth:`pack_summarized` does, from frames: both absolute
+        addresses, ``[n]``. ``layout`` is that of blocks in slots."""
+        layers = np.arange(geometry.layers, dtype=np.uint64) * np.uint64(geometry.layer_bytes)
+        source = layers[:, None] + (frames + np.uint64(geometry.header_bytes))[None, :]
+        self._summarize_slots(source, None, tails, layout, geometry)
+
+    def _summarize_slots(
+        self,
+        source: NDArray[np.uint64],
+        pages: NDArray[np.uint64] | None,
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        self._native.pack_summarized(
+            source.ravel(),
+            pages,
+            tails,
+            geometry.page_bytes,
+            geometry.summary_pages,
+            geometry.channel_pages,
+            geometry.scaled_from > 0,
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.page_stride_bytes,
+            layout.kv_heads,
+            layout.head_size,
+            self._codes[layout.dtype],
+            self.threads,
+        )
+
+
+class TritonPageKernels:
+    """The Triton kernels of one CUDA device (or, for tests, of Triton's interpreter)."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Load the kernels; raises ``UnsupportedError`` if Triton cannot be imported."""
+        self.device = device
+        try:
+            self._attend = importlib.import_module("vllm_ssdkv.triton_kernels.attend")
+            self._summarize = importlib.import_module("vllm_ssdkv.triton_kernels.summarize")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"sparse attention on {device} needs Triton, which does not load: {error}"
+            ) from error
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        state: PartialState,
+        pages: PageList,
+        layout: BlockLayout,
+        scale: float,
+    ) -> None:
+        """See :meth:`PageKernels.attend_pages`; pages may lie in pinned host memory.
+
+        Lists that are host arrays spare a wait.
+        """
+        sizes = on_host(pages.end, np.int32) - on_host(pages.begin, np.int32)
+        mask = pages.token_mask
+        if mask is not None:
+            mask = torch.as_tensor(mask).to(query.device, torch.uint8).contiguous()
+        listed = dataclasses.replace(pages, token_mask=mask)
+        longest = int(sizes.max()) if len(sizes) else 0
+        self._attend.attend_pages(
+            query, state, listed, layout=layout, scale=scale, max_pages=longest
+        )
+
+    def summarize(
+        self,
+        source: IntArray,
+        layout: BlockLayout,
+        *,
+        bounds: IntArray | None = None,
+        channels: IntArray | None = None,
+        scales: IntArray | None = None,
+        value_sum: IntArray | None = None,
+    ) -> None:
+        """See :meth:`PageKernels.summarize`; one launch."""
+        targets = {
+            "bounds": bounds,
+            "channels": channels,
+            "scales": scales,
+            "value_sum": value_sum,
+        }
+        self._summarize.summarize(
+            on_device(source, torch.int64, self.device),
+            layout,
+            **{
+                name: on_device(target, torch.int64, self.device)
+                for name, target in targets.items()
+                if target is not None
+            },
+        )
+
+    def pack_summarized(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: IntArray,
+        frames: NDArray[np.uint64],
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """See :meth:`PageKernels.pack_summarized`: a launch for pages, one per layer for the rest,
+        which is made in memory of the device and waited for."""
+        TritonKernels(self.device).pack(
+            caches,
+            block_ids,
+            frames + np.uint64(geometry.layer_offset(0)),
+            geometry.layer_bytes,
+            layout,
+            layout.with_page_stride(geometry.page_bytes),
+        )
+        record = geometry.payload_bytes // layout.page_tokens
+        sources = block_addresses(caches, block_ids, layout)
+        summaries = self._payloads(len(frames), geometry, geometry.summary_pages)
+        if not geometry.channel_pages:
+            for layer, source in enumerate(sources):
+                place = np.uint64(layer * geometry.pages_per_layer * record)
+                self.summarize(source, layout, bounds=_rows(summaries) + place)
+            _put(summaries, tails, geometry)
+            return
+        channels = self._payloads(len(frames), geometry, geometry.channel_pages)
+        shape = len(frames), geometry.heads, layout.head_size
+        sums = torch.zeros(shape, device=self.device)
+        size = geometry.heads * record
+        for layer, source in enumerate(sources):
+            begin = layer * size * (2 if geometry.scaled_from else 1)
+            scales = _rows(summaries) + np.uint64(begin + size) if geometry.scaled_from else None
+            self.summarize(
+                source, layout, channels=_rows(channels), scales=scales, value_sum=_rows(sums)
+            )
+            first = geometry.first_channel_page(layer) - geometry.kv_pages
+            _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
+            held = summaries[:, begin : begin + size].view(len(frames), geometry.heads, record)
+            held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
+        _put(summaries, tails, geometry)
+
+    def _payloads(self, slots: int, geometry: SlotGeometry, pages: int) -> torch.Tensor:
+        """Memory of the device for the payloads of so many pages of each slot, uint8, zeros."""
+        shape = slots, pages * geometry.payload_bytes
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+
+def _put(payloads: torch.Tensor, first: NDArray[np.uint64], geometry: SlotGeometry) -> None:
+    """Copy payloads, [n, pages * payload_bytes], to the pages from the ``first`` ones, [n], on."""
+    payloads = payloads.cpu()
+    pages = np.arange(payloads.shape[1] // geometry.payload_bytes, dtype=np.uint64)
+    source = _rows(payloads)[:, None] + pages * np.uint64(geometry.payload_bytes)
+    target = first[:, None] + pages * np.uint64(geometry.page_bytes)
+    _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
+
+
+def _rows(memory: torch.Tensor) -> NDArray[np.uint64]:
+    """Absolute address of each row."""
+    step = np.uint64(memory.stride(0) * memory.itemsize)
+    return np.uint64(memory.data_ptr()) + np.arange(len(memory), dtype=np.uint64) * step
+
+
+@functools.cache
+def select_page_kernels(device: torch.device) -> PageKernels:
+    """The kernels for tensors on ``device``, one object per device of a process.
+
+    Raises ``UnsupportedError`` if there are none.
+    """
+    if device.type == "cpu":
+        return CpuPageKernels()
+    if device.type == "cuda":
+        return TritonPageKernels(device)
+    raise UnsupportedError(
+        f"sparse selectors have no attention kernels for {device.type} devices; set selector: exact"
+    )

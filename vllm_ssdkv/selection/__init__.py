@@ -1,1 +1,0 @@
-"""Which part of a context a query needs: one file per selector behind one protocol."""

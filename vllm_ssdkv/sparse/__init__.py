@@ -1,0 +1,1 @@
+"""Sparse decode: which part of a context a query needs."""

@@ -1,0 +1,169 @@
+"""Scores of context pages or tokens, and what makes and ranks them.
+
+A table of scores has one line per row and KV head and one column per page or token of the row's
+context. Tables of logits have one line per query head instead. How they lie is the affair of the
+kernels that make them (:mod:`vllm_ssdkv.kernels.scoring`), which alone read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection
+from vllm_ssdkv.sparse.sizes import Offsets
+
+Floats = NDArray[np.float32]
+Table: TypeAlias = Floats | torch.Tensor
+"""float32, see the module."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogits:
+    """Approximate logits of all tokens of R rows, the window's at the end of each row.
+
+    Attributes:
+        logits: Table by query head.
+        first: Columns of the rows, added up, int64 [R + 1].
+        lse: Their log-sum-exp, float32 [R, q_heads].
+    """
+
+    logits: Table
+    first: Offsets
+    lse: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """By what pages or tokens are chosen.
+
+    Attributes:
+        score: What ranks them, table by KV head.
+        mass: Estimated share of softmax mass, mean over a KV head's query heads, such a table.
+        window_mass: The window's share, float32 [R, kv_heads].
+        first: Columns of the rows, added up, int64 [R + 1].
+        tokens: The logits they come from, where these are needed again.
+    """
+
+    score: Table
+    mass: Table
+    window_mass: Table
+    first: Offsets
+    tokens: TokenLogits | None = None
+
+
+class Scorer(Protocol):
+    """A selector's way of scoring, for :class:`~.adaptive.AdaptiveSelector` to choose by."""
+
+    name: str
+    needs: Needs
+
+    def score(
+        self,
+        query: torch.Tensor,
+        context: ContextSummaries,
+        scale: float,
+        window_lse: torch.Tensor | None = None,
+    ) -> Scores:
+        """Scores of all context pages; arguments as of ``Selector.select``."""
+        ...
+
+    def complete(
+        self, selection: Selection, scores: Scores, context: ContextSummaries
+    ) -> Selection:
+        """The selection of pages by these scores, with what attention needs beside."""
+        ...
+
+
+class ScoringKernels(Protocol):
+    """What selection needs of a device. Threads: as ``AttentionKernels``.
+
+    All raise ``ValueError`` before any work if arguments do not fit. Queries are on the kernels'
+    device, ``[R, q_heads, head_size]``; what a :class:`Selection` holds is on the host in any case,
+    because the host fetches the pages.
+    """
+
+    def bound_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[Table, Offsets]:
+        """Upper bounds of the scaled logits of every context page, by query head.
+
+        The sum over channels of ``max(q * min, q * max)`` (Quest, Tang et al. 2024): no logit of
+        the page is larger, but for rounding.
+        """
+        ...
+
+    def weigh(
+        self,
+        logits: Table,
+        first: Offsets,
+        window_lse: torch.Tensor | None,
+        query_heads: int,
+        context: ContextSummaries,
+    ) -> Scores:
+        """Softmax weights of pages whose tokens all have the page's logit.
+
+        A KV head's weight is the mean over its query heads, each of which distributes a mass of 1
+        over its context, and its window if ``window_lse`` is given: no head outvotes another by the
+        size of its logits.
+        """
+        ...
+
+    def channel_logits(
+        self,
+        query: torch.Tensor,
+        context: ContextSummaries,
+        scale: float,
+        channels: int,
+        together: int = 1,
+    ) -> tuple[Table, Offsets]:
+        """Approximate logits of every token from ``channels`` channels, by query head.
+
+        SparQ's steps 1 and 2 (Ribar et al. 2024): one set of channels per KV head, the largest sums
+        of ``|q_g|`` over its query heads, equal ones by number; ``scale * sqrt(|q_g|_1 /
+        |q_g[i]|_1)`` in place of ``scale``. Neighbours that are chosen ``together``, a number that
+        divides ``channels`` and the head size, go by their sum. Waits for the context's
+        ``channel_source``.
+        """
+        ...
+
+    def score_tokens(
+        self,
+        logits: Table,
+        first: Offsets,
+        query_heads: int,
+        context: ContextSummaries,
+        page_tokens: int,
+    ) -> Scores:
+        """Scores of the context's pages of ``page_tokens`` tokens from the logits of all tokens.
+
+        A token's score is the sum of its logits over the query heads of the KV head (not of their
+        softmax; SparQ step 3), a page's the largest of its tokens'. With
+        ``page_tokens = 1`` columns are tokens.
+        """
+        ...
+
+    def choose(
+        self,
+        scores: Scores,
+        least: NDArray[np.int32],
+        most: NDArray[np.int32],
+        sinks: int = 0,
+        p: float = 1.0,
+    ) -> Selection:
+        """The columns of highest score, until they and the window cover ``p`` of the mass.
+
+        The first ``sinks`` columns go first, equal scores by number, NaN before all others, so that
+        broken data is attended to and shows. Row r takes at least ``least[r]`` and at most
+        ``most[r]`` (int32 [R]) for each KV head, sinks included; ``p`` of 1 or more is never
+        reached. ``pages`` of the result are the columns.
+        """
+        ...
+
+    def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
+        """Softmax mass of the chosen tokens and the window, float32 [R, q_heads]: SparQ's alpha."""
+        ...

@@ -1,0 +1,1 @@
+"""Residency in DRAM: frames, selected pages, summaries, and their eviction."""

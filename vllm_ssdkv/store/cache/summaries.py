@@ -1,0 +1,350 @@
+"""Summaries of slots, kept in DRAM: what a selector looks at instead of the pages themselves.
+
+In a slot without channel pages the summary is each page's *bounds*: the smallest and the largest
+value of each of K's channels (Quest, Tang et al. 2024). In one with channel pages it is the *sum of
+V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if
+these are int8, and a table may keep the slot's K, channel-major, too: in its rows, or in memory of
+the device that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without
+padding, so that one address per slot and layer is all that a kernel needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.device_memory import DeviceMemory
+
+ChannelTier = Literal["dram", "ssd", "hbm"]
+"""Where selectors find the slots' channel pages."""
+
+NO_ROW = -1
+
+_FEW: Final = 16
+"""Rows that are looked for one by one, as each block of a decoding request is: partitioning takes
+as long as some hundred minima where most rows are empty."""
+
+ROW_ALIGN = 64
+"""Bytes, of which a row is a multiple."""
+
+
+def with_summaries(
+    geometry: SlotGeometry, page_tokens: int, *, channels: bool, scaled_from: int = 0
+) -> SlotGeometry:
+    """A slot of ``geometry`` with what a selector needs beside its KV.
+
+    Args:
+        geometry: Of KV alone.
+        page_tokens: Tokens of a page.
+        channels: Channel-major K and sums of V, else bounds.
+        scaled_from: Bytes of a number of K, to have it as int8 with scales; 0: as it is.
+    """
+    records = geometry.layers * geometry.heads
+    if not channels:
+        return replace(geometry, summary_pages=-(-records * geometry.groups // page_tokens))
+    return replace(
+        geometry,
+        summary_pages=-(-records * (2 if scaled_from else 1) // page_tokens),
+        channel_pages=-(-geometry.pages_per_layer // (2 * (scaled_from or 1))),
+        scaled_from=scaled_from,
+    )
+
+
+def _records(geometry: SlotGeometry) -> int:
+    """Records of one layer."""
+    if not geometry.channel_pages:
+        return geometry.pages_per_layer
+    return geometry.heads * (2 if geometry.scaled_from else 1)
+
+
+def summary_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
+    """Bytes of the summaries of one slot, without padding."""
+    return geometry.layers * _records(geometry) * (geometry.payload_bytes // page_tokens)
+
+
+def channel_bytes(geometry: SlotGeometry) -> int:
+    """Bytes of one layer's K in the channel pages of a slot, without padding."""
+    if not geometry.channel_pages:
+        return 0
+    return geometry.pages_per_layer * geometry.payload_bytes // 2 // (geometry.scaled_from or 1)
+
+
+def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
+    """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
+    size = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+    return size + channels * round_up(geometry.layers * channel_bytes(geometry), ROW_ALIGN)
+
+
+class SummaryTable:
+    """Summaries by slot, least recently used first out. Thread-safe; never blocks on I/O.
+
+    A row that somebody has pinned stays as it is, even when its slot is forgotten.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        offset: int,
+        geometry: SlotGeometry,
+        page_tokens: int,
+        rows: int,
+        slots: int,
+        *,
+        channels: bool,
+    ):
+        """``rows`` of :func:`row_bytes` each, in the arena from ``offset`` (bytes, a multiple of
+        64) on; ``slots`` of the store. ``channels``: rows have the slots' channel pages, too."""
+        self._geometry = geometry
+        self.holds_channels = channels and geometry.channel_pages > 0
+        """Whether channel-major K is kept."""
+        self._device: DeviceMemory | None = None
+        self.holds_scales = geometry.scaled_from > 0
+        """Whether channel-major K is int8, and rows have its scales."""
+        self._heads = geometry.heads
+        self._record = geometry.payload_bytes // page_tokens
+        self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
+        self._layer_bytes = summary_bytes(geometry, page_tokens) // geometry.layers
+        self._channels = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+        """Where channel-major K begins in a row."""
+        self._channel_bytes = channel_bytes(geometry)
+        self._base = arena.address + offset
+        self._memory = arena.view(offset, rows * self._row_bytes).reshape(rows, self._row_bytes)
+        # Of each page that is copied to a row: its number, its place in the row, and its bytes.
+        number, place, size = [], [], []
+        payload = geometry.payload_bytes
+        parts = [
+            (geometry.kv_pages, geometry.summary_pages, 0, summary_bytes(geometry, page_tokens))
+        ]
+        if self.holds_channels:
+            parts += [
+                (
+                    geometry.first_channel_page(layer),
+                    geometry.channel_pages,
+                    self._channels + layer * self._channel_bytes,
+                    self._channel_bytes,
+                )
+                for layer in range(geometry.layers)
+            ]
+        for first, count, begin, nbytes in parts:
+            number += [first + i for i in range(count)]
+            place += [begin + i * payload for i in range(count)]
+            size += [min(payload, nbytes - i * payload) for i in range(count)]
+        self.pages = np.array(number, dtype=np.int64)
+        """Numbers of the pages of a slot that a row is made of, those last that lie in memory of a
+        device."""
+        self._place = np.array(place, dtype=np.uint64)
+        self._size = np.array(size, dtype=np.uint64)
+        self._lock = threading.Lock()
+        self.rows = rows
+        self._row_of = np.full(slots, NO_ROW, dtype=np.int32)
+        self._slot_of = np.full(rows, -1, dtype=np.int64)
+        self._pins = np.zeros(rows, dtype=np.int32)
+        self._closed = np.zeros(rows, dtype=np.bool_)
+        self.open_rows = rows
+        """Rows that are not closed."""
+        self._used = np.zeros(rows, dtype=np.int64)
+        """When each row was used last, in calls; 0: it holds nothing."""
+        self._clock = 0
+
+    @property
+    def channels_on_device(self) -> bool:
+        """Whether channel-major K lies in memory of the device that attends."""
+        return self._device is not None
+
+    @property
+    def channel_places(self) -> int:
+        """Channel pages of all rows."""
+        return self.rows * self._geometry.layers * self._geometry.channel_pages
+
+    def keep_channels(self, memory: DeviceMemory) -> None:
+        """Channel-major K lies in this memory of :attr:`channel_places`, for the table's whole
+        life; it must be empty. Copies have ended when ``memory.copy`` returns.
+
+        Raises:
+            ValueError: slots have no channel pages, rows have them, or places are too few.
+        """
+        places = self.channel_places
+        if self.holds_channels or not 0 < places <= memory.places:
+            raise ValueError(f"{memory.places} places for channels, where {places} are needed")
+        first = self._geometry.first_channel_page(0)
+        numbers = np.arange(first, self._geometry.pages, dtype=np.int64)
+        self.pages = np.concatenate([self.pages, numbers])
+        self.holds_channels, self._device = True, memory
+
+    def put(self, slots: NDArray[np.int64], pages: NDArray[np.uint64]) -> None:
+        """Take in the summaries of distinct slots [n] from the absolute addresses of their
+        :attr:`pages`, [n, pages]. Those for which there is no room are left out."""
+        with self._lock:
+            rows = self._take(slots)
+            here = rows != NO_ROW
+            self._copy(rows[here], pages[here])
+
+    def put_tails(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
+        """:meth:`put` of distinct slots, [n], from the absolute addresses of their tails, [n]."""
+        steps = (self.pages - self._geometry.kv_pages) * self._geometry.page_bytes
+        self.put(slots, tails[:, None] + steps.astype(np.uint64)[None, :])
+
+    def _take(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """A row for each slot, or ``NO_ROW``. Lock held."""
+        rows = self._row_of[slots]
+        new = np.flatnonzero(rows == NO_ROW)
+        self._used[rows[rows != NO_ROW]] = self._clock = self._clock + 1
+        free = self._oldest(len(new))
+        new = new[: len(free)]
+        before = self._slot_of[free]
+        self._row_of[before[before >= 0]] = NO_ROW
+        self._slot_of[free] = slots[new]
+        self._row_of[slots[new]] = free
+        self._used[free] = self._clock
+        rows[new] = free
+        # A slot that was known may have lost its row to one of these.
+        rows[self._row_of[slots] != rows] = NO_ROW
+        return rows
+
+    def _oldest(self, count: int) -> NDArray[np.intp]:
+        """So many rows that may be taken, or fewer, those that were used longest ago. Lock held."""
+        free = np.flatnonzero((self._pins == 0) & ~self._closed)
+        if count >= len(free):
+            return free
+        used = self._used[free]
+        if count > _FEW:
+            return free[np.argpartition(used, count)[:count]]
+        places = np.empty(count, dtype=np.intp)
+        for i in range(count):
+            places[i] = used.argmin()
+            used[places[i]] = self._clock + 1
+        return free[places]
+
+    def _copy(self, rows: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
+        own = len(self._place)
+        target = self._address(rows)[:, None] + self._place[None, :]
+        sizes = np.broadcast_to(self._size, target.shape)
+        _io.copy(
+            np.ascontiguousarray(pages[:, :own].ravel()),
+            target.ravel(),
+            np.ascontiguousarray(sizes.ravel()),
+        )
+        if self._device is not None and len(rows):
+            count = pages.shape[1] - own
+            places = rows[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)[None, :]
+            self._device.copy(np.ascontiguousarray(pages[:, own:].ravel()), places.ravel())
+
+    def pin(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Row of each slot, [n], or ``NO_ROW``; rows stay until :meth:`unpin`."""
+        with self._lock:
+            rows = self._row_of[slots]
+            here = rows[rows != NO_ROW]
+            np.add.at(self._pins, here, 1)
+            self._used[here] = self._clock = self._clock + 1
+            return rows
+
+    def unpin(self, rows: NDArray[np.int32]) -> None:
+        """End the use of pinned rows; ``NO_ROW`` entries are skipped."""
+        with self._lock:
+            np.subtract.at(self._pins, rows[rows != NO_ROW], 1)
+
+    def address(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
+        """Absolute address of a layer's bounds in each row, ``[heads, groups, 2, head_size]``."""
+        return self._address(rows) + np.uint64(layer * self._layer_bytes)
+
+    def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
+        """Absolute address of a layer's K in each row, ``[heads, head_size, block_tokens]``."""
+        if self._device is not None:
+            count = self._geometry.channel_pages
+            place = rows.astype(np.uint64) * np.uint64(self._geometry.layers * count)
+            place += np.uint64(layer * count)
+            return np.uint64(self._device.address) + place * np.uint64(self._geometry.payload_bytes)
+        return self._address(rows) + np.uint64(self._channels + layer * self._channel_bytes)
+
+    def scales(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
+        """Absolute address of the scales of a layer's channels in each row, see
+        ``ContextSummaries.channel_scales``."""
+        return self.address(rows, layer) + np.uint64(self._heads * self._record)
+
+    def values(self, rows: NDArray[np.int32], layer: int, head_size: int) -> NDArray[np.float32]:
+        """A layer's sum of V over the tokens of each row, a copy, [n, heads, head_size]."""
+        begin = layer * self._layer_bytes
+        records = self._memory[rows, begin : begin + self._heads * self._record]
+        used = records.reshape(len(rows), self._heads, self._record)[..., : 4 * head_size]
+        return np.ascontiguousarray(used).view(np.float32)
+
+    def _address(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
+        return np.uint64(self._base) + rows.astype(np.uint64) * np.uint64(self._row_bytes)
+
+    def forget(self, slots: NDArray[np.int64]) -> None:
+        """The content of these slots changes."""
+        with self._lock:
+            rows = self._row_of[slots]
+            rows = rows[rows != NO_ROW]
+            self._slot_of[rows] = -1
+            self._used[rows] = 0
+            self._row_of[slots] = NO_ROW
+
+    # ---- lending their memory ----
+
+    def held_in(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+        """Rows that hold something, of the ``length`` from each of these on, [n]; -1 where one is
+        pinned."""
+        rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
+        with self._lock:
+            held: NDArray[np.int32] = (self._slot_of[rows] >= 0).sum(axis=1, dtype=np.int32)
+            held[(self._pins[rows] > 0).any(axis=1)] = -1
+        return held
+
+    def close(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take the ``length`` rows from each of these on out of use, where none of them is pinned;
+        where that was so, [n]. What was used last of all there is stays, in other rows."""
+        rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
+        with self._lock:
+            free: NDArray[np.bool_] = ~(self._pins[rows] > 0).any(axis=1)
+            closed = np.unique(rows[free])
+            closed = closed[~self._closed[closed]]
+            self._closed[closed] = True
+            self.open_rows -= len(closed)
+            self._move(closed)
+            return free
+
+    def _move(self, rows: NDArray[np.int32]) -> None:
+        """What these closed rows hold goes where what is older was, or is forgotten. Lock held."""
+        held = rows[self._slot_of[rows] >= 0]
+        held = held[np.argsort(-self._used[held], kind="stable")]
+        place = self._oldest(len(held))
+        place = place[np.argsort(self._used[place], kind="stable")]
+        # Each is newer than the next, and each place older than the next one.
+        count = int(np.count_nonzero(self._used[held[: len(place)]] > self._used[place]))
+        place, kept = place[:count], held[:count]
+        before = self._slot_of[place]
+        self._row_of[before[before >= 0]] = NO_ROW
+        self._row_of[self._slot_of[held[count:]]] = NO_ROW
+        self._memory[place] = self._memory[kept]
+        self._slot_of[place] = self._slot_of[kept]
+        self._row_of[self._slot_of[kept]] = place
+        self._used[place] = self._used[kept]
+        self._slot_of[rows] = -1
+        self._used[rows] = 0
+
+    def open(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Closed rows may be used again; they hold nothing."""
+        rows = firsts[:, None] + np.arange(length, dtype=np.int32)[None, :]
+        with self._lock:
+            self._closed[rows] = False
+            self.open_rows += rows.size
+
+    # ---- counts ----
+
+    def held(self) -> int:
+        """Rows that hold something."""
+        with self._lock:
+            return int((self._slot_of >= 0).sum())
+
+    def pinned(self) -> int:
+        """Rows that somebody has pinned."""
+        with self._lock:
+            return int((self._pins > 0).sum())

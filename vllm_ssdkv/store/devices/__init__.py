@@ -1,0 +1,1 @@
+"""Devices: found, opened, locked, measured, watched."""

@@ -1,0 +1,1 @@
+"""Bytes on disk: slot headers, superblocks, journal records, the manifest."""

@@ -1,0 +1,446 @@
+"""``store.json``: identity and size of a store, shared by the scheduler and all workers.
+
+A small JSON file, written whole and renamed into place, mode 0600. What it says is checked when it
+is read: a checksum of the file, types, names and ranges (``docs/format.md``). There is a copy
+beside it, and one on every device (:mod:`vllm_ssdkv.store.devices.manifest_copies`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from vllm_ssdkv.base.durable_file import read_regular, replace_file
+from vllm_ssdkv.base.errors import (
+    DamagedError,
+    FingerprintMismatchError,
+    FormatError,
+    KeyMismatchError,
+    StoreError,
+)
+from vllm_ssdkv.base.file_lock import lock_file
+from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
+from vllm_ssdkv.store.devices.data_device import data_file_path
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, of_another_version
+from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
+from vllm_ssdkv.store.placement.placement import Placement, Segment
+
+NAME = "store.json"
+COPY = "store.json.copy"
+VERSIONS = (1, 4, 5)
+"""Of those that are read; the last one is written. The first two are :attr:`SlotGeometry.version`,
+and know no :attr:`Manifest.revision`."""
+
+_OF_SAMPLED_WEIGHTS = frozenset({"model", "hf_config"})
+"""Fields of fingerprints before keys were bound to the weights in memory."""
+
+
+class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One device: where it was last seen, its size, and the data file of each rank."""
+
+    path: str
+    capacity: int
+    weight: float
+    rate: float = 0.0
+    """Bytes per second that it was measured to read at; 0: it never was."""
+    files: list[str]
+    """UUID of each rank's data file; empty until the rank has made it."""
+    present: bool = True
+    """Whether the store was last opened with it."""
+    fresh: list[int] = []
+    """Ranks whose data file was made anew since the scheduler last opened the store."""
+    gap: tuple[int, int] = (0, 0)
+    """Openings of the store [begin, end) in which the device was away, out of use, or had a data
+    file that is lost: second copies of what was stored then are not on it."""
+
+    def missed(self, begin: int, end: int) -> None:
+        """These openings are to be in the gap, too."""
+        if self.gap[0] < self.gap[1]:
+            begin, end = min(begin, self.gap[0]), max(end, self.gap[1])
+        self.gap = (begin, end)
+
+
+class _Versioned(msgspec.Struct):
+    """The part of ``store.json`` that every version has."""
+
+    version: int
+    store: str = ""
+
+
+class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
+
+    version: int = VERSIONS[-1]
+    store: str
+    model: str
+    """The model's name as it was last given; for people, nothing depends on it."""
+    fingerprint: dict[str, str | int]
+    kind: str
+    layers: int
+    heads: int
+    groups: int
+    payload_bytes: int
+    summary_pages: int
+    channel_pages: int | msgspec.UnsetType = msgspec.UNSET
+    """Where there are none it is left out."""
+    scaled_from: int | msgspec.UnsetType = msgspec.UNSET
+    """Where channel pages are not int8 it is left out."""
+    tp_size: int
+    devices: list[ManifestDevice]
+    """Those that are present in the order of the options, then absent ones that hold slots."""
+    key_id: str
+    """Names the key that the store is encrypted with (:attr:`StoreKey.key_id`), in hexadecimal
+    digits; empty for a store that is not encrypted."""
+    segments: list[Segment]
+    numbers: int
+    """Slot numbers are below this."""
+    fresh: list[int] = []
+    """First slots of segments that were made since the scheduler last opened the store."""
+    grows: bool = False
+    """Whether the store is smaller than its capacities, and grows as blocks are stored."""
+    run: str = ""
+    """The engine that has arranged devices and segments: its other processes take them as they are.
+    """
+    opened: int = 0
+    """How often a scheduler has opened the store."""
+    last_opened: int = 0
+    """When, in seconds since 1970 (UTC)."""
+    model_digests: list[str] = []
+    """Digest of the weights of each rank of that engine, in hexadecimal digits: none until it has
+    opened the store, an empty one until its rank has told."""
+    bound_to: dict[str, str | int] = {}
+    """Settings that change KV, and weights, that keys of the last engine are bound to."""
+    suspended: str = ""
+    """Why nothing is found or stored until somebody resumes the store; empty: it is in use."""
+    revision: int = 0
+    """Grows with every save, and is not behind the seconds since 1970 (UTC): of several copies the
+    highest one counts."""
+    state: str = ""
+    """The state directory at the last save, without symbolic links; empty before version 5. A
+    manifest that lies elsewhere is a copy."""
+    inode: int = 0
+    """Of that directory: one with another number is a copy, too, wherever it is mounted."""
+    checksum: str = NO_DIGITS
+    """Digits only in the file, see :func:`sealed`."""
+
+    @classmethod
+    def create(
+        cls,
+        fingerprint: Fingerprint,
+        geometry: SlotGeometry,
+        tp_size: int,
+        model: str = "",
+        key_id: bytes = b"",
+    ) -> Manifest:
+        """A new store's manifest, without devices."""
+        return cls(
+            store=str(uuid.uuid4()),
+            model=model,
+            fingerprint=dict(fingerprint.fields),
+            kind=geometry.kind,
+            layers=geometry.layers,
+            heads=geometry.heads,
+            groups=geometry.groups,
+            payload_bytes=geometry.payload_bytes,
+            summary_pages=geometry.summary_pages,
+            channel_pages=geometry.channel_pages or msgspec.UNSET,
+            scaled_from=geometry.scaled_from or msgspec.UNSET,
+            tp_size=tp_size,
+            key_id=key_id.hex(),
+            devices=[],
+            segments=[],
+            numbers=0,
+        )
+
+    @property
+    def geometry(self) -> SlotGeometry:
+        """Shape of the slots."""
+        kind: Literal["opaque", "paged"] = "paged" if self.kind == "paged" else "opaque"
+        return SlotGeometry(
+            kind,
+            self.layers,
+            self.heads,
+            self.groups,
+            self.payload_bytes,
+            encrypted=bool(self.key_id),
+            summary_pages=self.summary_pages,
+            channel_pages=self.channel_pages or 0,
+            scaled_from=self.scaled_from or 0,
+        )
+
+    @classmethod
+    def load(cls, state: Path) -> Manifest | None:
+        """The manifest in a state directory; None when there is none. Blocks on I/O.
+
+        Raises:
+            DamagedError: it is damaged, or missing while its copy is there; says how to go on.
+            FormatError: it is of another version.
+            StoreError: the file cannot be read.
+        """
+        found = cls.read(state / NAME)
+        if found is None and (state / COPY).exists():
+            raise DamagedError(
+                f"{state / NAME} is missing, but its copy is there: {way_out(state)}"
+            )
+        return found
+
+    @classmethod
+    def load_copy(cls, state: Path) -> Manifest | None:
+        """As :meth:`load`, the copy. It may be one save older, after a crash."""
+        return cls.read(state / COPY)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """The manifest in a file; None when there is none. Blocks on I/O.
+
+        Raises:
+            DamagedError, FormatError, StoreError: as :meth:`load`.
+        """
+        try:
+            data = read_regular(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
+        return cls.decode(data, path)
+
+    @classmethod
+    def decode(cls, data: bytes, path: Path) -> Manifest:
+        """The manifest from its text; ``path`` names it in errors.
+
+        Raises:
+            DamagedError, FormatError: as :meth:`load`.
+        """
+        try:
+            version = msgspec.json.decode(data, type=_Versioned).version
+            if version in VERSIONS or has_checksum(data):
+                check_seal(data)  # a damaged version is no other release's
+            if version not in VERSIONS:
+                raise _of_another(path, str(version))
+            found = msgspec.json.decode(data, type=cls)
+            if found.version == 1 and found.summary_pages:  # they came first then
+                raise _of_another(path, "1, with summary pages")
+            found._check_values()
+            found.checksum = NO_DIGITS
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise DamagedError(f"{path} is damaged ({error}): {way_out(path.parent)}") from error
+        return found
+
+    def _check_values(self) -> None:
+        """Raise ValueError, naming the field, for what no release writes."""
+        uuid.UUID(self.store)
+        positive = {"tp_size": self.tp_size, "numbers": self.numbers}
+        for i, device in enumerate(self.devices):
+            where = f"devices[{i}]"
+            positive |= {f"{where}.capacity": device.capacity}
+            if not (isfinite(device.weight) and device.weight > 0):
+                raise ValueError(f"{where}.weight is {device.weight}")
+            if not (isfinite(device.rate) and device.rate >= 0):
+                raise ValueError(f"{where}.rate is {device.rate}")
+            if len(device.files) != self.tp_size:
+                raise ValueError(f"{where}.files has {len(device.files)} entries")
+            for file in device.files:
+                if file:
+                    uuid.UUID(file)
+            if not set(device.fresh) <= set(range(self.tp_size)):
+                raise ValueError(f"{where}.fresh is {device.fresh}")
+            if not 0 <= device.gap[0] <= device.gap[1] < 1 << 22:
+                raise ValueError(f"{where}.gap is {device.gap}")
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}")
+        digests = self.model_digests or [""] * self.tp_size
+        if len(digests) != self.tp_size:
+            raise ValueError(f"model_digests has {len(digests)} entries")
+        for digest in digests:
+            bytes.fromhex(digest)
+        if self.kind not in ("opaque", "paged"):
+            raise ValueError(f"kind is {self.kind!r}")
+        if not self.devices:
+            raise ValueError("devices is empty")
+        if len(bytes.fromhex(self.key_id)) not in (0, KEY_ID_BYTES):
+            raise ValueError(f"key_id is {self.key_id!r}")
+        if not any(device.present for device in self.devices):
+            raise ValueError("no device is present")
+        for i, segment in enumerate(self.segments):
+            numbers = (segment.first, segment.numbers, segment.slots)
+            named = {*segment.lanes, *(extent.device for extent in segment.extents)}
+            low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
+            if low < 0 or not named <= set(range(len(self.devices))):
+                raise ValueError(f"segments[{i}] is {segment}")
+            if segment.copies not in (1, 2) or segment.since < 0:
+                raise ValueError(
+                    f"segments[{i}].copies is {segment.copies}, since is {segment.since}"
+                )
+            if segment.first + segment.numbers > self.numbers:
+                raise ValueError(f"numbers is {self.numbers}, segments[{i}] is {segment}")
+        if min(self.fresh, default=0) < 0:
+            raise ValueError(f"fresh is {self.fresh}")
+        if min(self.opened, self.last_opened, self.revision) < 0:
+            raise ValueError(
+                f"opened is {self.opened}, last_opened is {self.last_opened}, "
+                f"revision is {self.revision}"
+            )
+        # The geometry checks its numbers.
+        if self.geometry.version != self.version != VERSIONS[-1]:
+            raise ValueError(f"version {self.version}, and summary_pages is {self.summary_pages}")
+
+    @property
+    def text(self) -> bytes:
+        """Content of the file."""
+        return sealed(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+    def save(self, state: Path) -> None:
+        """Replace the file, then its copy beside it, each atomically and durably. Blocks.
+
+        Raises:
+            StoreError: the directory cannot be written.
+        """
+        self.version = VERSIONS[-1]
+        # By the clock, so that a manifest made anew is newer than a copy that was away meanwhile.
+        self.revision = max(self.revision + 1, int(time.time()))
+        try:
+            self.state, self.inode = str(state.resolve()), state.stat().st_ino
+        except OSError as error:
+            raise StoreError(f"{state}: {error.strerror}") from error
+        data = self.text
+        for name in (NAME, COPY):
+            try:
+                replace_file(state / name, data)
+            except OSError as error:
+                raise StoreError(f"{state / name}: {error.strerror}") from error
+
+    def check_key(self, key_id: bytes) -> None:
+        """Refuse another key than that of the store; empty is no encryption.
+
+        Raises:
+            KeyMismatchError: says which keys, by their ids, and the way out.
+        """
+        given = key_id.hex()
+        if given == self.key_id:
+            return
+        holds = f"is encrypted with the key {self.key_id}" if self.key_id else "is not encrypted"
+        wants = f"the options give the key {given}" if given else "the options give no key"
+        first = "Give that key (encryption)" if self.key_id else "Leave encryption out"
+        raise KeyMismatchError(
+            f"the store on {', '.join(d.path for d in self.devices)} {holds}, {wants}. {first}, "
+            "name other directories in devices, or delete the content of these"
+        )
+
+    def check(self, fingerprint: Fingerprint) -> None:
+        """Refuse a store of something else.
+
+        Raises:
+            FingerprintMismatchError: it holds KV of another model or layout.
+        """
+        differences = Fingerprint(self.fingerprint).differences(fingerprint)
+        if not differences:
+            return
+        where = ", ".join(d.path for d in self.devices)
+        way_out = f"Name other directories in devices, or `ssdkv rm {where.replace(', ', ' ')}`"
+        if self.fingerprint.keys() >= _OF_SAMPLED_WEIGHTS:
+            raise FingerprintMismatchError(
+                f"the store on {where} was made by a version that knew weights by samples of their "
+                f"files only: nothing tells whether its KV is that of these weights. {way_out}"
+            )
+        raise FingerprintMismatchError(
+            f"the store on {where} holds KV of another shape (stored != configured): "
+            f"{'; '.join(differences)}. {way_out}"
+        )
+
+    def weights(self) -> list[float]:
+        """Weight of each device; 0 for one that is not present."""
+        return [device.weight if device.present else 0.0 for device in self.devices]
+
+    def files_besides(self, device: int) -> dict[str, str]:
+        """UUIDs of the data files of all other devices, and their paths."""
+        others = (d for i, d in enumerate(self.devices) if i != device)
+        return {name: d.path for d in others for name in d.files if name}
+
+    def data_files(self) -> list[Path]:
+        """Data files of the devices that the store was last opened with, and block devices."""
+        places = [Path(device.path) for device in self.present()]
+        return [
+            place if place.is_block_device() else data_file_path(place, rank)
+            for place in places
+            for rank in range(self.tp_size)
+        ]
+
+    def present(self) -> list[ManifestDevice]:
+        """Devices that the store was last opened with."""
+        return [device for device in self.devices if device.present]
+
+    @property
+    def slots(self) -> int:
+        """Slots of the store."""
+        return sum(segment.slots for segment in self.segments)
+
+    def placement(self) -> Placement:
+        """Where the slots are.
+
+        Raises:
+            FormatError: segments overlap.
+        """
+        try:
+            return Placement(self.geometry, self.segments, len(self.devices))
+        except ValueError as error:
+            paths = ", ".join(device.path for device in self.devices)
+            raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether a store's manifest, or a copy of it, lies in this directory."""
+    return any((directory / name).exists() for name in (NAME, COPY))
+
+
+def store_named(data: bytes) -> str | None:
+    """UUID of the store that the text of a manifest, of whatever version, names; None: it is
+    damaged, or no manifest."""
+    try:
+        check_seal(data)
+        return msgspec.json.decode(data, type=_Versioned).store or None
+    except (msgspec.MsgspecError, ValueError):
+        return None
+
+
+def _of_another(path: Path, version: str) -> FormatError:
+    return of_another_version(path, version, ", ".join(map(str, VERSIONS)))
+
+
+def way_out(state: Path) -> str:
+    """How to go on without a whole ``store.json``."""
+    return f"`ssdkv fsck --repair {state}` restores it, `ssdkv rm {state}` gives the store up"
+
+
+@contextlib.contextmanager
+def locked(state: Path, timeout_s: float = 30.0) -> Iterator[None]:
+    """Exclude other processes while the manifest is read and changed. Blocks, briefly.
+
+    The lock is on the directory: workers of one engine change the manifest one after the other.
+
+    Args:
+        state: The state directory.
+        timeout_s: How long to wait for them.
+
+    Raises:
+        StoreLockedError: another process held it for all that time.
+        StoreError: the directory cannot be opened or locked.
+    """
+    try:
+        fd = os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"state directory {state}: {error.strerror}") from error
+    try:
+        lock_file(fd, state, "state directory", time.monotonic() + timeout_s)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""Existence: which slot holds which block, and the journal that remembers it."""

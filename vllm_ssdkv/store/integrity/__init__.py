@@ -1,0 +1,1 @@
+"""Checksums, encryption and keys of slots."""

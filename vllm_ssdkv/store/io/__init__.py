@@ -1,0 +1,1 @@
+"""Reads and writes of slots: addressed, coalesced, submitted to an engine."""

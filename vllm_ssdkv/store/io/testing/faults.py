@@ -1,0 +1,194 @@
+"""Which faults to inject: rules from the options, or from a file that may change while we run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FaultKind: TypeAlias = Literal["eio", "enospc", "short", "stall", "corrupt", "latency", "dead"]
+
+_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+_MAX_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRule:
+    """One way to fail, for the requests it matches; the first rule that hits one has it.
+
+    Kinds: ``eio`` and ``enospc`` end a request with that errno; ``short`` moves about half of it;
+    ``corrupt`` flips bits of one byte of what was read; ``latency`` delays each request by
+    ``seconds``; ``stall`` stops the whole device for ``seconds`` (0: until the rule is taken
+    away), and what was held then takes place late; ``dead`` ends every request of the device with
+    ENODEV until the rule is taken away.
+
+    Raises:
+        ConfigError: a value is of the wrong type, out of range, or has no meaning for the kind.
+    """
+
+    kind: FaultKind
+    device: int | None = None
+    """Position of the device; None is every device."""
+    op: Literal["read", "write"] | None = None
+    """None is both."""
+    after: int = 0
+    """Matching requests that pass first."""
+    count: int | None = None
+    """Requests that are hit before the rule is used up; None is no end."""
+    probability: float = 1.0
+    """Chance of a matching request to be hit, in (0, 1]."""
+    seconds: float = 0.0
+    """Duration of ``stall`` and ``latency``."""
+    seed: int = 0
+    """Of the generator behind ``probability`` and ``corrupt``."""
+
+    def __post_init__(self) -> None:
+        def number(value: object, low: float, high: float, *, whole: bool) -> bool:
+            types = (int,) if whole else (int, float)
+            return isinstance(value, types) and not isinstance(value, bool) and low <= value <= high
+
+        def refuse(field: str, expected: str) -> ConfigError:
+            return ConfigError(f"fault rule: {field} is {getattr(self, field)!r}, not {expected}")
+
+        if self.kind not in _KINDS:
+            raise refuse("kind", "one of " + ", ".join(_KINDS))
+        if self.op not in {None, "read", "write"}:
+            raise refuse("op", '"read", "write" or null')
+        if self.device is not None and not number(self.device, 0, 65_534, whole=True):
+            raise refuse("device", "the position of a device or null")
+        if self.count is not None and not number(self.count, 1, math.inf, whole=True):
+            raise refuse("count", "a positive integer or null")
+        for field in ("after", "seed"):
+            if not number(getattr(self, field), 0, math.inf, whole=True):
+                raise refuse(field, "a non-negative integer")
+        if not number(self.probability, 0, 1, whole=False) or self.probability == 0:
+            raise refuse("probability", "in (0, 1]")
+        if not number(self.seconds, 0, _MAX_SECONDS, whole=False):
+            raise refuse("seconds", f"in 0..{_MAX_SECONDS:.0f}")
+        if self.kind == "latency" and self.seconds == 0:
+            raise refuse("seconds", "positive, which latency needs")
+        if self.kind == "corrupt" and self.op == "write":
+            raise refuse("op", "one that corrupt works on: it changes what was read")
+        if self.kind == "dead" and (self.op, self.count, self.probability) != (None, None, 1.0):
+            raise ConfigError("fault rule: dead takes no op, count or probability: all fails")
+
+
+class RuleState:
+    """A rule and what it has done so far. Not thread-safe."""
+
+    def __init__(self, rule: FaultRule) -> None:
+        self.rule = rule
+        self.random = np.random.default_rng(rule.seed)
+        self._seen = 0
+        self._fired = 0
+
+    def fire(self, matching: int) -> NDArray[np.bool_]:
+        """Which of the next ``matching`` requests are hit, shape [matching]."""
+        hit = self._seen + np.arange(matching) >= self.rule.after
+        self._seen += matching
+        if self.rule.probability < 1:
+            hit &= self.random.random(matching) < self.rule.probability
+        if self.rule.count is not None:
+            hit &= np.cumsum(hit) <= self.rule.count - self._fired
+        self._fired += int(hit.sum())
+        return hit
+
+
+def carry_over(
+    rules: Sequence[FaultRule], states: Sequence[RuleState], devices: int
+) -> list[RuleState]:
+    """States of ``rules``: an unchanged rule keeps its own, a new one starts fresh.
+
+    Raises:
+        ConfigError: a rule names a device that does not exist.
+    """
+    kept = list(states)
+    result = []
+    for rule in rules:
+        if rule.device is not None and rule.device >= devices:
+            raise ConfigError(f"fault rule: device {rule.device} of {devices} does not exist")
+        state = next((old for old in kept if old.rule == rule), None)
+        if state is None:
+            state = RuleState(rule)
+        else:
+            kept.remove(state)
+        result.append(state)
+    return result
+
+
+def parse_rules(text: bytes) -> tuple[FaultRule, ...]:
+    """Rules from a JSON list of objects with the fields of :class:`FaultRule`.
+
+    Raises:
+        ConfigError: it is not that.
+    """
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON: {error}") from error
+    if not isinstance(items, list):
+        raise ConfigError("not a list of fault rules")
+    known = [field.name for field in fields(FaultRule)]
+    rules = []
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or "kind" not in item:
+            raise ConfigError(f"fault rule {index} is not an object with a kind: {item!r}")
+        for key in item:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"fault rule {index}: unknown field {key!r}{hint}")
+        rules.append(FaultRule(**item))
+    return tuple(rules)
+
+
+class FaultFile:
+    """A control file, re-read when it changes. A missing file holds no rules. Not thread-safe."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._signature: tuple[int, int, int] | None = None
+
+    def changed(self) -> bool:
+        """Whether the file differs, by time, size or inode, from what ``read`` last saw."""
+        return self._stat() != self._signature
+
+    def read(self) -> tuple[FaultRule, ...]:
+        """The rules in the file now.
+
+        Raises:
+            ConfigError: it cannot be read, or does not hold rules; the text names the file.
+        """
+        # Before the content: a write in between shows as one more change.
+        self._signature = self._stat()
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            if self.path.parent.is_dir():
+                return ()
+            raise ConfigError(f"fault file {self.path}: its directory does not exist") from None
+        except OSError as error:
+            raise ConfigError(f"fault file {self.path}: {error.strerror}") from error
+        try:
+            return parse_rules(text)
+        except ConfigError as error:
+            raise ConfigError(f"fault file {self.path}: {error}") from error
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None  # read() says why
+        return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,1 @@
+"""Work on whole stores: scrub, check, repair, list, remove."""

@@ -1,0 +1,1 @@
+"""DRAM of one rank: one mapping, and the plan that divides it."""

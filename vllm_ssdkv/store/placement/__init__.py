@@ -1,0 +1,1 @@
+"""Placement: on which devices a slot lies, and how that changes."""

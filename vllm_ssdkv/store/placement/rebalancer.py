@@ -1,0 +1,512 @@
+"""Bringing the segments of a store up to date: striping them anew, one after the other.
+
+Devices that were added, went away or changed their speed change what lanes a segment should have.
+A segment that has others is emptied when its place is needed for new slots, which is when something
+would have to be evicted in any case, and striped anew over the devices of that day. Until then its
+slots can be read, and new ones go there last. Blocks that are read again move out of it, if they
+are read faster elsewhere (``connector/scheduler/relocator.py``), to where there is room for them
+(``moving_room.py``); a segment that they have emptied is striped anew when that is used up.
+
+The journal is told that the old slots are gone, and synced, before the manifest has the new
+segment, and the new slots are handed out after the manifest has it. So a restart at any instant
+finds each slot where it was written, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.format.slot_geometry import I64
+from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, Usage
+from vllm_ssdkv.store.placement.growth import StoreGrowth
+from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.relocation_quota import MovingRoom
+from vllm_ssdkv.store.placement.segments import best_striping, restriped, speedup
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 4
+"""A quarter of a segment's slots is free before the next segment is emptied; or more, where so many
+are handed out at a time, or so fast, that it would be used up before the manifest has the next
+one."""
+
+MOST_AHEAD = 8
+"""But an eighth of the store at most. Nor do blocks that move have more room than that."""
+
+WORTH_MOVING = 1.15
+"""Blocks move for reads that are so many times faster. Not for less: each move is a write. One
+device of eight that is as fast again as the others, or a ninth one, gives 1.13."""
+
+LOOK_SHARE = 20
+"""Looking for segments that can be emptied takes a twentieth of the time at most while it is in
+vain: it takes as long as the store is large."""
+
+_RETRY_S = 5.0
+
+
+class SegmentSaver(Protocol):
+    """Writes segments into the manifest."""
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        """Have these in the manifest soon. Never blocks."""
+
+    def saved(self) -> bool:
+        """Whether the manifest has what was put last."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until :meth:`saved`; False when the time ran out."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Save what was put, and stop; False when that was not possible in time."""
+
+
+class BackgroundSaver:
+    """Saves in a thread: the scheduler must not wait for a disk. One thread calls the methods."""
+
+    def __init__(self, save: Callable[[Sequence[Segment]], None], counters: Counters):
+        """``save`` blocks, and raises when it fails; it is tried again then."""
+        self._save = save
+        self._counters = counters
+        self._wake = threading.Condition()
+        self._wanted: Sequence[Segment] | None = None
+        self._busy = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, segments: Sequence[Segment]) -> None:
+        """See the protocol."""
+        with self._wake:
+            self._wanted = segments
+            self._wake.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="ssdkv-manifest", daemon=True
+                )
+                self._thread.start()
+
+    def saved(self) -> bool:
+        """See the protocol."""
+        with self._wake:
+            return self._wanted is None and not self._busy
+
+    def wait(self, timeout_s: float) -> bool:
+        """See the protocol."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._wanted is None and not self._busy, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """See the protocol."""
+        done = self.wait(timeout_s)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._wanted is not None or self._stopping)
+                if self._stopping or self._wanted is None:
+                    return
+                segments, self._wanted, self._busy = self._wanted, None, True
+            failed = self._failed(segments)
+            with self._wake:
+                self._busy = False
+                if failed and self._wanted is None:
+                    self._wanted = segments
+                self._wake.notify_all()
+                if failed:
+                    self._wake.wait_for(lambda: self._stopping, _RETRY_S)
+
+    def _failed(self, segments: Sequence[Segment]) -> bool:
+        try:
+            self._save(segments)
+        except Exception:  # whatever it is, the slots of these segments wait for it
+            self._counters.add("manifest_errors", 1)
+            logger.exception("ssdkv: store.json cannot be saved; it is tried again")
+            return True
+        return False
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How fast slots are handed out.
+
+    Attributes:
+        begun: Slots ever handed out when segments were last emptied.
+        handed_out: Slots handed out, at most, between that and when they came back.
+        looked: Slots ever handed out at the last step.
+        at_once: Slots handed out, at most, between two steps while segments had the wrong lanes.
+    """
+
+    begun: int
+    handed_out: int
+    looked: int
+    at_once: int
+
+
+class Restriper:
+    """Decides which segments are striped anew, and does it. Single-threaded, with the index."""
+
+    def __init__(
+        self,
+        index: SlotIndex,
+        placement: Placement,
+        weights: Sequence[float],
+        saver: SegmentSaver,
+        counters: Counters,
+        replicas: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """``weights`` by device, 0 for one that is not there; ``replicas`` of each slot;
+        ``clock``: monotonic seconds."""
+        self.placement = placement
+        self.weights = list(weights)
+        self._replicas = replicas
+        self._index = index
+        self._saver = saver
+        self._counters = counters
+        self._stale: list[Segment] = []
+        # First slot of a segment that was emptied, and its successor, until the manifest has it.
+        self._successors: dict[int, Segment] = {}
+        self._pace = _Pace(0, 0, index.counters["allocated"], 0)
+        self.growth: StoreGrowth | None = None
+        """Of a store that grows as it fills; None: it has its size."""
+        self._news = False
+        self._look = True
+        self._clock = clock
+        self._look_from = 0.0
+        self._sources: list[Segment] = []
+        """Segments that blocks are to move out of, by ascending number."""
+        self._firsts = np.zeros(0, dtype=np.int64)
+        """First slot of each of them."""
+        self._room = MovingRoom()
+        self._extra = 0
+        """Slots that are kept free ahead for moves, which have not got them yet."""
+        self._spent: int | None = None
+        """First slot of a segment that is to be striped anew although something is left in it."""
+        self._judge()
+
+    def reweigh(self, weights: Sequence[float]) -> None:
+        """Devices are to have these shares of what is striped from now on; 0 is for one that is out
+        of use, which the manifest must know if there are copies elsewhere."""
+        lost = any(old and not new for old, new in zip(self.weights, weights, strict=True))
+        self.weights = list(weights)
+        self._stop_moves()
+        self._judge()
+        if lost and self.placement.most_copies > 1:
+            self._saver.put(self._wanted())
+
+    def out_of_use(self) -> NDArray[np.bool_]:
+        """Which devices are not there, or are to be used no more; bool, [devices]."""
+        return np.array([not weight for weight in self.weights], dtype=np.bool_)
+
+    def step(self, *, patient: bool = True) -> None:
+        """Do what is due. Never blocks. ``patient``: what takes long and was in vain last time is
+        not tried again at once: where every segment holds something that is in use, looking at all
+        slots in every step would take more time than the step."""
+        if self._stale or self._successors:
+            allocated = self._index.counters["allocated"]
+            self._pace.at_once = max(self._pace.at_once, allocated - self._pace.looked)
+            self._pace.looked = allocated
+        if self._successors and self._saver.saved():
+            self._finish()
+        if self._stale and not self._successors:
+            self._begin(patient=patient)
+        if self.growth is not None:
+            self.growth.step()
+
+    def settle(self, timeout_s: float) -> None:
+        """Do what can be done now, and wait for the manifest: at start, nothing else waits.
+
+        Raises:
+            StoreError: the manifest could not be saved in time.
+        """
+        self.step()
+        if not self._saver.wait(timeout_s):
+            raise StoreError(f"store.json could not be saved within {timeout_s:g} s")
+        self.step()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether slots are about to come back, or new ones to come."""
+        return bool(self._successors) or (self.growth is not None and self.growth.busy)
+
+    def grow_for(self, slots: int) -> bool:
+        """Whether new slots are to come, for who wants so many free ones. Never blocks."""
+        if self.growth is not None:
+            self.growth.step(slots)
+        return self.under_way
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Stores that are in use."""
+        return self.placement.segments
+
+    def add(self, segment: Segment) -> bool:
+        """Have one more segment, whose space is reserved, when the manifest has it; False: others
+        are being saved, ask again. Never blocks."""
+        if self._successors:
+            return False
+        self._successors[segment.first] = replace(segment, since=self._index.next_epoch)
+        self._pace.begun = self._index.counters["allocated"]
+        self._saver.put(self._wanted())
+        return True
+
+    def forget_stored(self) -> None:
+        """The cache was reset: drop everything. Nothing that is stored now, nor in this opening of
+        the store from now on, may be found by the headers of slots either. Never blocks; the
+        manifest hears of it soon."""
+        self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
+        since = (self._index.opening + 1) << EPOCH_COUNTER_BITS
+        self._successors = {
+            first: replace(segment, since=since) for first, segment in self._successors.items()
+        }
+        self.placement.change([replace(s, since=since) for s in self.placement.segments])
+        self._saver.put(self._wanted())
+
+    def take_segments(self) -> tuple[Segment, ...] | None:
+        """The segments, if they have changed since the last call: the workers must hear of it
+        before they hear of slots that are allocated from now on."""
+        if not self._news:
+            return None
+        self._news = False
+        return self.placement.segments
+
+    # ---- blocks that move ----
+
+    @property
+    def moving(self) -> bool:
+        """Whether stored blocks would be read faster elsewhere."""
+        return bool(self._sources)
+
+    def to_move(self, slots: I64) -> NDArray[np.bool_]:
+        """Which slots, [n], hold blocks that would be read faster elsewhere, bool, [n]."""
+        return self._source_of(slots) >= 0
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether :meth:`take_room` will have slots soon that it did not have."""
+        return bool(self._successors) or self._extra > 0 or self._spent is not None
+
+    def take_room(self, n: int) -> I64:
+        """Allocate slots for up to ``n`` blocks that move, the slots of which the caller pins."""
+        if self._room.slots < n:
+            self._find_room()
+        # The slot that a block leaves is pinned meanwhile: running requests count on two less.
+        n = min(n, self._room.slots, self._index.free_now(), self._index.available() // 2)
+        slots = self._index.allocate(max(0, n))
+        self._room.slots -= len(slots)
+        # These are no new blocks: nothing need be emptied for the next ones.
+        self._pace.looked += len(slots)
+        self._pace.begun += len(slots)
+        return slots
+
+    def give_room_back(self, n: int) -> None:
+        """Moves ended without effect: their new slots are free again."""
+        self._room.slots += n
+
+    def vacated(self, slots: I64) -> None:
+        """Blocks have moved away from these slots."""
+        source = self._source_of(slots)
+        for which, moved in zip(*np.unique(source[source >= 0], return_counts=True), strict=True):
+            segment = self._sources[which]
+            left = self._room.left(segment.first)
+            if left is None:
+                left = self._index.usage(segment.first, segment.slots).ready
+            else:
+                left -= int(moved)
+            self._room.vacate(segment.first, int(moved), left)
+
+    def _source_of(self, slots: I64) -> I64:
+        """Index of the segment that each slot is to move out of, or -1."""
+        if not self._sources:
+            return np.full(len(slots), -1, dtype=np.int64)
+        found = np.searchsorted(self._firsts, slots, side="right") - 1
+        ends = np.array([s.first + s.slots for s in self._sources], dtype=np.int64)
+        return np.where((found >= 0) & (slots < ends[found]), found, -1)
+
+    def _find_room(self) -> None:
+        """Let moves have what new blocks can do without. Else have those segments striped anew that
+        nothing is left in; or one more given up; or, when moves have had their part of the store,
+        one that little is left in."""
+        if self._successors or not self._sources:
+            return
+        usual = sum(s.slots for s in self._sources) // len(self._sources)
+        emptiest = self._emptiest()
+        if self._index.free_now() - self._room.slots - usual > self._ahead():
+            self._room.grant(usual)
+            self._extra = 0
+        elif emptiest is not None and self._room.left(emptiest) == 0:
+            self._spend(emptiest)
+        elif self._room.total + usual <= self.placement.slots // MOST_AHEAD:
+            self._extra = usual
+        elif emptiest is not None:
+            self._spend(emptiest)
+
+    def _emptiest(self) -> int | None:
+        """First slot of the segment with the least left behind what moved, of those that nobody
+        reads from now: hits may read what is left in others for as long as it has no room to move
+        to."""
+        slots = {s.first: s.slots for s in self._sources}
+        for first in self._room.emptiest_first():
+            if first in slots and not self._index.usage(first, slots[first]).pinned:
+                return first
+        return None
+
+    def _spend(self, first: int) -> None:
+        self._spent, self._look = first, True
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Save what has changed; False when that was not possible in time."""
+        return self._saver.close(timeout_s)
+
+    # ---- how ----
+
+    def _judge(self) -> None:
+        """Which segments have the wrong lanes."""
+        self._stale = [
+            s
+            for s in self.placement.segments
+            if best_striping(s, self.weights, self._replicas) != (s.lanes, s.copies)
+        ]
+        self._sources = sorted(
+            (s for s in self._stale if s.slots and self._speedup(s) >= WORTH_MOVING),
+            key=lambda s: s.first,
+        )
+        self._firsts = np.array([s.first for s in self._sources], dtype=np.int64)
+        if not self._sources:
+            self._stop_moves()
+        self._look = True
+        self._pace.looked = self._index.counters["allocated"]
+        mask = np.zeros(self._index.num_slots, dtype=np.bool_)
+        for segment in self._stale:
+            mask[segment.first : segment.first + segment.slots] = True
+        self._index.defer(mask)
+
+    def _stop_moves(self) -> None:
+        self._room.clear()
+        self._extra, self._spent = 0, None
+
+    def _speedup(self, segment: Segment) -> float:
+        striping = best_striping(segment, self.weights, self._replicas)
+        return speedup(segment, striping, self.weights)
+
+    def _ahead(self) -> int:
+        """Slots that are kept free for new blocks."""
+        # Where a device is lost, slots with its lanes either are not handed out, or still hold one
+        # copy: neither is worth giving up stored blocks in a hurry.
+        at_once = 0 if self.out_of_use().any() else self._pace.at_once
+        soon = 2 * (at_once + self._pace.handed_out)
+        rush = min(soon, self.placement.slots // MOST_AHEAD)
+        return max(max(s.slots for s in self._stale) // AHEAD, rush)
+
+    def _begin(self, *, patient: bool) -> None:
+        """Empty the segments that hold nothing, and those whose place is needed."""
+        index = self._index
+        wanted = self._ahead() + self._extra
+        coming = index.free_now() - self._room.slots
+        if self._replicas > 1:
+            # A place on a lost device still holds the other copy: it serves before stored blocks,
+            # of which the same is true, are given up.
+            coming = index.gauges()["free"] - self._room.slots
+        if coming > wanted and not self._look:
+            return
+        began = self._clock()
+        if patient and not self._look and began < self._look_from:
+            return
+        self._look = False
+        usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
+
+        def order(segment: Segment) -> tuple[bool, Usage]:
+            """Where something has moved away the rest may follow: that is left for last."""
+            found = usage[segment.first]
+            return found.ready > 0 and self._room.left(segment.first) is not None, found
+
+        for segment in sorted(self._stale, key=order):
+            found = usage[segment.first]
+            spent = segment.first == self._spent and self._room.spent(segment.first, found.ready)
+            if found.pinned or (found.ready and coming > wanted and not spent):
+                continue
+            if found.obtainable > index.available():
+                continue  # running requests were promised these: they cannot wait for the manifest
+            successor = self._successor(segment)
+            coming += successor.slots
+            coming -= self._room.returning(segment.first, successor.slots)
+            dropped = index.quarantine(segment.all_slots())
+            self._successors[segment.first] = successor
+            self._counters.add("slots_dropped", dropped, cause="restriped")
+            logger.info(
+                "ssdkv: slots %d to %d are striped anew, %d stored blocks were given up for it",
+                segment.first,
+                segment.first + segment.slots - 1,
+                dropped,
+            )
+        self._spent = None
+        ended = self._clock()
+        self._look_from = ended + LOOK_SHARE * (ended - began)
+        if self._successors:
+            self._pace.begun = index.counters["allocated"]
+            self._saver.put(self._wanted())
+
+    def _wanted(self) -> list[Segment]:
+        """The segments with their successors, and those that are new."""
+        here = {segment.first for segment in self.placement.segments}
+        new = [segment for first, segment in self._successors.items() if first not in here]
+        return [*(self._successors.get(s.first, s) for s in self.placement.segments), *new]
+
+    def _successor(self, segment: Segment) -> Segment:
+        placement = self.placement
+        striping = best_striping(segment, self.weights, self._replicas)
+        new = restriped(placement.geometry, segment, striping, placement.devices)
+        first, numbers = self._numbers(segment, new.slots)
+        slots = min(new.slots, numbers)
+        # What headers there say was given up just now.
+        since = max(segment.since, self._index.next_epoch)
+        return replace(new, first=first, numbers=slots, slots=slots, since=since)
+
+    def _numbers(self, segment: Segment, wanted: int) -> tuple[int, int]:
+        """First of ``wanted`` slot numbers that no other segment has, or of as many as there are.
+
+        Its own place where that suffices: the numbers stay together.
+        """
+        others = [s for s in self.placement.segments if s is not segment]
+        taken = [self._successors.get(s.first, s) for s in others]
+        gaps: list[tuple[int, int]] = []
+        at = 0
+        for begin, size in sorted((s.first, s.numbers) for s in taken):
+            gaps.append((at, begin - at))
+            at = begin + size
+        gaps.append((at, self._index.num_slots - at))
+        fitting = [gap for gap in gaps if gap[1] >= wanted]
+        for begin, size in fitting:
+            if begin <= segment.first < begin + size:
+                return min(segment.first, begin + size - wanted), wanted
+        return (fitting[0][0], wanted) if fitting else max(gaps, key=lambda gap: gap[1])
+
+    def _finish(self) -> None:
+        """The manifest has the successors: their slots may be used."""
+        self.placement.change(self._wanted())
+        slots = np.concatenate([s.all_slots() for s in self._successors.values()])
+        for first, successor in self._successors.items():
+            self._room.back(first, successor.slots)
+        self._successors = {}
+        self._news = True
+        handed_out = self._index.counters["allocated"] - self._pace.begun
+        self._pace.handed_out = max(self._pace.handed_out, handed_out)
+        # Devices may have been lost meanwhile: what lies on them stays out of use.
+        self._index.restore(slots[~self.placement.lost(self.out_of_use(), slots)])
+        self._judge()

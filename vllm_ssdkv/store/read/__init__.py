@@ -1,0 +1,1 @@
+"""Reads: prefix hits, streamed contexts, selected pages."""

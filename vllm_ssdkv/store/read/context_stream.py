@@ -1,0 +1,386 @@
+"""One step's walk over contexts that do not fit in HBM: layer by layer, in chunks, read ahead.
+
+Rows that choose their pages (``store/read/page_fetcher.py``) take part in the first layers only.
+
+Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
+one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
+layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
+unsealed in a thread beside the compute (:mod:`vllm_ssdkv.store.read.async_verifier`).
+
+Blocks whose read hangs, and that have a copy on a device in use, come at the end of their layer:
+that copy is read into other pieces. Waiting for reads that do not end is bounded by one deadline
+(``io.deadline``) per device that hangs: who has waited that long takes the device out of use,
+nothing more is sent there, and a block that has no copy elsewhere is given up.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
+from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.engines.protocol import U64, Op
+from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.read.async_verifier import Unsealer, Unsealing
+
+logger = logging.getLogger(__name__)
+
+CHUNKS = 4
+"""Chunks that share the staging buffer: one is attended to while the others are being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Context blocks of one layer that are in memory now, grouped by row.
+
+    Row r owns ``base[row_begin[r]:row_end[r]]``: absolute addresses of the blocks' pages of this
+    layer. ``index`` is each block's index in its request.
+    """
+
+    base: NDArray[np.uint64]
+    index: NDArray[np.int64]
+    row_begin: NDArray[np.int32]
+    row_end: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    slots: NDArray[np.int64]
+    index: NDArray[np.int64]
+    row: NDArray[np.int32]
+
+    def part(self, which: NDArray[np.int64]) -> _Chunk:
+        return _Chunk(self.slots[which], self.index[which], self.row[which])
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What a layer needs: blocks with a frame, and chunks of the others."""
+
+    frame: NDArray[np.uint64]
+    index: NDArray[np.int64]
+    begin: NDArray[np.int32]
+    end: NDArray[np.int32]
+    chunks: list[_Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What is known of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
+    whether their seals are ``known`` [n]."""
+
+    which: NDArray[np.int64]
+    same: NDArray[np.bool_]
+    known: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class _Read:
+    """One chunk of one layer; ``pieces`` are its blocks' places in the arena."""
+
+    chunk: _Chunk
+    layer: int
+    pieces: U64
+    batch: SlotBatch | None
+    """None where nothing needs to be read: every row is poisoned."""
+    unsealing: Unsealing[_Checked] | None = None
+    """Touches the pieces until it is taken or stopped."""
+    retry: tuple[NDArray[np.int64], SlotBatch] | None = None
+    """Positions in the chunk that were read again, and that read."""
+
+
+def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    edges = np.searchsorted(row, np.arange(rows + 1)).astype(np.int32)
+    return edges[:-1].copy(), edges[1:].copy()
+
+
+class ContextStream:
+    """Streams the contexts of one step's rows. Used by the thread that runs the forward pass.
+
+    After a failure the row is *poisoned*: its output must be thrown away. Other rows go on.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        frames: FrameCache,
+        seals: SealTable,
+        staging: Staging,
+        unsealer: Unsealer,
+        contexts: Sequence[NDArray[np.int64]],
+        sparse: Collection[int] = (),
+        dense_layers: int = 0,
+        layers: Sequence[int] | None = None,
+    ):
+        """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
+        ``staging`` has pieces of ``layer_bytes``. Contexts are walked over in these ``layers``,
+        ascending (default: in all), those of rows in ``sparse`` in the first ``dense_layers`` of
+        them only."""
+        self._files = files
+        self._frames = frames
+        self._seals = seals
+        self._staging = staging
+        self._unsealer = unsealer
+        self._rows = len(contexts)
+        self.closed = False
+        self.poisoned: set[int] = set()
+        self.bad: list[int] = []
+        """Slots with wrong or unreadable bytes."""
+        if sparse and not dense_layers:
+            skipped, none = set(sparse), np.zeros(0, dtype=np.int64)
+            contexts = [none if i in skipped else slots for i, slots in enumerate(contexts)]
+        lengths = [len(c) for c in contexts]
+        slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
+        index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
+        every = files.geometry.layers
+        layers = range(every) if layers is None else layers
+        self._borrowed = frames.borrow(slots)
+        everything = _Chunk(slots, index, row)
+        per_chunk = max(1, staging.usable() // CHUNKS)
+        walk = self._walk(everything, np.arange(len(slots)), per_chunk)
+        self._walks = [walk] * every
+        if len(layers) < every:
+            nothing = self._walk(everything, np.zeros(0, dtype=np.int64), per_chunk)
+            for layer in set(range(every)).difference(layers):
+                self._walks[layer] = nothing
+        if sparse and dense_layers:
+            exact = self._walk(everything, np.flatnonzero(~np.isin(row, list(sparse))), per_chunk)
+            for layer in layers[dense_layers:]:
+                self._walks[layer] = exact
+        in_dram = sum(len(w.index) for w in self._walks)
+        away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
+        self.pages_in_dram = in_dram * files.geometry.pages_per_layer
+        self.pages_on_ssd = away * files.geometry.pages_per_layer
+        self.pages_used = 0
+        """Of those, pages that have been read, and are right."""
+        self._todo = collections.deque(
+            (i, chunk) for i, w in enumerate(self._walks) for chunk in w.chunks
+        )
+        """Layer and chunk of the reads to start, in the order in which they are needed."""
+        self._reads: collections.deque[_Read] = collections.deque()
+        self._read_ahead()
+
+    def _walk(self, blocks: _Chunk, which: NDArray[np.int64], per_chunk: int) -> _Walk:
+        here = self._borrowed[which] != NO_FRAME
+        resident, away = which[here], which[~here]
+        return _Walk(
+            self._frames.address(self._borrowed[resident]),
+            blocks.index[resident],
+            *_by_row(blocks.row[resident], self._rows),
+            [blocks.part(away[i : i + per_chunk]) for i in range(0, len(away), per_chunk)],
+        )
+
+    def pieces(self, layer: int) -> Iterator[Piece]:
+        """All context blocks of a layer (0-based, asked for in ascending order), piece by piece.
+
+        A piece's memory is valid until the next one is asked for. Blocks on I/O, for reads that do
+        not end at most one deadline per device that hangs: afterwards it is out of use.
+        """
+        walk = self._walks[layer]
+        if walk.chunks and self._upcoming() != layer:
+            raise RuntimeError(f"layer {layer} was asked for, layer {self._upcoming()} comes next")
+        if len(walk.frame):
+            offset = np.uint64(self._files.geometry.layer_offset(layer))
+            yield Piece(walk.frame + offset, walk.index, walk.begin, walk.end)
+        while self._upcoming() == layer:
+            if not self._reads:
+                self._skip_chunk()
+                continue
+            read = self._reads.popleft()
+            piece, hanging = self._arrive(read)
+            if piece is not None:
+                yield piece
+            self._give_back(read)
+            if hanging is not None:
+                self._put_off(layer, hanging)
+            self._read_ahead()
+
+    def close(self) -> None:
+        """End the step: its memory goes back, that of reads in flight when they end."""
+        self.closed = True
+        for read in self._reads:
+            self._give_back(read)
+        self._reads.clear()
+        self._frames.give_back(self._borrowed)
+        self._borrowed = self._borrowed[:0]
+
+    # ---- reading ----
+
+    def _upcoming(self) -> int:
+        """Layer of the chunk that comes next, -1 behind the last one."""
+        if self._reads:
+            return self._reads[0].layer
+        return self._todo[0][0] if self._todo else -1
+
+    def _put_off(self, layer: int, chunk: _Chunk) -> None:
+        """Read a chunk once more, behind what is in flight of its layer."""
+        while self._reads and self._reads[-1].layer != layer:  # too early: its memory is needed
+            read = self._reads.pop()
+            self._give_back(read)
+            self._todo.appendleft((read.layer, read.chunk))
+        self._todo.appendleft((layer, chunk))
+
+    def _read_ahead(self) -> None:
+        while self._todo:
+            layer, chunk = self._todo[0]
+            if self._hopeless(chunk):
+                self._reads.append(_Read(chunk, layer, np.zeros(0, dtype=np.uint64), None))
+                self._todo.popleft()
+                continue
+            if not self._reads:  # what the last step left in flight ends soon
+                self._staging.wait(len(chunk.slots))
+                room = self._staging.free()
+                if 0 < room < len(chunk.slots):  # reads that do not end hold the rest
+                    every = np.arange(len(chunk.slots))
+                    self._todo[0] = (layer, chunk.part(every[room:]))
+                    chunk = chunk.part(every[:room])
+                    self._todo.appendleft((layer, chunk))
+            pieces = self._staging.take(len(chunk.slots))
+            if pieces is None:
+                return
+            size = self._files.geometry.layer_bytes
+            offset = self._files.geometry.layer_offset(layer)
+            batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
+            read = _Read(chunk, layer, pieces, batch)
+            read.unsealing = self._unsealer.after(batch.batch, partial(self._check_all, read))
+            self._reads.append(read)
+            self._todo.popleft()
+
+    def _hopeless(self, chunk: _Chunk) -> bool:
+        return self.poisoned.issuperset(np.unique(chunk.row).tolist())
+
+    def _skip_chunk(self) -> None:
+        """Nothing is being read, because reads that do not end hold the staging buffer."""
+        _, chunk = self._todo.popleft()
+        if not self._hopeless(chunk):
+            logger.error("ssdkv: reads that do not end hold the staging buffer")
+        self._poison(chunk, np.ones(len(chunk.slots), dtype=np.bool_))
+        self._read_ahead()
+
+    def _arrive(self, read: _Read) -> tuple[Piece | None, _Chunk | None]:
+        """Wait for a read: what of it can be attended to, and blocks whose read hangs while another
+        copy of them is in reach. Rows of all others are poisoned."""
+        chunk = read.chunk
+        if read.batch is None or self._hopeless(chunk):
+            return None, None
+        checked = None
+        if read.unsealing is not None:
+            checked = read.unsealing.take(self._files.deadline_s)
+        good = read.batch.wait()
+        base = np.uint64(self._frames.arena.address) + read.pieces
+        if checked is None:
+            checked = self._check(read, np.flatnonzero(good), final=False)
+        self._verify(read.batch, np.arange(len(good)), good, checked, final=False)
+        held = read.batch.held()
+        hanging = held & ~good
+        again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
+        if len(again):
+            hanging[again] = self._read_again(read, again, good)
+        hanging &= ~read.batch.out_of_reach()
+        self._poison(chunk, ~good & ~hanging)
+        late = None
+        if hanging.any():
+            base, late = base[~hanging], chunk.part(np.flatnonzero(hanging))
+            chunk = chunk.part(np.flatnonzero(~hanging))
+        begin, end = _by_row(chunk.row, self._rows)
+        for row in self.poisoned:
+            end[row] = begin[row]
+        return Piece(base, chunk.index, begin, end), late
+
+    def _read_again(
+        self,
+        read: _Read,
+        which: NDArray[np.int64],
+        good: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """Once more, only what failed: a neighbour's bad sector may have failed it.
+
+        Sets ``good``, [chunk]; returns which of the others hang, as ``which``, [n].
+        """
+        size = self._files.geometry.layer_bytes
+        offset = self._files.geometry.layer_offset(read.layer)
+        slots = read.chunk.slots[which]
+        batch = self._files.submit(Op.READ, slots, offset, size, read.pieces[which])
+        read.retry = (which, batch)
+        good[which] = batch.wait()
+        checked = self._check(read, which[good[which]], final=True)
+        self._verify(batch, which, good, checked, final=True)
+        hanging = batch.held() & ~good[which]
+        blamed = slots[~good[which] & ~hanging & ~batch.out_of_reach()].tolist()
+        if blamed:
+            self.bad.extend(blamed)
+            logger.error(
+                "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are "
+                "dropped: %s",
+                len(blamed),
+                blamed[:8],
+            )
+        return hanging
+
+    def _check_all(self, read: _Read) -> _Checked:
+        """Check a chunk that has been read; in the unsealer's thread."""
+        arrived = np.zeros(0, dtype=np.int64)
+        if read.batch is not None:
+            arrived = np.flatnonzero(read.batch.readable())
+        return self._check(read, arrived, final=False)
+
+    def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
+        """Check the pages of blocks that arrived, and unseal them."""
+        pages = self._files.geometry.pages_per_layer
+        first = self._files.geometry.first_page(read.layer)
+        seals, known = self._seals.get(read.chunk.slots[which], first, pages)
+        same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
+        return _Checked(which, same, known)
+
+    def _verify(
+        self,
+        batch: SlotBatch,
+        asked: NDArray[np.int64],
+        good: NDArray[np.bool_],
+        checked: _Checked,
+        *,
+        final: bool,
+    ) -> None:
+        """Believe of the blocks ``asked``, which ``batch`` read in this order, those that match.
+
+        Clears ``good``, [chunk], for the others.
+        """
+        known, which = checked.known, checked.which
+        position = np.flatnonzero(np.isin(asked, which))  # in the batch
+        good[which] = checked.same.all(axis=1) & known
+        right = np.zeros(len(asked), dtype=np.bool_)
+        right[position] = good[which]
+        self.pages_used += int(np.count_nonzero(right)) * self._files.geometry.pages_per_layer
+        row, page = np.nonzero(~checked.same & known[:, None])
+        if final:
+            self._files.counters.add("checksum_failures", len(row))
+        offsets = page * self._files.geometry.page_bytes
+        batch.verified(right, position[row], offsets, final=final)
+
+    def _give_back(self, read: _Read) -> None:
+        if read.batch is None:
+            return
+        if read.unsealing is not None:
+            read.unsealing.stop(self._files.deadline_s)
+        held = read.batch.held()
+        if read.retry is not None:
+            which, batch = read.retry
+            again = np.zeros(len(held), dtype=np.bool_)
+            again[which] = batch.held()
+            self._staging.lend(read.pieces[again], again[again], batch)
+            self._staging.lend(read.pieces[~again], held[~again], read.batch)
+            return
+        self._staging.lend(read.pieces, held, read.batch)
+
+    def _poison(self, chunk: _Chunk, which: NDArray[np.bool_]) -> None:
+        self.poisoned.update(np.unique(chunk.row[which]).tolist())

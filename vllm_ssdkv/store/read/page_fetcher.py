@@ -1,0 +1,315 @@
+"""Fetching chosen pages: where sparse decode gets what its queries need.
+
+Pages of slots that have a frame are used where they lie, pages that were read before from the page
+cache. All others are read in one submission: every page once, whoever asks for it, and neighbours
+as one request. What arrives is checked like anything else that comes from a device.
+
+Pages that a later layer may need are read *ahead*: what was guessed wrong costs the drives' time
+and the places that are worth least, and nothing else.
+
+A page whose read hangs, and that has a copy on a device in use, is read from there into another
+place. Waiting for reads that do not end is bounded as in ``store/read/context_stream.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
+from vllm_ssdkv.store.format.slot_geometry import Extents
+from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.read.prefetch_budget import IdleTime
+
+logger = logging.getLogger(__name__)
+
+_ALL = slice(None)
+_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+
+
+@dataclass(slots=True)
+class _Read:
+    """Distinct pages on their way into places that are taken for them; all arrays [n]."""
+
+    keys: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    places: NDArray[np.int32]
+    buffers: NDArray[np.uint64]
+    """Arena offsets of the places."""
+    batch: SlotBatch
+
+    def devices(self) -> NDArray[np.uint16]:
+        """Where the first byte of each page comes from."""
+        return _first_devices(self.batch.extents, len(self.keys))
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Pages that were asked for, some of them still on their way. Belongs to who asked.
+
+    Attributes:
+        asked: What is known of them.
+        address: Absolute address of each, uint64 [n], once they have arrived; 0 where one has not.
+        from_cache, from_ssd: Distinct pages found in the cache, and read: for this, or ahead of it.
+        used: Of those read, once they have arrived, those that are right; each that was read ahead
+            when it is asked for first.
+    """
+
+    pages: Pages
+    asked: Asked
+    address: NDArray[np.uint64]
+    from_cache: int
+    from_ssd: int
+    _read: _Read | None
+    used: int = 0
+    _again: Fetch | None = None
+    """Pages that are read once more: from another copy, or because somebody had begun to read them
+    ahead, and they did not come that way."""
+
+
+class PageFetcher:
+    """Brings pages into memory. Used by the thread that runs the forward pass."""
+
+    def __init__(self, files: SlotFiles, seals: SealTable, cache: PageCache):
+        self._files = files
+        self._seals = seals
+        self._cache = cache
+        self._ahead: deque[_Read] = deque()
+        """Reads that nobody has asked for yet; their places are taken."""
+        self._idle = IdleTime()
+        self.bad: list[int] = []
+        """Slots with wrong or unreadable bytes since the last :meth:`take_bad`."""
+
+    @property
+    def room(self) -> int:
+        """Distinct pages that one fetch can bring at least, whatever is being read ahead.
+
+        What does not fit is fetched in turns, and turns show in the last bits of the output: so
+        this must not depend on guesses.
+        """
+        usable = self._cache.usable()
+        return usable - usable // 2
+
+    def start(self, pages: Pages) -> Fetch:
+        """Start to read what has to be read. Does not block. Pages may repeat."""
+        self._settle_ahead(wait=False)
+        asked = self._cache.ask(pages)
+        keys, places = asked.keys[asked.held :], asked.places[asked.held :]
+        count = int(np.count_nonzero(places != NO_PLACE)) if len(places) else 0  # the first ones
+        read = self._submit(keys[:count], places[:count]) if count else None
+        self._idle.asked(self._load(() if read is None else (read,)))
+        nowhere = np.zeros(len(pages), dtype=np.uint64)
+        found = asked.held - asked.guessed
+        return Fetch(pages, asked, nowhere, found, asked.guessed + count, read)
+
+    def ahead(self, pages: Pages, begin: NDArray[np.int32], *, idle: bool) -> int:
+        """Start to read pages that may be needed soon. Does not block.
+
+        They get what :attr:`room` leaves of the cache at most, and each of the lists ``begin``
+        (int32 [lists + 1], edges in the pages) as much as the others; with ``idle``, no more than
+        the devices can do beside the latest fetch and until the next one. Returns how many are
+        read.
+        """
+        limit = max(0, self._cache.usable() // 2 - self.on_the_way())
+        devices = quota = None
+        if idle:
+            quota = self._idle.spare(self._load(self._ahead))
+            if not quota.any():
+                return 0
+            first, _ = self._files.placement.copies(
+                pages.slots, self._offset(pages.numbers), self._files.geometry.page_bytes
+            )
+            devices = _first_devices(first, len(pages))
+        keys, places = self._cache.guess(pages, begin, limit, devices, quota)
+        if len(keys):
+            self._ahead.append(self._submit(keys, places))
+        return len(keys)
+
+    def on_the_way(self) -> int:
+        """Pages that are being read ahead."""
+        self._settle_ahead(wait=False)
+        return sum(len(read.keys) for read in self._ahead)
+
+    def settle(self, fetch: Fetch) -> None:
+        """Block until :meth:`finish` has nothing to wait for, unless something must be read again;
+        for at most the deadline of I/O. Who measures time knows waiting from work by it."""
+        if fetch.asked.coming:
+            for read in self._ahead:
+                read.batch.settle()
+        if fetch._read is not None:
+            fetch._read.batch.settle()
+        self._idle.arrived()
+
+    def finish(self, fetch: Fetch) -> NDArray[np.bool_]:
+        """Wait for the pages, with the deadline of I/O; which of those asked for are there, [n].
+
+        Their memory stays as it is until :meth:`release`. Waits for one more deadline per device
+        that hangs, as long as there are other copies.
+        """
+        fetch.used = fetch.asked.guessed
+        if not fetch.asked.coming and fetch._read is None:  # all of it is in memory
+            fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
+            return here
+        if fetch.asked.coming:
+            self._settle_ahead(wait=True)
+        again = np.full(len(fetch.pages), fetch.asked.coming > 0)
+        if fetch._read is not None:
+            read, fetch._read = fetch._read, None
+            lent, right = self._arrive(read)
+            fetch.used += right
+            if lent.any():
+                hanging = lent & ~read.batch.out_of_reach()
+                entries = np.flatnonzero(np.isin(fetch.asked.places, read.places[hanging]))
+                again |= np.isin(fetch.asked.which, entries)
+                self._withhold(fetch, read.places[lent])
+        fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
+        missing = np.flatnonzero(again & ~here)
+        if len(missing):
+            # Of what was read ahead, these did not come.
+            lost = len(np.unique(fetch.asked.which[missing]))
+            fetch.used -= min(lost, fetch.asked.coming, fetch.used)
+            fetch._again = self.start(fetch.pages.part(missing))
+            here[missing] = self.finish(fetch._again)
+            fetch.used += fetch._again.used
+            fetch.address[missing] = fetch._again.address
+        return here
+
+    def release(self, fetch: Fetch) -> None:
+        """The pages are not read any more. Also ends a fetch that nobody waits for."""
+        if fetch._read is not None:
+            read, fetch._read = fetch._read, None
+            held = read.batch.held()
+            self._take_in(read, np.zeros_like(held), held)
+            self._withhold(fetch, read.places[held])
+        if fetch._again is not None:
+            self.release(fetch._again)
+        self._cache.release(fetch.asked.places)
+        fetch.asked.places[:] = NO_PLACE
+
+    def take_bad(self) -> list[int]:
+        """Slots with wrong or unreadable bytes since the last call."""
+        bad, self.bad = self.bad, []
+        return bad
+
+    def _withhold(self, fetch: Fetch, lent: NDArray[np.int32]) -> None:
+        """These places are lent to reads that have not ended."""
+        if len(lent):
+            places = fetch.asked.places
+            places[np.isin(places, lent)] = NO_PLACE
+
+    def _settle_ahead(self, *, wait: bool) -> None:
+        """Take in what was read ahead: all of it, or what has arrived by now.
+
+        What failed is not read again and accuses nobody: who needs it reads it.
+        """
+        while self._ahead and (wait or self._ahead[0].batch.over(0.0)):
+            read = self._ahead.popleft()
+            good = self._verify(read, final=False)
+            lent = read.batch.held() & ~good
+            self._take_in(read, good, lent)
+            self._cache.release(read.places[~lent])
+
+    # ---- reading ----
+
+    def _submit(self, keys: NDArray[np.int64], places: NDArray[np.int32]) -> _Read:
+        geometry = self._files.geometry
+        slots, numbers = self._cache.slot_and_number(keys)
+        offset = self._offset(numbers)
+        buffers = self._cache.buffer_offset(places)
+        batch = self._files.submit(
+            Op.READ, slots, offset, geometry.page_bytes, buffers, joined=True
+        )
+        return _Read(keys, slots, numbers, places, buffers, batch)
+
+    def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of the slot before each page."""
+        geometry = self._files.geometry
+        return geometry.header_bytes + numbers * geometry.page_bytes
+
+    def _load(self, reads: Iterable[_Read]) -> NDArray[np.int64]:
+        """Pages, or parts of them, that each device reads, [devices]."""
+        load = np.zeros(self._files.placement.devices, dtype=np.int64)
+        for read in reads:
+            load += np.bincount(read.batch.extents.device, minlength=len(load))
+        return load
+
+    def _arrive(self, read: _Read) -> tuple[NDArray[np.bool_], int]:
+        """Wait for a read, and hand what is right to the cache; which places are lent, [n], and how
+        many pages are right."""
+        good = self._verify(read, final=False)
+        lent = np.zeros(len(good), dtype=np.bool_)
+        if good.all():
+            self._take_in(read, good, lent)
+            return lent, len(good)
+        lent = read.batch.held() & ~good
+        again = np.flatnonzero(~good & ~lent & ~read.batch.out_of_reach())
+        if len(again):
+            # Once more, only what failed: a neighbour's bad sector may have failed it.
+            second = self._submit(read.keys[again], read.places[again])
+            right = self._verify(second, final=True)
+            held = second.batch.held() & ~right
+            self._blame(second.slots[~right & ~held & ~second.batch.out_of_reach()])
+            self._cache.lend(second.places[held], second.batch)
+            good[again] = right
+            self._take_in(read, good, lent)
+            lent[again] = held
+        else:
+            self._take_in(read, good, lent)
+        return lent, int(np.count_nonzero(good))
+
+    def _take_in(self, read: _Read, good: NDArray[np.bool_], lent: NDArray[np.bool_]) -> None:
+        """A read is over: the cache holds what is good; the read may still write to ``lent``."""
+        self._cache.arrive(read.keys, read.places, good, read.devices())
+        self._cache.lend(read.places[lent], read.batch)
+
+    def _verify(self, read: _Read, *, final: bool) -> NDArray[np.bool_]:
+        """Wait, check the pages that arrived, and unseal them; which may be used, [n]."""
+        good = read.batch.wait()
+        at = _ALL if good.all() else np.flatnonzero(good)
+        numbers, buffers = read.numbers[at], read.buffers[at]
+        seals, known = self._seals.get_pages(read.slots[at], numbers)
+        sealer = self._files.sealer
+        same = np.zeros(len(known), dtype=np.bool_)
+        if self._files.geometry.encrypted:
+            # A page's number is in its nonce, and one call opens pages of one number.
+            for page in np.unique(numbers).tolist():
+                mine = np.flatnonzero(numbers == page)
+                opened = sealer.unseal(seals.part(mine), page, buffers[mine], final=final)
+                same[mine] = opened[:, 0]
+        elif len(known):
+            same = sealer.unseal(seals, 0, buffers, final=final)[:, 0]
+        wrong = _NO_PAGE
+        if not (right := same & known).all():
+            wrong = np.arange(len(good))[at][~same & known]
+        good[at] = right
+        if final:
+            self._files.counters.add("checksum_failures", len(wrong))
+        read.batch.verified(good, wrong, np.zeros(len(wrong), dtype=np.int64), final=final)
+        return good
+
+    def _blame(self, slots: NDArray[np.int64]) -> None:
+        if len(slots) == 0:
+            return
+        blamed = np.unique(slots).tolist()
+        self.bad.extend(blamed)
+        logger.error(
+            "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are dropped: %s",
+            len(blamed),
+            blamed[:8],
+        )
+
+
+def _first_devices(extents: Extents, pages: int) -> NDArray[np.uint16]:
+    """Device of the first byte of each page, [pages]."""
+    devices = np.zeros(pages, dtype=np.uint16)
+    devices[extents.slot_index[::-1]] = extents.device[::-1]
+    return devices

@@ -1,0 +1,568 @@
+"""The load path: slots of a prefix hit are read, checked and handed to HBM, in a thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.base.metrics import counter_key
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.integrity.slot_codec import Seals
+from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.engines.protocol import U64, Op
+from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, make_intake
+from vllm_ssdkv.store.io.slot_io import GROUP, GROUP_BYTES, SlotFiles, Source
+from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
+
+logger = logging.getLogger(__name__)
+
+HEADERS = 2 * GROUP
+"""Room for headers: a group of them, and as many again that are read ahead, or that overdue reads
+hold."""
+
+READ_AHEAD = 4
+"""Pieces in flight: when the oldest is over, the devices work on the others."""
+
+_BYTES_USED = (counter_key("bytes_used"),)
+
+_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+
+_LOOK_S = 0.1
+"""How often the thread looks whether an overdue read has ended."""
+
+CopyIn = Callable[[NDArray[np.int32], NDArray[np.int64]], None]
+"""Copies frames [n] into HBM blocks [n]; returns when the blocks may be used."""
+
+
+class SlotLoader:
+    """Runs load jobs in order, one at a time, each reading from all devices at once.
+
+    A job is cut into pieces, which are read beside each other. What has arrived of the oldest one
+    is checked and copied while the rest of it, and the next ones, are being read.
+
+    Of a slot what a frame holds is read, its header and its pages of KV. Every slot that is read is
+    verified: header against key, epoch, slot and rank, pages (all, or by option a sample of them)
+    against their seals (``store/integrity/slot_codec.py``). Slots that need not go to HBM (page
+    mode) are read whole while spare frames last, afterwards only their headers: their pages are
+    streamed and checked when attended to.
+
+    No wait for a frame or a read is longer than the deadline.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        frames: FrameCache,
+        seals: SealTable,
+        headers: Staging,
+        copy_in: CopyIn,
+        block_tokens: int,
+        stretches: _io.Stretches | None = None,
+    ):
+        """``headers`` are pieces of ``header_bytes`` each; only the loader uses them.
+        ``stretches`` are what ``copy_in`` copies, if they are all that it does."""
+        self._files = files
+        self._frames = frames
+        self._seals = seals
+        self._headers = headers
+        self._copy_in = copy_in
+        self._stretches = stretches
+        self._block_tokens = block_tokens
+        # Slots to read at once: as many as leave room for the reads that follow.
+        most = min(files.group, frames.frames // READ_AHEAD)
+        in_bytes = GROUP_BYTES // READ_AHEAD // files.geometry.frame_bytes
+        self._piece = max(1, min(in_bytes, most))
+        self._jobs: queue.SimpleQueue[Hit | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
+        self._overdue: list[tuple[SlotBatch, NDArray[np.int32]]] = []
+        self._active = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ssdkv-loader", daemon=True)
+        self._thread.start()
+
+    def load(self, job: LoadJob) -> None:
+        """Queue a job. Never blocks. One thread calls this and :meth:`take_outcomes`."""
+        hit = Hit(job, LoadOutcome(job.request_id), time.monotonic())
+        if self._active == 0 and not self._overdue:
+            # The loader's thread has nothing to do: the devices begin before it wakes up.
+            self._try(hit, self._begin)
+        self._active += 1
+        self._jobs.put(hit)
+
+    def take_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
+        """Jobs that ended since the last call; waits so long for one, if any are under way."""
+        outcomes: list[LoadOutcome] = []
+        while len(outcomes) < self._active:
+            try:
+                timeout = 0.0 if outcomes else patience_s
+                outcomes.append(self._outcomes.get(timeout > 0, timeout))
+            except queue.Empty:
+                break
+        self._active -= len(outcomes)
+        return outcomes
+
+    def active(self) -> int:
+        """Jobs queued or running whose outcome was not taken yet."""
+        return self._active
+
+    def running(self) -> int:
+        """Those of them that have not ended."""
+        return self._active - self._outcomes.qsize()
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread; jobs that are queued fail. False when a read did not end in time."""
+        self._stopping = True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and not self._overdue
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            try:
+                entry = self._jobs.get(timeout=_LOOK_S if self._overdue else None)
+            except queue.Empty:
+                self._collect_overdue()
+                continue
+            if entry is None:
+                self._collect_overdue()
+                return
+            self._outcomes.put(self._load(entry))
+
+    def _load(self, hit: Hit) -> LoadOutcome:
+        outcome = hit.outcome
+        if hit.begun is None:
+            self._try(hit, self._begin)
+        self._try(hit, self._load_all)
+        while hit.reads:  # it failed: take their memory back
+            self._try(hit, self._finish)
+        if not outcome.complete:
+            outcome.tokens_from_dram = outcome.tokens_from_ssd = 0
+            outcome.hit_tokens_from_dram = outcome.hit_tokens_from_ssd = 0
+        outcome.ended = time.monotonic()
+        return outcome
+
+    def _try(self, hit: Hit, work: Callable[[Hit], None]) -> None:
+        try:
+            work(hit)
+        except Exception:  # whatever it is, the request must not wait for ever
+            logger.exception("ssdkv: load of request %s failed", hit.job.request_id)
+            hit.outcome.complete = False
+
+    def _begin(self, hit: Hit) -> None:
+        """Start the first reads. Where the loader's thread is idle, who asks for the load does."""
+        outcome = hit.outcome
+        hit.begun = time.monotonic()
+        outcome.queued_s = hit.begun - hit.since
+        # All at once: what the hit reads must not take the frames that it finds.
+        hit.frames = self._frames.borrow(hit.job.slots)
+        hit.todo = np.flatnonzero(hit.frames == NO_FRAME)
+        outcome.tokens_from_ssd = len(hit.todo) * self._block_tokens
+        outcome.hit_tokens_from_ssd = hit.job.tokens_of(hit.todo, self._block_tokens)
+        self._read_ahead(hit, wait=False)
+
+    def _load_all(self, hit: Hit) -> None:
+        outcome, frames = hit.outcome, hit.frames
+        try:
+            hit.keys = key_rows(hit.job.keys)
+            self._prepare(hit)
+            found = np.flatnonzero(frames != NO_FRAME)
+            outcome.tokens_from_dram = len(found) * self._block_tokens
+            outcome.hit_tokens_from_dram = hit.job.tokens_of(found, self._block_tokens)
+            for end in range(len(found), 0, -GROUP):
+                which = found[max(0, end - GROUP) : end]
+                self._use_frames(hit, which, frames[which])
+                self._frames.give_back(frames[which])
+                frames[which] = NO_FRAME
+                self._read_ahead(hit, wait=False)
+                self._prepare(hit)
+        finally:
+            self._frames.give_back(frames)
+        while outcome.complete and (hit.reads or len(hit.todo)):
+            self._read_ahead(hit, wait=True)
+            self._prepare(hit)
+            if hit.reads:
+                self._finish(hit)
+        if outcome.tokens_from_ssd and hit.begun is not None:
+            outcome.ssd_s = time.monotonic() - hit.begun
+
+    def _use_frames(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Slots ``which`` are in DRAM, in these borrowed frames."""
+        if not hit.outcome.complete:
+            return
+        begun = time.monotonic()
+        self._remember(hit, which, frames)
+        self._copy(hit, which, frames)
+        self._keep(hit, which, frames)
+        hit.outcome.dram_s += time.monotonic() - begun
+
+    def _remember(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Keep the seals of slots in DRAM: their frames may go while they are streamed."""
+        slots = hit.job.slots[which]
+        wanted = self._frames.referenced(slots)
+        wanted[wanted] = ~self._seals.adopt(slots[wanted])
+        # One that is not clean was not sealed yet, and the writer will see that it is
+        # referred to; or its write failed, and the frame stays until it is discarded.
+        for at in np.flatnonzero(wanted).tolist():
+            wanted[at] = self._frames.state(int(frames[at])) is FrameState.CLEAN
+        which, places = which[wanted], self._frames.buffer_offset(frames[wanted])
+        _, good = self._read_seals(hit, which, places, final=True)
+        self._blame(hit, which[~good])
+
+    def _copy(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Copy frames into the HBM blocks of slots ``which``, where they have one, as long as
+        nothing has failed."""
+        if not hit.outcome.complete:
+            return
+        job = hit.job
+        inside = which >= job.first_in_hbm
+        block_ids = job.block_ids[which[inside] - job.first_in_hbm]
+        wanted = block_ids != 0
+        if wanted.any():
+            self._copy_in(frames[inside][wanted], block_ids[wanted])
+
+    def _keep(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
+        """Copy the last slot's frame, if it is among these, for a job that asks for it."""
+        if hit.job.compared:
+            job = hit.job
+            for frame in frames[which == len(job.slots) - 1].tolist():
+                copy = self._frames.view(frame).copy()
+                hit.outcome.copy = int(job.slots[-1]), int(job.epochs[-1]), copy
+
+    # ---- reading ----
+
+    def _read_ahead(self, hit: Hit, *, wait: bool) -> None:
+        """Start reads until enough are in flight, or memory for them is in use.
+
+        With ``wait``, and nothing in flight, wait for memory.
+        """
+        while len(hit.todo) and hit.outcome.complete:
+            piece = self._piece
+            in_flight = piece * self._files.geometry.frame_bytes
+            if len(hit.reads) >= max(2, min(READ_AHEAD, GROUP_BYTES // in_flight)):
+                return
+            if self._stopping:
+                hit.outcome.complete = False
+                return
+            patient = wait and not hit.reads
+            # The newest slots first: their frames matter most, to HBM and to the next steps.
+            first = max(0, len(hit.todo) - piece)
+            inside = int(np.searchsorted(hit.todo, hit.job.first_in_hbm))
+            if inside < len(hit.todo):
+                started = self._start_to_hbm(hit, max(first, inside), wait=patient)
+            else:
+                started = self._start_to_dram(hit, first, wait=patient)
+            if not started:
+                return
+
+    def _start_to_hbm(self, hit: Hit, first: int, *, wait: bool) -> bool:
+        slots = hit.job.slots[hit.todo[first:]]
+        if not wait:
+            frames = self._frames.take(slots, FrameState.LOADING)
+        else:
+            deadline = time.monotonic() + self._files.deadline_s
+            frames = self._frames.wait_for_frames(slots, FrameState.LOADING, deadline)
+        if len(frames):
+            self._start_whole(hit, first, frames)
+        elif wait:
+            logger.error("ssdkv: no DRAM frame for request %s in time", hit.job.request_id)
+            hit.outcome.complete = False
+        return len(frames) > 0
+
+    def _start_to_dram(self, hit: Hit, first: int, *, wait: bool) -> bool:
+        slots = hit.job.slots[hit.todo[first:]]
+        frames = self._frames.take(slots, FrameState.LOADING, spare_contexts=True)
+        if len(frames):
+            self._start_whole(hit, first, frames)
+            return True
+        count = min(GROUP, self._headers.usable(), len(hit.todo))
+        pieces = self._headers.take(count) if count else None
+        if pieces is not None:
+            which, hit.todo = hit.todo[-count:], hit.todo[:-count]
+            hit.reads.append(self._start_headers(hit, which, pieces))
+            return True
+        if wait:
+            logger.error("ssdkv: reads that do not end hold the memory for headers")
+            hit.outcome.complete = False
+        return False
+
+    def _start_whole(self, hit: Hit, first: int, frames: NDArray[np.int32]) -> None:
+        """Read the slots from ``first`` on, in the order of ``todo``, into frames that are
+        ``LOADING``."""
+        end = first + len(frames)
+        which = hit.todo[first:end]
+        places = self._frames.buffer_offset(frames)
+        try:
+            batch = self._submit(hit, which, self._files.geometry.frame_bytes, places)
+        except ValueError:
+            self._frames.settle(frames, FrameState.FREE)
+            raise
+        hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
+        hit.reads.append(LoadRead(which, places, frames, batch))
+
+    def _start_headers(self, hit: Hit, which: NDArray[np.int64], pieces: U64) -> LoadRead:
+        try:
+            batch = self._submit(hit, which, self._files.geometry.header_bytes, pieces)
+        except ValueError:
+            self._headers.give(pieces)
+            raise
+        return LoadRead(which, pieces, None, batch)
+
+    def _submit(
+        self,
+        hit: Hit,
+        which: NDArray[np.int64],
+        nbytes: int,
+        places: U64,
+        source: Source | None = None,
+    ) -> SlotBatch:
+        slots = hit.job.slots[which]
+        self._files.replicas.stored_in(slots, hit.job.epochs[which])
+        # An intake checks and copies what has arrived while its neighbours are being read.
+        merged = self._stretches is None or self._files.geometry.encrypted
+        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=merged)
+
+    def _finish(self, hit: Hit) -> None:
+        """Wait for the oldest read, check what it brought, and copy it into HBM."""
+        read = hit.reads.popleft()
+        beside = [later.batch for later in hit.reads]
+        if read.frames is None:
+            self._finish_headers(hit, read, read.batch.wait(beside))
+        else:
+            self._finish_whole(hit, read, read.frames, beside)
+
+    def _finish_whole(
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], beside: Sequence[SlotBatch]
+    ) -> None:
+        which, batch = read.which, read.batch
+        good = np.zeros(len(which), dtype=np.bool_)
+        held = np.ones(len(which), dtype=np.bool_)
+        try:
+            try:
+                if read.intake is not None:
+                    batch.feed(read.intake, beside)
+                    good = self._taken_in(hit, read, frames, read.intake)
+                else:
+                    for part in batch.arriving(beside):
+                        good |= self._check(hit, which, frames, batch, part, final=False)
+                        right = part[good[part]]
+                        self._copy(hit, which[right], frames[right])
+            finally:
+                batch.wait(beside)
+                held = batch.held()
+                if held.any():
+                    self._overdue.append((batch, frames[held]))
+            if not good.all():
+                self._mend(hit, read, frames, good, held)
+            self._keep(hit, which[good], frames[good])
+            geometry = self._files.geometry
+            used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
+            self._files.counters.add_keyed(_BYTES_USED, (used,))
+        finally:
+            self._frames.abandon(frames[held])
+            self._frames.settle(frames[good], FrameState.CLEAN)
+            self._frames.settle(frames[~good & ~held], FrameState.FREE)
+
+    def _mend(
+        self,
+        hit: Hit,
+        read: LoadRead,
+        frames: NDArray[np.int32],
+        good: NDArray[np.bool_],
+        held: NDArray[np.bool_],
+    ) -> None:
+        """Read again what is not ``good``; brings both masks, [n], up to date."""
+        which, batch = read.which, read.batch
+        for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
+            if not hit.may_read_again(self._files.deadline_s):
+                break
+            good[i], held[i] = self._read_again(hit, which[i : i + 1], frames[i : i + 1])
+            if good[i]:
+                self._copy(hit, which[i : i + 1], frames[i : i + 1])
+        # Where a read hangs and holds its frame, another copy is read into another one.
+        hanging = held & ~good & ~batch.out_of_reach()
+        if not (good | hanging).all():
+            hit.outcome.complete = False
+        if hit.outcome.complete:
+            hit.todo = np.union1d(hit.todo, which[hanging])
+
+    def _prepare(self, hit: Hit) -> None:
+        """Give reads that are under way what checks and copies their slots without the interpreter,
+        where checksums and plain copies are all that it takes."""
+        for read in hit.reads:
+            if read.intake is None and read.frames is not None and self._stretches is not None:
+                read.intake = self._intake(hit, read, read.frames, self._stretches)
+
+    def _intake(
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], stretches: _io.Stretches
+    ) -> _io.Intake | None:
+        job, which = hit.job, read.which
+        blocks = np.zeros(len(which), dtype=np.uint64)
+        if hit.outcome.complete:
+            inside = which >= job.first_in_hbm
+            blocks[inside] = job.block_ids[which[inside] - job.first_in_hbm]
+        addresses, keys = self._frames.address(frames), hit.keys[which]
+        return make_intake(read.batch, job.epochs[which], keys, addresses, blocks, stretches)
+
+    def _taken_in(
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], intake: _io.Intake
+    ) -> NDArray[np.bool_]:
+        """As :meth:`_check`, of all that an intake has looked at."""
+        which, batch, states = read.which, read.batch, intake.states()
+        good: NDArray[np.bool_] = states == RIGHT
+        if good.all():
+            self._tell_pages(batch, good, _NO_PAGE, _NO_PAGE, final=False)
+        else:
+            batch.wrong_headers(np.flatnonzero(states == WRONG_HEADER))
+            self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
+        kept = good & self._frames.referenced(hit.job.slots[which])
+        if kept.any():
+            places = self._frames.buffer_offset(frames[kept])
+            self._read_seals(hit, which[kept], places, final=False)
+        return good
+
+    def _read_again(
+        self, hit: Hit, which: NDArray[np.int64], frame: NDArray[np.int32]
+    ) -> tuple[bool, bool]:
+        """Read one slot alone: the block layer fails neighbours of a bad sector too.
+
+        Returns whether it is good, and whether the read is overdue and holds the frame.
+        """
+        place = self._frames.buffer_offset(frame)
+        sources = self._files.retries(int(hit.job.slots[which[0]]))
+        for source in sources:
+            batch = self._submit(hit, which, self._files.geometry.frame_bytes, place, source)
+            here = np.flatnonzero(batch.wait())
+            if not batch.ended():
+                self._overdue.append((batch, frame))
+                return False, True
+            if self._check(hit, which, frame, batch, here, final=source is sources[-1])[0]:
+                return True, False
+        self._blame(hit, which)
+        return False, False
+
+    def _blame(self, hit: Hit, which: NDArray[np.int64]) -> None:
+        """These slots must not be found again."""
+        if len(which):
+            slots, epochs = hit.job.slots[which].tolist(), hit.job.epochs[which].tolist()
+            hit.outcome.complete = False
+            hit.outcome.bad.extend(zip(slots, epochs, strict=True))
+
+    def _check(
+        self,
+        hit: Hit,
+        which: NDArray[np.int64],
+        frames: NDArray[np.int32],
+        batch: SlotBatch,
+        here: NDArray[np.intp],
+        *,
+        final: bool,
+    ) -> NDArray[np.bool_]:
+        """Which frames [n], of those ``here`` that have arrived with the batch, hold slots
+        ``which`` [n] of the job; their pages are unsealed. Failures are counted if ``final``.
+        """
+        geometry = self._files.geometry
+        good = np.zeros(len(which), dtype=np.bool_)
+        places = self._frames.buffer_offset(frames[here])
+        seals, headed = self._read_seals(hit, which[here], places, final=final)
+        if not headed.all():
+            batch.wrong_headers(here[~headed])
+            here, places, seals = here[headed], places[headed], seals.part(headed)
+        if len(here) == 0:
+            return good
+        first = places + np.uint64(geometry.header_bytes)
+        right = self._files.sealer.unseal(seals.of_frames(geometry), 0, first, final=final)
+        good[here] = right.all(axis=1)
+        row, page = np.nonzero(~right)
+        self._tell_pages(batch, good, here[row], page, final=final)
+        if final and len(row):
+            self._files.counters.add("checksum_failures", len(row))
+            logger.error(
+                "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
+                int(hit.job.slots[which[0]]),
+                len(row),
+            )
+        return good
+
+    def _tell_pages(
+        self,
+        batch: SlotBatch,
+        good: NDArray[np.bool_],
+        row: NDArray[np.intp],
+        page: NDArray[np.intp],
+        *,
+        final: bool,
+    ) -> None:
+        """Slots of a batch that are ``good``, and pages of others that are wrong."""
+        geometry = self._files.geometry
+        offsets = geometry.header_bytes + page * geometry.page_bytes if len(page) else page
+        batch.verified(good, row, offsets, final=final)
+
+    def _read_seals(
+        self, hit: Hit, which: NDArray[np.int64], places: U64, *, final: bool
+    ) -> tuple[Seals, NDArray[np.bool_]]:
+        """Seals in the headers at arena offsets [n], and which are those of slots ``which`` [n].
+
+        They are kept where a context needs them. When ``final``, failures are counted.
+        """
+        job, sealer = hit.job, self._files.sealer
+        slots = job.slots[which]
+        seals, good = sealer.read_headers(slots, job.epochs[which], hit.keys[which], places)
+        keep = good & self._frames.referenced(slots)
+        if keep.any():
+            self._seals.put(slots[keep], seals.part(keep))
+        for at in np.flatnonzero(~good).tolist() if final else ():
+            index, slot = int(which[at]), int(slots[at])
+            self._files.counters.add("header_mismatches", 1)
+            why = sealer.why_refused(slot, int(job.epochs[index]), job.keys[index], int(places[at]))
+            logger.error("ssdkv: slot %d is dropped: %s", slot, why)
+        return seals, good
+
+    def _finish_headers(self, hit: Hit, read: LoadRead, arrived: NDArray[np.bool_]) -> None:
+        which = self._check_headers(hit, read, arrived, final=False)
+        if len(which) == 0:
+            return
+        # Once more for each copy, only what failed: a neighbour's bad sector may have failed it.
+        for left in reversed(range(self._files.placement.most_copies)):
+            pieces = self._headers.take(len(which))
+            if pieces is None:
+                hit.outcome.complete = False
+                return
+            again = self._start_headers(hit, which, pieces)
+            which = self._check_headers(hit, again, again.batch.wait(), final=left == 0)
+            if len(which) == 0:
+                return
+        self._blame(hit, which)
+
+    def _check_headers(
+        self, hit: Hit, read: LoadRead, good: NDArray[np.bool_], *, final: bool
+    ) -> NDArray[np.int64]:
+        """Check headers that arrived, ``good``, and give their memory back; slots that failed.
+
+        None of them, and an incomplete outcome, when a device does not answer.
+        """
+        held = read.batch.held()
+        _, right = self._read_seals(hit, read.which[good], read.places[good], final=final)
+        read.batch.wrong_headers(np.flatnonzero(good)[~right])
+        good[good] = right
+        self._headers.lend(read.places, held, read.batch)
+        if read.batch.out_of_reach().any():
+            hit.outcome.complete = False
+            return read.which[:0]
+        return read.which[~good]
+
+    def _collect_overdue(self) -> None:
+        for entry in [e for e in self._overdue if e[0].ended()]:
+            self._overdue.remove(entry)
+            self._frames.settle(entry[1], FrameState.FREE)

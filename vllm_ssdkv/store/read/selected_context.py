@@ -1,0 +1,374 @@
+"""One step's contexts of which queries choose pages, layer by layer.
+
+What ``ContextStream`` is for rows that attend to everything, this is
+for rows that do not: slots, frames and summaries are looked up once per step, pages are fetched
+when a layer has chosen them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
+from vllm_ssdkv.store.cache.selected_pages import Pages
+from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable, channel_bytes
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.read.gpu_pages import HotFetch, HotPages
+from vllm_ssdkv.store.read.page_fetcher import Fetch, PageFetcher
+from vllm_ssdkv.store.write.summary_builder import Summarizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PageCounts:
+    """Pages of one step, by where they were; a page that several queries chose counts once.
+
+    ``ahead`` were read before anybody chose them, and ``hits`` is how many of such pages, also of
+    steps before, were chosen then: they count as ``ssd``.
+    """
+
+    hot: int = 0
+    frame: int = 0
+    cache: int = 0
+    ssd: int = 0
+    ahead: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPages:
+    """Pages of contexts' blocks, [n]: where they are, and the index of each one's block in the
+    contexts' slots, int32."""
+
+    pages: Pages
+    blocks: NDArray[np.int32]
+
+    def part(self, which: slice) -> BlockPages:
+        """Some of them."""
+        return BlockPages(self.pages.part(which), self.blocks[which])
+
+
+class ChosenContexts:
+    """Contexts of the rows of a step that choose. Used by the thread of the forward pass.
+
+    After a failure the row is *poisoned*, as in ``ContextStream``.
+
+    Attributes:
+        rows: Numbers of the rows, as the step numbers them, ascending, int64 [S].
+        begin, end: Blocks of each row in ``slots``, int32 [S].
+        slots: Slots of all blocks, row after row, int64 [B].
+        framed: Whether each block has a frame in DRAM, bool [B].
+        in_frames: Whether all have: no page of KV is read.
+        left_out: Rows for whose summaries DRAM has no room: they must attend to everything.
+        poisoned: Rows whose output must be thrown away.
+        bad: Slots with wrong or unreadable bytes.
+        fetched: What was fetched so far of pages of KV.
+        fetched_channels, fetched_summaries: The same of channel pages for one layer, and of pages
+            that DRAM lacked when the step began.
+    """
+
+    def __init__(
+        self,
+        geometry: SlotGeometry,
+        frames: FrameCache,
+        summaries: SummaryTable,
+        summarizer: Summarizer,
+        tails: NDArray[np.uint64],
+        fetcher: PageFetcher,
+        contexts: Sequence[NDArray[np.int64]],
+        rows: Sequence[int],
+        hot: HotPages | None = None,
+    ):
+        """``contexts[r]`` are the slots of row r's blocks before its window; ``rows`` choose.
+        ``tails``: absolute addresses of memory for some tails, [n]. ``hot``: pages in the memory of
+        the device that attends, where it has its own.
+
+        Blocks while summaries that DRAM does not have are read, with the deadline of I/O.
+        """
+        self._geometry = geometry
+        self._frames = frames
+        self._summaries = summaries
+        self._summarizer = summarizer
+        self._tails = tails
+        self._fetcher = fetcher
+        self._hot = hot
+        self.fetched = PageCounts()
+        self.fetched_channels = PageCounts()
+        self.pages_used = 0
+        """Pages of KV that were read for this step, or ahead of it, and are right."""
+        self.fetched_summaries = PageCounts()
+        self.poisoned: set[int] = set()
+        self.bad: list[int] = []
+        self.left_out: set[int] = set()
+        self._alive: NDArray[np.int64] | None = None
+        self._borrowed = np.zeros(0, dtype=np.int32)
+        self._summary_rows = np.zeros(0, dtype=np.int32)
+        self._choose_rows(contexts, rows)
+        self._look_up(contexts)
+
+    def _choose_rows(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> None:
+        """As many rows as there is room for summaries, in order."""
+        if sum(len(contexts[row]) for row in rows) <= self._summaries.open_rows:
+            self.rows = np.array(rows, dtype=np.int64)
+            return
+        kept: list[int] = []
+        taken = np.zeros(0, dtype=np.int64)
+        for row in rows:
+            more = np.union1d(taken, contexts[row])  # rows share slots
+            if len(more) > self._summaries.open_rows:
+                self.left_out.add(row)
+                continue
+            taken = more
+            kept.append(row)
+        self.rows = np.array(kept, dtype=np.int64)
+
+    def _look_up(self, contexts: Sequence[NDArray[np.int64]]) -> None:
+        lengths = [len(contexts[row]) for row in self.rows.tolist()]
+        edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        self.begin, self.end = edges[:-1], edges[1:]
+        parts = [contexts[row] for row in self.rows.tolist()]
+        self.slots = np.concatenate([*parts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        self._borrowed = self._frames.borrow(self.slots)
+        self._frame_address = np.zeros(len(self.slots), dtype=np.uint64)
+        self.framed = self._borrowed != NO_FRAME
+        self._frame_address[self.framed] = self._frames.address(self._borrowed[self.framed])
+        self.in_frames = bool(self.framed.all())
+        self._summary_rows = self._summaries.pin(self.slots)
+        missing = self._summary_rows == NO_ROW
+        if missing.any():
+            self._bring_summaries(np.flatnonzero(missing))
+
+    def _bring_summaries(self, which: NDArray[np.int64]) -> None:
+        """Fill in the summaries of blocks ``which``: from their frames, or from their tails."""
+        _, first = np.unique(self.slots[which], return_index=True)
+        distinct = which[first]
+        self._make_summaries(distinct[self.framed[distinct]])
+        self._read_summaries(distinct[~self.framed[distinct]])
+        rows = self._summaries.pin(self.slots[which])
+        self._summary_rows[which] = rows
+        self.bad += self._fetcher.take_bad()
+        self._poison(which[rows == NO_ROW])
+
+    def _make_summaries(self, blocks: NDArray[np.int64]) -> None:
+        """Of blocks in frames, of distinct slots."""
+        for start in range(0, len(blocks), len(self._tails)):
+            part = blocks[start : start + len(self._tails)]
+            tails = self._tails[: len(part)]
+            self._summarizer.make_tails(self._frame_address[part], tails)
+            self._summaries.put_tails(self.slots[part], tails)
+        self.fetched_summaries.frame += len(blocks) * len(self._summaries.pages)
+
+    def _read_summaries(self, blocks: NDArray[np.int64]) -> None:
+        """Of blocks that are on the devices only, of distinct slots."""
+        count = len(self._summaries.pages)
+        most = max(1, self._fetcher.room // count)
+        for start in range(0, len(blocks), most):
+            part = blocks[start : start + most]
+            pages = np.tile(self._summaries.pages, len(part))
+            fetch = self._start(self._at(np.repeat(part, count), pages), self.fetched_summaries)
+            good = self._fetcher.finish(fetch).reshape(len(part), count).all(axis=1)
+            address = fetch.address.reshape(len(part), count)
+            self._summaries.put(self.slots[part[good]], address[good])
+            self._fetcher.release(fetch)
+
+    def bounds(self, layer: int) -> NDArray[np.uint64]:
+        """Address of every block's page bounds of a layer, [B]."""
+        return self._summaries.address(self._summary_rows, layer)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self._geometry.layers
+
+    @property
+    def holds_channels(self) -> bool:
+        """Whether the blocks' channel-major K is in memory, the device's or DRAM."""
+        return self._summaries.holds_channels
+
+    @property
+    def channels_on_device(self) -> bool:
+        """Whether that is memory of the device that attends."""
+        return self._summaries.channels_on_device
+
+    @property
+    def holds_scales(self) -> bool:
+        """Whether the blocks' channel-major K is int8, with scales."""
+        return self._summaries.holds_scales
+
+    @property
+    def page_payload(self) -> int:
+        """Bytes used in a page."""
+        return self._geometry.payload_bytes
+
+    def channels(self, layer: int) -> NDArray[np.uint64]:
+        """Address of every block's K of a layer, channel-major, [B]."""
+        return self._summaries.channels(self._summary_rows, layer)
+
+    def scales(self, layer: int) -> NDArray[np.uint64]:
+        """Address of every block's scales of the channels of a layer's K, [B]."""
+        return self._summaries.scales(self._summary_rows, layer)
+
+    def values(self, layer: int, row: int, head_size: int) -> NDArray[np.float32]:
+        """Sum of V of each block of a row, by its position in :attr:`rows`, [blocks, kv_heads,
+        head_size]."""
+        blocks = self._summary_rows[self.begin[row] : self.end[row]]
+        return self._summaries.values(blocks, layer, head_size)
+
+    @property
+    def room(self) -> int:
+        """Pages that one :meth:`fetch` may be asked for."""
+        return self._fetcher.room
+
+    def alive(self) -> NDArray[np.int64]:
+        """Positions in :attr:`rows` of those that are not poisoned."""
+        if self._alive is None:
+            self._alive = np.flatnonzero(~np.isin(self.rows, list(self.poisoned)))
+        return self._alive
+
+    def locate(
+        self,
+        layer: int,
+        rows: NDArray[np.int64],
+        pages: NDArray[np.int32],
+        begin: NDArray[np.int32],
+        page_tokens: int,
+    ) -> tuple[BlockPages, NDArray[np.int64]]:
+        """Pages of a selection, and the position of each one's first token in its request, int64
+        [n]. Releases the GIL.
+
+        Args:
+            layer: Of the model, from 0.
+            rows: Positions in :attr:`rows` of those that selected, [R].
+            pages: Numbers of the pages from the start of their row's context, int32 [n].
+            begin: Edges of the list of each row and KV head in ``pages``, int32 [R * heads + 1].
+            page_tokens: Tokens of a page.
+
+        Raises:
+            IndexError: a page is not in the contexts.
+        """
+        geometry = self._geometry
+        slots, numbers, frames, position, blocks = _io.locate(
+            self.begin[rows],
+            self.slots,
+            self._frame_address,
+            pages,
+            begin,
+            geometry.heads,
+            geometry.groups,
+            page_tokens,
+            geometry.first_page(layer),
+        )
+        return BlockPages(Pages(slots, numbers, frames), blocks), position
+
+    def pages(self, layer: int, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> BlockPages:
+        """Pages of a layer, by the index of each one's block in :attr:`slots` and its number within
+        the layer's part of the slot, head * groups + group, [n]."""
+        return self._at(blocks, self._geometry.first_page(layer) + pages)
+
+    def channel_pages(
+        self, layer: int, blocks: NDArray[np.int64], pages: NDArray[np.int64]
+    ) -> BlockPages:
+        """The same for pages of the layer's channel-major K, numbered from its first, of blocks
+        that have no frame."""
+        return self._at(blocks, self._geometry.first_channel_page(layer) + pages)
+
+    def make_channels(self, layer: int, blocks: NDArray[np.int64], pages: int) -> NDArray[np.uint8]:
+        """Channel-major K of a layer of these blocks, [n], which have frames: [n, bytes]. For each
+        so many ``pages`` are counted as found in a frame."""
+        size = channel_bytes(self._geometry)
+        made = np.empty((len(blocks), size), dtype=np.uint8)
+        target = made.ctypes.data + np.arange(len(made), dtype=np.uint64) * np.uint64(size)
+        first = self._frame_address[blocks] + np.uint64(self._geometry.layer_offset(layer))
+        self._summarizer.make_channels(first, target)
+        self.fetched_channels.frame += len(blocks) * pages
+        return made
+
+    def _at(self, blocks: NDArray[np.int64], numbers: NDArray[np.int64]) -> BlockPages:
+        """Pages by their numbers in the slot."""
+        pages = Pages(self.slots[blocks], numbers, self._frame_address[blocks])
+        return BlockPages(pages, blocks.astype(np.int32))
+
+    def fetch(self, wanted: BlockPages) -> Fetch:
+        """Start to bring at most :attr:`room` pages to DRAM; does not block. End it with
+        :meth:`release`.
+
+        Pages may repeat.
+        """
+        return self._start(wanted, self.fetched)
+
+    def fetch_hot(self, wanted: BlockPages) -> Fetch | HotFetch:
+        """The same, to where the device that attends reads them best: its own memory, or DRAM."""
+        if self._hot is None:
+            return self.fetch(wanted)
+        fetch = self._hot.start(wanted.pages)
+        self.fetched.hot += fetch.asked.held
+        self._count(fetch.below, self.fetched)
+        return fetch
+
+    def fetch_channels(self, wanted: BlockPages) -> Fetch:
+        """The same for :meth:`channel_pages`, which are counted apart."""
+        return self._start(wanted, self.fetched_channels)
+
+    def _start(self, wanted: BlockPages, counts: PageCounts) -> Fetch:
+        fetch = self._fetcher.start(wanted.pages)
+        self._count(fetch, counts)
+        return fetch
+
+    def _count(self, fetch: Fetch, counts: PageCounts) -> None:
+        counts.frame += fetch.asked.framed
+        counts.cache += fetch.from_cache
+        counts.ssd += fetch.from_ssd
+        counts.hits += fetch.asked.guessed
+
+    def ahead(self, wanted: BlockPages, begin: NDArray[np.int32], *, idle: bool) -> None:
+        """Start to read pages that may be needed soon, in lists with the edges ``begin``; does not
+        block. What is read never changes an answer, but when it comes. ``idle``: no more than the
+        devices can do beside what was fetched last and until the next fetch."""
+        pages = wanted.pages if self._hot is None else self._hot.wanted_below(wanted.pages)
+        self.fetched.ahead += self._fetcher.ahead(pages, begin, idle=idle)
+
+    def settle(self, fetch: Fetch | HotFetch) -> None:
+        """Wait for what was submitted, with the deadline of I/O: :meth:`arrive` then has its work
+        to do, but mostly nothing to wait for."""
+        self._fetcher.settle(fetch.below if isinstance(fetch, HotFetch) else fetch)
+
+    def arrive(
+        self, fetch: Fetch | HotFetch, blocks: NDArray[np.int64] | NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Wait for the pages of these blocks, [n], with the deadline of I/O; which are there, [n].
+
+        ``fetch.address`` says where, until they are released. Rows whose pages did not all come
+        are poisoned.
+        """
+        good = fetch.finish() if isinstance(fetch, HotFetch) else self._fetcher.finish(fetch)
+        self.pages_used += (fetch.below if isinstance(fetch, HotFetch) else fetch).used
+        self.bad += self._fetcher.take_bad()
+        if not good.all():
+            self._poison(blocks[~good])
+        return good
+
+    def release(self, fetch: Fetch | HotFetch) -> None:
+        """The pages are not read any more."""
+        if isinstance(fetch, HotFetch):
+            fetch.release()
+        else:
+            self._fetcher.release(fetch)
+
+    def _poison(self, blocks: NDArray[np.int64] | NDArray[np.int32]) -> None:
+        rows = np.searchsorted(self.end, blocks, side="right")
+        self.poisoned.update(self.rows[rows].tolist())
+        self._alive = None
+
+    def close(self) -> None:
+        """End the step: what was borrowed goes back."""
+        self._frames.give_back(self._borrowed)
+        self._summaries.unpin(self._summary_rows)
+        self._borrowed = self._borrowed[:0]
+        self._summary_rows = self._summary_rows[:0]

@@ -1,0 +1,480 @@
+"""A device's memory, DRAM and SSD of one rank as one interface: hold, commit, load, stream.
+
+The worker process owns residency: which slots are in DRAM is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.store.cache.dram_balancer import Border
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.cache.selected_pages import PageCache, PagePolicy
+from vllm_ssdkv.store.cache.summaries import SummaryTable
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.maintenance.scrubber import Scrubber
+from vllm_ssdkv.store.maintenance.trim import SlotTrimmer
+from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.device_memory import DeviceMemory
+from vllm_ssdkv.store.memory.memory_plan import ArenaPlan
+from vllm_ssdkv.store.placement.move import Move
+from vllm_ssdkv.store.read.async_verifier import Unsealer
+from vllm_ssdkv.store.read.context_stream import ContextStream
+from vllm_ssdkv.store.read.gpu_pages import HotPages
+from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.read.page_fetcher import PageFetcher
+from vllm_ssdkv.store.read.prefix_loader import CopyIn, SlotLoader
+from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.write.flusher import Pending, SlotWriter
+from vllm_ssdkv.store.write.summary_builder import Summarizer
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 0.5
+"""How long nobody must have asked for anything before the scrub reads: longer than the gap between
+two steps of a request that is being decoded."""
+
+_NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+_LEAST_ROOM = 8
+"""Frames that must be free for running contexts' blocks to be brought in, unless fewer do."""
+
+
+class TieredStore:
+    """The store of one rank.
+
+    ``load``, ``take_load_outcomes``, ``hold``, ``stream`` and the context methods belong to the
+    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``choose``,
+    ``drain``, ``close`` and, if asked to, ``take_load_outcomes`` block, with a deadline.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        arena: Arena,
+        plan: ArenaPlan,
+        num_slots: int,
+        block_tokens: int,
+        copy_in: CopyIn,
+        *,
+        summarizer: Summarizer | None = None,
+        trimmer: SlotTrimmer | None = None,
+        scrub_rate: int | None = None,
+        stretches: _io.Stretches | None = None,
+    ):
+        """``summarizer``: for slots with a tail, and for no others. ``scrub_rate``: bytes per
+        second; the plan has memory for it. None: no scrub. ``stretches``: what ``copy_in`` copies,
+        where plain copies are all that it does."""
+        geometry = files.geometry
+        self.files = files
+        self.arena = arena
+        self.frames = FrameCache(
+            arena,
+            plan.frame_offset,
+            geometry.frame_bytes,
+            plan.frames,
+            num_slots,
+            plan.lent_offsets,
+        )
+        sealer = files.sealer
+        self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
+        self._unsealer = Unsealer()
+        self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
+        headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
+        images = None
+        if plan.images:
+            # Padding between pages is written as it lies here: it must never hold plain bytes.
+            arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
+            images = Staging(plan.image_offset, plan.image_bytes, plan.images)
+        self._writer = SlotWriter(files, self.frames, self._seals, images, summarizer, trimmer)
+        self._loader = SlotLoader(
+            files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
+        )
+        self._pages: PageCache | None = None
+        self._border: Border | None = None
+        self._hot: HotPages | None = None
+        self._policy: PagePolicy = "lru"
+        self._num_slots = num_slots
+        self._summaries: SummaryTable | None = None
+        self._summarizer = summarizer
+        places = np.arange(plan.tails, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
+        self.tails = np.uint64(arena.address + plan.tail_offset) + places
+        """Absolute addresses of memory for tails, [n], which the thread of the forward pass may use
+        until its next call; none where slots have no tail."""
+        if plan.choice is not None:
+            self._pages = PageCache(
+                arena,
+                plan.page_offset,
+                geometry,
+                plan.page_places,
+                num_slots,
+                plan.choice.page_policy,
+            )
+            self._summaries = SummaryTable(
+                arena,
+                plan.summary_offset,
+                geometry,
+                plan.choice.page_tokens,
+                plan.summary_rows,
+                num_slots,
+                channels=plan.choice.channels == "dram",
+            )
+            self._fetcher = PageFetcher(files, self._seals, self._pages)
+            self._policy = plan.choice.page_policy
+            self._border = Border(
+                geometry,
+                plan,
+                self.frames,
+                self._pages,
+                self._summaries,
+                self.busy,
+                files.deadline_s,
+            )
+        self._contexts: dict[str, NDArray[np.int64]] = {}
+        self._stream: ContextStream | None = None
+        self._used = time.monotonic()
+        self._scrubber: Scrubber | None = None
+        if scrub_rate is not None:
+            pieces = Staging(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
+            self._scrubber = Scrubber(
+                files,
+                arena,
+                pieces,
+                num_slots,
+                scrub_rate,
+                idle=self.idle,
+                writing=self._writer.writes,
+                visit=self._writer.visit,
+            )
+
+    def keep_hot_pages(self, memory: DeviceMemory) -> None:
+        """Chosen pages are kept in this memory, too, which must live as long as the store.
+
+        Raises:
+            ValueError: the slots of this store have no summaries, so that nothing can be chosen.
+        """
+        if self._pages is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        geometry = self.files.geometry
+        self._hot = HotPages(memory, self._fetcher, geometry, self._num_slots, self._policy)
+
+    @property
+    def channel_places(self) -> int:
+        """Channel pages that :meth:`keep_channels` needs memory for."""
+        return 0 if self._summaries is None else self._summaries.channel_places
+
+    def keep_channels(self, memory: DeviceMemory) -> None:
+        """Channel-major K is kept in this memory, before any is kept at all.
+
+        Raises:
+            ValueError: the slots have none, DRAM has it, or the memory is too small.
+        """
+        if self._summaries is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        self._summaries.keep_channels(memory)
+
+    @property
+    def open_frames(self) -> int:
+        """Frames that DRAM has now; the least it ever has is ``frames.frames``."""
+        return self.frames.frames + (0 if self._border is None else self._border.lent)
+
+    def streamed(
+        self, contexts: Sequence[NDArray[np.int64]], most: float
+    ) -> list[NDArray[np.int64]]:
+        """Which blocks of these contexts DRAM does not have and has room for, without taking any
+        from running contexts: for each its positions, ascending, in all ``most`` of the blocks that
+        are missing. Nothing, where room is for next to none."""
+        found = [np.flatnonzero(self.frames.frames_of(slots) == NO_FRAME) for slots in contexts]
+        missing = sum(map(len, found))
+        room = self.frames.spare() + (0 if self._border is None else self._border.spare)
+        if room < min(missing, _LEAST_ROOM):
+            return [positions[:0] for positions in found]
+        left = min(room, max(_LEAST_ROOM, int(most * missing)))
+        seen = np.zeros(0, dtype=np.int64)
+        for i, positions in enumerate(found):
+            new = positions[~np.isin(contexts[i][positions], seen)][:left]
+            seen = np.concatenate([seen, contexts[i][new]])
+            left -= len(new)
+            found[i] = new
+        return found
+
+    # ---- write path ----
+
+    def hold(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
+        """Frames for the first of these slots, [k], k <= n, for the caller to fill.
+
+        They are ``HELD`` until written or discarded. Fewer than asked for is normal: commit those,
+        which lets the writer free frames, and ask again for the rest.
+
+        Args:
+            slots: Distinct slots whose content changes, [n]; what DRAM has of them is forgotten.
+            wait: Where there is no frame at all, wait for writes to free one, up to the I/O
+                deadline (page mode: the data is needed). None after that means there is none.
+        """
+        self._used = time.monotonic()
+        self._forget_content(slots)
+        self.frames.forget(slots)
+        if self._border is not None:
+            self._border.make_room(slots)
+        held = self.frames.take(slots, FrameState.HELD)
+        if len(held) or len(slots) == 0 or not wait:
+            return held
+        started = time.monotonic()
+        held = self.frames.wait_for_frames(slots, FrameState.HELD, started + self.files.deadline_s)
+        self.files.counters.add("write_stalls", 1)
+        self.files.counters.add("write_stall_seconds", time.monotonic() - started)
+        return held
+
+    def commit(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
+    ) -> None:
+        """Write held slots to the devices in the background."""
+        self._writer.commit(
+            Pending(slot, epoch, key)
+            for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
+        )
+
+    def copy(self, move: Move) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Give the new slots of a move frames that hold what the frames of the old ones hold, for
+        :meth:`commit`: they are ``HELD`` until written or discarded.
+
+        What is copied is checked first, all of it: the copy gets seals of its own, which would say
+        that it is right. No frame of a running context is taken for it.
+
+        Returns:
+            Which were copied, and which frames hold wrong bytes, both bool, [n]. The others are not
+            in DRAM any more, or there is no room for their copies.
+        """
+        self._forget_content(move.new)
+        self.frames.forget(move.new)
+        found = self.frames.borrow(move.old)
+        try:
+            here = np.array([self._is_clean(frame) for frame in found.tolist()], dtype=np.bool_)
+            right = here.copy()
+            right[here] = self.files.sealer.intact(
+                move.old[here],
+                move.old_epochs[here],
+                key_rows(move.keys)[here],
+                self.frames.buffer_offset(found[here]),
+            )
+            which = np.flatnonzero(right)
+            held = self.frames.take(move.new[which], FrameState.HELD, spare_contexts=True)
+            which = which[: len(held)]
+            source, target = self.frames.address(found[which]), self.frames.address(held)
+            _io.copy(source, target, self.files.geometry.frame_bytes)
+        finally:
+            self.frames.give_back(found)
+        copied = np.zeros(len(found), dtype=np.bool_)
+        copied[which] = True
+        return copied, here & ~right
+
+    def _is_clean(self, frame: int) -> bool:
+        return frame != NO_FRAME and self.frames.state(frame) is FrameState.CLEAN
+
+    def discard(self, slots: NDArray[np.int64]) -> None:
+        """Forget what is held for these slots; queued writes are dropped."""
+        self._forget_content(slots)
+        self._writer.discard(slots)
+
+    def _forget_content(self, slots: NDArray[np.int64]) -> None:
+        self._seals.forget(slots)
+        if self._pages is not None and self._summaries is not None:
+            self._pages.forget(slots)
+            self._summaries.forget(slots)
+        if self._hot is not None:
+            self._hot.forget(slots)
+
+    def filled(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
+        """The frames that :meth:`hold` gave for these slots are filled, and these are the absolute
+        addresses of their tails, [n], if they have any: keep what selectors look at."""
+        if self._summaries is not None:
+            self._summaries.put_tails(slots, tails)
+
+    def trim(self, slots: NDArray[np.int64]) -> None:
+        """Slots that hold nothing: their devices may know, if the option ``trim`` is on."""
+        self._writer.trim(slots)
+
+    def take_write_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(slot, epoch) pairs written and failed since the last call."""
+        return self._writer.take_results()
+
+    # ---- load path ----
+
+    def load(self, job: LoadJob, *, whole: bool = False) -> None:
+        """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
+        step: all of it should be in DRAM; else it will be chosen from."""
+        self._used = time.monotonic()
+        if self._border is not None and whole:
+            self._border.expect(job.request_id, job.slots)
+        elif self._border is not None:
+            self._border.reserve(len(job.slots))
+        self._loader.load(job)
+
+    def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
+        """Loads that ended since the last call; waits so long for the first one, if any is under
+        way."""
+        outcomes = self._loader.take_outcomes(patience_s)
+        if self._border is not None:
+            for outcome in outcomes:
+                self._border.arrived(outcome.request_id)
+        return outcomes
+
+    def busy(self) -> bool:
+        """Whether writes or loads are under way."""
+        return self._writer.pending() > 0 or self._loader.running() > 0
+
+    def idle(self) -> bool:
+        """Whether nothing is under way, and nobody has asked for anything for a while."""
+        streaming = self._stream is not None and not self._stream.closed
+        return not (streaming or self.busy()) and time.monotonic() - self._used > QUIET_S
+
+    def take_scrubbed(self) -> list[tuple[int, int]]:
+        """(slot, epoch) pairs that the scrub found bad since the last call."""
+        return [] if self._scrubber is None else self._scrubber.take_bad()
+
+    def take_mended(self) -> list[tuple[int, int]]:
+        """(slot, epoch) pairs of which the scrub found a copy bad, since the last call."""
+        return [] if self._scrubber is None else self._scrubber.take_mended()
+
+    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+        """Of the pairs that the scrub has told, these are stored: it was right."""
+        if self._scrubber is not None:
+            self._scrubber.believe(stored)
+
+    # ---- contexts (page mode) ----
+
+    def extend_context(self, request_id: str, start: int, slots: NDArray[np.int64]) -> None:
+        """Slots of a request's blocks ``start``, ``start + 1``, ...; ``start`` 0 begins anew.
+
+        Raises:
+            ValueError: ``start`` is not where the known blocks end.
+        """
+        if start == 0:
+            self.drop_context(request_id)
+        known = self._contexts.get(request_id, _NO_SLOTS)
+        if start != len(known):
+            raise ValueError(
+                f"blocks of request {request_id} from {start} on cannot follow {len(known)}"
+            )
+        self._contexts[request_id] = np.concatenate([known, slots])
+        self.frames.retain(slots)
+
+    def drop_context(self, request_id: str) -> None:
+        """The request does not run any more."""
+        slots = self._contexts.pop(request_id, None)
+        if slots is not None:
+            self._seals.release(self.frames.release_references(slots))
+
+    def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
+        """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
+        slots = self._contexts.get(request_id, _NO_SLOTS)
+        return slots[:blocks] if len(slots) >= blocks else None
+
+    def context_from(self, request_id: str, block: int) -> NDArray[np.int64]:
+        """Slots of a request's blocks from ``block`` on, as far as they are known."""
+        return self._contexts.get(request_id, _NO_SLOTS)[block:]
+
+    def stream(
+        self,
+        contexts: Sequence[NDArray[np.int64]],
+        chosen: Collection[int] = (),
+        dense_layers: int = 0,
+        layers: Sequence[int] | None = None,
+    ) -> ContextStream:
+        """Walk over the contexts of one step's rows in these ``layers``, ascending (default: in
+        all); starts reading at once.
+
+        Rows in ``chosen`` take part in the first ``dense_layers`` of them only.
+        """
+        self._used = time.monotonic()
+        self._stream = ContextStream(
+            self.files,
+            self.frames,
+            self._seals,
+            self._staging,
+            self._unsealer,
+            contexts,
+            chosen,
+            dense_layers,
+            layers,
+        )
+        return self._stream
+
+    def settle(
+        self,
+        contexts: Sequence[NDArray[np.int64]],
+        choosing: Collection[int],
+        later: Collection[int] = (),
+    ) -> None:
+        """A step has ended, with these slots of its rows, some of which chose, and others will
+        ``later``: DRAM may be divided anew."""
+        if self._border is not None:
+            self._border.settle(contexts, choosing, later)
+
+    def choose(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> ChosenContexts:
+        """The contexts of rows whose queries choose pages. Blocks while summaries are read, and
+        while frames are in use whose memory these need.
+
+        Raises:
+            ValueError: the slots of this store have no summaries.
+        """
+        if self._pages is None or self._summaries is None or self._summarizer is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        if self._border is not None:
+            self._border.choose(contexts, rows)
+        self._used = time.monotonic()
+        self._pages.step(self.files.speed.rates())
+        if self._hot is not None:
+            self._hot.step()
+        return ChosenContexts(
+            self.files.geometry,
+            self.frames,
+            self._summaries,
+            self._summarizer,
+            self.tails,
+            self._fetcher,
+            contexts,
+            rows,
+            self._hot,
+        )
+
+    def choice_gauges(self) -> dict[str, int]:
+        """Single pages and summaries that memory holds, and has room for, by metric."""
+        pages, summaries = self._pages, self._summaries
+        return {
+            "hot_pages_places": 0 if self._hot is None else self._hot.places,
+            "hot_pages_held": 0 if self._hot is None else self._hot.held(),
+            "page_cache_places": 0 if pages is None else pages.open_places,
+            "page_cache_pages": 0 if pages is None else pages.held(),
+            "summaries_places": 0 if summaries is None else summaries.open_rows,
+            "summaries_held": 0 if summaries is None else summaries.held(),
+        }
+
+    # ---- end ----
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every committed slot is written or failed."""
+        return self._writer.drain(timeout_s)
+
+    def close(self) -> None:
+        """Write what is committed and stop. Memory that an I/O may still touch is leaked, not
+        freed."""
+        timeout = self.files.deadline_s
+        ended = self._scrubber is None or self._scrubber.close(timeout)
+        ended = self._writer.close(timeout) and ended
+        ended = self._loader.close(timeout) and ended
+        ended = self._unsealer.close(timeout) and ended
+        ended = self.files.engine.close(timeout) and ended
+        if ended:
+            self.arena.close()
+        else:
+            logger.error("ssdkv: I/O is still in flight at shutdown; its memory stays allocated")

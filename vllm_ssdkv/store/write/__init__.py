@@ -1,0 +1,1 @@
+"""Writes: frames become slots on the devices."""

@@ -1,0 +1,438 @@
+"""The write path: held frames become slots on the devices, in a thread of its own."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.engines.protocol import U64, Op
+from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.maintenance.trim import SlotTrimmer
+from vllm_ssdkv.store.write.summary_builder import Summarizer
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Groups in flight: one is being written while the next one is sealed."""
+
+_PAUSE_S = 0.005
+"""How often the thread looks for new items while it waits for a write."""
+
+_LOOK_S = 0.1
+"""How often the thread looks whether an overdue write has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """One slot to be written."""
+
+    slot: int
+    epoch: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Slots that are written together, from frames, images, or both."""
+
+    items: Sequence[Pending]
+    frames: NDArray[np.int32]
+    images: U64 | None
+    batch: SlotBatch
+    stored: bool = False
+    """Whether another copy was written while this write still hangs."""
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return _slots(self.items)
+
+    def part(self, which: NDArray[np.bool_], batch: SlotBatch, *, stored: bool = False) -> _Group:
+        """Some of them, whose images are somebody else's business."""
+        items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
+        return _Group(items, self.frames[which], None, batch, stored)
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """Something that somebody else does with a slot in the writer's thread."""
+
+    slot: int
+    work: Callable[[], None]
+    under_way: bool = False
+    over: bool = False
+    done: bool = False
+
+
+def _slots(items: Sequence[Pending]) -> NDArray[np.int64]:
+    return np.array([item.slot for item in items], dtype=np.int64)
+
+
+class SlotWriter:
+    """Writes frames to their slots. Methods are thread-safe.
+
+    Every committed slot is reported once, as written or as failed, unless it is discarded while it
+    is queued; at the latest after about two deadlines. A write that fails is tried once more,
+    alone: the block layer merges requests, so one bad sector fails its neighbours too. The frame of
+    a failed write is the only copy: it is ``HELD`` until discarded. A write that misses its
+    deadline has failed; its frame is ``WRITING`` until the I/O ends. Of two copies, one that was
+    written is enough, after the second attempt.
+
+    *Images* are made beside the frames: where slots are encrypted of whole slots, since frames stay
+    readable while they are written, else of their tails, which frames do not have.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        frames: FrameCache,
+        seals: SealTable,
+        images: Staging | None = None,
+        summarizer: Summarizer | None = None,
+        trimmer: SlotTrimmer | None = None,
+    ):
+        """``images`` are pieces of ``slot_bytes`` each, or of ``tail_bytes``, which only the writer
+        uses; None: slots are frames. ``summarizer``: for slots with a tail. With a ``trimmer``,
+        dropped slots are trimmed while there is nothing to write."""
+        self._summarizer = summarizer
+        self._trimmer = trimmer
+        self._files = files
+        self._frames = frames
+        self._seals = seals
+        self._images = images
+        self._wake = threading.Condition()
+        """Guards everything below; notified of every change."""
+        self._queue: collections.deque[Pending] = collections.deque()
+        self._under_way = 0
+        """Items taken from the queue and not reported yet."""
+        self._groups: list[_Group] = []
+        self._overdue: list[_Group] = []
+        self._busy: set[int] = set()
+        """Slots that an I/O may still write to."""
+        self._durable: list[tuple[int, int]] = []
+        self._failed: list[tuple[int, int]] = []
+        self._visits: collections.deque[_Visit] = collections.deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ssdkv-writer", daemon=True)
+        self._thread.start()
+
+    def commit(self, items: Iterable[Pending]) -> None:
+        """Queue slots whose frames are ``HELD``. Never blocks."""
+        new = list(items)
+        with self._wake:
+            if self._trimmer is not None:
+                self._trimmer.keep(np.array([item.slot for item in new], dtype=np.int64))
+            self._queue.extend(new)
+            self._wake.notify_all()
+
+    def trim(self, slots: NDArray[np.int64]) -> None:
+        """Nobody will read these slots before they are written again. Never blocks."""
+        with self._wake:
+            if self._trimmer is not None:
+                self._trimmer.add(slots)
+                self._wake.notify_all()
+
+    def discard(self, slots: NDArray[np.int64]) -> None:
+        """These slots will not be needed: drop queued writes and their frames."""
+        gone = set(slots.tolist())
+        with self._wake:
+            self._queue = collections.deque(p for p in self._queue if p.slot not in gone)
+            self._wake.notify_all()
+        self._frames.forget(slots)
+
+    def pending(self) -> int:
+        """Slots queued or in flight, whose outcome is not known yet."""
+        with self._wake:
+            return len(self._queue) + self._under_way
+
+    def writes(self, slot: int) -> bool:
+        """Whether a slot is queued, or an I/O may still write to it."""
+        with self._wake:
+            return slot in self._busy or any(item.slot == slot for item in self._queue)
+
+    def visit(self, slot: int, work: Callable[[], None], timeout_s: float) -> bool:
+        """Have ``work`` done while no write of the slot is queued or in flight. Blocks.
+
+        It is done in the writer's thread when there is nothing to write, so no write begins before
+        its end. It must end by itself, and raise nothing.
+
+        Returns:
+            Whether it was done; not if the slot is being written, or the time ran out before.
+        """
+        mine = _Visit(slot, work)
+        with self._wake:
+            self._visits.append(mine)
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: mine.over or self._stopping, timeout_s)
+            if not (mine.over or mine.under_way):
+                self._visits.remove(mine)
+                return False
+            self._wake.wait_for(lambda: mine.over)  # the deadlines of the work end it
+            return mine.done
+
+    def take_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(slot, epoch) pairs written, and pairs that failed, since the last call."""
+        with self._wake:
+            durable, failed = self._durable, self._failed
+            self._durable, self._failed = [], []
+            return durable, failed
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the outcome of everything is known; False when the time ran out."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not (self._queue or self._under_way), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, then end the thread; False when something never ended."""
+        done = self.drain(timeout_s)
+        with self._wake:
+            self._stopping = True
+            self._queue.clear()
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        return done and not self._thread.is_alive() and not self._overdue
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                trim = self._wait()
+                self._collect_overdue()
+                if self._stopping and not (self._queue or self._groups or trim is not None):
+                    return
+                items = self._next_items() if len(self._groups) < IN_FLIGHT else []
+                visit = None if items or self._groups else self._next_visit()
+            if visit is not None:
+                visit.work()
+                with self._wake:
+                    visit.over = visit.done = True
+                    self._wake.notify_all()
+            if self._trimmer is not None and trim is not None:
+                # In this thread: no write of such a slot can be started before it is over.
+                self._trimmer.discard(trim)
+            if items:
+                self._start(items)
+            elif self._groups:
+                self._finish_one()
+
+    def _wait(self) -> NDArray[np.int64] | None:
+        """Wait for something to do; slots to trim, if it is that. Lock held."""
+        while not (self._queue or self._groups or self._visits or self._stopping):
+            pause = None if self._trimmer is None else self._trimmer.wait_s()
+            if self._trimmer is not None and pause == 0:
+                return self._trimmer.take(list(self._busy))
+            if self._overdue:
+                pause = _LOOK_S if pause is None else min(pause, _LOOK_S)
+            self._wake.wait(pause)
+            self._collect_overdue()
+        return None
+
+    def _next_visit(self) -> _Visit | None:
+        """Lock held."""
+        if not self._visits:
+            return None
+        visit = self._visits.popleft()
+        if visit.slot in self._busy:
+            visit.over = True
+            self._wake.notify_all()
+            return None
+        visit.under_way = True
+        return visit
+
+    def _next_items(self) -> list[Pending]:
+        """Items to write now. Lock held.
+
+        A slot with an older write in flight waits: two writes to one place may land in any order.
+        One whose older write is overdue fails: its device is out of use.
+        """
+        if not self._queue:
+            return []
+        overdue = {item.slot for group in self._overdue for item in group.items}
+        items: list[Pending] = []
+        kept: list[Pending] = []
+        most = self._most_items()
+        while self._queue and len(items) < most:
+            item = self._queue.popleft()
+            if item.slot in overdue:
+                self._failed.append((item.slot, item.epoch))
+            elif item.slot in self._busy:
+                kept.append(item)
+            else:
+                items.append(item)
+                self._busy.add(item.slot)
+        self._queue.extendleft(reversed(kept))
+        self._under_way += len(items)
+        self._wake.notify_all()
+        return items
+
+    def _most_items(self) -> int:
+        """How many slots to write at once: half of the images, so that two groups fit."""
+        if self._images is None:
+            return self._files.group
+        most = min(self._files.group, self._images.free(), self._images.pieces // IN_FLIGHT)
+        # Without a group whose end would free some, late writes hold them all: let a group fail.
+        return most or (0 if self._groups else self._files.group)
+
+    def _start(self, items: list[Pending]) -> None:
+        frames = self._frames.start_writing(_slots(items))
+        here = frames != NO_FRAME
+        if not here.all():  # discarded between queueing and now
+            self._report_failed([p for p, ok in zip(items, here.tolist(), strict=True) if not ok])
+            items = [p for p, ok in zip(items, here.tolist(), strict=True) if ok]
+            frames = frames[here]
+        if not items:
+            return
+        images: U64 | None = None
+        try:
+            images = self._take_images(frames)
+            self._seal(items, frames, images)
+            batch = self._submit(items, frames, images)
+        except Exception:  # whatever it is, the scheduler must not wait for these slots for ever
+            logger.exception("ssdkv: %d slot(s) cannot be written", len(items))
+            self._frames.settle(frames, FrameState.HELD)
+            self._seals.settle(_slots(items))
+            if self._images is not None and images is not None:
+                self._images.give(images)
+            self._report_failed(items)
+            return
+        with self._wake:
+            self._groups.append(_Group(items, frames, images, batch))
+
+    def _submit(
+        self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
+    ) -> SlotBatch:
+        size = self._files.geometry.slot_bytes
+        places, tails = self._places(frames, images)
+        return self._files.submit(Op.WRITE, _slots(items), 0, size, places, tails=tails)
+
+    def _places(self, frames: NDArray[np.int32], images: U64 | None) -> tuple[U64, U64 | None]:
+        """Arena offsets of what goes to the devices, and of tails that do not lie behind it."""
+        if images is not None and self._files.geometry.encrypted:
+            return images, None
+        return self._frames.buffer_offset(frames), images
+
+    def _take_images(self, frames: NDArray[np.int32]) -> U64 | None:
+        """Raises StoreError."""
+        if self._images is None:
+            return None
+        images = self._images.take(len(frames))
+        if images is None:
+            raise StoreError("writes that do not end hold the memory for slots to be written")
+        return images
+
+    def _seal(
+        self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
+    ) -> None:
+        slots, start = _slots(items), np.uint64(self._frames.arena.address)
+        places, tails = self._places(frames, images)
+        if self._summarizer is not None:
+            if tails is None:
+                tails = places + np.uint64(self._files.geometry.frame_bytes)
+            self._summarizer.make_tails(self._frames.address(frames), start + tails)
+        seals = self._files.sealer.seal(
+            slots,
+            np.array([item.epoch for item in items], dtype=np.int64),
+            key_rows([item.key for item in items]),
+            self._frames.buffer_offset(frames),
+            places,
+            tails,
+        )
+        # In this order: a context that begins to refer to a slot in between adopts its seal.
+        self._seals.hold(slots, seals)
+        self._seals.adopt(slots[self._frames.referenced(slots)])
+
+    def _finish_one(self) -> None:
+        """Finish a group, whichever is first, or return soon: there may be more to start."""
+        for group in self._groups:
+            if group.batch.over(0.0):
+                self._finish(group)
+                return
+        if self._groups:
+            self._groups[0].batch.over(_PAUSE_S)
+
+    def _finish(self, group: _Group) -> None:
+        good = group.batch.wait()
+        held = group.batch.held()
+        late = [(held, group.batch)] if held.any() else []
+        missing = ~good if group.batch.twin is None else group.batch.incomplete()
+        end = time.monotonic() + self._files.deadline_s
+        failed = ~good & ~held
+        if failed.any():
+            failed &= ~group.batch.out_of_reach()
+        for i in np.flatnonzero(failed).tolist():
+            if self._stopping or time.monotonic() >= end:
+                break
+            alone = np.zeros(len(group.items), dtype=np.bool_)
+            alone[i] = True
+            images = None if group.images is None else group.images[alone]
+            again = self._submit([group.items[i]], group.frames[alone], images)
+            good[i] = again.wait()[0] or again.readable()[0]
+            missing[i] = again.incomplete()[0]
+            if not again.ended():
+                held[i] = True
+                late.append((alone, again))
+        if group.batch.twin is not None:
+            good |= group.batch.readable()
+            self._files.counters.add("single_copies", int((good & missing).sum()))
+        overdue = [
+            group.part(which & (good == stored), batch, stored=stored)
+            for which, batch in late
+            for stored in (False, True)
+        ]
+        overdue = [part for part in overdue if part.items]
+        self._frames.settle(group.frames[good & ~held], FrameState.CLEAN)
+        self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
+        self._seals.settle(group.slots)
+        if self._images is not None and group.images is not None:
+            self._images.give(group.images[~held])
+            for which, batch in late:
+                self._images.lend(group.images[which], np.ones(int(which.sum()), np.bool_), batch)
+        if not good.all():
+            logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
+        with self._wake:
+            self._groups.remove(group)
+            self._overdue += overdue
+            self._report(group.items, good, held)
+
+    def _report(
+        self,
+        items: Sequence[Pending],
+        good: NDArray[np.bool_],
+        held: NDArray[np.bool_],
+    ) -> None:
+        """Tell which of the items were written. Lock held.
+
+        Slots of which an I/O is ``held`` up stay busy.
+        """
+        for item, written, late in zip(items, good.tolist(), held.tolist(), strict=True):
+            (self._durable if written else self._failed).append((item.slot, item.epoch))
+            if not late:
+                self._busy.discard(item.slot)
+        self._under_way -= len(items)
+        self._wake.notify_all()
+
+    def _report_failed(self, items: Sequence[Pending]) -> None:
+        none = np.zeros(len(items), dtype=np.bool_)
+        with self._wake:
+            self._report(items, none, none)
+
+    def _collect_overdue(self) -> None:
+        """Take back the frames of overdue writes that have ended. Lock held."""
+        for group in [g for g in self._overdue if g.batch.ended()]:
+            self._overdue.remove(group)
+            # What was reported as failed stays the only copy until discarded.
+            self._frames.settle(group.frames, FrameState.CLEAN if group.stored else FrameState.HELD)
+            self._busy.difference_update(item.slot for item in group.items)
