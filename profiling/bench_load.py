@@ -36,6 +36,7 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB, format_size, parse_size
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.io_engine import EngineKind, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.engines import EngineContender
@@ -44,9 +45,7 @@ from vllm_ssdkv.store.cache.frames import NO_FRAME
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
-from vllm_ssdkv.store.io.engines.open import EngineKind
 from vllm_ssdkv.store.io.engines.protocol import Op
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.read.load_job import LoadJob

@@ -30,9 +30,9 @@ from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import SlotSummaries
 from vllm_ssdkv.store.cache.frames import FrameCache
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 ROTATION = 4
 """So many times the blocks of a call there are, and frames: calls in a row find neither in the

@@ -36,14 +36,13 @@ import numpy as np
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import GIB, MIB, approximate_size
+from vllm_ssdkv.config.io_engine import EngineKind, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
 from vllm_ssdkv.profiling.bench_io.engines import DEADLINE_S, EngineContender
 from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
-from vllm_ssdkv.store.io.engines.open import EngineKind
 from vllm_ssdkv.store.io.engines.protocol import Op
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.read.load_job import LoadOutcome
 

@@ -30,8 +30,8 @@ from vllm_ssdkv.profiling.ragged_problem import (
 from vllm_ssdkv.profiling.triton_checks import TOLERANCE, CheckError, Model, expect
 from vllm_ssdkv.sparse.protocol import ContextSummaries
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 ROWS: Final = (RowSize(3, 5), RowSize(0, 1), RowSize(1, 70), RowSize(7, 16))
 """One has no context, and windows take less and more than a block."""

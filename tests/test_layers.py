@@ -1,7 +1,7 @@
-"""Dependencies point one way: only the layer that vLLM talks to may import vLLM.
+"""Floors of the house: a package imports only what stands below it, and few import vLLM.
 
-What lies below must be testable, and runnable on a GPU machine, without vLLM, so it imports the
-standard library, numpy and torch at most. Imports inside functions count too.
+What stands low must be testable, and runnable on a GPU machine, without vLLM. Imports inside
+functions and for type checkers count, too.
 """
 
 import ast
@@ -13,106 +13,175 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vllm_ssdkv"
-BASE = frozenset({"vllm_ssdkv", "numpy", "torch"})
 
-# Folders and files of vllm_ssdkv that may import vLLM.
-ABOVE = ("connector", "connector/attention_backend.py", "plugin.py", "batch", "cli")
-# Folders and files below, with what they may import beside BASE.
-BELOW = {
+FLOORS = (
+    "base",
+    "config",
+    "store/format store/memory/arena.py store/memory/device_memory.py",
+    "store/integrity store/memory store/io/engines/protocol.py",
+    "store/io/testing",
+    "store/io/engines",
+    "store/devices store/index",
+    "store/placement",
+    "store/io",
+    "store/cache",
+    "store/write",
+    "store/read",
+    "store/location.py",
+    "store/maintenance",
+    "store",
+    "kernels/operands",
+    "triton_kernels",
+    "sparse",
+    "kernels",
+    "attention",
+    "connector/names.py connector/messages.py connector/obstacle.py connector/kv_layout.py",
+    "connector/kv_cache_spec.py connector/metadata.py",
+    "connector/identity connector/metrics",
+    "connector/worker connector/scheduler",
+    "connector",
+    "batch plugin.py",
+    "profiling grafana fpga_offload",
+    "cli",
+)
+"""From the ground up. A module belongs to the longest place that it is in. Places on one floor do
+not import each other."""
+
+BASE = frozenset({"vllm_ssdkv", "numpy"})
+OTHERS = {
+    "base": {"msgspec", "numpy", "prometheus_client"},
+    "config": {"annotated_types", "pydantic", "pydantic_core", "msgspec"},
     # aiofiles and kvikio are optional; the engines that stand on them import them when opened.
     "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
-    "selection": set(),
-    "clustering": set(),
-    "offload": set(),
-    "attention/prefill.py": set(),
-    "attention/sparse.py": set(),
-    "attention/merge.py": set(),
-    "attention/reference.py": set(),
+    "kernels": {"torch"},
+    "triton_kernels": {"torch", "triton"},
+    "sparse": {"torch"},
+    "attention": {"torch"},
 }
+"""Packages of others that a package may import beside :data:`BASE`. The rest is free."""
+
+WITH_VLLM = ("connector", "batch", "plugin.py", "cli")
+MEASURE_VLLM = (
+    "bench_engine.py",
+    "bench_metrics.py",
+    "bench_ttft.py",
+    "bench_verify.py",
+    "bench_io/vllm_fs.py",
+    "bench_ssds/vllm_requests.py",
+    "recall",
+)
+"""Of ``profiling/``."""
+
+TOP = ("triton_kernels", "profiling", "grafana", "fpga_offload")
+"""Folders of the repository that are installed into the package."""
 
 
-def imported_modules(source: str) -> Iterator[str]:
-    """Full names of the modules that `source` imports, relative imports as ones of this package."""
+def modules() -> dict[str, Path]:
+    """Python files by their path in the installed package."""
+    found = {
+        str(path.relative_to(PACKAGE)): path
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in TOP
+    }
+    for folder in TOP:
+        found |= {str(path.relative_to(ROOT)): path for path in (ROOT / folder).rglob("*.py")}
+    return found
+
+
+def imported(source: str) -> Iterator[str]:
+    """Full names of what ``source`` imports, of names that it takes from modules, too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level or node.module is None:
-                yield "vllm_ssdkv"
+                yield "vllm_ssdkv.relative"
             else:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def module_of(name: str, known: dict[str, Path]) -> str | None:
+    """File of the module that a full name is, or is in."""
+    parts = name.split(".")[1:]
+    while parts:
+        for file in (f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"):
+            if file in known:
+                return file
+        parts.pop()
+    return None
+
+
+def place_of(file: str) -> str | None:
+    """Longest place that holds a file; None for the package's own ``__init__``."""
+    places = [place for floor in FLOORS for place in floor.split()]
+    fitting = [place for place in places if file == place or file.startswith(f"{place}/")]
+    return max(fitting, key=len, default=None)
+
+
+def floor_of(place: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if place in floor.split())
+
+
+def upward(file: str, source: str, known: dict[str, Path]) -> set[str]:
+    """Modules that ``source`` imports and that do not stand on a lower floor."""
+    own = place_of(file)
+    found = set()
+    for name in imported(source):
+        other = module_of(name, known) if name.startswith("vllm_ssdkv.") else None
+        place = place_of(other) if other is not None else None
+        if own is None or place is None or place == own:
+            continue
+        if floor_of(place) >= floor_of(own):
+            found.add(str(other))
+    return found
+
+
 def foreign(source: str, allowed: frozenset[str] | set[str]) -> set[str]:
-    """Top-level modules that `source` imports and that are neither standard nor `allowed`."""
-    top = {name.partition(".")[0] for name in imported_modules(source)}
+    """Top-level modules that ``source`` imports and that are neither standard nor allowed."""
+    top = {name.partition(".")[0] for name in imported(source)}
     return top - sys.stdlib_module_names - allowed
 
 
-def upward(source: str) -> set[str]:
-    """Modules of the layer above that `source` imports."""
-    above = {f"vllm_ssdkv.{path.removesuffix('.py').replace('/', '.')}" for path in ABOVE}
-    return {
-        name
-        for name in imported_modules(source)
-        if any(name == layer or name.startswith(f"{layer}.") for layer in above)
-    }
+def test_places_exist_and_hold_every_module() -> None:
+    missing = [
+        place
+        for floor in FLOORS
+        for place in floor.split()
+        if not (PACKAGE / place).exists() and not (ROOT / place).exists()
+    ]
+    assert missing == []
+    homeless = {file for file in modules() if place_of(file) is None}
+    assert homeless == {"__init__.py"}
 
 
-def sources(*places: Path) -> list[Path]:
-    found: set[Path] = set()
-    for place in places:
-        found.update(place.rglob("*.py") if place.is_dir() else [place] if place.exists() else [])
-    return sorted(found)
-
-
-def own_sources() -> list[Path]:
-    """Python files of the package as it is installed, without links back to the repository."""
-    linked = {PACKAGE / name for name in ("triton_kernels", "profiling", "fpga_offload", "grafana")}
-    return [path for path in sources(PACKAGE) if linked.isdisjoint(path.parents)]
-
-
-def test_only_the_top_layer_imports_vllm() -> None:
-    exempt = set(sources(*(PACKAGE / path for path in ABOVE)))
-    # These measure vLLM itself.
-    exempt |= {
-        ROOT / "profiling" / p
-        for p in (
-            "bench_engine.py",
-            "bench_metrics.py",
-            "bench_ttft.py",
-            "bench_io/vllm_fs.py",
-            "bench_ssds/vllm_requests.py",
-            "bench_verify.py",
-        )
-    }
-    folders = (ROOT / "triton_kernels", ROOT / "profiling", ROOT / "fpga_offload", ROOT / "grafana")
-    checked = [path for path in [*own_sources(), *sources(*folders)] if path not in exempt]
-    assert checked
+def test_imports_go_down() -> None:
+    known = modules()
     found = {
-        str(path.relative_to(ROOT))
-        for path in checked
-        if "vllm" in {name.partition(".")[0] for name in imported_modules(path.read_text())}
-    }
-    assert found == set()
-
-
-@pytest.mark.parametrize("place", BELOW)
-def test_lower_layers_import_little(place: str) -> None:
-    allowed = BASE | BELOW[place]
-    found = {
-        str(path.relative_to(ROOT)): names
-        for path in sources(PACKAGE / place)
-        if (names := foreign(path.read_text(), allowed) | upward(path.read_text()))
+        file: names
+        for file, path in known.items()
+        if (names := upward(file, path.read_text(), known))
     }
     assert found == {}
 
 
-def test_gpu_kernels_import_triton_at_most() -> None:
+def test_few_import_vllm() -> None:
+    exempt = (*WITH_VLLM, *(f"profiling/{name}" for name in MEASURE_VLLM))
     found = {
-        str(path.relative_to(ROOT)): names
-        for path in sources(ROOT / "triton_kernels")
-        if (names := foreign(path.read_text(), BASE | {"triton"}) | upward(path.read_text()))
+        file
+        for file, path in modules().items()
+        if not any(file == place or file.startswith(f"{place}/") for place in exempt)
+        and "vllm" in {name.partition(".")[0] for name in imported(path.read_text())}
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_low_floors_import_little(place: str) -> None:
+    found = {
+        file: names
+        for file, path in modules().items()
+        if file.startswith(f"{place}/")
+        and (names := foreign(path.read_text(), BASE | OTHERS[place]))
     }
     assert found == {}
 
@@ -123,7 +192,7 @@ def test_gpu_kernels_import_triton_at_most() -> None:
         ("import vllm", {"vllm"}),
         ("def f():\n    from vllm.config import VllmConfig", {"vllm"}),
         ("import os, scipy.sparse", {"scipy"}),
-        ("import numpy as np\nfrom torch import nn\nfrom . import layout", set()),
+        ("import numpy as np\nfrom . import layout", set()),
     ],
 )
 def test_foreign_imports_are_seen(source: str, names: set[str]) -> None:
@@ -133,14 +202,12 @@ def test_foreign_imports_are_seen(source: str, names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        ("from vllm_ssdkv import plugin", {"vllm_ssdkv.plugin"}),
-        ("from vllm_ssdkv.connector.messages import Plan", {"vllm_ssdkv.connector.messages.Plan"}),
-        (
-            "import vllm_ssdkv.connector.attention_backend",
-            {"vllm_ssdkv.connector.attention_backend"},
-        ),
-        ("from vllm_ssdkv.attention import merge", set()),
+        ("from vllm_ssdkv import plugin", {"plugin.py"}),
+        ("from vllm_ssdkv.connector.messages import StepPlan", {"connector/messages.py"}),
+        ("def f():\n    import vllm_ssdkv.attention.exact", {"attention/exact.py"}),
+        ("from vllm_ssdkv.store.io import slot_io", set()),
+        ("from vllm_ssdkv.store import tiered_store", {"store/tiered_store.py"}),
     ],
 )
 def test_upward_imports_are_seen(source: str, names: set[str]) -> None:
-    assert upward(source) == names
+    assert upward("store/read/prefix_loader.py", source, modules()) == names

@@ -13,12 +13,12 @@ from typing import get_args
 import numpy as np
 
 from vllm_ssdkv.base.errors import BenchError, EngineUnavailableError
+from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, require_stamps, write_stamps
-from vllm_ssdkv.store.io.engines.open import EngineKind, EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import U16, U32, U64, Batch, IoEngine, Op
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.memory.arena import Arena
 
 logger = logging.getLogger(__name__)

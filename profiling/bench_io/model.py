@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
+from vllm_ssdkv.config.io_engine import ThrottleRule
 
 
 @dataclass(frozen=True, slots=True)

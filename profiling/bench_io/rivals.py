@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import Contender
 from vllm_ssdkv.profiling.bench_io.engines import engine_contenders, engine_kinds
 from vllm_ssdkv.profiling.bench_io.files import BenchFile
 from vllm_ssdkv.profiling.bench_io.fio import FioContender, find_fio
 from vllm_ssdkv.profiling.bench_io.pools import MapContender, ThreadContender
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.memory.arena import Arena
 
 REFERENCE = "fio"

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from vllm_ssdkv.base.errors import BenchError, StoreError
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.cli.bench.bench import wide_console
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES
 from vllm_ssdkv.profiling.bench_io.files import bench_files
 from vllm_ssdkv.profiling.bench_io.fio import find_fio
@@ -27,12 +26,14 @@ from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort, Row, UntrustedErro
 from vllm_ssdkv.profiling.bench_ssds.setup import Kind, Setup, make_setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY
 from vllm_ssdkv.profiling.bench_ssds.slowing import REACHED, Course, slowing
+from vllm_ssdkv.profiling.console import wide_console
 from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, require_fuse
 from vllm_ssdkv.profiling.vssd.system import require_root
 from vllm_ssdkv.profiling.vssd.throttle import ThrottleGroup
-from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, StripeMap
+from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.lanes import lanes_for
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 FULL = Effort(repeats=3, seconds=1.5, blocks=256, requests=32)
 QUICK = Effort(repeats=1, seconds=0.5, blocks=64, requests=32)

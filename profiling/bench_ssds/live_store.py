@@ -15,6 +15,7 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import MIN_STAGING
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.connector.messages import FETCH
 from vllm_ssdkv.connector.scheduler.device_weights import DeviceShares
 from vllm_ssdkv.connector.scheduler.pending_writes import Writes
@@ -24,7 +25,7 @@ from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import I64, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotState
-from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.read.load_job import LoadJob
 from vllm_ssdkv.store.tiered_store import TieredStore

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.io_engine import EngineKind
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample, device_counts
 from vllm_ssdkv.profiling.bench_io.engines import engine_contenders
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
@@ -20,7 +21,6 @@ from vllm_ssdkv.profiling.bench_io.rivals import gather
 from vllm_ssdkv.profiling.bench_io.run import Result, run_case
 from vllm_ssdkv.profiling.bench_ssds.setup import Setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY, SlotRequests
-from vllm_ssdkv.store.io.engines.open import EngineKind
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
 

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.profiling.bench_io.model import DeviceModel
 from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, Ssds, ssds
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 
 Kind: TypeAlias = Literal["fuse", "loop", "twin"]
 

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import Sample
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.engines import require_results
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, require_stamps
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, StripeMap
-from vllm_ssdkv.store.io.engines.open import EngineKind, EngineOptions, open_engine
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import U32, Batch, Op
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.lanes import lanes_for
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 GEOMETRY = SlotGeometry(kind="opaque", layers=31, heads=1, groups=1, payload_bytes=32 * 1024)
 """A slot of 31 layers with 32 KiB each: 996 KiB with its header, two stripe units."""

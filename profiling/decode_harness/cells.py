@@ -20,7 +20,7 @@ from vllm_ssdkv.profiling.decode_harness.models import (
     llama_8b_config,
     small_config,
 )
-from vllm_ssdkv.store.cache.summaries import row_bytes
+from vllm_ssdkv.store.memory.summary_rows import row_bytes
 
 Tier = Literal["hbm", "dram", "ssd"]
 

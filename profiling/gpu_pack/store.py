@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
 from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
@@ -29,12 +30,12 @@ from vllm_ssdkv.kernels.tensor_digest import digest_tensors
 from vllm_ssdkv.profiling.gpu_pack.stage import Case, StageRun, scratch
 from vllm_ssdkv.profiling.gpu_pack.store_rig import PagedRig, bytes_at
 from vllm_ssdkv.store.cache.frames import FrameCache, FrameState
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.devices.direct_io import turn_on_direct
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
-from vllm_ssdkv.store.io.engines.open import EngineKind, EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine, Op
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 ENGINES: Final[tuple[EngineKind, ...]] = ("threads", "uring")
 

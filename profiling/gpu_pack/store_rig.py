@@ -14,16 +14,16 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.io_engine import EngineKind
 from vllm_ssdkv.connector.worker.block_copy import PagedPort
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import SlotSummaries
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.io.engines.open import EngineKind
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore

@@ -11,16 +11,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Any, Final, get_args
 
 import typer
 from rich.console import Console
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.cli.demo.phase_process import PhaseError, environment, run_process, tail
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.recall.child_process import PhaseError, environment, run_process, tail
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import Batch, RecallRun
 
@@ -33,28 +32,6 @@ WINDOW: Final = 64
 _TIMEOUT_S: Final = 3600.0
 
 Row = dict[str, Any]
-
-DirectoryOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--dir",
-        parser=arguments.directory_to_write,
-        metavar="DIR",
-        help="Where to make the stores, on one disk; the system's, if missing.",
-    ),
-]
-SelectorsOption = Annotated[str, typer.Option(help=f"Of {', '.join(SPARSE)}.")]
-WindowOption = Annotated[
-    int,
-    typer.Option("--window", min=1, max=8192, help="Newest tokens that every query attends to."),
-]
-ReuseOption = Annotated[
-    int, typer.Option("--reuse-steps", min=1, help="Tokens for which a choice is kept.")
-]
-SimilarityOption = Annotated[
-    float,
-    typer.Option("--reuse-similarity", min=0, max=1, help="Below which a query chooses at once."),
-]
 
 
 def numbers(option: str, text: str, low: float, high: float) -> list[float]:
@@ -111,7 +88,9 @@ class RecallStores:
         log = self.root / "engine.log"
         try:
             with console.status(what):
-                found = run_process(command, environment("page"), log, _TIMEOUT_S, lambda _: None)
+                found = run_process(
+                    command, environment(stock=False), log, _TIMEOUT_S, lambda _: None
+                )
         except PhaseError as error:
             raise BenchError(f"{what}: {error}\n{tail(log)}") from error
         batches: list[Row] = found["batches"]

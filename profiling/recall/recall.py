@@ -19,6 +19,9 @@ from typing import Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+DTYPE: Final = "bfloat16"
+
+
 MODEL_DIR: Final = Path(__file__).resolve().parent.parent / "demo_model"
 
 Task = Literal["multikey", "chain", "single", "copy"]

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from vllm_ssdkv.base.metrics import parse_key
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.cli.demo.plan import DTYPE
 from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.recall.recall import DTYPE
 
 if TYPE_CHECKING:
     from vllm_ssdkv.profiling.recall.device_time import DeviceTime

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.cli.doctor.check_devices import mounts
+from vllm_ssdkv.base.host import mounts
 
 _TIMEOUT_S = 60.0
 _BLOCK = Path("/sys/block")

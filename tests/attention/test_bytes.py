@@ -24,8 +24,8 @@ from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.kernels.summary_builder import SlotSummaries
 from vllm_ssdkv.sparse.protocol import Budget
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 __all__ = ["make_store"]
 

@@ -36,8 +36,8 @@ from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
-from vllm_ssdkv.store.cache.summaries import ChannelTier
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier
 from vllm_ssdkv.store.read.selected_context import ChosenContexts
 
 __all__ = ["make_store"]

@@ -35,7 +35,7 @@ from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selectio
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
-from vllm_ssdkv.store.cache.summaries import ChannelTier
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier
 
 __all__ = ["make_rows", "make_store"]
 

@@ -20,11 +20,15 @@ from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.config import engine
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import FaultConfig, IoConfig, ThrottleConfig
+from vllm_ssdkv.config.io_engine import (
+    EngineKind,
+    EngineOptions,
+    FaultKind,
+    FaultRule,
+    ThrottleRule,
+)
 from vllm_ssdkv.config.schema import Option, walk
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING
-from vllm_ssdkv.store.io.engines.open import EngineKind, EngineOptions
-from vllm_ssdkv.store.io.testing.faults import FaultKind, FaultRule
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 
 OPTIONS = list(walk(SSDKVConfig))
 OFF = re.compile(r"encryption\.")

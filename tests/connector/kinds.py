@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 
-from vllm_ssdkv.plugin import CONNECTOR
+from vllm_ssdkv.connector.names import CONNECTOR
 
 _COMMON: Final[dict[str, Any]] = {
     "vocab_size": 512,

@@ -61,9 +61,10 @@ from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.rebalancer import Restriper
 
 WINDOW = 32

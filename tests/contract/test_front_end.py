@@ -25,7 +25,8 @@ from tests.connector.kinds import make
 from vllm_ssdkv.base.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.front_end import WRONG_ARGUMENTS, check_command_line
-from vllm_ssdkv.plugin import CONNECTOR, CONNECTOR_MODULE, register
+from vllm_ssdkv.connector.names import CONNECTOR, CONNECTOR_MODULE
+from vllm_ssdkv.plugin import register
 
 WRONG = 'mode: got "pge"; allowed: "reuse" or "page"'
 SECONDS = 3.0

@@ -19,8 +19,8 @@ from vllm_ssdkv.attention.reference import write_block
 from vllm_ssdkv.attention.reference_sparse import page_bounds, scaled_channels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 FILL = 0xA5
 

@@ -23,8 +23,8 @@ from tests.attention.test_sparse import (
 from tests.store.tails import addresses
 from vllm_ssdkv.attention.reference_sparse import scaled_channels
 from vllm_ssdkv.kernels.summary_builder import SlotSummaries
-from vllm_ssdkv.store.cache.summaries import channel_bytes
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import channel_bytes
 
 __all__ = ["make_rows", "make_store"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.profiling import bench_load as bench
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 
 
 def test_slow_drives_are_slow_for_everybody(tmp_devices: Callable[[int], list[Path]]) -> None:

@@ -24,10 +24,10 @@ from vllm_ssdkv.profiling.bench_ssds.scenarios import Effort
 from vllm_ssdkv.profiling.bench_ssds.setup import make_setup
 from vllm_ssdkv.profiling.bench_ssds.slots import GEOMETRY, SlotRequests
 from vllm_ssdkv.profiling.bench_ssds.vllm_requests import VllmRequests
-from vllm_ssdkv.store.format.slot_geometry import StripeMap
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.lanes import lanes_for
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 BLOCKS = 6
 

@@ -12,10 +12,11 @@ from tests.store.conftest import array
 from vllm_ssdkv.store.cache.dram_balancer import Border
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.cache.selected_pages import PageCache, Pages
-from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable, with_summaries
+from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
 DEEP = with_summaries(replace(GEOMETRY, summary_pages=0), 16, channels=True)

@@ -21,28 +21,30 @@ from tests.store.tails import NOTHING, Tails, tail_of
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.io_engine import EngineOptions, ThrottleRule
 from vllm_ssdkv.connector.worker.device_memory import channel_memory
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.cache.frames import FrameState
-from vllm_ssdkv.store.cache.summaries import ChannelTier, row_bytes
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.throughput import DeviceSpeed
-from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, StripeMap, round_up
+from vllm_ssdkv.store.format.segment import Extent, Segment
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.integrity.cipher import CipherSealer
 from vllm_ssdkv.store.integrity.page_verification import PageSampler, VerifyMode
 from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.slot_io import SlotFiles
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement import segments as dividing
 from vllm_ssdkv.store.placement.lanes import lanes_for
-from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.replica_selector import Replicas
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import Summarizer

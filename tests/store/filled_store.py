@@ -31,7 +31,7 @@ from vllm_ssdkv.store.format.manifest import Manifest
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
-from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.placement import Placement, placement_of
 from vllm_ssdkv.store.placement.rebalancer import Restriper
 from vllm_ssdkv.store.read.load_job import LoadJob
 from vllm_ssdkv.store.tiered_store import TieredStore
@@ -91,7 +91,7 @@ class FilledStore:
         except FormatError:
             manifest = Manifest.load_copy(self.state)
         assert manifest is not None
-        return manifest.placement()
+        return placement_of(manifest)
 
     def data(self, device: int, rank: int) -> Path:
         path = self.devices[device]

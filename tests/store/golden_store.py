@@ -27,6 +27,7 @@ from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import Kind
 from vllm_ssdkv.store.format.manifest import NAME, Manifest, ManifestDevice
+from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header import SlotHeader
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
@@ -35,7 +36,7 @@ from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.integrity.cipher import CipherSealer
 from vllm_ssdkv.store.integrity.store_key import StoreKey
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 
 STORE = UUID("5d5a2f0e-8c5b-4b1e-9a63-0d2f6a4c7b10")
 DEVICES = (

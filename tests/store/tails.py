@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.summaries import channel_bytes
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import channel_bytes
 
 Bytes = NDArray[np.uint8]
 

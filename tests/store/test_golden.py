@@ -29,6 +29,7 @@ from vllm_ssdkv.store.integrity.cipher import CipherSealer
 from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
 from vllm_ssdkv.store.integrity.store_key import StoreKey, block_name
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.placement.placement import placement_of
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -107,7 +108,7 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
     index = SlotIndex(writer.SLOTS, journal, open_number=manifest.opened)
     assert index.counters["journal_corrupt_records"] == 0
     assert index.gauges()["ready"] == 3
-    placement = manifest.placement()
+    placement = placement_of(manifest)
     data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(placement.devices)]
     for device in range(placement.devices):
         copies = [bytes(data[device][at : at + BLOCK_BYTES]) for at in COPY_OFFSETS]

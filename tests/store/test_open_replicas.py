@@ -14,7 +14,7 @@ from tests.store.conftest import PAGED, Slots, array
 from tests.store.opening import MODEL, Opened, close, fill, found, place
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.store.open import StorePlace, open_index
-from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.placement import Placement, placement_of
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -49,7 +49,7 @@ def test_capacity_is_half(tmp_devices: Devices, opened: Opened) -> None:
     two = twice(second).manifest()
     # Room that one device has more than the other, which holds the journal, is not used.
     assert 0.45 * one.slots <= two.slots <= one.slots // 2
-    assert copies(two.placement()) == {2}
+    assert copies(placement_of(two)) == {2}
     for old, new in zip(one.present(), two.present(), strict=True):
         assert old.capacity == new.capacity
     needed = [where.capacity_for(1000) for where in (place(first), twice(second))]
@@ -59,7 +59,7 @@ def test_capacity_is_half(tmp_devices: Devices, opened: Opened) -> None:
 def places(where: StorePlace, slots: Slots) -> list[tuple[str, int]]:
     """Device and offset of each unit of both copies."""
     manifest = where.stored()
-    copies = manifest.placement().copies(slots, 0, PAGED.slot_bytes)
+    copies = placement_of(manifest).copies(slots, 0, PAGED.slot_bytes)
     return [
         (manifest.devices[device].path, offset)
         for extents in copies

@@ -22,9 +22,9 @@ from tests.store.conftest import (
 )
 from tests.store.write.test_flusher import gate, on_disk, results, started
 from vllm_ssdkv.base.checksum import checksum_bytes
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.slot_geometry import STRIPE_UNIT, SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 from vllm_ssdkv.store.placement.move import Move
 
 BOUNDS = with_summaries(PAGED, 16, channels=False)

@@ -37,11 +37,12 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
-from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, Extents, SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotState
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.placement.move import Move
+from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
 

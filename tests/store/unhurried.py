@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store import open as opening
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import I32, U16, U32, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.io.testing.held import FaultyBatch
 

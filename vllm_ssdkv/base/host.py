@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -109,3 +110,32 @@ def available_memory() -> int:
     available = _meminfo_available()
     limits = [n for n in (available, _cgroup_available()) if n is not None]
     return min(limits) if limits else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """Where a path is mounted from."""
+
+    point: str
+    kind: str
+    source: str
+
+
+def _unescape(text: str) -> str:
+    """Undo the octal escapes of mountinfo (blank, tab, newline, backslash)."""
+    for code, character in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
+        text = text.replace(code, character)
+    return text
+
+
+def mounts() -> list[Mount]:
+    """All mounts of this process, see proc_pid_mountinfo(5). Later ones cover earlier ones."""
+    found: list[Mount] = []
+    for line in MOUNTS.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point, (kind, source, *_) = before.split()[4], after.split()
+        found.append(Mount(_unescape(point), kind, _unescape(source)))
+    return found

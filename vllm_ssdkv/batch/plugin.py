@@ -31,7 +31,7 @@ from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import open_service
 from vllm_ssdkv.config.batch import BatchConfig
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.plugin import CONNECTOR
+from vllm_ssdkv.connector.names import CONNECTOR
 
 if TYPE_CHECKING:
     from argparse import Namespace

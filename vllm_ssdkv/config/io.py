@@ -8,12 +8,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import MIB, SIZE_TEXT, size_or_none
+from vllm_ssdkv.config.io_engine import FaultRule, ThrottleRule
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
-from vllm_ssdkv.store.io.testing.faults import FaultRule
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 
 if TYPE_CHECKING:
-    from vllm_ssdkv.store.io.engines.open import EngineOptions
+    from vllm_ssdkv.config.io_engine import EngineOptions
 
 MIN_STAGING: Final = 4 * MIB
 MIN_SCRUB_RATE: Final = 1 * MIB
@@ -240,7 +239,7 @@ class IoConfig(OptionModel):
         Raises:
             ImportError: the native I/O module is missing; options can be checked without it.
         """
-        from vllm_ssdkv.store.io.engines.open import EngineOptions
+        from vllm_ssdkv.config.io_engine import EngineOptions
 
         return EngineOptions(
             engine=self.engine,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.plugin import CONNECTOR, RECOMPUTE
+from vllm_ssdkv.connector.names import CONNECTOR, RECOMPUTE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

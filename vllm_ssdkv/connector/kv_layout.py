@@ -9,8 +9,8 @@ import torch
 
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.store.cache.summaries import with_summaries
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 
 @dataclass(frozen=True, slots=True)

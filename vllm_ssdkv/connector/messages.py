@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.placement.move import NO_MOVE, Move
-from vllm_ssdkv.store.placement.placement import Segment
 
 SlotArray = NDArray[np.int64]
 

@@ -29,6 +29,7 @@ from vllm_ssdkv.connector.model_layout import (
     fingerprint,
     kv_layout,
 )
+from vllm_ssdkv.connector.names import BATCH_PLUGIN, RECOMPUTE
 from vllm_ssdkv.connector.scheduler.admission_slots import Seats
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadChoice
@@ -39,7 +40,6 @@ from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.connector.worker.amx import request_amx
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
-from vllm_ssdkv.plugin import BATCH_PLUGIN, RECOMPUTE
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import round_up

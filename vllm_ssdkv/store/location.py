@@ -19,8 +19,8 @@ from vllm_ssdkv.store.devices.manifest_copies import (
     newest,
     read_copy,
 )
+from vllm_ssdkv.store.format.journal_record import JOURNAL
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest, way_out
-from vllm_ssdkv.store.index.journal import JOURNAL
 
 COPIES_SINCE = 5
 """Version of the manifest from which on devices have copies."""

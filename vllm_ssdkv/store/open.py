@@ -30,43 +30,45 @@ from vllm_ssdkv.base.file_lock import require_unlocked
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.store.devices.data_device import OpenDevice, data_file_path, open_device
+from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
 from vllm_ssdkv.store.devices.data_file import claim
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
 from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
 from vllm_ssdkv.store.devices.throughput import DeviceSpeed
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.journal_record import JOURNAL
 from vllm_ssdkv.store.format.manifest import NAME, Manifest, locked
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import (
     PAGE_ALIGN,
     SUPERBLOCK_BYTES,
     SlotGeometry,
     round_up,
 )
-from vllm_ssdkv.store.index.journal import JOURNAL, Journal, journal_bytes
+from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
+from vllm_ssdkv.store.index.journal import Journal, journal_bytes
 from vllm_ssdkv.store.index.recovery import ProgressLog
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
 from vllm_ssdkv.store.integrity.cipher import CipherSealer
 from vllm_ssdkv.store.integrity.key_source import read_key
 from vllm_ssdkv.store.integrity.page_verification import PageSampler
 from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
-from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.slot_io import SlotFiles
 from vllm_ssdkv.store.location import Location, choose_state, locate
 from vllm_ssdkv.store.maintenance.journal_rebuild import is_lost, rebuild_journal, set_aside
 from vllm_ssdkv.store.maintenance.offline_store import StoredStore
-from vllm_ssdkv.store.maintenance.trim import trim_new
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.division import STATE_SLACK
 from vllm_ssdkv.store.placement.growth import DataFileSpace, StoreGrowth
-from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement, placement_of
 from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Restriper
 from vllm_ssdkv.store.placement.reconcile import division_of, growing_by, reconcile
 from vllm_ssdkv.store.placement.replica_selector import Replicas
+from vllm_ssdkv.store.write.trim import trim_new
 
 logger = logging.getLogger(__name__)
 
@@ -387,7 +389,7 @@ def open_rank(
     place.prepare()
     manifest = place.manifest()
     geometry = place.geometry
-    placement = manifest.placement()
+    placement = placement_of(manifest)
     choice = None
     if geometry.summary_pages:
         sparse = place.config.sparse
@@ -546,7 +548,7 @@ def _settle_index(manifest: Manifest, index: SlotIndex) -> Placement:
         else segment
         for segment in manifest.segments
     ]
-    placement = manifest.placement()
+    placement = placement_of(manifest)
     absent = np.array([not entry.present for entry in manifest.devices], dtype=np.bool_)
     for entry in manifest.devices:
         if not entry.present:

@@ -15,17 +15,16 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.cache.dram_balancer import Border
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.cache.selected_pages import PageCache, PagePolicy
+from vllm_ssdkv.store.cache.selected_pages import PageCache
 from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import SealTable
 from vllm_ssdkv.store.io.buffer_pool import Staging
 from vllm_ssdkv.store.io.slot_io import SlotFiles
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
-from vllm_ssdkv.store.maintenance.trim import SlotTrimmer
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.memory.memory_plan import ArenaPlan
+from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, PagePolicy
 from vllm_ssdkv.store.placement.move import Move
 from vllm_ssdkv.store.read.async_verifier import Unsealer
 from vllm_ssdkv.store.read.context_stream import ContextStream
@@ -36,6 +35,7 @@ from vllm_ssdkv.store.read.prefix_loader import CopyIn, SlotLoader
 from vllm_ssdkv.store.read.selected_context import ChosenContexts
 from vllm_ssdkv.store.write.flusher import Pending, SlotWriter
 from vllm_ssdkv.store.write.summary_builder import Summarizer
+from vllm_ssdkv.store.write.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 

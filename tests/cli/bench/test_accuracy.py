@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from vllm_ssdkv.cli.demo.phase_process import PhaseError
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.recall import bench
 from vllm_ssdkv.profiling.recall.bench import SPARSE
+from vllm_ssdkv.profiling.recall.child_process import PhaseError
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import TASKS
 from vllm_ssdkv.profiling.recall.run import Batch, RecallRun

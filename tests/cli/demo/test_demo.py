@@ -20,10 +20,11 @@ from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.base.errors import StoreError, StoreLockedError
 from vllm_ssdkv.cli.demo import demo, directories, phase_process
-from vllm_ssdkv.cli.demo.phase_process import Event, PhaseError, run_process
 from vllm_ssdkv.cli.demo.plan import PHASES, TIMES_CAPACITY, DemoPlan, Phase
 from vllm_ssdkv.cli.demo.report import Report
 from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.profiling.recall import child_process
+from vllm_ssdkv.profiling.recall.child_process import Event, PhaseError, run_process
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 
 Devices = Callable[[int], list[Path]]
@@ -86,12 +87,17 @@ def test_phases_differ_in_kv_memory_and_connector_only() -> None:
 
 def test_the_user_s_kv_memory_does_not_replace_the_plan_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert not any("VLLM_CPU_KVCACHE_SPACE" in phase_process.environment(phase) for phase in PHASES)
+    assert not any(
+        "VLLM_CPU_KVCACHE_SPACE" in child_process.environment(stock=stock)
+        for stock in (True, False)
+    )
 
 
 def test_stock_vllm_runs_without_plugins() -> None:
-    assert phase_process.environment("stock")["VLLM_PLUGINS"] == ""
-    assert phase_process.environment("page").get("VLLM_PLUGINS") == os.environ.get("VLLM_PLUGINS")
+    assert child_process.environment(stock=True)["VLLM_PLUGINS"] == ""
+    assert child_process.environment(stock=False).get("VLLM_PLUGINS") == os.environ.get(
+        "VLLM_PLUGINS"
+    )
 
 
 # --- folders

@@ -17,11 +17,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from vllm_ssdkv.base.host import Mount
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.cli.bench import measure
 from vllm_ssdkv.cli.bench.measure import Rates
 from vllm_ssdkv.cli.doctor import check_devices, check_host, check_software, doctor
-from vllm_ssdkv.cli.doctor.check_devices import Mount
 from vllm_ssdkv.cli.doctor.check_result import Finding, Level, fail, ok, warn
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.store.integrity import cipher

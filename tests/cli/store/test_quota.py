@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.store.filled_store import GEOMETRY, FilledStore
+from vllm_ssdkv.base.host import Mount
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.cli.doctor.check_devices import Mount
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.store import disk_usage
 from vllm_ssdkv.cli.store.disk_usage import FileSystemSpace, store_space

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.profiling.recall.device_time import DeviceTime
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.io.testing.noop import NoopEngine
-from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.memory.arena import Arena
 
 

@@ -16,8 +16,8 @@ from tests.store.chosen_pages import bring, context
 from tests.store.conftest import PATIENCE_S, SUMMED, MakeStore, array
 from vllm_ssdkv.store.cache import dram_balancer, frame_lease
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
-from vllm_ssdkv.store.cache.summaries import row_bytes
 from vllm_ssdkv.store.memory.memory_plan import KEPT_SHARE, ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.summary_rows import row_bytes
 
 NONE: list[NDArray[np.int64]] = []
 

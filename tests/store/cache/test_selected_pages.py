@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, PagePolicy, Pages
+from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.memory_plan import PagePolicy
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=4096, summary_pages=1)
 SLOTS = 6

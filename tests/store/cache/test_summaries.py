@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable, row_bytes, with_summaries
+from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.summary_rows import row_bytes, with_summaries
 
 SLOTS, ROWS, PAGE_TOKENS = 120, 60, 4
 GEOMETRY = with_summaries(SlotGeometry("paged", 1, 1, 2, 64), PAGE_TOKENS, channels=False)

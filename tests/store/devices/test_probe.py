@@ -15,13 +15,11 @@ from tests.store.conftest import PAGED, PATIENCE_S
 from tests.store.model_time import ModelTime
 from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.io_engine import EngineOptions, FaultRule, ThrottleRule
 from vllm_ssdkv.store.devices import probe
 from vllm_ssdkv.store.devices.probe import ALIKE, STEP, read_rates, weights_of
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
-from vllm_ssdkv.store.io.engines.open import EngineOptions
 from vllm_ssdkv.store.io.testing import throttled
-from vllm_ssdkv.store.io.testing.faults import FaultRule
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.open import StorePlace
 from vllm_ssdkv.store.placement import reconcile
 

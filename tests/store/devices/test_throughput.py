@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests.store.conftest import PATIENCE_S, MakeStore, array, key_of
 from tests.store.model_time import ModelTime
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.store.devices.throughput import (
     BLUR,
     LEAST_SHARE,
@@ -28,15 +29,15 @@ from vllm_ssdkv.store.devices.throughput import (
     Moment,
     Part,
 )
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.io import slot_io, slot_request
 from vllm_ssdkv.store.io.engines.protocol import PENDING, U16, U32
 from vllm_ssdkv.store.io.testing import throttled
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 from vllm_ssdkv.store.placement import segments as dividing
 from vllm_ssdkv.store.placement.lanes import lanes_for
-from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.rebalancer import Restriper
 from vllm_ssdkv.store.placement.segments import arrange
 

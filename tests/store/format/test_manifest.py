@@ -23,8 +23,9 @@ from vllm_ssdkv.base.errors import (
 )
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest, ManifestDevice, locked, sealed
+from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.placement.placement import Extent, Segment
+from vllm_ssdkv.store.placement.placement import placement_of
 
 SHAPE = SlotGeometry("paged", 2, 3, 1, 8192, summary_pages=1)
 MODEL = Fingerprint({"model": "tiny", "layers": 2})
@@ -321,10 +322,10 @@ def test_what_it_says_of_devices_and_slots() -> None:
     mine.devices[0].present = False
     assert mine.weights() == [0.0, 2.5]
     assert [device.path for device in mine.present()] == ["/b"]
-    assert mine.placement().slots == 3
+    assert placement_of(mine).slots == 3
     mine.segments = [SEGMENT, SEGMENT]
     with pytest.raises(FormatError, match=r"segments: .* overlap"):
-        mine.placement()
+        placement_of(mine)
 
 
 def test_changes_exclude_each_other(tmp_path: Path) -> None:

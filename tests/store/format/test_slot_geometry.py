@@ -14,9 +14,9 @@ from vllm_ssdkv.store.format.slot_geometry import (
     STRIPE_UNIT,
     SUPERBLOCK_BYTES,
     SlotGeometry,
-    StripeMap,
 )
 from vllm_ssdkv.store.placement.lanes import lanes_for
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 
 @st.composite

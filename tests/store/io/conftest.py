@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.cli.doctor.check_io_uring import io_uring_errno
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.config.io_engine import EngineOptions
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import Batch, IoEngine, Op
 from vllm_ssdkv.store.memory.arena import Arena
 

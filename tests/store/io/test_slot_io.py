@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from tests.store.conftest import NEVER_S, PAGED, PATIENCE_S, SHORT_S, MakeStore, StoreRig, array
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, Extents, SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.io.coalescing import JoinedBatch, submit_joined
 from vllm_ssdkv.store.io.engines.protocol import Op
-from vllm_ssdkv.store.io.slot_io import GROUP, GROUP_BYTES
+from vllm_ssdkv.store.io.slot_io import GROUP_BYTES
 from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.memory.memory_plan import GROUP
+from vllm_ssdkv.store.placement.stripe_map import Extents
 
 LARGE = SlotGeometry("opaque", 9, 1, 1, 150_000)
 """Of several units."""

@@ -33,19 +33,19 @@ from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_de
 from tests.store.index.test_recovery import of_version
 from vllm_ssdkv.base.errors import DeadlineError, FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.io_engine import EngineOptions, FaultRule
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES, VERSION
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
+from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine
-from vllm_ssdkv.store.io.testing.faults import FaultRule
 from vllm_ssdkv.store.maintenance import slot_check, slot_reader
 from vllm_ssdkv.store.maintenance.fsck import examined
 from vllm_ssdkv.store.maintenance.remove import plan_removal, remove
 from vllm_ssdkv.store.maintenance.repair import repair
 from vllm_ssdkv.store.open import open_index, open_rank
-from vllm_ssdkv.store.placement.placement import Extent, Segment
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from tests.store.checked_store import SLOTS, check, copied, kinds, make, mended,
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip
 from vllm_ssdkv.base.errors import FormatError, StoreError
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
-from vllm_ssdkv.store.format.slot_geometry import StripeMap
+from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.open import open_index
-from vllm_ssdkv.store.placement.placement import Extent, Segment
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.devices.manifest_copies import AREAS, CopySpreader, read_copy
 from vllm_ssdkv.store.format import slot_geometry
+from vllm_ssdkv.store.format.journal_record import JOURNAL
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
-from vllm_ssdkv.store.index.journal import JOURNAL
 from vllm_ssdkv.store.maintenance import journal_rebuild
 from vllm_ssdkv.store.maintenance.offline_store import find_store
 from vllm_ssdkv.store.open import open_index, open_rank

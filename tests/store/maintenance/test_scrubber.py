@@ -27,7 +27,8 @@ from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.buffer_pool import Staging
 from vllm_ssdkv.store.maintenance import scrubber as scrubbing_module
-from vllm_ssdkv.store.maintenance.scrubber import PIECES, Scrubber, _Reader
+from vllm_ssdkv.store.maintenance.scrubber import Scrubber, _Reader
+from vllm_ssdkv.store.memory.memory_plan import PIECES
 from vllm_ssdkv.store.placement.segments import Striping, restriped
 
 FAST = 1 << 40

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.store.conftest import OPAQUE, SHAPES
 from vllm_ssdkv.base.errors import ConfigError, DramTooSmallError
 from vllm_ssdkv.base.sizes import MIB, parse_size
-from vllm_ssdkv.store.cache.summaries import ChannelTier, with_summaries
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.memory.memory_plan import MIN_FRAMES, STAGING, ArenaPlan, ChoiceMemory, Runs
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
 
 KV = SlotGeometry("paged", 4, 8, 1, 8192)
 BOUNDS = with_summaries(KV, 16, channels=False)

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import PAGED, array
-from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry, StripeMap
-from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.format.segment import Extent, Segment
+from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 TWO_UNITS = SlotGeometry("opaque", 3, 1, 1, 204_000)
 THREE_UNITS = SlotGeometry("opaque", 5, 1, 1, 280_000)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tests.store.conftest import array, key_of, until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState, Usage
 from vllm_ssdkv.store.placement import rebalancer
 from vllm_ssdkv.store.placement import segments as dividing
-from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Restriper
 from vllm_ssdkv.store.placement.segments import arrange
 

@@ -26,9 +26,10 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.throughput import DeviceSpeed
 from vllm_ssdkv.store.format import slot_geometry
-from vllm_ssdkv.store.format.slot_geometry import Extents, SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for, partners
 from vllm_ssdkv.store.placement.replica_selector import Replicas, shared
+from vllm_ssdkv.store.placement.stripe_map import Extents
 
 NAMES = {slot: 100 + slot for slot in range(12)}
 SLOTS = list(NAMES)

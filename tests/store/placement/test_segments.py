@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.format.slot_geometry import I64, SlotGeometry, StripeMap
+from vllm_ssdkv.store.format.segment import Extent, Segment
+from vllm_ssdkv.store.format.slot_geometry import I64, SlotGeometry
 from vllm_ssdkv.store.placement import segments as dividing
-from vllm_ssdkv.store.placement.placement import Extent, Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.segments import (
     MIN_SHARE,
     SEGMENTS,
@@ -22,6 +23,7 @@ from vllm_ssdkv.store.placement.segments import (
     restriped,
     speedup,
 )
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 ONE = SlotGeometry("opaque", 1, 1, 1, 60_000)
 FIVE = SlotGeometry("opaque", 9, 1, 1, 250_000)

@@ -32,9 +32,9 @@ from tests.store.conftest import (
     content,
     until,
 )
-from vllm_ssdkv.store.cache.summaries import ChannelTier, with_summaries
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
 
 
 @st.composite

@@ -10,8 +10,8 @@ from tests.attention.test_sparse import Rows, make_rows, make_store
 from vllm_ssdkv.connector.worker import block_copy
 from vllm_ssdkv.kernels.paged import TritonPageKernels
 from vllm_ssdkv.kernels.scoring import TritonScoringKernels
-from vllm_ssdkv.store.cache.summaries import ChannelTier
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier
 
 __all__ = ["make_rows", "make_store"]
 

@@ -16,17 +16,19 @@ from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.accuracy_plot import as_fraction, plot
 from vllm_ssdkv.cli.bench.bench import PlotOption
+from vllm_ssdkv.cli.bench.recall_options import (
+    DirectoryOption,
+    ReuseOption,
+    SelectorsOption,
+    SimilarityOption,
+    WindowOption,
+)
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.bench import (
     SPARSE,
     WINDOW,
-    DirectoryOption,
     RecallStores,
-    ReuseOption,
     Row,
-    SelectorsOption,
-    SimilarityOption,
-    WindowOption,
     names,
     numbers,
     recall_plan,

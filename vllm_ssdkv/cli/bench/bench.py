@@ -26,7 +26,6 @@ _MAX_SIZE: Final = 64 * MIB
 _MAX_DEPTH: Final = 1024
 _MAX_DEVICES: Final = 64
 _REGION_STEP: Final = 4 * MIB
-_WIDTH: Final = 112
 _Value = TypeVar("_Value")
 
 
@@ -85,13 +84,6 @@ def _region(nbytes: int, largest: int) -> int:
         text = f"{format_size(nbytes)} is too small for these I/O sizes: {format_size(least)}"
         _refuse("--file-size", text)
     return region
-
-
-def wide_console(*, stderr: bool = False) -> Console:
-    """Prints tables of 112 columns: a narrow terminal breaks their lines, and shows them whole."""
-    console = Console(stderr=stderr)
-    console.width = max(_WIDTH, console.width)
-    return console
 
 
 PlotOption = Annotated[

@@ -19,19 +19,22 @@ from rich.table import Table
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.cli.bench.bench import PlotOption, wide_console
+from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.decode_plot import plot
-from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.kernels.step_clock import PARTS
-from vllm_ssdkv.profiling.recall.bench import (
-    WINDOW,
+from vllm_ssdkv.cli.bench.recall_options import (
     DirectoryOption,
-    RecallStores,
     ReuseOption,
-    Row,
     SelectorsOption,
     SimilarityOption,
     WindowOption,
+)
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.kernels.step_clock import PARTS
+from vllm_ssdkv.profiling.console import wide_console
+from vllm_ssdkv.profiling.recall.bench import (
+    WINDOW,
+    RecallStores,
+    Row,
     names,
     numbers,
     recall_plan,

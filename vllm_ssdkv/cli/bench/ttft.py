@@ -13,7 +13,7 @@ from rich.table import Table
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.cli.bench.bench import wide_console
+from vllm_ssdkv.profiling.console import wide_console
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.demo import directories as demo_directories
-from vllm_ssdkv.cli.demo.phase_process import Event, PhaseError, run_phase, tail
+from vllm_ssdkv.cli.demo.phase_process import run_phase
 from vllm_ssdkv.cli.demo.plan import (
     BLOCK_TOKENS,
     MIN_CAPACITY,
@@ -27,6 +27,7 @@ from vllm_ssdkv.cli.demo.plan import (
 )
 from vllm_ssdkv.cli.demo.report import Report
 from vllm_ssdkv.profiling.recall import recall
+from vllm_ssdkv.profiling.recall.child_process import Event, PhaseError, tail
 from vllm_ssdkv.store.format.manifest import Manifest
 
 _TITLES: Final[dict[Phase, str]] = {

@@ -13,13 +13,13 @@ from typing import Final, Literal
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.recall.recall import DTYPE
 
 Phase = Literal["page", "restart", "stock"]
 PHASES: Final[tuple[Phase, ...]] = ("page", "restart", "stock")
 
 BLOCK_TOKENS: Final = 32
 WINDOW_TOKENS: Final = 128
-DTYPE: Final = "bfloat16"
 
 TIMES_CAPACITY: Final = 4
 """Every context is at least this many times larger than the KV cache it is served from."""

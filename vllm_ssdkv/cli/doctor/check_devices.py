@@ -6,16 +6,17 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from vllm_ssdkv.base.host import (
+    Mount,
     default_capacity,
     default_root,
     existing_parent,
     free_bytes,
     is_block_device,
+    mounts,
 )
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.cli.bench.measure import (
@@ -30,39 +31,12 @@ from vllm_ssdkv.cli.doctor.check_drives import drives, drives_of
 from vllm_ssdkv.cli.doctor.check_result import Finding, fail, ok, warn
 from vllm_ssdkv.config.engine import MIN_CAPACITY
 
-MOUNTS: Final = Path("/proc/self/mountinfo")
 _DEADLINE_S: Final = 30.0
 _SLOW_BYTES_PER_S: Final = 200e6
 """Less than a SATA SSD; a spinning disk or a network volume."""
 
 _MEMORY: Final = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK: Final = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "9p"}
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """Where a path is mounted from."""
-
-    point: str
-    kind: str
-    source: str
-
-
-def _unescape(text: str) -> str:
-    """Undo the octal escapes of mountinfo (blank, tab, newline, backslash)."""
-    for code, character in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
-        text = text.replace(code, character)
-    return text
-
-
-def mounts() -> list[Mount]:
-    """All mounts of this process, see proc_pid_mountinfo(5). Later ones cover earlier ones."""
-    found: list[Mount] = []
-    for line in MOUNTS.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        point, (kind, source, *_) = before.split()[4], after.split()
-        found.append(Mount(_unescape(point), kind, _unescape(source)))
-    return found
 
 
 def mount_of(path: Path) -> Mount | None:

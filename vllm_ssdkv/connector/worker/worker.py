@@ -53,11 +53,11 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import SlotSummaries
 from vllm_ssdkv.sparse.prefetch import ReadAhead
 from vllm_ssdkv.store.cache.frames import FrameState
-from vllm_ssdkv.store.maintenance.trim import SlotTrimmer
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.move import Move
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
+from vllm_ssdkv.store.write.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 

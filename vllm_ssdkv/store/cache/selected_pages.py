@@ -8,7 +8,7 @@ its place is taken for another: which goes first is a policy. The tables are nat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,9 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.memory.memory_plan import PagePolicy
 
 NO_PLACE = -1
-
-PagePolicy = Literal["lru", "frequency"]
-"""``lru``: used longest ago. ``frequency``: least score of Swarm (equation 6 in the corrected form
-``f * (T_base + s * T_transfer) / s``, with s = 1: pages), f being how often it was chosen lately
-(S-7: one more per step with a query that chose it, one less per step without)."""
 
 
 class Memory(Protocol):

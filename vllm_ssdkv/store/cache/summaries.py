@@ -11,8 +11,7 @@ padding, so that one address per slot and layer is all that a kernel needs.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,65 +20,13 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-
-ChannelTier = Literal["dram", "ssd", "hbm"]
-"""Where selectors find the slots' channel pages."""
+from vllm_ssdkv.store.memory.summary_rows import ROW_ALIGN, channel_bytes, row_bytes, summary_bytes
 
 NO_ROW = -1
 
 _FEW: Final = 16
 """Rows that are looked for one by one, as each block of a decoding request is: partitioning takes
 as long as some hundred minima where most rows are empty."""
-
-ROW_ALIGN = 64
-"""Bytes, of which a row is a multiple."""
-
-
-def with_summaries(
-    geometry: SlotGeometry, page_tokens: int, *, channels: bool, scaled_from: int = 0
-) -> SlotGeometry:
-    """A slot of ``geometry`` with what a selector needs beside its KV.
-
-    Args:
-        geometry: Of KV alone.
-        page_tokens: Tokens of a page.
-        channels: Channel-major K and sums of V, else bounds.
-        scaled_from: Bytes of a number of K, to have it as int8 with scales; 0: as it is.
-    """
-    records = geometry.layers * geometry.heads
-    if not channels:
-        return replace(geometry, summary_pages=-(-records * geometry.groups // page_tokens))
-    return replace(
-        geometry,
-        summary_pages=-(-records * (2 if scaled_from else 1) // page_tokens),
-        channel_pages=-(-geometry.pages_per_layer // (2 * (scaled_from or 1))),
-        scaled_from=scaled_from,
-    )
-
-
-def _records(geometry: SlotGeometry) -> int:
-    """Records of one layer."""
-    if not geometry.channel_pages:
-        return geometry.pages_per_layer
-    return geometry.heads * (2 if geometry.scaled_from else 1)
-
-
-def summary_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
-    """Bytes of the summaries of one slot, without padding."""
-    return geometry.layers * _records(geometry) * (geometry.payload_bytes // page_tokens)
-
-
-def channel_bytes(geometry: SlotGeometry) -> int:
-    """Bytes of one layer's K in the channel pages of a slot, without padding."""
-    if not geometry.channel_pages:
-        return 0
-    return geometry.pages_per_layer * geometry.payload_bytes // 2 // (geometry.scaled_from or 1)
-
-
-def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
-    """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
-    size = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
-    return size + channels * round_up(geometry.layers * channel_bytes(geometry), ROW_ALIGN)
 
 
 class SummaryTable:

@@ -14,6 +14,7 @@ from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.store.devices.direct_io import DirectMode, turn_on_direct
 from vllm_ssdkv.store.devices.preallocate import free_bytes, reserve_space
+from vllm_ssdkv.store.format.superblock import data_file_path
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,6 @@ def open_device(
     elif not stat.S_ISDIR(mode):
         raise DeviceError(f"{what} is neither a directory nor a block device")
     return _open_data_file(data_file_path(place, rank), what, nbytes, direct, lock_timeout_s)
-
-
-def data_file_path(directory: Path, rank: int) -> Path:
-    """The data file of a rank on a device that is a directory."""
-    return directory / f"rank{rank}.data"
 
 
 def _mode_of(path: Path, what: str) -> int | None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from vllm_ssdkv.base.errors import DeviceError, FormatError
-from vllm_ssdkv.store.devices.data_device import data_file_path
 from vllm_ssdkv.store.devices.data_file import peek_superblock
 from vllm_ssdkv.store.format.manifest import ManifestDevice
-from vllm_ssdkv.store.placement.placement import Extent, Segment
+from vllm_ssdkv.store.format.segment import Extent, Segment
+from vllm_ssdkv.store.format.superblock import data_file_path
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,11 @@ from uuid import UUID
 
 from vllm_ssdkv.base.errors import FormatError
 from vllm_ssdkv.base.host import is_block_device
-from vllm_ssdkv.store.devices.data_device import data_file_path
 from vllm_ssdkv.store.devices.data_file import peek_superblock
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.manifest import Manifest, ManifestDevice
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.format.superblock import Superblock
-from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
+from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, Superblock, data_file_path
 
 
 def rebuilt(

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from vllm_ssdkv.store.devices.wear import NAME as WEAR
 from vllm_ssdkv.store.format import journal_record, manifest, superblock
-from vllm_ssdkv.store.format.journal_record import HEADER_BYTES
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, JOURNAL
 from vllm_ssdkv.store.format.manifest import COPY, NAME
 from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
-from vllm_ssdkv.store.index.journal import JOURNAL
 
 DATA_NAME = re.compile(r"rank(\d+)\.data")
 JOURNALS = (JOURNAL, f"{JOURNAL}.tmp", f"{JOURNAL}.rejected")

@@ -14,10 +14,11 @@ import numpy as np
 from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.base.host import is_block_device
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.devices.data_device import make_directory
 from vllm_ssdkv.store.devices.direct_io import DirectMode, turn_on_direct
 from vllm_ssdkv.store.format.slot_geometry import STRIPE_UNIT, SUPERBLOCK_BYTES
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine, Op
 from vllm_ssdkv.store.memory.arena import Arena
 

@@ -24,6 +24,10 @@ from vllm_ssdkv.base.errors import FormatError
 from vllm_ssdkv.store.format.fingerprint import DIGEST_BYTES
 from vllm_ssdkv.store.format.slot_geometry import of_another_version
 
+JOURNAL = "journal"
+"""Name of the file, in the state directory."""
+
+
 MAGIC = b"SSDKVJNL"
 VERSION = 1
 HEADER_BYTES = 128

@@ -28,11 +28,10 @@ from vllm_ssdkv.base.errors import (
 )
 from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
-from vllm_ssdkv.store.devices.data_device import data_file_path
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, of_another_version
-from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
-from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 
 NAME = "store.json"
 COPY = "store.json.copy"
@@ -383,18 +382,6 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def slots(self) -> int:
         """Slots of the store."""
         return sum(segment.slots for segment in self.segments)
-
-    def placement(self) -> Placement:
-        """Where the slots are.
-
-        Raises:
-            FormatError: segments overlap.
-        """
-        try:
-            return Placement(self.geometry, self.segments, len(self.devices))
-        except ValueError as error:
-            paths = ", ".join(device.path for device in self.devices)
-            raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error
 
 
 def has_manifest(directory: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,9 @@ from vllm_ssdkv.store.format.slot_geometry import (
     TAG_BYTES,
     SlotGeometry,
 )
-from vllm_ssdkv.store.integrity.store_key import SALT_BYTES
+
+SALT_BYTES: Final = 32
+
 
 MAGIC = b"SSDKVSLT"
 VERSION = 1

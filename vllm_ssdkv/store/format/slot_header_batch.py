@@ -22,8 +22,7 @@ from vllm_ssdkv.store.format.slot_geometry import (
     TAG_BYTES,
     SlotGeometry,
 )
-from vllm_ssdkv.store.format.slot_header import KEY_BYTES, MAGIC, VERSION, decode
-from vllm_ssdkv.store.integrity.store_key import SALT_BYTES
+from vllm_ssdkv.store.format.slot_header import KEY_BYTES, MAGIC, SALT_BYTES, VERSION, decode
 
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]

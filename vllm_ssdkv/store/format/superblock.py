@@ -9,14 +9,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 from uuid import UUID
 
 from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.base.errors import FingerprintMismatchError, FormatError
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry, format_version
-from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
+
+KEY_ID_BYTES: Final = 16
+
 
 MAGIC = b"SSDKVSUP"
 BLOCK_BYTES = 4096
@@ -257,3 +260,8 @@ def not_empty(path: str, why: str) -> FormatError:
         "store's, `ssdkv fsck --repair` restores it; if its content is not needed, delete the "
         "file (or zero the first 1 MiB of a raw device)."
     )
+
+
+def data_file_path(directory: Path, rank: int) -> Path:
+    """The data file of a rank on a device that is a directory."""
+    return directory / f"rank{rank}.data"

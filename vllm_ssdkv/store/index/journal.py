@@ -51,8 +51,6 @@ from vllm_ssdkv.store.index.recovery import Progress, Recover, recover_journal
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = "journal"
-"""Name of the file, in the state directory."""
 
 SLACK_RECORDS = 4096
 """Records beyond twice the live ones that start a rewrite: 288 KiB."""

@@ -21,6 +21,7 @@ from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.store.format.fingerprint import DIGEST_BYTES
 from vllm_ssdkv.store.format.slot_geometry import TAG_BYTES, SlotGeometry
 from vllm_ssdkv.store.format.slot_header import KEY_BYTES as BLOCK_KEY_BYTES
+from vllm_ssdkv.store.format.slot_header import SALT_BYTES
 from vllm_ssdkv.store.format.slot_header_batch import HeaderFormat, gather, scatter
 from vllm_ssdkv.store.integrity.slot_codec import (
     U8,
@@ -30,7 +31,7 @@ from vllm_ssdkv.store.integrity.slot_codec import (
     page_addresses,
     slot_pages,
 )
-from vllm_ssdkv.store.integrity.store_key import KEY_BYTES, SALT_BYTES, slot_keys
+from vllm_ssdkv.store.integrity.store_key import KEY_BYTES, slot_keys
 from vllm_ssdkv.store.memory.arena import Arena
 
 HEADER_PAGE: Final = 0xFFFFFFFF

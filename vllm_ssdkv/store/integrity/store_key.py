@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.store.format.slot_header import SALT_BYTES
+from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES
 
 KEY_BYTES: Final = 32
-KEY_ID_BYTES: Final = 16
-SALT_BYTES: Final = 32
 _HASH_BYTES: Final = 32
 
 _KEY_ID: Final = b"vllm-ssdkv key id"

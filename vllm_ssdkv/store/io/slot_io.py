@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.throughput import BatchWatch, DeviceSpeed, Moment
-from vllm_ssdkv.store.format.slot_geometry import Extents, SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.integrity.slot_codec import Sealer
 from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, JoinedBatch, submit_joined
 from vllm_ssdkv.store.io.engines.protocol import U16, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.replica_selector import Replicas
+from vllm_ssdkv.store.placement.stripe_map import Extents
 
 logger = logging.getLogger(__name__)
 
-GROUP = 64
-"""Most whole slots per submission."""
 
 GROUP_BYTES = 64 * 1024 * 1024
 """Most bytes of whole slots per submission: what is queued must end well before the deadline."""

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.store.devices.throughput import BatchWatch
-from vllm_ssdkv.store.format.slot_geometry import Extents
 from vllm_ssdkv.store.io.coalescing import JoinedBatch
 from vllm_ssdkv.store.io.engines.protocol import PENDING, U16, U64, Batch, Op
+from vllm_ssdkv.store.placement.stripe_map import Extents
 
 if TYPE_CHECKING:
     from vllm_ssdkv.store.io.slot_io import SlotFiles

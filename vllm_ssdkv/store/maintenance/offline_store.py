@@ -20,15 +20,14 @@ from vllm_ssdkv.store.devices.owner import open_regular
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import (
     HEADER_BYTES,
+    JOURNAL,
     check_header,
     is_whole,
     refuse_another_version,
 )
 from vllm_ssdkv.store.format.manifest import COPY, Manifest
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, round_up
-from vllm_ssdkv.store.format.superblock import Superblock
-from vllm_ssdkv.store.index.journal import JOURNAL
-from vllm_ssdkv.store.integrity.store_key import KEY_ID_BYTES
+from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, Superblock
 from vllm_ssdkv.store.location import (
     COPIES_SINCE,
     any_manifest,
@@ -38,7 +37,7 @@ from vllm_ssdkv.store.location import (
     no_store,
     state_elsewhere,
 )
-from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.placement import Placement, placement_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class StoredStore:
         Raises:
             FormatError: the manifest contradicts itself.
         """
-        return self.manifest.placement()
+        return placement_of(self.manifest)
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -31,9 +31,9 @@ from vllm_ssdkv.store.devices.owner import (
     owner_of,
     owners_of_data,
 )
+from vllm_ssdkv.store.format.journal_record import JOURNAL
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest, has_manifest, locked
 from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
-from vllm_ssdkv.store.index.journal import JOURNAL
 from vllm_ssdkv.store.location import (
     any_manifest,
     belongs,

@@ -22,10 +22,10 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.data_file import is_empty, write_both
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
 from vllm_ssdkv.store.devices.preallocate import reserve_space
-from vllm_ssdkv.store.format.slot_geometry import Extents
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.maintenance.fsck import CheckedFile, Examination, is_orphan
 from vllm_ssdkv.store.maintenance.journal_rebuild import write_journal
+from vllm_ssdkv.store.placement.stripe_map import Extents
 
 
 def repair(this: Examination) -> None:

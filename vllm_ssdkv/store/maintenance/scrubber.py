@@ -31,11 +31,10 @@ from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.io.slot_io import SlotFiles, Source
 from vllm_ssdkv.store.io.slot_request import SlotBatch
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.memory_plan import PIECES
 
 logger = logging.getLogger(__name__)
 
-PIECES = 2
-"""Slots of memory: one is read, and one may be held by a read that does not end."""
 
 COPIES = (Source(0), Source(1))
 

@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.throughput import DeviceSpeed
 from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.slot_io import SlotFiles
 from vllm_ssdkv.store.maintenance.offline_store import DataFile, StoredStore
 from vllm_ssdkv.store.memory.arena import Arena

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import DramTooSmallError
 from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
-from vllm_ssdkv.store.cache.selected_pages import PagePolicy
-from vllm_ssdkv.store.cache.summaries import ChannelTier, row_bytes
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
-from vllm_ssdkv.store.io.slot_io import GROUP
-from vllm_ssdkv.store.maintenance.scrubber import PIECES
-from vllm_ssdkv.store.read.context_stream import CHUNKS
-from vllm_ssdkv.store.read.prefix_loader import HEADERS
-from vllm_ssdkv.store.write.flusher import IN_FLIGHT
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
+
+PagePolicy = Literal["lru", "frequency"]
+"""``lru``: used longest ago. ``frequency``: least score of Swarm (equation 6 in the corrected form
+``f * (T_base + s * T_transfer) / s``, with s = 1: pages), f being how often it was chosen lately
+(S-7: one more per step with a query that chose it, one less per step without)."""
+
+
+IN_FLIGHT = 2
+"""Groups in flight: one is being written while the next one is sealed."""
+
+
+CHUNKS = 4
+"""Chunks that share the staging buffer: one is attended to while the others are being read."""
+
+
+PIECES = 2
+"""Slots of memory: one is read, and one may be held by a read that does not end."""
+
+
+GROUP = 64
+"""Most whole slots per submission."""
+
+HEADERS = 2 * GROUP
+"""Room for headers: a group of them, and as many again that are read ahead, or that overdue reads
+hold."""
+
 
 MIN_FRAMES: Final = 8
 

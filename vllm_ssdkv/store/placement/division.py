@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.index.journal import journal_bytes
-from vllm_ssdkv.store.placement.placement import Segment
 from vllm_ssdkv.store.placement.segments import Arrangement, arrange
 
 STATE_SLACK = 128 * 1024

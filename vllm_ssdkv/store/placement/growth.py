@@ -22,7 +22,7 @@ from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.store.devices.owner import open_regular, owner
-from vllm_ssdkv.store.placement.placement import Segment
+from vllm_ssdkv.store.format.segment import Segment
 
 logger = logging.getLogger(__name__)
 

@@ -12,66 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.format.slot_geometry import (
-    I64,
-    SUPERBLOCK_BYTES,
-    Extents,
-    SlotGeometry,
-    StripeMap,
-)
-
-
-class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Units ``[begin, begin + units)`` of a device's data file, counted behind the superblock; at
-    least one."""
-
-    device: int
-    begin: int
-    units: int
-
-    @property
-    def end(self) -> int:
-        """First unit behind it."""
-        return self.begin + self.units
-
-
-class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Slots ``[first, first + slots)``, striped over devices by one list of lanes.
-
-    Attributes:
-        first: Number of the first slot.
-        numbers: Slot numbers that belong to the segment; the first ``slots`` of them are in use.
-        slots: Slots.
-        lanes: Device of each lane.
-        extents: What the segment owns of each device, at most one per device. It may own parts of
-            devices on which it has no lane.
-        copies: How often each slot is there, 1 or 2: a second one lies on other devices.
-        since: Slot headers with a lower epoch are of an earlier segment here, or were given up.
-    """
-
-    first: int
-    numbers: int
-    slots: int
-    lanes: tuple[int, ...]
-    extents: tuple[Extent, ...]
-    copies: int = 1
-    since: int = 0
-
-    def rooms(self, devices: int) -> list[int]:
-        """Units it owns of each device."""
-        rooms = [0] * devices
-        for extent in self.extents:
-            rooms[extent.device] = extent.units
-        return rooms
-
-    def all_slots(self) -> I64:
-        """Numbers of its slots, int64, shape [slots]."""
-        return np.arange(self.first, self.first + self.slots, dtype=np.int64)
+from vllm_ssdkv.base.errors import FormatError
+from vllm_ssdkv.store.format.manifest import NAME, Manifest
+from vllm_ssdkv.store.format.segment import Segment
+from vllm_ssdkv.store.format.slot_geometry import I64, SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.placement.stripe_map import Extents, StripeMap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -334,3 +283,16 @@ def _find(tables: _Tables, slots: I64) -> tuple[I64, I64]:
     segment = np.maximum(np.searchsorted(tables.first, slots, side="right") - 1, 0)
     inside = slots - tables.first[segment]
     return segment, np.where((inside >= 0) & (inside < tables.slots[segment]), inside, -1)
+
+
+def placement_of(manifest: Manifest) -> Placement:
+    """Placement of a store, from its manifest.
+
+    Raises:
+        FormatError: segments overlap.
+    """
+    try:
+        return Placement(manifest.geometry, manifest.segments, len(manifest.devices))
+    except ValueError as error:
+        paths = ", ".join(device.path for device in manifest.devices)
+        raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error

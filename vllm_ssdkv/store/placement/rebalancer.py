@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, Usage
 from vllm_ssdkv.store.placement.growth import StoreGrowth
-from vllm_ssdkv.store.placement.placement import Placement, Segment
+from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.relocation_quota import MovingRoom
 from vllm_ssdkv.store.placement.segments import best_striping, restriped, speedup
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from vllm_ssdkv.base.errors import ConfigError, DeviceError
 from vllm_ssdkv.base.sizes import format_size
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store.devices.discovery import Sight, look, matched, renumbered
 from vllm_ssdkv.store.devices.probe import read_rates, weights_of
 from vllm_ssdkv.store.format.manifest import Manifest, ManifestDevice
+from vllm_ssdkv.store.format.segment import Segment
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.division import Division, Room, divide
-from vllm_ssdkv.store.placement.placement import Segment
 from vllm_ssdkv.store.placement.segments import next_segment, segment_slots
-
-if TYPE_CHECKING:
-    from vllm_ssdkv.store.open import StorePlace
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,18 @@ GROWTH_BYTES = 512 << 20
 """Most bytes that a growing store takes at a time, unless a slot is larger."""
 
 
-def reconcile(place: StorePlace, manifest: Manifest) -> None:
+class Place(Protocol):
+    """Where a store is to lie, as its options say: see ``StorePlace`` of ``store/open.py``."""
+
+    config: SSDKVConfig
+    geometry: SlotGeometry
+    tp_size: int
+    paths: tuple[str, ...]
+    state: Path
+    model_key: str
+
+
+def reconcile(place: Place, manifest: Manifest) -> None:
     """Bring the manifest's devices and segments up to date. Blocks on I/O.
 
     Raises:
@@ -56,7 +66,7 @@ def reconcile(place: StorePlace, manifest: Manifest) -> None:
 
 
 def _present(
-    place: StorePlace,
+    place: Place,
     known: Sequence[ManifestDevice],
     sights: Sequence[Sight],
     numbers: Sequence[int | None],
@@ -110,7 +120,7 @@ def _present(
     return found
 
 
-def _weigh(place: StorePlace, devices: Sequence[ManifestDevice]) -> None:
+def _weigh(place: Place, devices: Sequence[ManifestDevice]) -> None:
     """Give devices the weights of the options, or those that they were measured to have.
 
     Raises:
@@ -133,7 +143,7 @@ def _weigh(place: StorePlace, devices: Sequence[ManifestDevice]) -> None:
         device.weight = by_path[device.path]
 
 
-def _divide(place: StorePlace, manifest: Manifest, added: Sequence[int]) -> None:
+def _divide(place: Place, manifest: Manifest, added: Sequence[int]) -> None:
     """Give the present devices' capacity to segments; a store that grows gets the first one.
 
     Raises:

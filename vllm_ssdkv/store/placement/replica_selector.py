@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.queue_depths import InFlight
 from vllm_ssdkv.store.devices.throughput import DeviceSpeed
-from vllm_ssdkv.store.format.slot_geometry import I64, U16, Extents
+from vllm_ssdkv.store.format.slot_geometry import I64, U16
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.engines.protocol import U32, Batch
+from vllm_ssdkv.store.placement.stripe_map import Extents
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, StripeMap
+from vllm_ssdkv.store.format.segment import Extent, Segment
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for
-from vllm_ssdkv.store.placement.placement import Extent, Segment
+from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 SEGMENTS = 32
 """Segments that a store of equal devices is made of: what is striped anew at a time, and so what

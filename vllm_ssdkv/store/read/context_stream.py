@@ -30,12 +30,10 @@ from vllm_ssdkv.store.io.buffer_pool import Staging
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import SlotFiles
 from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.memory.memory_plan import CHUNKS
 from vllm_ssdkv.store.read.async_verifier import Unsealer, Unsealing
 
 logger = logging.getLogger(__name__)
-
-CHUNKS = 4
-"""Chunks that share the staging buffer: one is attended to while the others are being read."""
 
 
 @dataclass(frozen=True, slots=True)

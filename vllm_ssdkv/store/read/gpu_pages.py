@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, PagePolicy, Pages
+from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
+from vllm_ssdkv.store.memory.memory_plan import PagePolicy
 from vllm_ssdkv.store.read.page_fetcher import Fetch, PageFetcher
 
 _RATES = np.ones(1)

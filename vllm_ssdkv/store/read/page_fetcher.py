@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
-from vllm_ssdkv.store.format.slot_geometry import Extents
 from vllm_ssdkv.store.integrity.checksum_table import SealTable
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.io.slot_io import SlotFiles
 from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.prefetch_budget import IdleTime
 
 logger = logging.getLogger(__name__)

@@ -20,15 +20,13 @@ from vllm_ssdkv.store.integrity.slot_codec import Seals
 from vllm_ssdkv.store.io.buffer_pool import Staging
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, make_intake
-from vllm_ssdkv.store.io.slot_io import GROUP, GROUP_BYTES, SlotFiles, Source
+from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, SlotFiles, Source
 from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
 
 logger = logging.getLogger(__name__)
 
-HEADERS = 2 * GROUP
-"""Room for headers: a group of them, and as many again that are read ahead, or that overdue reads
-hold."""
 
 READ_AHEAD = 4
 """Pieces in flight: when the oldest is over, the devices work on the others."""

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
 from vllm_ssdkv.store.cache.selected_pages import Pages
-from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable, channel_bytes
+from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import channel_bytes
 from vllm_ssdkv.store.read.gpu_pages import HotFetch, HotPages
 from vllm_ssdkv.store.read.page_fetcher import Fetch, PageFetcher
 from vllm_ssdkv.store.write.summary_builder import Summarizer

@@ -20,13 +20,12 @@ from vllm_ssdkv.store.io.buffer_pool import Staging
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import SlotFiles
 from vllm_ssdkv.store.io.slot_request import SlotBatch
-from vllm_ssdkv.store.maintenance.trim import SlotTrimmer
+from vllm_ssdkv.store.memory.memory_plan import IN_FLIGHT
 from vllm_ssdkv.store.write.summary_builder import Summarizer
+from vllm_ssdkv.store.write.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = 2
-"""Groups in flight: one is being written while the next one is sealed."""
 
 _PAUSE_S = 0.005
 """How often the thread looks for new items while it waits for a write."""

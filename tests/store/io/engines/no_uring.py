@@ -15,7 +15,8 @@ import sys
 
 import numpy as np
 
-from vllm_ssdkv.store.io.engines.open import EngineOptions, open_engine
+from vllm_ssdkv.config.io_engine import EngineOptions
+from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.io.engines.open import EngineOptions
+from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, Op
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ import pytest
 from tests.store.io.conftest import skip_if_absent
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import ConfigError, EngineUnavailableError
-from vllm_ssdkv.store.io.engines.open import EngineKind, EngineOptions, open_engine
-from vllm_ssdkv.store.io.testing.faults import FaultRule
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
+from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions, FaultRule, ThrottleRule
+from vllm_ssdkv.store.io.engines.open import open_engine
 
 if TYPE_CHECKING:
     from tests.store.io.conftest import Rig

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.io.engines.open import EngineOptions
+from vllm_ssdkv.config.io_engine import EngineOptions, FaultRule, ThrottleRule
 from vllm_ssdkv.store.io.engines.protocol import (
     DEPTH_BOUNDS,
     LATENCY_BOUNDS,
@@ -25,8 +25,6 @@ from vllm_ssdkv.store.io.engines.protocol import (
     latency_bound,
     zero_totals,
 )
-from vllm_ssdkv.store.io.testing.faults import FaultRule
-from vllm_ssdkv.store.io.testing.throttled import ThrottleRule
 
 if TYPE_CHECKING:
     from tests.store.io.conftest import Rig, Submit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vllm_ssdkv.store.io.engines.open import EngineOptions
+from vllm_ssdkv.config.io_engine import EngineOptions
 
 if TYPE_CHECKING:
     from tests.store.io.conftest import Rig

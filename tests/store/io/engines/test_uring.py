@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.store.io.conftest import skip_if_absent
-from vllm_ssdkv.store.io.engines.open import EngineOptions
+from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Op
 from vllm_ssdkv.store.io.engines.uring import UringEngine
 from vllm_ssdkv.store.memory.arena import Arena

@@ -17,15 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import ConfigError
-from vllm_ssdkv.store.io.engines.open import EngineOptions
+from vllm_ssdkv.config.io_engine import EngineOptions, FaultKind, FaultRule
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, IoEngine, Op
-from vllm_ssdkv.store.io.testing.faults import (
-    FaultFile,
-    FaultKind,
-    FaultRule,
-    RuleState,
-    parse_rules,
-)
+from vllm_ssdkv.store.io.testing.faults import FaultFile, RuleState, parse_rules
 
 if TYPE_CHECKING:
     from tests.store.io.conftest import Rig, Submit

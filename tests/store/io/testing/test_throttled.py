@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, Op
 from vllm_ssdkv.store.io.testing.noop import NoopEngine
-from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.memory.arena import Arena
 
 if TYPE_CHECKING:

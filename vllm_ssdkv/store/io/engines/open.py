@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from vllm_ssdkv.base.errors import EngineUnavailableError
+from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions
 from vllm_ssdkv.store.io.engines.aiofiles import AiofilesEngine
 from vllm_ssdkv.store.io.engines.kvikio import KvikioEngine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine
 from vllm_ssdkv.store.io.engines.threads import ThreadsEngine
 from vllm_ssdkv.store.io.engines.uring import UringEngine
-from vllm_ssdkv.store.io.testing.faults import FaultRule
 from vllm_ssdkv.store.io.testing.faulty import FaultyEngine
 from vllm_ssdkv.store.io.testing.noop import NoopEngine
-from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine, ThrottleRule
+from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.memory.arena import Arena
 
 logger = logging.getLogger(__name__)
-
-EngineKind: TypeAlias = Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Everything an engine can be told."""
-
-    engine: EngineKind = "auto"
-    queue_depth: int = 16
-    """Requests in flight per device."""
-    faults: tuple[FaultRule, ...] = ()
-    fault_file: str | None = None
-    """File with more rules, read again whenever it changes."""
-    throttle: tuple[ThrottleRule, ...] = ()
 
 
 _Opener: TypeAlias = Callable[[EngineOptions, Sequence[int], Arena], IoEngine]

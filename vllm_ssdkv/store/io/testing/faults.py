@@ -5,84 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.io_engine import FaultRule
 
 logger = logging.getLogger(__name__)
-
-FaultKind: TypeAlias = Literal["eio", "enospc", "short", "stall", "corrupt", "latency", "dead"]
-
-_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-_MAX_SECONDS = 86_400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultRule:
-    """One way to fail, for the requests it matches; the first rule that hits one has it.
-
-    Kinds: ``eio`` and ``enospc`` end a request with that errno; ``short`` moves about half of it;
-    ``corrupt`` flips bits of one byte of what was read; ``latency`` delays each request by
-    ``seconds``; ``stall`` stops the whole device for ``seconds`` (0: until the rule is taken
-    away), and what was held then takes place late; ``dead`` ends every request of the device with
-    ENODEV until the rule is taken away.
-
-    Raises:
-        ConfigError: a value is of the wrong type, out of range, or has no meaning for the kind.
-    """
-
-    kind: FaultKind
-    device: int | None = None
-    """Position of the device; None is every device."""
-    op: Literal["read", "write"] | None = None
-    """None is both."""
-    after: int = 0
-    """Matching requests that pass first."""
-    count: int | None = None
-    """Requests that are hit before the rule is used up; None is no end."""
-    probability: float = 1.0
-    """Chance of a matching request to be hit, in (0, 1]."""
-    seconds: float = 0.0
-    """Duration of ``stall`` and ``latency``."""
-    seed: int = 0
-    """Of the generator behind ``probability`` and ``corrupt``."""
-
-    def __post_init__(self) -> None:
-        def number(value: object, low: float, high: float, *, whole: bool) -> bool:
-            types = (int,) if whole else (int, float)
-            return isinstance(value, types) and not isinstance(value, bool) and low <= value <= high
-
-        def refuse(field: str, expected: str) -> ConfigError:
-            return ConfigError(f"fault rule: {field} is {getattr(self, field)!r}, not {expected}")
-
-        if self.kind not in _KINDS:
-            raise refuse("kind", "one of " + ", ".join(_KINDS))
-        if self.op not in {None, "read", "write"}:
-            raise refuse("op", '"read", "write" or null')
-        if self.device is not None and not number(self.device, 0, 65_534, whole=True):
-            raise refuse("device", "the position of a device or null")
-        if self.count is not None and not number(self.count, 1, math.inf, whole=True):
-            raise refuse("count", "a positive integer or null")
-        for field in ("after", "seed"):
-            if not number(getattr(self, field), 0, math.inf, whole=True):
-                raise refuse(field, "a non-negative integer")
-        if not number(self.probability, 0, 1, whole=False) or self.probability == 0:
-            raise refuse("probability", "in (0, 1]")
-        if not number(self.seconds, 0, _MAX_SECONDS, whole=False):
-            raise refuse("seconds", f"in 0..{_MAX_SECONDS:.0f}")
-        if self.kind == "latency" and self.seconds == 0:
-            raise refuse("seconds", "positive, which latency needs")
-        if self.kind == "corrupt" and self.op == "write":
-            raise refuse("op", "one that corrupt works on: it changes what was read")
-        if self.kind == "dead" and (self.op, self.count, self.probability) != (None, None, 1.0):
-            raise ConfigError("fault rule: dead takes no op, count or probability: all fails")
 
 
 class RuleState:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.io_engine import FaultRule
 from vllm_ssdkv.store.io.engines.protocol import PENDING, U16, U32, U64, Batch, IoEngine, Op
-from vllm_ssdkv.store.io.testing.faults import FaultFile, FaultRule, RuleState, carry_over
+from vllm_ssdkv.store.io.testing.faults import FaultFile, RuleState, carry_over
 from vllm_ssdkv.store.io.testing.held import Corruption, FaultyBatch, Hold, Part, Requests
 from vllm_ssdkv.store.memory.arena import Arena
 

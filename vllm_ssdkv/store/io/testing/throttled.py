@@ -13,44 +13,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.store.io.engines.protocol import I32, PENDING, U16, U32, U64, Batch, IoEngine, Op
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThrottleRule:
-    """Model of one device, or of all. The first rule that fits a device counts.
-
-    Raises:
-        ConfigError: a value is not a positive number.
-    """
-
-    device: int | None = None
-    """Position of the device; None is every device."""
-    bandwidth: float | None = None
-    """Bytes per second, of reads and writes together; None is no limit."""
-    iops: float | None = None
-    """Requests per second; None is no limit."""
-    latency_s: float = 0.0
-    """Seconds from the end of the transfer to the end of the request."""
-    dilation: float = 1.0
-    """Factor by which this device is slower than the numbers above."""
-
-    def __post_init__(self) -> None:
-        for field in ("bandwidth", "iops", "latency_s", "dilation"):
-            value = getattr(self, field)
-            if value is None and field in {"bandwidth", "iops"}:
-                continue
-            low_ok = value >= 0 if field == "latency_s" else value > 0
-            if not (low_ok and math.isfinite(value)):
-                raise ConfigError(f"throttle rule: {field} is {value!r}, not a positive number")
-        if self.device is not None and self.device < 0:
-            raise ConfigError(f"throttle rule: device is {self.device}")
 
 
 class _ThrottledBatch:

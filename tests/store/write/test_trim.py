@@ -17,9 +17,9 @@ from tests.store.conftest import OPAQUE, PATIENCE_S, MakeStore, StoreRig, array,
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
-from vllm_ssdkv.store.maintenance import trim
-from vllm_ssdkv.store.maintenance.trim import BYTES_PER_SECOND, SlotTrimmer, _joined, trim_new
+from vllm_ssdkv.store.write import trim
 from vllm_ssdkv.store.write.flusher import SlotWriter
+from vllm_ssdkv.store.write.trim import BYTES_PER_SECOND, SlotTrimmer, _joined, trim_new
 
 SLOTS = 64
 Trimmed = list[tuple[int, int, int]]

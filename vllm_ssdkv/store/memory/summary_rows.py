@@ -1,0 +1,62 @@
+"""Sizes of what selectors look at: one row per slot, of bounds or channels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
+
+ChannelTier = Literal["dram", "ssd", "hbm"]
+"""Where selectors find the slots' channel pages."""
+
+
+ROW_ALIGN = 64
+"""Bytes, of which a row is a multiple."""
+
+
+def with_summaries(
+    geometry: SlotGeometry, page_tokens: int, *, channels: bool, scaled_from: int = 0
+) -> SlotGeometry:
+    """A slot of ``geometry`` with what a selector needs beside its KV.
+
+    Args:
+        geometry: Of KV alone.
+        page_tokens: Tokens of a page.
+        channels: Channel-major K and sums of V, else bounds.
+        scaled_from: Bytes of a number of K, to have it as int8 with scales; 0: as it is.
+    """
+    records = geometry.layers * geometry.heads
+    if not channels:
+        return replace(geometry, summary_pages=-(-records * geometry.groups // page_tokens))
+    return replace(
+        geometry,
+        summary_pages=-(-records * (2 if scaled_from else 1) // page_tokens),
+        channel_pages=-(-geometry.pages_per_layer // (2 * (scaled_from or 1))),
+        scaled_from=scaled_from,
+    )
+
+
+def _records(geometry: SlotGeometry) -> int:
+    """Records of one layer."""
+    if not geometry.channel_pages:
+        return geometry.pages_per_layer
+    return geometry.heads * (2 if geometry.scaled_from else 1)
+
+
+def summary_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
+    """Bytes of the summaries of one slot, without padding."""
+    return geometry.layers * _records(geometry) * (geometry.payload_bytes // page_tokens)
+
+
+def channel_bytes(geometry: SlotGeometry) -> int:
+    """Bytes of one layer's K in the channel pages of a slot, without padding."""
+    if not geometry.channel_pages:
+        return 0
+    return geometry.pages_per_layer * geometry.payload_bytes // 2 // (geometry.scaled_from or 1)
+
+
+def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
+    """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
+    size = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+    return size + channels * round_up(geometry.layers * channel_bytes(geometry), ROW_ALIGN)
