@@ -186,7 +186,7 @@ class Bench:
         for at in range(0, blocks, per):
             part = slots[at : at + per]
             keys = key_rows(self._keys[at : at + len(part)])
-            plain = files.sealer.plain_check(part, np.ones(len(part), np.int64), keys)
+            plain = files.codec.plain_check(part, np.ones(len(part), np.int64), keys)
             if plain is None:
                 raise RuntimeError("the store is encrypted")
             length = np.full(len(part), self.geometry.slot_bytes, dtype=np.uint32)

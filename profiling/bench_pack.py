@@ -28,7 +28,7 @@ from vllm_ssdkv import _kernels
 from vllm_ssdkv.connector.worker.block_copy import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
@@ -82,7 +82,7 @@ def calls(
     steps = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
     tails = np.uint64(arena.address + behind) + steps
     port = PagedPort(select_kernels(torch.device("cpu")), caches, layout, geometry, frames)
-    summaries = SlotSummaries(layout, geometry)
+    summaries = KernelSummaryBuilder(layout, geometry)
     turns = itertools.cycle(np.arange(count).reshape(ROTATION, -1))
 
     def pack() -> None:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 Whose: TypeAlias = Literal["engine", "python", "native"]
-Border: TypeAlias = tuple[Any, str, Whose]
+Boundary: TypeAlias = tuple[Any, str, Whose]
 """Class or module, name of a callable there, and whose time passes in it."""
 
 _WHOSE: Final[tuple[Whose, ...]] = get_args(Whose)
@@ -29,7 +29,7 @@ class PythonTime:
         calls: Calls of native code.
     """
 
-    def __init__(self, borders: Callable[[], Iterable[Border]]) -> None:
+    def __init__(self, borders: Callable[[], Iterable[Boundary]]) -> None:
         """``borders`` are asked for at each start."""
         self._borders = borders
         self.seconds: dict[Whose, float] = dict.fromkeys(_WHOSE, 0.0)
@@ -89,7 +89,7 @@ class PythonTime:
         return call
 
 
-def engine_borders() -> Iterator[Border]:
+def engine_borders() -> Iterator[Boundary]:
     """Where a call leads from vLLM to us, or from our Python to what is not Python."""
     from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl
     from vllm_ssdkv.connector.connector import SSDKVConnector
@@ -101,18 +101,18 @@ def engine_borders() -> Iterator[Border]:
     yield from native_borders()
 
 
-def native_borders() -> Iterator[Border]:
+def native_borders() -> Iterator[Boundary]:
     """Where a call leads from our Python to what is not Python."""
     from vllm_ssdkv import _index, _io, _kernels
-    from vllm_ssdkv.store.io.slot_request import SlotBatch
+    from vllm_ssdkv.store.io.slot_request import SlotRequest
 
     # Throttled engines wait in Python.
-    yield SlotBatch, "over", "native"
+    yield SlotRequest, "over", "native"
     for module in (_index, _io, _kernels):
         yield from _native(module)
 
 
-def _native(module: ModuleType) -> Iterator[Border]:
+def _native(module: ModuleType) -> Iterator[Boundary]:
     for name, value in vars(module).items():
         if isinstance(value, type):
             for key, method in vars(value).items():

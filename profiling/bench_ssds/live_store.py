@@ -17,8 +17,8 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import MIN_STAGING
 from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.connector.messages import FETCH
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceShares
-from vllm_ssdkv.connector.scheduler.pending_writes import Writes
+from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
+from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.relocator import Moves
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.devices.wear import WearLedger
@@ -96,8 +96,8 @@ class LiveStore:
         place = StorePlace(config, geometry, Fingerprint({"model": "bench_ssds"}), 1)
         self.counters = Counters()
         self._opened = open_rank(place, 0, self.counters)
-        self._index, self._restriper = open_index(place, self.counters)
-        self._shares = DeviceShares(self._restriper, place.paths)
+        self._index, self._rebalancer = open_index(place, self.counters)
+        self._shares = DeviceWeights(self._rebalancer, place.paths)
         files = self._opened.files
         self._twin: ThrottledEngine | None = None
         if throttle:
@@ -112,9 +112,9 @@ class LiveStore:
         policy = WritePolicy(
             config, config.devices, wear, [0.0] * len(directories), self.slots, self.counters
         )
-        self._writes = Writes(1)
+        self._writes = PendingWrites(1)
         self._moves = Moves(
-            self._index, self._restriper, policy, self.counters, self._writes, self._unpin
+            self._index, self._rebalancer, policy, self.counters, self._writes, self._unpin
         )
         self._writing: dict[int, bytes] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
@@ -132,8 +132,8 @@ class LiveStore:
         Raises:
             BenchError: a write or a load failed, or a device is out of use.
         """
-        self._restriper.step()
-        segments = self._restriper.take_segments()
+        self._rebalancer.step()
+        segments = self._rebalancer.take_segments()
         if segments is not None:
             self._files.placement.change(segments)
         self._shares.value(0, self._files.speed.take_news())
@@ -248,6 +248,6 @@ class LiveStore:
     def close(self) -> None:
         """End it, with what is in flight. Its files stay."""
         self._tiers.close()
-        self._restriper.close()
+        self._rebalancer.close()
         self._index.close()
         self._opened.close()

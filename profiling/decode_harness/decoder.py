@@ -23,7 +23,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
-from vllm_ssdkv.connector.messages import Commit, ContextDelta, Row, Save, StepPlan
+from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
@@ -206,11 +206,11 @@ class PagedDecoder:
         triples = [
             (slot, self._epoch, request.hbm[index]) for index, slot in enumerate(slots, begin)
         ]
-        plan.save = _joined(plan.save, Save.of(triples))
+        plan.save = _joined(plan.save, CopyToDram.of(triples))
         if self.durable:
             keys = [(slot, self._epoch, os.urandom(KEY_BYTES)) for slot in slots]
-            commit = Commit.of(keys)
-            plan.commit = Commit(
+            commit = Flush.of(keys)
+            plan.commit = Flush(
                 np.concatenate([plan.commit.slots, commit.slots]),
                 np.concatenate([plan.commit.epochs, commit.epochs]),
                 plan.commit.keys + commit.keys,
@@ -414,9 +414,9 @@ class PagedDecoder:
             self.worker.close()
 
 
-def _joined(one: Save, other: Save) -> Save:
+def _joined(one: CopyToDram, other: CopyToDram) -> CopyToDram:
     parts = (
         np.concatenate([getattr(one, f.name), getattr(other, f.name)])
-        for f in dataclasses.fields(Save)
+        for f in dataclasses.fields(CopyToDram)
     )
-    return Save(*parts)
+    return CopyToDram(*parts)

@@ -20,7 +20,7 @@ from vllm_ssdkv.profiling.decode_harness.part_clock import (
     AttentionTimer,
     PartClock,
 )
-from vllm_ssdkv.profiling.python_time import Border, PythonTime, native_borders
+from vllm_ssdkv.profiling.python_time import Boundary, PythonTime, native_borders
 from vllm_ssdkv.sparse.protocol import Needs
 
 Figures = dict[str, Any]
@@ -145,7 +145,7 @@ def _timed(clocked: Clocked, requests: int, effort: Effort) -> Figures:
     }
 
 
-def _borders(device: torch.device) -> Iterator[Border]:
+def _borders(device: torch.device) -> Iterator[Boundary]:
     """Calls from the model into this package, and from it into native code and into waiting."""
     yield PagedDecoder, "_attend", "python"
     for name in ("begin", "end", "collect", "take_report"):

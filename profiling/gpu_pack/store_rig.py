@@ -20,7 +20,7 @@ from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
@@ -98,7 +98,7 @@ class PagedRig:
             self._opened.num_slots,
             layout.block_tokens,
             self._copy_in,
-            summarizer=SlotSummaries(layout, self.geometry),
+            summarizer=KernelSummaryBuilder(layout, self.geometry),
         )
         if device.type == "cuda":
             pin_arena(self._opened.arena, device)

@@ -19,10 +19,12 @@ from typing import Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+import vllm_ssdkv
+
 DTYPE: Final = "bfloat16"
 
 
-MODEL_DIR: Final = Path(__file__).resolve().parent.parent / "demo_model"
+MODEL_DIR: Final = Path(vllm_ssdkv.__file__).parent / "demo_model"
 
 Task = Literal["multikey", "chain", "single", "copy"]
 TASKS: Final[tuple[Task, ...]] = get_args(Task)

@@ -149,7 +149,7 @@ def run(plan: RecallRun, events: TextIO) -> None:
     """Start the engine, ask, report, stop the engine."""
     from vllm import LLM
 
-    from vllm_ssdkv.attention.sparse_error import Deviation
+    from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
     from vllm_ssdkv.connector import active_worker
     from vllm_ssdkv.profiling.recall.device_time import DeviceTime
     from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
@@ -157,7 +157,7 @@ def run(plan: RecallRun, events: TextIO) -> None:
     llm: Any = LLM(**plan.engine_settings())
     worker, deviation, device_time = active_worker.worker(), None, None
     if plan.compare_every and worker is not None:
-        worker.deviation = deviation = Deviation(plan.compare_every)
+        worker.deviation = deviation = SparseDeviation(plan.compare_every)
     if worker is not None and isinstance(worker.store.files.engine, ThrottledEngine):
         device_time = DeviceTime(worker.store.files.engine)
         worker.layer_ended = device_time.layer_ended

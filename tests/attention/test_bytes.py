@@ -13,7 +13,7 @@ from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, array, key_of, make_store
 from tests.store.tails import addresses
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.connector.worker.block_copy import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
@@ -21,7 +21,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, P
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock
-from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.sparse.protocol import Budget
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -52,7 +52,7 @@ def shares(
         frames=max(8, count),
         summary_rows=count,
         places=geometry.tail_pages,
-        summarizer=SlotSummaries(layout, geometry),
+        summarizer=KernelSummaryBuilder(layout, geometry),
     )
     torch.manual_seed(1)
     cache = torch.randn(count + 1, layout.block_bytes // 2).half()
@@ -80,7 +80,7 @@ def shares(
         Budget(share=0.125), CHANNELS, "page", 0, CpuScoringKernels(), channel_group=group
     )
     chosen = rig.store.choose([slots], [0])
-    decode = SparseDecode({0: selector}, chosen, layout, [0], MeanValues(1, layout), ["r"])
+    decode = SparseDecode({0: selector}, chosen, layout, [0], RunningMeanV(1, layout), ["r"])
     kernels, clock = select_page_kernels(CPU), AttentionClock()
     clock.start()
     value = newest_values(cache, layout, batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.attention.newest import values_at
-from vllm_ssdkv.attention.mean_value import Floats, MeanValues
+from vllm_ssdkv.attention.mean_value import Floats, RunningMeanV
 from vllm_ssdkv.attention.reference_sparse import mean_value
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
@@ -38,7 +38,7 @@ class Request:
         kernels.summarize(at.astype(np.uint64), self.layout, value_sum=to.astype(np.uint64))
         return sums
 
-    def mean(self, means: MeanValues, layer: int, position: int, blocks: int) -> torch.Tensor:
+    def mean(self, means: RunningMeanV, layer: int, position: int, blocks: int) -> torch.Tensor:
         """The mean at a position, with a context of so many blocks."""
         last = position // BLOCK + 1
         cache, at = self.caches[layer], np.array([position])
@@ -68,7 +68,7 @@ def request_(request: pytest.FixtureRequest) -> Request:
 
 
 def test_it_is_the_mean_of_all_tokens(request_: Request) -> None:
-    means = MeanValues(LAYERS, request_.layout)
+    means = RunningMeanV(LAYERS, request_.layout)
     for position in range(40, LENGTH):
         for layer in range(LAYERS):
             found = request_.mean(means, layer, position, position // BLOCK - 1)
@@ -77,16 +77,16 @@ def test_it_is_the_mean_of_all_tokens(request_: Request) -> None:
 
 
 def test_where_it_begins_changes_no_bit(request_: Request) -> None:
-    long, blocks = MeanValues(LAYERS, request_.layout), 1
+    long, blocks = RunningMeanV(LAYERS, request_.layout), 1
     for position in range(33, LENGTH):
         steady = request_.mean(long, 1, position, blocks)
         for now in {0, blocks, position // BLOCK}:
-            fresh = MeanValues(LAYERS, request_.layout)
+            fresh = RunningMeanV(LAYERS, request_.layout)
             assert torch.equal(request_.mean(fresh, 1, position, now), steady), (position, now)
 
 
 def test_a_request_that_goes_on_is_not_read_again(request_: Request) -> None:
-    means = MeanValues(LAYERS, request_.layout)
+    means = RunningMeanV(LAYERS, request_.layout)
     right = [request_.mean(means, 0, position, 1) for position in range(60, LENGTH)]
     means.drop("r")
     assert len(means) == 0
@@ -104,14 +104,16 @@ def test_a_request_that_goes_on_is_not_read_again(request_: Request) -> None:
 
 
 def test_a_gap_or_a_token_again_begins_anew(request_: Request) -> None:
-    means = MeanValues(LAYERS, request_.layout)
-    fresh = [request_.mean(MeanValues(LAYERS, request_.layout), 0, at, 1) for at in range(80)[40:]]
+    means = RunningMeanV(LAYERS, request_.layout)
+    fresh = [
+        request_.mean(RunningMeanV(LAYERS, request_.layout), 0, at, 1) for at in range(80)[40:]
+    ]
     for position in (40, 41, 41, 50, 45, 79, 40):
         assert torch.equal(request_.mean(means, 0, position, 1), fresh[position - 40]), position
 
 
 def test_many_requests_have_places_and_give_them_back(request_: Request) -> None:
-    means = MeanValues(LAYERS, request_.layout)
+    means = RunningMeanV(LAYERS, request_.layout)
     for turn in range(3):
         names = [f"{turn}.{i}" for i in range(20)]
         cache, at = request_.caches[0], np.full(20, 100)
@@ -123,7 +125,7 @@ def test_many_requests_have_places_and_give_them_back(request_: Request) -> None
             cache,
             lambda _: request_.context(0, 0),
         )
-        wanted = request_.mean(MeanValues(LAYERS, request_.layout), 0, 100, 0)
+        wanted = request_.mean(RunningMeanV(LAYERS, request_.layout), 0, 100, 0)
         assert all(torch.equal(mean, wanted) for mean in found)
         for name in names:
             means.drop(name)

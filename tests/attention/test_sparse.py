@@ -16,11 +16,11 @@ from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
 from tests.store.tails import addresses
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.reference import dense_attention
 from vllm_ssdkv.attention.reference_sparse import scaled_channels, sparq_attention
 from vllm_ssdkv.attention.sparse import SparseDecode
-from vllm_ssdkv.attention.sparse_error import Deviation
+from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.connector.worker.block_copy import PagedPort
 from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.kernels.dense import select_kernels
@@ -28,17 +28,17 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, P
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock
-from vllm_ssdkv.kernels.summary_builder import SlotSummaries
-from vllm_ssdkv.sparse.prefetch import Guesses, ReadAhead
+from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import Budget, Selector
-from vllm_ssdkv.sparse.selection_reuse import KeptSelections
+from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 __all__ = ["make_store"]
 
@@ -66,7 +66,7 @@ class Rows:
     caches: list[torch.Tensor]
     blocks: list[list[int]]
     """HBM blocks of each row."""
-    means: MeanValues = field(default_factory=lambda: MeanValues(LAYERS, LAYOUT))
+    means: RunningMeanV = field(default_factory=lambda: RunningMeanV(LAYERS, LAYOUT))
 
     def contexts(self) -> list[NDArray[np.int64]]:
         """Slots: those of the blocks that lie wholly before the window."""
@@ -77,14 +77,14 @@ class Rows:
 
     def attend(
         self,
-        chosen: ChosenContexts,
+        chosen: SelectedContexts,
         budget: Budget,
         layer: int,
         queries: torch.Tensor,
         selector: Selector | Mapping[int, Selector] | None = None,
-        deviation: Deviation | None = None,
-        guesses: ReadAhead | None = None,
-        kept: KeptSelections | None = None,
+        deviation: SparseDeviation | None = None,
+        guesses: Prefetcher | None = None,
+        kept: SelectionReuse | None = None,
         later: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, SparseDecode]:
@@ -143,7 +143,7 @@ def make_rows(make_store: MakeStore) -> Callable[..., Rows]:
             frames=24,
             places=places,
             channels=channels,
-            summarizer=SlotSummaries(LAYOUT, geometry),
+            summarizer=KernelSummaryBuilder(LAYOUT, geometry),
         )
         torch.manual_seed(1)
         shape = (LAYERS, max(LENGTHS), HEADS, HEAD_SIZE)
@@ -206,7 +206,7 @@ def queries_of(seed: int) -> torch.Tensor:
     return torch.randn(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
 
 
-def choose(rows: Rows, which: Sequence[int] = (0, 1, 2)) -> ChosenContexts:
+def choose(rows: Rows, which: Sequence[int] = (0, 1, 2)) -> SelectedContexts:
     return rows.rig.store.choose(rows.contexts(), which)
 
 
@@ -259,7 +259,7 @@ def test_reading_ahead_changes_no_bit(make_rows: Callable[..., Rows], places: in
     rows = make_rows(places)
     away(rows)
     outs: list[list[torch.Tensor]] = []
-    for guesses in (None, ReadAhead()):
+    for guesses in (None, Prefetcher()):
         made: list[torch.Tensor] = []
         ahead = hits = 0
         for step in range(4):
@@ -284,8 +284,8 @@ def test_what_is_kept_does_not_depend_on_where_pages_are(make_rows: Callable[...
     outs: list[list[torch.Tensor]] = []
     for turn in range(3):
         rows = make_rows(geometry=CHANNELS)
-        guesses = ReadAhead() if turn == 2 else None
-        kept = KeptSelections(LAYERS, LAYOUT, 3, 0.9)
+        guesses = Prefetcher() if turn == 2 else None
+        kept = SelectionReuse(LAYERS, LAYOUT, 3, 0.9)
         selector = sparf(Budget(share=0.6), 8, "page")
         made: list[torch.Tensor] = []
         lists: list[int] = []
@@ -316,7 +316,7 @@ def test_what_is_kept_does_not_depend_on_where_pages_are(make_rows: Callable[...
 
 
 def test_what_comes_next_is_read_where_devices_are_idle(make_rows: Callable[..., Rows]) -> None:
-    class Nothing(Guesses):
+    class Nothing(SelectionHistory):
         def recall(self, *_: object) -> None:
             """Knows nothing."""
 
@@ -324,7 +324,7 @@ def test_what_comes_next_is_read_where_devices_are_idle(make_rows: Callable[...,
     away(rows)
     read: list[int] = []
     outs: list[list[torch.Tensor]] = []
-    for guesses in (ReadAhead(possible=Nothing()), ReadAhead()):
+    for guesses in (Prefetcher(possible=Nothing()), Prefetcher()):
         made: list[torch.Tensor] = []
         ahead = 0
         for step in range(6):
@@ -351,7 +351,7 @@ def test_pages_in_the_devices_memory_change_no_bit(
     """A tensor stands for it. What is read ahead is not what it has."""
     outs: list[list[torch.Tensor]] = []
     for hot in (False, True):
-        rows, guesses = make_rows(), ReadAhead()
+        rows, guesses = make_rows(), Prefetcher()
         if hot:
             size = places * GEOMETRY.page_bytes
             rows.rig.store.keep_hot_pages(hot_memory(size, LAYOUT, GEOMETRY, CPU))
@@ -391,7 +391,7 @@ def test_python_does_nothing_page_by_page(make_rows: Callable[..., Rows]) -> Non
 
         sys.setprofile(note)
         try:
-            share, guesses = Budget(share=budget), ReadAhead()
+            share, guesses = Budget(share=budget), Prefetcher()
             _, decode = rows.attend(chosen, share, 0, queries_of(0), guesses=guesses)
         finally:
             sys.setprofile(None)
@@ -558,7 +558,7 @@ def test_sparf_after_a_lost_page_leaves_the_others_right(make_rows: Callable[...
     wanted, _ = rows.attend(good, budget, 0, queries_of(0), sparf(budget, 8, "page"))
     good.close()
     rows.rig.store._forget_content(np.concatenate(rows.contexts()[2:]))
-    rows.means = MeanValues(LAYERS, LAYOUT)
+    rows.means = RunningMeanV(LAYERS, LAYOUT)
     chosen = choose(rows)
     assert chosen.poisoned == {2}
     out, _ = rows.attend(chosen, budget, 0, queries_of(0), sparf(budget, 8, "page"))

@@ -28,9 +28,9 @@ from tests.attention.test_sparse import (
     sparf,
 )
 from tests.store.conftest import array
-from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
-from vllm_ssdkv.sparse.prefetch import ReadAhead
+from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selection, Selector
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
@@ -81,9 +81,9 @@ def pages_of(context: int) -> int:
     return context * LAYOUT.groups
 
 
-def wrong_guesses(rows: Rows, seed: int) -> ReadAhead:
+def wrong_guesses(rows: Rows, seed: int) -> Prefetcher:
     """Pages of every layer that nothing speaks for."""
-    draw, guesses = np.random.default_rng(seed), ReadAhead()
+    draw, guesses = np.random.default_rng(seed), Prefetcher()
     blocks = np.array([len(slots) for slots in rows.contexts()])
     for layer in range(LAYERS):
         lists = [
@@ -142,7 +142,7 @@ def test_place_and_prefetch_change_nothing(
             if guessed:
                 guesses = wrong_guesses(rows, seed)
                 rows.rig.faults({"kind": "latency", "op": "read", "seconds": 0.01})
-        rows.means = MeanValues(LAYERS, LAYOUT)
+        rows.means = RunningMeanV(LAYERS, LAYOUT)
         selector = Noted(SELECTORS[name](budget))
         chosen = choose(rows)
         outs = [

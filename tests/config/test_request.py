@@ -15,7 +15,7 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions, servable
-from vllm_ssdkv.connector.scheduler.request_overrides import EXACT, AskedOptions
+from vllm_ssdkv.connector.scheduler.request_overrides import EXACT, RequestOverrides
 
 
 def config(selector: str = "bounds", **sparse: object) -> SSDKVConfig:
@@ -96,7 +96,7 @@ def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counters = Counters()
-    asked = AskedOptions(CONFIG, counters)
+    asked = RequestOverrides(CONFIG, counters)
     asked.arrived(request("good", {"ssdkv": {"budget": 0.5}}))
     asked.arrived(request("bad", {"ssdkv": {"budget\n": 2}}))
     asked.arrived(request("other", {"do_remote_prefill": False}))
@@ -120,7 +120,7 @@ def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
 def test_who_chooses() -> None:
     """Long enough, and not exact by its own wish or by that of the options."""
     options = config(exact_below=1000)
-    asked = AskedOptions(options, Counters())
+    asked = RequestOverrides(options, Counters())
     for name, params in (
         ("nothing", None),
         ("exact", {"ssdkv": {"selector": "exact"}}),
@@ -131,12 +131,12 @@ def test_who_chooses() -> None:
     names = ("nothing", "exact", "wrong", "window")
     assert [asked.chooses(name, 1000) for name in names] == [True, False, False, True]
     assert not any(asked.chooses(name, 999) for name in names)
-    never = AskedOptions(config("exact"), Counters())
+    never = RequestOverrides(config("exact"), Counters())
     assert not never.chooses("nothing", 1 << 20)
 
 
 def test_who_chooses_depends_on_the_budget_where_the_options_say_no_length() -> None:
-    asked = AskedOptions(CONFIG, Counters())
+    asked = RequestOverrides(CONFIG, Counters())
     asked.arrived(request("half", {"ssdkv": {"budget": 0.5}}))
     for name, budget in (("own", CONFIG.sparse.budget), ("half", 0.5)):
         least = config(budget=budget).exact_below
@@ -160,7 +160,7 @@ anything = st.recursive(
 
 @given(params=anything | st.fixed_dictionaries({"ssdkv": anything}))
 def test_nothing_that_a_client_sends_is_too_much(params: object) -> None:
-    asked = AskedOptions(CONFIG, Counters())
+    asked = RequestOverrides(CONFIG, Counters())
     asked.arrived(request("a", params))
     found = asked.of("a")
     assert found is None or found.applied(CONFIG).selector in servable(CONFIG)

@@ -50,10 +50,10 @@ from vllm_ssdkv.connector.messages import (
     Row,
 )
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.connector.scheduler.admission_slots import Seats
+from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.block_keys import KEY_BYTES
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
-from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadChoice
+from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
@@ -65,7 +65,7 @@ from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.placement import Placement
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 WINDOW = 32
 CHUNK = 48
@@ -207,7 +207,7 @@ class Simulation:
         self.index = index or SlotIndex(slots, None)
         segments = segments_of(self.index.num_slots)
         self.placement = Placement(geometry, segments, DEVICES)
-        restriper = Restriper(
+        rebalancer = Rebalancer(
             self.index, self.placement, [1.0] * DEVICES, SavedAtOnce(), Counters()
         )
         self.pace = pace or Pace()
@@ -224,14 +224,14 @@ class Simulation:
         self.ours = SSDKVScheduler(
             options,
             self.index,
-            restriper,
+            rebalancer,
             paths,
             BLOCK,
             MAX_MODEL_LEN,
-            Seats(config.scheduler_config),
+            AdmissionSlots(config.scheduler_config),
             ranks,
             counters,
-            LoadChoice(
+            LoadOrRecompute(
                 always=self.paged,
                 block_tokens=BLOCK,
                 chunk_tokens=CHUNK,

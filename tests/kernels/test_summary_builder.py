@@ -22,7 +22,7 @@ from tests.attention.test_sparse import (
 )
 from tests.store.tails import addresses
 from vllm_ssdkv.attention.reference_sparse import scaled_channels
-from vllm_ssdkv.kernels.summary_builder import SlotSummaries
+from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import channel_bytes
 
@@ -73,7 +73,7 @@ def test_channels_of_a_layer_are_those_of_the_tail(geometry: SlotGeometry) -> No
     frames = frames.astype(np.float32)
     tails = np.zeros((count, geometry.tail_pages, geometry.page_bytes), dtype=np.uint8)
     made = np.zeros((count, size), dtype=np.uint8)
-    summaries = SlotSummaries(LAYOUT, geometry)
+    summaries = KernelSummaryBuilder(LAYOUT, geometry)
     summaries.make_tails(addresses(frames), addresses(tails))
     for layer in range(LAYERS):
         summaries.make_channels(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.sparse.prefetch import Guess, Guesses
+from vllm_ssdkv.sparse.prefetch import Prediction, SelectionHistory
 
 Lists = list[list[int]]
 """Pages of each KV head."""
@@ -15,14 +15,14 @@ def edges(lists: Lists) -> NDArray[np.int32]:
     return np.cumsum([0, *map(len, lists)]).astype(np.int32)
 
 
-def remember(guesses: Guesses, layer: int, chosen: dict[str, tuple[int, Lists]]) -> None:
+def remember(guesses: SelectionHistory, layer: int, chosen: dict[str, tuple[int, Lists]]) -> None:
     lists = [pages for _, heads in chosen.values() for pages in heads]
     blocks = np.array([size for size, _ in chosen.values()])
     flat = np.array([page for pages in lists for page in pages], dtype=np.int32)
     guesses.remember(layer, list(chosen), blocks, flat, edges(lists))
 
 
-def lists_of(guess: Guess | None) -> dict[int, Lists]:
+def lists_of(guess: Prediction | None) -> dict[int, Lists]:
     """Pages of each KV head, two of them, by row."""
     if guess is None:
         return {}
@@ -31,7 +31,7 @@ def lists_of(guess: Guess | None) -> dict[int, Lists]:
 
 
 def test_rows_are_known_by_their_request() -> None:
-    guesses = Guesses()
+    guesses = SelectionHistory()
     a, b, c = [[0, 3], [1]], [[2], []], [[4, 5, 6], [0]]
     remember(guesses, 1, {"a": (4, a), "b": (5, b), "c": (9, c)})
     same = guesses.recall(1, ["a", "b", "c"], np.array([4, 6, 9]))
@@ -43,7 +43,7 @@ def test_rows_are_known_by_their_request() -> None:
 
 
 def test_a_request_that_began_anew_is_not_known() -> None:
-    guesses = Guesses()
+    guesses = SelectionHistory()
     a, b = [[0, 3], [1]], [[2], []]
     remember(guesses, 0, {"a": (4, a), "b": (5, b)})
     assert lists_of(guesses.recall(0, ["a", "b"], np.array([3, 5]))) == {1: b}

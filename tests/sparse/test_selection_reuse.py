@@ -18,7 +18,7 @@ from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.attention.reference_sparse import kept_choices
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
-from vllm_ssdkv.sparse.selection_reuse import KeptSelections, RowSizes
+from vllm_ssdkv.sparse.selection_reuse import RowSizes, SelectionReuse
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 
 HEADS, GROUP, SIZE, PAGE = 2, 2, 4, 4
@@ -48,7 +48,7 @@ def never(_: I64) -> Selection:
 
 def test_the_query_is_the_callers_to_write_to() -> None:
     """vLLM uses the memory again in the same step."""
-    kept = KeptSelections(1, LAYOUT, 4, 0.9)
+    kept = SelectionReuse(1, LAYOUT, 4, 0.9)
     query = torch.ones(1, HEADS * GROUP, SIZE)
     chosen = selection_of([[0, 1], [0, 2]])
     kept.select(0, ["a"], sizes(100, 12), query, lambda _: chosen)
@@ -68,7 +68,7 @@ def test_it_is_what_the_oracle_says_whoever_else_is_there(
     seed = data.draw(st.integers(0, 2**20))
     source = np.random.default_rng(seed)
     known = [str(i) for i in range(data.draw(st.integers(1, 4)))]
-    kept = KeptSelections(1, LAYOUT, steps, similarity)
+    kept = SelectionReuse(1, LAYOUT, steps, similarity)
     queries: dict[str, list[torch.Tensor]] = {name: [] for name in known}
     position: dict[str, list[int]] = {name: [] for name in known}
     pages: dict[str, list[int]] = {name: [] for name in known}
@@ -128,7 +128,7 @@ def test_it_is_what_the_oracle_says_whoever_else_is_there(
 
 
 def test_a_query_chooses_for_the_tokens_that_follow() -> None:
-    kept = KeptSelections(2, LAYOUT, 3, 0.9)
+    kept = SelectionReuse(2, LAYOUT, 3, 0.9)
     query = torch.randn(1, HEADS * GROUP, SIZE, generator=torch.Generator().manual_seed(1))
     first = selection_of([[0, 3], [2]])
     assert kept.select(1, ["a"], sizes(40, 4), query, lambda _: first) == (first, 0)
@@ -156,7 +156,7 @@ def test_a_query_chooses_for_the_tokens_that_follow() -> None:
     ],
 )
 def test_a_row_chooses_at_once(sizes_then: RowSizes, *, turned: bool, broken: bool) -> None:
-    kept = KeptSelections(1, LAYOUT, 3, 0.9)
+    kept = SelectionReuse(1, LAYOUT, 3, 0.9)
     query = torch.randn(1, HEADS * GROUP, SIZE, generator=torch.Generator().manual_seed(1))
     kept.select(0, ["a"], sizes(40, 4), query, lambda _: selection_of([[0, 3], [2]]))
     then = query.clone()
@@ -169,7 +169,7 @@ def test_a_row_chooses_at_once(sizes_then: RowSizes, *, turned: bool, broken: bo
 
 
 def test_a_request_that_was_dropped_is_not_known() -> None:
-    kept = KeptSelections(2, LAYOUT, 9, 0.0)
+    kept = SelectionReuse(2, LAYOUT, 9, 0.0)
     query = torch.ones(2, HEADS * GROUP, SIZE)
     both = RowSizes(np.array([40, 50]), np.array([4, 4]), np.array([99, 99]))
     for layer in range(2):
@@ -187,7 +187,7 @@ def test_a_request_that_was_dropped_is_not_known() -> None:
 
 def test_all_tokens_of_what_left_the_window_are_attended_to() -> None:
     """Where single tokens were chosen; those count, not their pages."""
-    kept = KeptSelections(1, LAYOUT, 9, 0.0)
+    kept = SelectionReuse(1, LAYOUT, 9, 0.0)
     query = torch.ones(1, HEADS * GROUP, SIZE)
     mask = np.zeros((3, PAGE), np.uint8)
     mask[:, 1] = 1
@@ -215,7 +215,7 @@ def at(position: int) -> Contexts:
 
 
 def kept_at(
-    kept: KeptSelections, selector: Selector, problem: Contexts, position: int
+    kept: SelectionReuse, selector: Selector, problem: Contexts, position: int
 ) -> tuple[Selection, int]:
     summaries = replace(problem.summaries, ahead=kept.steps - 1)
     held = summaries.window_tokens.astype(np.int64)
@@ -245,7 +245,7 @@ def test_the_budget_is_never_exceeded_and_nothing_is_lost(
     selector: Selector = SparfSelector(budget, 5, "token", sinks, KERNELS)
     if name in PAGED:
         selector = PAGED[name](budget, sinks)
-    kept = KeptSelections(1, GROWING, steps, 0.0)
+    kept = SelectionReuse(1, GROWING, steps, 0.0)
     since, stays, had = 0, 0, 0
     for position in range(start, start + 40):
         problem = at(position)
@@ -275,7 +275,7 @@ def test_with_all_of_the_budget_it_is_dense(name: str) -> None:
     selector = PAGED[name](ALL, 0)
     if name.startswith("adaptive"):
         selector.p = 1.0  # type: ignore[attr-defined]  # an adaptive one
-    kept = KeptSelections(1, GROWING, 30, 0.0)
+    kept = SelectionReuse(1, GROWING, 30, 0.0)
     stays = 0
     for position in range(60, 80):
         problem = at(position)

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.store.conftest import array
-from vllm_ssdkv.store.cache.dram_balancer import Border
+from vllm_ssdkv.store.cache.dram_balancer import DramBalancer
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.cache.selected_pages import PageCache, Pages
+from vllm_ssdkv.store.cache.selected_pages import Pages, SelectedPageCache
 from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=2, payload_bytes=4000, summary_pages=1)
@@ -32,18 +32,18 @@ class Rig:
         """``dram``: frames that all of it could hold, with ``rows`` whole slots. Without them
         summaries are lent to nobody, and so few that they do not count."""
         self.geometry = DEEP if rows else GEOMETRY
-        self.choice = ChoiceMemory(16, SLOTS, summaries=None if rows else 1 << 16)
-        begin = ArenaPlan(self.geometry, 1 << 30, 0, choice=self.choice).page_offset
+        self.choice = SparseMemory(16, SLOTS, summaries=None if rows else 1 << 16)
+        begin = MemoryPlan(self.geometry, 1 << 30, 0, choice=self.choice).page_offset
         size = self.geometry.slot_bytes if rows else self.geometry.frame_bytes
         nbytes = begin + dram * size
-        self.plan = plan = ArenaPlan(self.geometry, nbytes, 0, choice=self.choice)
+        self.plan = plan = MemoryPlan(self.geometry, nbytes, 0, choice=self.choice)
         self.arena = Arena(plan.nbytes)
         self.arena.view(0, plan.nbytes)[:] = 0xEE
         frame_bytes = self.geometry.frame_bytes
         self.frames = FrameCache(
             self.arena, plan.frame_offset, frame_bytes, plan.frames, SLOTS, plan.lent_offsets
         )
-        self.pages = PageCache(
+        self.pages = SelectedPageCache(
             self.arena, plan.page_offset, self.geometry, plan.page_places, SLOTS, "lru"
         )
         self.summaries = SummaryTable(
@@ -56,7 +56,7 @@ class Rig:
             channels=rows,
         )
         self.busy = False
-        self.border = Border(
+        self.balancer = DramBalancer(
             self.geometry,
             plan,
             self.frames,
@@ -92,7 +92,7 @@ class Rig:
 
     def fill(self, slots: Sequence[int]) -> list[int]:
         """These slots are in frames, as far as there is room."""
-        self.border.make_room(array(slots))
+        self.balancer.make_room(array(slots))
         frames = self.frames.take(array(slots), FrameState.LOADING)
         for frame, slot in zip(frames.tolist(), slots, strict=False):
             self.frames.view(frame)[:] = slot

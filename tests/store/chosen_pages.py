@@ -15,7 +15,7 @@ from tests.store.conftest import (
     content,
 )
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 BOTH = pytest.mark.parametrize("geometry", [SUMMED, SUMMED_ENCRYPTED], ids=["plain", "encrypted"])
 
@@ -34,7 +34,7 @@ def context(rig: StoreRig, slots: Sequence[int], request: str = "r") -> dict[int
 
 
 def bring(
-    rig: StoreRig, chosen: ChosenContexts, layer: int, wanted: Wanted
+    rig: StoreRig, chosen: SelectedContexts, layer: int, wanted: Wanted
 ) -> dict[tuple[int, int, int], bytes]:
     """Fetch pages; the payload of each that came, by row, block and page."""
     found: dict[tuple[int, int, int], bytes] = {}
@@ -81,7 +81,7 @@ def read_requests(rig: StoreRig) -> int:
     return sum(value for name, value in totals.items() if name.startswith("read_requests"))
 
 
-def read_ahead(chosen: ChosenContexts, layer: int, blocks: int) -> None:
+def read_ahead(chosen: SelectedContexts, layer: int, blocks: int) -> None:
     """Page 0 of the first blocks, as a list of its own."""
     pages = chosen.pages(layer, array(range(blocks)), array([0] * blocks))
     chosen.ahead(pages, np.array([0, blocks], dtype=np.int32), idle=False)

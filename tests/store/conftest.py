@@ -27,16 +27,16 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
 from vllm_ssdkv.store.devices.health import DeviceHealth
-from vllm_ssdkv.store.devices.throughput import DeviceSpeed
+from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
-from vllm_ssdkv.store.integrity.cipher import CipherSealer
+from vllm_ssdkv.store.integrity.cipher import CipherCodec
 from vllm_ssdkv.store.integrity.page_verification import PageSampler, VerifyMode
-from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec, SlotCodec
 from vllm_ssdkv.store.io.engines.open import open_engine
-from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
@@ -47,7 +47,7 @@ from vllm_ssdkv.store.placement.replica_selector import Replicas
 from vllm_ssdkv.store.placement.stripe_map import StripeMap
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
-from vllm_ssdkv.store.write.summary_builder import Summarizer
+from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 
 SHORT_S = 0.3
 """Deadline of I/O of which a part hangs."""
@@ -192,7 +192,7 @@ class StoreRig:
     before_copy: Callable[[], None] = lambda: None
 
     @property
-    def files(self) -> SlotFiles:
+    def files(self) -> SlotIO:
         return self.store.files
 
     @property
@@ -425,7 +425,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         channels: ChannelTier = "dram",
         block_tokens: int = BLOCK_TOKENS,
         faulty: bool = True,
-        summarizer: Summarizer | None = None,
+        summarizer: SummaryBuilder | None = None,
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
@@ -447,7 +447,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             kept = channels != "ssd"
             nbytes = summary_rows * row_bytes(geometry, page_tokens, channels=kept)
             cache = None if lend else places * geometry.page_bytes
-            choice = ChoiceMemory(page_tokens, slots, cache, nbytes, channels=channels)
+            choice = SparseMemory(page_tokens, slots, cache, nbytes, channels=channels)
         plan = _plan(geometry, frames, staging, scrub_rate is not None, choice)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
@@ -461,13 +461,13 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         engine = open_engine(options, [d.fd for d in opened], directories, arena)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], PATIENCE_S, counters)
-        speed = DeviceSpeed(health.paths, weights or [1.0] * placement.devices)
-        sealer: Sealer = (
-            CipherSealer(geometry, DIGEST, RANK, arena, SLOTS_KEY)
+        speed = ThroughputEstimator(health.paths, weights or [1.0] * placement.devices)
+        codec: SlotCodec = (
+            CipherCodec(geometry, DIGEST, RANK, arena, SLOTS_KEY)
             if geometry.encrypted
-            else ChecksumSealer(geometry, DIGEST, RANK, arena, PageSampler(verify))
+            else ChecksumCodec(geometry, DIGEST, RANK, arena, PageSampler(verify))
         )
-        files = SlotFiles(
+        files = SlotIO(
             geometry,
             placement,
             engine,
@@ -477,7 +477,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             DIGEST,
             RANK,
             PATIENCE_S,
-            sealer,
+            codec,
             Replicas(health, speed, slots, gaps),
         )
         rig: StoreRig
@@ -521,14 +521,14 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
 
 
 def _plan(
-    geometry: SlotGeometry, frames: int, staging: int, scrub: bool, choice: ChoiceMemory | None
-) -> ArenaPlan:
+    geometry: SlotGeometry, frames: int, staging: int, scrub: bool, choice: SparseMemory | None
+) -> MemoryPlan:
     staging_bytes = staging * geometry.layer_bytes
-    empty = ArenaPlan(geometry, 1 << 40, staging_bytes, scrub=scrub, choice=choice)
+    empty = MemoryPlan(geometry, 1 << 40, staging_bytes, scrub=scrub, choice=choice)
     nbytes = empty.frame_offset + frames * geometry.frame_bytes
     if choice is not None and choice.page_cache is None:
         nbytes = empty.page_offset + (32 + frames) * geometry.frame_bytes
-    return ArenaPlan(geometry, nbytes, staging_bytes, scrub=scrub, choice=choice)
+    return MemoryPlan(geometry, nbytes, staging_bytes, scrub=scrub, choice=choice)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.placement.placement import Placement, placement_of
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 from vllm_ssdkv.store.read.load_job import LoadJob
 from vllm_ssdkv.store.tiered_store import TieredStore
 
@@ -111,7 +111,7 @@ class FilledStore:
         """Make the store and write its slots, as an engine does."""
         place = self.place
         ranks = [_Rank(place, rank) for rank in range(self.ranks)]
-        index, restriper = open_index(place)
+        index, rebalancer = open_index(place)
         slots = index.allocate(max(self.slots) + 1)
         chosen = array(self.slots)
         assert set(self.slots) <= set(slots.tolist())
@@ -122,14 +122,14 @@ class FilledStore:
             assert index.publish(slot, key)
         index.durable(chosen)
         index.unpin(slots)
-        self._close(ranks, index, restriper)
+        self._close(ranks, index, rebalancer)
 
     def served(self) -> set[int]:
         """Open the store: the slots that are found, each read on every rank and right."""
         place = self.place
         ranks = [_Rank(place, rank) for rank in range(self.ranks)]
         try:
-            index, restriper = open_index(place)
+            index, rebalancer = open_index(place)
         except BaseException:
             for rank in ranks:
                 rank.close()
@@ -140,13 +140,13 @@ class FilledStore:
             if found:
                 rank.read(chosen, index.epochs(chosen))
         assert index.gauges()["ready"] == len(found)
-        self._close(ranks, index, restriper)
+        self._close(ranks, index, rebalancer)
         return set(found)
 
-    def _close(self, ranks: list[_Rank], index: SlotIndex, restriper: Restriper) -> None:
+    def _close(self, ranks: list[_Rank], index: SlotIndex, rebalancer: Rebalancer) -> None:
         for rank in ranks:
             rank.close()
-        assert restriper.close()
+        assert rebalancer.close()
         assert index.close()
 
 

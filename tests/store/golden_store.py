@@ -33,7 +33,7 @@ from vllm_ssdkv.store.format.slot_header import SlotHeader
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.format.superblock import Superblock
 from vllm_ssdkv.store.index.journal import Journal
-from vllm_ssdkv.store.integrity.cipher import CipherSealer
+from vllm_ssdkv.store.integrity.cipher import CipherCodec
 from vllm_ssdkv.store.integrity.store_key import StoreKey
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.placement import Placement
@@ -117,11 +117,9 @@ class Golden:
         arena.view(0, size)[:] = arena.view(size, size)[:] = self.frame(slot)
         begin = self.geometry.frame_bytes
         arena.view(size, begin)[:] = 0xEE
-        sealer = CipherSealer(
-            self.geometry, FINGERPRINT.digest, RANK, arena, KEY.slots(STORE, RANK)
-        )
+        codec = CipherCodec(self.geometry, FINGERPRINT.digest, RANK, arena, KEY.slots(STORE, RANK))
         with patch("os.urandom", lambda count: bytes([slot + 1]) * count):
-            sealer.seal(
+            codec.seal(
                 np.array([slot]),
                 np.array([of]),
                 key_rows([key]),

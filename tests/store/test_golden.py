@@ -25,8 +25,8 @@ from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS, Superblock, newest
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.integrity.cipher import CipherSealer
-from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
+from vllm_ssdkv.store.integrity.cipher import CipherCodec
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec, SlotCodec
 from vllm_ssdkv.store.integrity.store_key import StoreKey, block_name
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.placement import placement_of
@@ -121,10 +121,10 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
         assert str(block.device) == manifest.devices[device].files[0]
         assert Superblock.decode(copies[1]).epoch == 1
     arena = Arena(geometry.slot_bytes)
-    sealer: Sealer = ChecksumSealer(geometry, writer.FINGERPRINT.digest, 0, arena)
+    codec: SlotCodec = ChecksumCodec(geometry, writer.FINGERPRINT.digest, 0, arena)
     if golden.key_id:
         slots_key = writer.KEY.slots(writer.STORE, 0)
-        sealer = CipherSealer(geometry, writer.FINGERPRINT.digest, 0, arena, slots_key)
+        codec = CipherCodec(geometry, writer.FINGERPRINT.digest, 0, arena, slots_key)
     for slot, (hex_key, counter) in writer.CONTENT.items():
         key = bytes.fromhex(hex_key)
         assert index.lookup([key]).tolist() == [slot]
@@ -140,10 +140,10 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
                 whole[int(found.buffer[at]) :][:length] = source
             start = np.zeros(1, dtype=np.uint64)
             epoch = np.array([index.epoch(slot)])
-            seals, right = sealer.read_headers(np.array([slot]), epoch, key_rows([key]), start)
+            seals, right = codec.read_headers(np.array([slot]), epoch, key_rows([key]), start)
             assert right.all()
             pages = np.array([geometry.header_bytes], dtype=np.uint64)
-            assert sealer.unseal(seals, 0, pages).all()
+            assert codec.unseal(seals, 0, pages).all()
             for number in range(geometry.pages):
                 begin = geometry.page_offset(number)
                 payload = whole[begin : begin + geometry.payload_bytes]

@@ -57,8 +57,8 @@ def test_a_new_store_fits_its_capacity(
     devices = tmp_devices(3)
     where = place(devices)
     store = opened(where)
-    index, restriper = open_index(where)
-    placement = restriper.placement
+    index, rebalancer = open_index(where)
+    placement = rebalancer.placement
     assert index.num_slots == store.num_slots == placement.slots > 60
     assert index.gauges()["free"] == index.num_slots
     assert placement.devices == 3
@@ -116,8 +116,8 @@ def test_a_lost_device_loses_what_touched_it(
 ) -> None:
     devices = tmp_devices(3)
     close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    placement = restriper.placement
+    index, rebalancer = open_index(place(devices))
+    placement = rebalancer.placement
     keys = fill(index, 12)
     index.close()
     shutil.rmtree(devices[1])
@@ -151,8 +151,8 @@ def test_a_device_lost_twice_before_the_scheduler_looked(
     shutil.rmtree(devices[1])
     for _ in range(2):
         close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    touches = restriper.placement.touches
+    index, rebalancer = open_index(place(devices))
+    touches = rebalancer.placement.touches
     assert not any(touches(1, array([s]))[0] for s in found(index, keys))
     index.close()
 
@@ -184,17 +184,17 @@ def test_a_lowered_capacity_gives_space_back(
     devices = tmp_devices(2)
     larger = [{"path": d, "capacity": 2 * CAPACITY, "weight": 1} for d in devices]
     close(opened(place(devices, devices=larger)))
-    index, restriper = open_index(place(devices, devices=larger))
-    before = {segment.first: segment.lanes for segment in restriper.placement.segments}
+    index, rebalancer = open_index(place(devices, devices=larger))
+    before = {segment.first: segment.lanes for segment in rebalancer.placement.segments}
     keys = fill(index, index.num_slots)
     index.close()
     store = opened(place(devices))
-    index, restriper = open_index(place(devices))
+    index, rebalancer = open_index(place(devices))
     assert index.num_slots == store.num_slots < len(keys)
     assert max(used(devices)) <= CAPACITY
     kept = {
         slot
-        for segment in restriper.placement.segments
+        for segment in rebalancer.placement.segments
         if before.get(segment.first) == segment.lanes
         for slot in segment.all_slots().tolist()
     }
@@ -203,7 +203,7 @@ def test_a_lowered_capacity_gives_space_back(
     assert index.counters["out_of_range"] == len(keys) - index.num_slots
     for device, path in enumerate(devices):
         size = (path / "rank0.data").stat().st_size
-        assert size == restriper.placement.device_bytes(device)
+        assert size == rebalancer.placement.device_bytes(device)
     index.close()
 
 
@@ -503,15 +503,15 @@ def test_ranks_and_stores_have_keys_of_their_own(
     for store in stores:
         at = np.array([store.plan.image_offset + size], dtype=np.uint64)
         frame = np.array([store.plan.frame_offset], dtype=np.uint64)
-        store.files.sealer.seal(*block, frame, at)
+        store.files.codec.seal(*block, frame, at)
         images.append(store.arena.view(int(at[0]), size).copy())
     for i, store in enumerate(stores):
         for j, image in enumerate(images):
             at = np.array([store.plan.image_offset], dtype=np.uint64)
             store.arena.view(int(at[0]), size)[:] = image
-            _, right = store.files.sealer.read_headers(*block, at)
+            _, right = store.files.codec.read_headers(*block, at)
             assert right.tolist() == [i == j]
-            why = store.files.sealer.why_refused(3, 4, key_of(1), int(at[0]))
+            why = store.files.codec.why_refused(3, 4, key_of(1), int(at[0]))
             assert i == j or re.match(r"slot header: (rank|tag) is", why)
     assert first.name_key() != second.name_key()
 

@@ -32,9 +32,9 @@ from vllm_ssdkv.store.placement.placement import Placement
 pytestmark = pytest.mark.usefixtures("small_segments")
 
 
-def widths(index: SlotIndex, restriper: Any) -> set[frozenset[int]]:  # noqa: ANN401
+def widths(index: SlotIndex, rebalancer: Any) -> set[frozenset[int]]:  # noqa: ANN401
     """Sets of devices that slots are striped over."""
-    return {frozenset(s.lanes) for s in restriper.placement.segments if s.slots}
+    return {frozenset(s.lanes) for s in rebalancer.placement.segments if s.slots}
 
 
 def filled(
@@ -43,10 +43,10 @@ def filled(
     """A new store of which so much is filled, closed again: its slots with their keys, and where
     they are."""
     close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
+    index, rebalancer = open_index(place(devices))
     keys = fill(index, int(share * index.num_slots))
     index.close()
-    return keys, restriper.placement
+    return keys, rebalancer.placement
 
 
 def test_the_order_of_devices_and_their_paths_do_not_matter(
@@ -61,15 +61,15 @@ def test_the_order_of_devices_and_their_paths_do_not_matter(
     with caplog.at_level(logging.INFO):
         counters = Counters()
         close(opened(place(turned), counters=counters))
-        index, restriper = open_index(place(turned))
+        index, rebalancer = open_index(place(turned))
     assert f"device {devices[2]} is at {moved} now" in caplog.text
     assert all(counters.total("device_lost", device=str(d)) == 0 for d in turned)
     assert found(index, keys) == set(keys)
     for slot, old in where.items():
-        new = restriper.placement.extents(array([slot]), 0, PAGED.slot_bytes)
+        new = rebalancer.placement.extents(array([slot]), 0, PAGED.slot_bytes)
         assert (2 - new.device).tolist() == old.device.tolist()
         assert new.offset.tolist() == old.offset.tolist()
-    assert not restriper._stale
+    assert not rebalancer._stale
     index.close()
 
 
@@ -100,9 +100,9 @@ def test_two_devices_that_change_places(
     devices[2].rename(devices[1])
     spare.rename(devices[2])
     close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
+    index, rebalancer = open_index(place(devices))
     assert found(index, keys) == set(keys)
-    assert not restriper._stale
+    assert not rebalancer._stale
     index.close()
 
 
@@ -117,11 +117,11 @@ def test_a_removed_device_costs_what_touched_it_and_comes_back(
 
     store = opened(place(devices[:2]))
     assert [d.path.parent for d in store.devices] == devices[:2]
-    index, restriper = open_index(place(devices[:2]))
+    index, rebalancer = open_index(place(devices[:2]))
     assert f"device {devices[2]} is not among the devices any more" in caplog.text
     assert found(index, keys) == set(keys) - touched
-    assert frozenset({0, 1}) in widths(index, restriper)  # what held nothing
-    assert 0.6 * total < restriper.placement.slots < total
+    assert frozenset({0, 1}) in widths(index, rebalancer)  # what held nothing
+    assert 0.6 * total < rebalancer.placement.slots < total
     new = fill(index, 5)
     index.close()
     close(store)
@@ -129,7 +129,7 @@ def test_a_removed_device_costs_what_touched_it_and_comes_back(
     caplog.clear()
     with caplog.at_level(logging.INFO):
         close(opened(place(devices)))
-        index, restriper = open_index(place(devices))
+        index, rebalancer = open_index(place(devices))
     assert f"device {devices[2]} is back" in caplog.text
     assert found(index, new) == set(new)
     assert found(index, keys) == set(keys) - touched - set(new)
@@ -145,23 +145,23 @@ def test_an_added_device_adds_its_room_and_loses_nothing(
     keys, before = filled(devices[:2], opened, 0.5)
     with caplog.at_level(logging.INFO):
         close(opened(place(devices)))
-        index, restriper = open_index(place(devices))
+        index, rebalancer = open_index(place(devices))
     assert f"device {devices[2]} is added" in caplog.text
     assert found(index, keys) == set(keys)
-    assert {frozenset({0, 1}), frozenset({0, 1, 2})} <= widths(index, restriper)
+    assert {frozenset({0, 1}), frozenset({0, 1, 2})} <= widths(index, rebalancer)
     gauges = index.gauges()
-    assert gauges["ready"] + gauges["free"] == restriper.placement.slots > before.slots
+    assert gauges["ready"] + gauges["free"] == rebalancer.placement.slots > before.slots
     assert max(used(devices)) <= CAPACITY
     # Slots handed out now use all three; those of the old kind come last.
     slots = index.allocate(5)
-    new = [restriper.placement.touches(d, slots) for d in range(3)]
+    new = [rebalancer.placement.touches(d, slots) for d in range(3)]
     assert new[2].any()
     index.close()
     # Opened once more, nothing changes.
-    segments = restriper.placement.segments
+    segments = rebalancer.placement.segments
     close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
-    assert restriper.placement.segments == segments
+    index, rebalancer = open_index(place(devices))
+    assert rebalancer.placement.segments == segments
     assert found(index, keys) == set(keys)
     index.close()
 
@@ -200,11 +200,11 @@ def test_the_processes_of_one_engine_see_the_same_devices(
     (root / "mnt").rename(root / "away")
     first = opened(place(devices, tp_size=1, run="two"))
     (root / "away").rename(root / "mnt")
-    index, restriper = open_index(place(devices, run="two"))
+    index, rebalancer = open_index(place(devices, run="two"))
     assert len(first.devices) == 1
-    assert frozenset({0}) in widths(index, restriper)
+    assert frozenset({0}) in widths(index, rebalancer)
     every = np.arange(index.num_slots, dtype=np.int64)
-    assert index.gauges()["lost"] >= restriper.placement.touches(1, every).sum() > 0
+    assert index.gauges()["lost"] >= rebalancer.placement.touches(1, every).sum() > 0
     index.close()
     close(first)
     assert len(opened(place(devices, run="three")).devices) == 2
@@ -270,9 +270,9 @@ def test_other_weights_change_new_slots_only(
         {"path": d, "capacity": CAPACITY, "weight": w} for d, w in zip(devices, (3, 1), strict=True)
     ]
     close(opened(place(devices, devices=heavy)))
-    index, restriper = open_index(place(devices, devices=heavy))
+    index, rebalancer = open_index(place(devices, devices=heavy))
     assert found(index, keys) == set(keys)
-    shares = {s.lanes.count(1) / len(s.lanes) for s in restriper.placement.segments}
+    shares = {s.lanes.count(1) / len(s.lanes) for s in rebalancer.placement.segments}
     assert {0.25, 0.5} <= shares
     index.close()
 
@@ -327,14 +327,14 @@ def test_what_is_given_up_for_a_segment_stays_gone(
     """By its new lanes the header of a slot may be where it was, and what follows elsewhere."""
     devices = tmp_devices(2)
     close(opened(place(devices)))
-    index, restriper = open_index(place(devices))
+    index, rebalancer = open_index(place(devices))
     fill(index, index.num_slots)
     assert index.flush()
     unsynced.clear()
-    restriper.reweigh([3.0, 1.0])
-    restriper.settle(PATIENCE_S)
+    rebalancer.reweigh([3.0, 1.0])
+    rebalancer.settle(PATIENCE_S)
     assert index.counters["quarantined"] > 0
     assert unsynced
     assert not any(unsynced)
-    restriper.close()
+    rebalancer.close()
     index.close()

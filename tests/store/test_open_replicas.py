@@ -132,11 +132,11 @@ def test_two_drives_that_were_replaced(tmp_devices: Devices, opened: Opened) -> 
     """What had its copies on both is gone, and only that."""
     devices = tmp_devices(4)
     close(opened(twice(devices)))
-    index, restriper = open_index(twice(devices))
+    index, rebalancer = open_index(twice(devices))
     keys = fill(index, 40)
     slots = array(sorted(keys))
     empty = np.array([False, True, True, False])
-    lost = set(slots[restriper.placement.lost(empty, slots)].tolist())
+    lost = set(slots[rebalancer.placement.lost(empty, slots)].tolist())
     assert 0 < len(lost) < len(keys)
     index.close()
     for path in devices[1:3]:
@@ -151,11 +151,11 @@ def test_a_device_lost_in_use_is_remembered(tmp_devices: Devices, opened: Opened
     """It may be back at the next start, without what was stored after its loss."""
     devices = tmp_devices(3)
     close(opened(twice(devices)))
-    index, restriper = open_index(twice(devices))
+    index, rebalancer = open_index(twice(devices))
     keys = fill(index, 10)
-    restriper.reweigh([1.0, 0.0, 1.0])
-    assert not restriper.placement.lost(restriper.out_of_use(), array(sorted(keys))).any()
-    assert restriper.close()
+    rebalancer.reweigh([1.0, 0.0, 1.0])
+    assert not rebalancer.placement.lost(rebalancer.out_of_use(), array(sorted(keys))).any()
+    assert rebalancer.close()
     assert found(index, keys) == set(keys)
     index.close()
     assert gaps(twice(devices)) == [(0, 0), (1, 2), (0, 0)]
@@ -168,26 +168,26 @@ def test_another_number_of_copies(
     """What is stored stays; what is empty, or has its turn, gets the new number."""
     devices = tmp_devices(3)
     close(opened(twice(devices, replicas=before)))
-    index, restriper = open_index(twice(devices, replicas=before))
+    index, rebalancer = open_index(twice(devices, replicas=before))
     keys = fill(index, index.num_slots // 2)
     total = index.num_slots
     index.close()
     close(opened(twice(devices, replicas=after)))
-    index, restriper = open_index(twice(devices, replicas=after))
+    index, rebalancer = open_index(twice(devices, replicas=after))
     assert found(index, keys) == set(keys)
-    assert copies(restriper.placement) == {1, 2}
+    assert copies(rebalancer.placement) == {1, 2}
     gauges = index.gauges()
     slots = gauges["ready"] + gauges["free"]
-    assert slots == restriper.placement.slots
+    assert slots == rebalancer.placement.slots
     assert (slots > total) == (after < before)
     # Filled to the last slot, again and again, it turns over.
     for _ in range(2):
         for _ in range(2 * total):
             fill(index, 1)
-            restriper.step()
-            assert restriper._saver.wait(30.0)
-            restriper.step()
-    assert copies(restriper.placement) == {after}
+            rebalancer.step()
+            assert rebalancer._saver.wait(30.0)
+            rebalancer.step()
+    assert copies(rebalancer.placement) == {after}
     index.close()
 
 
@@ -198,22 +198,22 @@ def test_one_device_is_left_of_two(tmp_devices: Devices, opened: Opened) -> None
     for device in devices:
         device.mkdir(parents=True)
     close(opened(twice(devices)))
-    index, restriper = open_index(twice(devices))
-    total = restriper.placement.slots
+    index, rebalancer = open_index(twice(devices))
+    total = rebalancer.placement.slots
     keys = fill(index, total // 2)
     index.close()
     (root / "mnt").rename(root / "pulled")
     store = opened(twice(devices))
-    index, restriper = open_index(twice(devices))
+    index, rebalancer = open_index(twice(devices))
     assert found(index, keys) == set(keys)
-    assert copies(restriper.placement) == {1, 2}
-    assert all(set(s.lanes) == {0} for s in restriper.placement.segments if s.copies == 1)
+    assert copies(rebalancer.placement) == {1, 2}
+    assert all(set(s.lanes) == {0} for s in rebalancer.placement.segments if s.copies == 1)
     index.close()
     close(store)
     (root / "pulled").rename(root / "mnt")
     close(opened(twice(devices)))
-    index, restriper = open_index(twice(devices))
+    index, rebalancer = open_index(twice(devices))
     assert found(index, keys) == set(keys)
-    assert copies(restriper.placement) == {2}
-    assert restriper.placement.slots == total
+    assert copies(rebalancer.placement) == {2}
+    assert rebalancer.placement.slots == total
     index.close()

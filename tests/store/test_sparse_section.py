@@ -52,11 +52,11 @@ def assert_on_devices(rig: StoreRig, names: dict[int, int], epoch: int = 1) -> N
                     data = file.read(int(extents.length[i]))
                 whole[inside[i] : inside[i] + len(data)] = np.frombuffer(data, np.uint8)
             at, one = np.zeros(1, dtype=np.uint64), array([slot])
-            sealer = rig.files.sealer
-            seals, right = sealer.read_headers(one, array([epoch]), key_rows([key_of(name)]), at)
+            codec = rig.files.codec
+            seals, right = codec.read_headers(one, array([epoch]), key_rows([key_of(name)]), at)
             assert right.all()
             first = at + np.uint64(geometry.header_bytes)
-            assert sealer.unseal(seals, 0, first, final=True).all()
+            assert codec.unseal(seals, 0, first, final=True).all()
             pages = whole[geometry.header_bytes :].reshape(geometry.pages, -1)
             wanted = content(geometry, name)
             np.testing.assert_array_equal(pages[:, : geometry.payload_bytes], wanted)

@@ -111,7 +111,7 @@ class Store:
         self.place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.counters = Counters()
         self.opened = open_rank(self.place, 0, self.counters)
-        self.index, self.restriper = open_index(self.place)
+        self.index, self.rebalancer = open_index(self.place)
         self.restripe()
         self.hbm: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self.tiers = TieredStore(
@@ -142,11 +142,11 @@ class Store:
         durable, failed = self.tiers.take_write_results()
         for device in self.opened.files.health.take_news():
             slots = np.arange(self.index.num_slots, dtype=np.int64)
-            weights = list(self.restriper.weights)
+            weights = list(self.rebalancer.weights)
             weights[device] = 0.0
-            self.restriper.reweigh(weights)
-            out = self.restriper.out_of_use()
-            self.index.quarantine(slots[self.restriper.placement.lost(out, slots)])
+            self.rebalancer.reweigh(weights)
+            out = self.rebalancer.out_of_use()
+            self.index.quarantine(slots[self.rebalancer.placement.lost(out, slots)])
         for slot, epoch in durable:
             if slot in self.moving:
                 self.index.replace(np.array([self.moving[slot]]), np.array([slot]))
@@ -168,8 +168,8 @@ class Store:
 
     def restripe(self) -> None:
         """What a step of the scheduler begins with."""
-        self.restriper.step()
-        segments = self.restriper.take_segments()
+        self.rebalancer.step()
+        segments = self.rebalancer.take_segments()
         if segments is not None:
             self.opened.files.placement.change(segments)
 
@@ -295,7 +295,7 @@ class Store:
         self.settle()
         self.tiers.close()
         self.opened.close()
-        assert self.restriper.close()
+        assert self.rebalancer.close()
         assert self.index.close()
 
 
@@ -451,7 +451,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.settle()
         for name in self.some(picks):
             slot = self.store.index.lookup([key_of(name)])
-            places = self.store.restriper.placement.copies(
+            places = self.store.rebalancer.placement.copies(
                 slot, at // PAGE_ALIGN * PAGE_ALIGN, PAGE_ALIGN
             )
             for extent in [places[copy] for copy in copies]:

@@ -34,7 +34,7 @@ class MeanRows:
     tokens: Floats
 
 
-class MeanValues:
+class RunningMeanV:
     """Sums of V of running requests, by layer, in fp32. Used by the thread of the forward pass.
 
     Where a request's decode begins, its sum is put together from those of its blocks, and V of the

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.attention.mean_value import MeanRows, MeanValues
-from vllm_ssdkv.attention.sparse_error import Compared, Deviation
+from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
+from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
 from vllm_ssdkv.kernels.operands.page_list import PageList
@@ -26,12 +26,12 @@ from vllm_ssdkv.kernels.paged import PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
 from vllm_ssdkv.sparse.concat import joined
 from vllm_ssdkv.sparse.next_best import further
-from vllm_ssdkv.sparse.prefetch import Guesses, ReadAhead
+from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selector
-from vllm_ssdkv.sparse.selection_reuse import KeptSelections, RowSizes
+from vllm_ssdkv.sparse.selection_reuse import RowSizes, SelectionReuse
 from vllm_ssdkv.sparse.sizes import ContextSizes
 from vllm_ssdkv.store.read.channel_reader import ChannelReader
-from vllm_ssdkv.store.read.selected_context import BlockPages, ChosenContexts
+from vllm_ssdkv.store.read.selected_context import BlockPages, SelectedContexts
 
 
 @dataclass(slots=True)
@@ -98,14 +98,14 @@ class SparseDecode:
     def __init__(
         self,
         selectors: Mapping[int, Selector],
-        contexts: ChosenContexts,
+        contexts: SelectedContexts,
         layout: BlockLayout,
         layers: Sequence[int],
-        means: MeanValues,
+        means: RunningMeanV,
         requests: Sequence[str],
-        deviation: Deviation | None = None,
-        guesses: ReadAhead | None = None,
-        kept: KeptSelections | None = None,
+        deviation: SparseDeviation | None = None,
+        guesses: Prefetcher | None = None,
+        kept: SelectionReuse | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
         HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
@@ -415,7 +415,7 @@ class SparseDecode:
             return
         following = self._next[layer]
 
-        def guess(memory: Guesses, latest: Selection, *, idle: bool) -> None:
+        def guess(memory: SelectionHistory, latest: Selection, *, idle: bool) -> None:
             memory.remember(layer, now.requests, now.blocks, latest.pages, latest.begin)
             if self.contexts.in_frames:
                 return

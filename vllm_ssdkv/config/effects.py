@@ -108,7 +108,7 @@ _BATCH_API: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Vain:
+class IneffectiveOption:
     """An option that was given in vain.
 
     Attributes:
@@ -124,7 +124,7 @@ class Vain:
         return f"{self.option} has no effect unless {self.condition}"
 
 
-def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[Vain]:
+def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[IneffectiveOption]:
     """The options that were given and have no effect.
 
     Args:
@@ -138,7 +138,7 @@ def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[Vain]
         if location[0] == "batch" and not batch_api:
             missing = [_BATCH_API]
         if missing:
-            found.append(Vain(path_text(location), missing[0]))
+            found.append(IneffectiveOption(path_text(location), missing[0]))
     return found
 
 

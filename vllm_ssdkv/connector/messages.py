@@ -35,7 +35,7 @@ BACKGROUND = INTO_DRAM | {PROBE}
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class CopyToDram:
     """Copy blocks that this step completes from HBM into DRAM frames. Arrays of one length."""
 
     slots: SlotArray
@@ -43,20 +43,20 @@ class Save:
     block_ids: NDArray[np.int64]
 
     @classmethod
-    def of(cls, items: Sequence[tuple[int, int, int]]) -> Save:
+    def of(cls, items: Sequence[tuple[int, int, int]]) -> CopyToDram:
         """From (slot, epoch, block id) triples."""
         if not items:  # as in most steps
             return _NO_SAVE
         table = np.array(items, dtype=np.int64).reshape(-1, 3)
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
 
-    def part(self, which: NDArray[np.bool_]) -> Save:
+    def part(self, which: NDArray[np.bool_]) -> CopyToDram:
         """Those that ``which``, [n], selects."""
-        return Save(self.slots[which], self.epochs[which], self.block_ids[which])
+        return CopyToDram(self.slots[which], self.epochs[which], self.block_ids[which])
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Flush:
     """Write held slots to the devices: their block hashes are known now."""
 
     slots: SlotArray
@@ -64,7 +64,7 @@ class Commit:
     keys: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, items: Sequence[tuple[int, int, bytes]]) -> Commit:
+    def of(cls, items: Sequence[tuple[int, int, bytes]]) -> Flush:
         """From (slot, epoch, key) triples."""
         if not items:
             return _NO_COMMIT
@@ -72,15 +72,15 @@ class Commit:
         epochs = np.array([item[1] for item in items], dtype=np.int64)
         return cls(slots, epochs, tuple(item[2] for item in items))
 
-    def under_keys_of_nobody(self) -> Commit:
+    def under_keys_of_nobody(self) -> Flush:
         """The same with random keys: nobody finds what these slots hold."""
         keys = tuple(os.urandom(len(key)) for key in self.keys)
-        return Commit(self.slots, self.epochs, keys)
+        return Flush(self.slots, self.epochs, keys)
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_SAVE = Save(_NONE, _NONE, _NONE)
-_NO_COMMIT = Commit(_NONE, _NONE, ())
+_NO_SAVE = CopyToDram(_NONE, _NONE, _NONE)
+_NO_COMMIT = Flush(_NONE, _NONE, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +211,8 @@ class StepPlan:
     what it had then."""
     adapters: dict[int, Adapter] = field(default_factory=dict)
     """Adapters of requests in this step that keys are bound to, by number."""
-    save: Save = field(default_factory=lambda: Save.of(()))
-    commit: Commit = field(default_factory=lambda: Commit.of(()))
+    save: CopyToDram = field(default_factory=lambda: CopyToDram.of(()))
+    commit: Flush = field(default_factory=lambda: Flush.of(()))
     move: Move = NO_MOVE
     """Stored blocks to write anew into other slots, too."""
     loads: list[Load] = field(default_factory=list)

@@ -30,9 +30,9 @@ from vllm_ssdkv.connector.model_layout import (
     kv_layout,
 )
 from vllm_ssdkv.connector.names import BATCH_PLUGIN, RECOMPUTE
-from vllm_ssdkv.connector.scheduler.admission_slots import Seats
+from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
-from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadChoice
+from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
@@ -164,7 +164,7 @@ def open_scheduler(
         config = config.model_copy(update={"verify_hits": 0})
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
-    index, restriper = open_index(found.place, counters)
+    index, rebalancer = open_index(found.place, counters)
     manifest = found.place.stored()
     suspension = Suspension(
         index, counters, found.place.suspend, [found.place.state], manifest.suspended
@@ -172,14 +172,14 @@ def open_scheduler(
     scheduler = SSDKVScheduler(
         config,
         index,
-        restriper,
+        rebalancer,
         [device.path for device in manifest.devices],
         found.layout.block_tokens,
         vllm_config.model_config.max_model_len,
-        Seats(vllm_config.scheduler_config),
+        AdmissionSlots(vllm_config.scheduler_config),
         found.layout.tp_size,
         counters,
-        LoadChoice(
+        LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.
             always=config.mode == "page" or config.load == "always",
             block_tokens=found.layout.block_tokens,
@@ -187,7 +187,7 @@ def open_scheduler(
             ranks=found.layout.tp_size,
             counters=counters,
         ),
-        _write_policy(config, found, restriper.placement, index.num_slots, counters),
+        _write_policy(config, found, rebalancer.placement, index.num_slots, counters),
         identities,
         suspension,
         found.place.name_key(),
@@ -197,7 +197,7 @@ def open_scheduler(
     longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
     gauges = index.gauges()
     slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += 0 if restriper.growth is None else restriper.growth.to_come
+    slots += 0 if rebalancer.growth is None else rebalancer.growth.to_come
     if config.mode == "page" and slots < longest:
         scheduler.close()
         if suspension:

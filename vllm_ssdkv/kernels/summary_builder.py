@@ -10,8 +10,8 @@ from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 
-class SlotSummaries:
-    """The store's ``Summarizer``. One thread per call: the writer
+class KernelSummaryBuilder:
+    """The store's ``SummaryBuilder``. One thread per call: the writer
     calls it beside the forward pass."""
 
     def __init__(self, layout: BlockLayout, geometry: SlotGeometry):
@@ -21,11 +21,11 @@ class SlotSummaries:
         self._geometry = geometry
 
     def make_tails(self, frames: NDArray[np.uint64], tails: NDArray[np.uint64]) -> None:
-        """See :class:`vllm_ssdkv.store.write.summary_builder.Summarizer`."""
+        """See :class:`vllm_ssdkv.store.write.summary_builder.SummaryBuilder`."""
         self._kernels.make_tails(frames, tails, self._layout, self._geometry)
 
     def make_channels(self, pages: NDArray[np.uint64], channels: NDArray[np.uint64]) -> None:
-        """See :class:`vllm_ssdkv.store.write.summary_builder.Summarizer`."""
+        """See :class:`vllm_ssdkv.store.write.summary_builder.SummaryBuilder`."""
         scales = None
         if self._geometry.scaled_from:  # which the tables of summaries have
             size = self._geometry.heads * self._geometry.payload_bytes // self._layout.page_tokens

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class Prediction:
     """Pages of some rows; see ``Selection`` for ``pages`` and ``begin``.
 
     ``rows`` says which rows of those asked about, int64, ascending.
@@ -38,7 +38,7 @@ class _Chosen:
     begin: NDArray[np.int32]
 
 
-class Guesses:
+class SelectionHistory:
     """The latest selections, layer by layer. Used by the thread that runs the forward pass.
 
     Time grows with the rows; pages are copied only when the rows of a step are other ones.
@@ -60,7 +60,7 @@ class Guesses:
 
     def recall(
         self, layer: int, requests: Sequence[str], blocks: NDArray[np.int64]
-    ) -> Guess | None:
+    ) -> Prediction | None:
         """What these rows chose last; None: nothing is known of them.
 
         A row whose context has become shorter has begun anew: nothing is known of it.
@@ -69,7 +69,7 @@ class Guesses:
         if chosen is None:
             return None
         if chosen.requests == list(requests) and bool((chosen.blocks <= blocks).all()):
-            return Guess(np.arange(len(blocks)), chosen.pages, chosen.begin)
+            return Prediction(np.arange(len(blocks)), chosen.pages, chosen.begin)
         known = {request: row for row, request in enumerate(chosen.requests)}
         rows, lists = [], []
         heads = (len(chosen.begin) - 1) // max(1, len(chosen.requests))
@@ -84,11 +84,11 @@ class Guesses:
             return None
         begin = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum([len(pages) for pages in lists], out=begin[1:])
-        return Guess(np.array(rows, dtype=np.int64), np.concatenate(lists), begin)
+        return Prediction(np.array(rows, dtype=np.int64), np.concatenate(lists), begin)
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAhead:
+class Prefetcher:
     """What is known of the next queries; see the module.
 
     Attributes:
@@ -96,5 +96,5 @@ class ReadAhead:
         possible: What came next: worth reading where it costs no time.
     """
 
-    likely: Guesses = field(default_factory=Guesses)
-    possible: Guesses = field(default_factory=Guesses)
+    likely: SelectionHistory = field(default_factory=SelectionHistory)
+    possible: SelectionHistory = field(default_factory=SelectionHistory)

@@ -74,7 +74,7 @@ class _Kept:
         )
 
 
-class KeptSelections:
+class SelectionReuse:
     """The latest selections of running requests, by layer. Used by the thread of the forward pass.
 
     Memory: per request and layer a query and a list of pages for each KV head, of the budget at

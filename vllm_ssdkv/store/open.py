@@ -35,7 +35,7 @@ from vllm_ssdkv.store.devices.data_file import claim
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
 from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
-from vllm_ssdkv.store.devices.throughput import DeviceSpeed
+from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import JOURNAL
 from vllm_ssdkv.store.format.manifest import NAME, Manifest, locked
@@ -50,22 +50,22 @@ from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 from vllm_ssdkv.store.index.journal import Journal, journal_bytes
 from vllm_ssdkv.store.index.recovery import ProgressLog
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
-from vllm_ssdkv.store.integrity.cipher import CipherSealer
+from vllm_ssdkv.store.integrity.cipher import CipherCodec
 from vllm_ssdkv.store.integrity.key_source import read_key
 from vllm_ssdkv.store.integrity.page_verification import PageSampler
-from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer, Sealer
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec, SlotCodec
 from vllm_ssdkv.store.io.engines.open import open_engine
-from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.location import Location, choose_state, locate
 from vllm_ssdkv.store.maintenance.journal_rebuild import is_lost, rebuild_journal, set_aside
 from vllm_ssdkv.store.maintenance.offline_store import StoredStore
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.division import STATE_SLACK
 from vllm_ssdkv.store.placement.growth import DataFileSpace, StoreGrowth
 from vllm_ssdkv.store.placement.placement import Placement, placement_of
-from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Restriper
+from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Rebalancer
 from vllm_ssdkv.store.placement.reconcile import division_of, growing_by, reconcile
 from vllm_ssdkv.store.placement.replica_selector import Replicas
 from vllm_ssdkv.store.write.trim import trim_new
@@ -200,7 +200,7 @@ class StorePlace:
         """
         return b"" if self.key is None else self.key.names(UUID(self.stored().store))
 
-    def sealer(self, rank: int, arena: Arena) -> Sealer:
+    def codec(self, rank: int, arena: Arena) -> SlotCodec:
         """What seals the slots of a rank. Blocks on I/O.
 
         Raises:
@@ -210,9 +210,9 @@ class StorePlace:
         digest = self.fingerprint.digest
         if self.key is None:
             sampler = PageSampler(self.config.io.verify)
-            return ChecksumSealer(self.geometry, digest, rank, arena, sampler)
+            return ChecksumCodec(self.geometry, digest, rank, arena, sampler)
         slots_key = self.key.slots(UUID(self.stored().store), rank)
-        return CipherSealer(self.geometry, digest, rank, arena, slots_key)
+        return CipherCodec(self.geometry, digest, rank, arena, slots_key)
 
     def _locate(self) -> Location:
         """The manifest that counts; nothing is changed yet."""
@@ -393,7 +393,7 @@ def open_rank(
     choice = None
     if geometry.summary_pages:
         sparse = place.config.sparse
-        choice = ChoiceMemory(
+        choice = SparseMemory(
             place.config.page_tokens,
             manifest.numbers,
             sparse.page_cache,
@@ -403,7 +403,7 @@ def open_rank(
             contexts,
             sparse.budget,
         )
-    plan = ArenaPlan.of(
+    plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
@@ -435,7 +435,7 @@ def open_rank(
                 present[index].missed(0, manifest.opened + 1)
             _cut_to_size(device)
         arena = Arena(plan.nbytes)
-        sealer = place.sealer(rank, arena)
+        codec = place.codec(rank, arena)
         engine = open_engine(place.config.io.engine_options(), [d.fd for d in opened], paths, arena)
         arena.populate()
     except BaseException:
@@ -445,8 +445,8 @@ def open_rank(
     deadline = place.config.io.deadline
     absent = range(len(present), len(manifest.devices))
     health = DeviceHealth(paths, deadline, counters, absent=absent)
-    speed = DeviceSpeed(paths, [device.weight for device in present])
-    files = SlotFiles(
+    speed = ThroughputEstimator(paths, [device.weight for device in present])
+    files = SlotIO(
         geometry,
         placement,
         engine,
@@ -456,7 +456,7 @@ def open_rank(
         place.fingerprint.digest,
         rank,
         deadline,
-        sealer,
+        codec,
         Replicas(health, speed, manifest.numbers, [device.gap for device in present]),
     )
     capacities = tuple(device.capacity for device in present)
@@ -570,7 +570,7 @@ def _growth(
     place: StorePlace,
     manifest: Manifest,
     index: SlotIndex,
-    restriper: Restriper,
+    rebalancer: Rebalancer,
     counters: Counters,
 ) -> StoreGrowth:
     """Of a store that is smaller than it may be."""
@@ -593,10 +593,10 @@ def _growth(
             nbytes = SUPERBLOCK_BYTES + extent.end * place.geometry.unit_bytes
             spaces[extent.device].reserve(round_up(nbytes, PAGE_ALIGN))
 
-    return StoreGrowth(restriper, following, reserve, whole.slots, index.free_now, counters)
+    return StoreGrowth(rebalancer, following, reserve, whole.slots, index.free_now, counters)
 
 
-def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Restriper]:
+def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Rebalancer]:
     """Open and recover the index of the store whose data files the workers hold. Blocks on I/O.
 
     Returns:
@@ -634,14 +634,14 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
 
     def save(segments: Sequence[Segment]) -> None:
         index.flush(LOCK_TIMEOUT_S / 2)  # likewise, of what these segments held
-        place.save_segments(segments, restriper.weights)
+        place.save_segments(segments, rebalancer.weights)
 
     saver = BackgroundSaver(save, counters)
     replicas = place.config.replicas
-    restriper = Restriper(index, placement, manifest.weights(), saver, counters, replicas)
-    restriper.settle(LOCK_TIMEOUT_S)
+    rebalancer = Rebalancer(index, placement, manifest.weights(), saver, counters, replicas)
+    rebalancer.settle(LOCK_TIMEOUT_S)
     if manifest.grows:
-        restriper.growth = _growth(place, manifest, index, restriper, counters)
+        rebalancer.growth = _growth(place, manifest, index, rebalancer, counters)
     counts = index.counters
     logger.info(
         "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",
@@ -650,4 +650,4 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
         counts["dropped"] + counts["out_of_range"],
         counts["journal_corrupt_records"],
     )
-    return index, restriper
+    return index, rebalancer

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.store.devices.data_device import OpenDevice
 from vllm_ssdkv.store.integrity.cipher import libcrypto_version
-from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.memory_plan import ArenaPlan
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
     """One rank's open data files, engine and memory."""
 
-    files: SlotFiles
+    files: SlotIO
     devices: tuple[OpenDevice, ...]
     arena: Arena
-    plan: ArenaPlan
+    plan: MemoryPlan
     num_slots: int
     """Slot numbers are below this."""
     capacities: tuple[int, ...]

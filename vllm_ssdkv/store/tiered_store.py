@@ -13,28 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.cache.dram_balancer import Border
+from vllm_ssdkv.store.cache.dram_balancer import DramBalancer
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.cache.selected_pages import PageCache
+from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
 from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
-from vllm_ssdkv.store.integrity.checksum_table import SealTable
-from vllm_ssdkv.store.io.buffer_pool import Staging
-from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.memory.memory_plan import ArenaPlan, PagePolicy
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PagePolicy
 from vllm_ssdkv.store.placement.move import Move
-from vllm_ssdkv.store.read.async_verifier import Unsealer
+from vllm_ssdkv.store.read.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.read.context_stream import ContextStream
-from vllm_ssdkv.store.read.gpu_pages import HotPages
+from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.page_fetcher import PageFetcher
-from vllm_ssdkv.store.read.prefix_loader import CopyIn, SlotLoader
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
-from vllm_ssdkv.store.write.flusher import Pending, SlotWriter
-from vllm_ssdkv.store.write.summary_builder import Summarizer
+from vllm_ssdkv.store.read.prefix_loader import CopyIn, PrefixLoader
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
+from vllm_ssdkv.store.write.flusher import Flusher, Pending
+from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 from vllm_ssdkv.store.write.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
@@ -59,14 +59,14 @@ class TieredStore:
 
     def __init__(
         self,
-        files: SlotFiles,
+        files: SlotIO,
         arena: Arena,
-        plan: ArenaPlan,
+        plan: MemoryPlan,
         num_slots: int,
         block_tokens: int,
         copy_in: CopyIn,
         *,
-        summarizer: Summarizer | None = None,
+        summarizer: SummaryBuilder | None = None,
         trimmer: SlotTrimmer | None = None,
         scrub_rate: int | None = None,
         stretches: _io.Stretches | None = None,
@@ -85,23 +85,25 @@ class TieredStore:
             num_slots,
             plan.lent_offsets,
         )
-        sealer = files.sealer
-        self._seals = SealTable(num_slots, geometry.pages, sealer.opening_words, sealer.mark_words)
-        self._unsealer = Unsealer()
-        self._staging = Staging(0, geometry.layer_bytes, plan.staging_pieces)
-        headers = Staging(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
+        codec = files.codec
+        self._seals = ChecksumTable(
+            num_slots, geometry.pages, codec.opening_words, codec.mark_words
+        )
+        self._verifier = AsyncVerifier()
+        self._staging = BufferPool(0, geometry.layer_bytes, plan.staging_pieces)
+        headers = BufferPool(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
         images = None
         if plan.images:
             # Padding between pages is written as it lies here: it must never hold plain bytes.
             arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
-            images = Staging(plan.image_offset, plan.image_bytes, plan.images)
-        self._writer = SlotWriter(files, self.frames, self._seals, images, summarizer, trimmer)
-        self._loader = SlotLoader(
+            images = BufferPool(plan.image_offset, plan.image_bytes, plan.images)
+        self._writer = Flusher(files, self.frames, self._seals, images, summarizer, trimmer)
+        self._loader = PrefixLoader(
             files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
         )
-        self._pages: PageCache | None = None
-        self._border: Border | None = None
-        self._hot: HotPages | None = None
+        self._pages: SelectedPageCache | None = None
+        self._balancer: DramBalancer | None = None
+        self._hot: GpuPageCache | None = None
         self._policy: PagePolicy = "lru"
         self._num_slots = num_slots
         self._summaries: SummaryTable | None = None
@@ -111,7 +113,7 @@ class TieredStore:
         """Absolute addresses of memory for tails, [n], which the thread of the forward pass may use
         until its next call; none where slots have no tail."""
         if plan.choice is not None:
-            self._pages = PageCache(
+            self._pages = SelectedPageCache(
                 arena,
                 plan.page_offset,
                 geometry,
@@ -130,7 +132,7 @@ class TieredStore:
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
             self._policy = plan.choice.page_policy
-            self._border = Border(
+            self._balancer = DramBalancer(
                 geometry,
                 plan,
                 self.frames,
@@ -144,7 +146,7 @@ class TieredStore:
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
         if scrub_rate is not None:
-            pieces = Staging(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
+            pieces = BufferPool(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
             self._scrubber = Scrubber(
                 files,
                 arena,
@@ -165,7 +167,7 @@ class TieredStore:
         if self._pages is None:
             raise ValueError("slots without summaries: nothing can be chosen")
         geometry = self.files.geometry
-        self._hot = HotPages(memory, self._fetcher, geometry, self._num_slots, self._policy)
+        self._hot = GpuPageCache(memory, self._fetcher, geometry, self._num_slots, self._policy)
 
     @property
     def channel_places(self) -> int:
@@ -185,7 +187,7 @@ class TieredStore:
     @property
     def open_frames(self) -> int:
         """Frames that DRAM has now; the least it ever has is ``frames.frames``."""
-        return self.frames.frames + (0 if self._border is None else self._border.lent)
+        return self.frames.frames + (0 if self._balancer is None else self._balancer.lent)
 
     def streamed(
         self, contexts: Sequence[NDArray[np.int64]], most: float
@@ -195,7 +197,7 @@ class TieredStore:
         are missing. Nothing, where room is for next to none."""
         found = [np.flatnonzero(self.frames.frames_of(slots) == NO_FRAME) for slots in contexts]
         missing = sum(map(len, found))
-        room = self.frames.spare() + (0 if self._border is None else self._border.spare)
+        room = self.frames.spare() + (0 if self._balancer is None else self._balancer.spare)
         if room < min(missing, _LEAST_ROOM):
             return [positions[:0] for positions in found]
         left = min(room, max(_LEAST_ROOM, int(most * missing)))
@@ -223,8 +225,8 @@ class TieredStore:
         self._used = time.monotonic()
         self._forget_content(slots)
         self.frames.forget(slots)
-        if self._border is not None:
-            self._border.make_room(slots)
+        if self._balancer is not None:
+            self._balancer.make_room(slots)
         held = self.frames.take(slots, FrameState.HELD)
         if len(held) or len(slots) == 0 or not wait:
             return held
@@ -260,7 +262,7 @@ class TieredStore:
         try:
             here = np.array([self._is_clean(frame) for frame in found.tolist()], dtype=np.bool_)
             right = here.copy()
-            right[here] = self.files.sealer.intact(
+            right[here] = self.files.codec.intact(
                 move.old[here],
                 move.old_epochs[here],
                 key_rows(move.keys)[here],
@@ -313,19 +315,19 @@ class TieredStore:
         """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
         step: all of it should be in DRAM; else it will be chosen from."""
         self._used = time.monotonic()
-        if self._border is not None and whole:
-            self._border.expect(job.request_id, job.slots)
-        elif self._border is not None:
-            self._border.reserve(len(job.slots))
+        if self._balancer is not None and whole:
+            self._balancer.expect(job.request_id, job.slots)
+        elif self._balancer is not None:
+            self._balancer.reserve(len(job.slots))
         self._loader.load(job)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Loads that ended since the last call; waits so long for the first one, if any is under
         way."""
         outcomes = self._loader.take_outcomes(patience_s)
-        if self._border is not None:
+        if self._balancer is not None:
             for outcome in outcomes:
-                self._border.arrived(outcome.request_id)
+                self._balancer.arrived(outcome.request_id)
         return outcomes
 
     def busy(self) -> bool:
@@ -401,7 +403,7 @@ class TieredStore:
             self.frames,
             self._seals,
             self._staging,
-            self._unsealer,
+            self._verifier,
             contexts,
             chosen,
             dense_layers,
@@ -417,10 +419,12 @@ class TieredStore:
     ) -> None:
         """A step has ended, with these slots of its rows, some of which chose, and others will
         ``later``: DRAM may be divided anew."""
-        if self._border is not None:
-            self._border.settle(contexts, choosing, later)
+        if self._balancer is not None:
+            self._balancer.settle(contexts, choosing, later)
 
-    def choose(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> ChosenContexts:
+    def choose(
+        self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]
+    ) -> SelectedContexts:
         """The contexts of rows whose queries choose pages. Blocks while summaries are read, and
         while frames are in use whose memory these need.
 
@@ -429,13 +433,13 @@ class TieredStore:
         """
         if self._pages is None or self._summaries is None or self._summarizer is None:
             raise ValueError("slots without summaries: nothing can be chosen")
-        if self._border is not None:
-            self._border.choose(contexts, rows)
+        if self._balancer is not None:
+            self._balancer.choose(contexts, rows)
         self._used = time.monotonic()
         self._pages.step(self.files.speed.rates())
         if self._hot is not None:
             self._hot.step()
-        return ChosenContexts(
+        return SelectedContexts(
             self.files.geometry,
             self.frames,
             self._summaries,
@@ -472,7 +476,7 @@ class TieredStore:
         ended = self._scrubber is None or self._scrubber.close(timeout)
         ended = self._writer.close(timeout) and ended
         ended = self._loader.close(timeout) and ended
-        ended = self._unsealer.close(timeout) and ended
+        ended = self._verifier.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
         if ended:
             self.arena.close()

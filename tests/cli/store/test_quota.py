@@ -113,12 +113,12 @@ def test_a_forecast_is_what_the_next_start_makes(
     assert entry["forecast"]["capacity"] == capacity
     assert {device["capacity"] for device in entry["devices"]} == {16 * MIB}, "as it is now"
     other = resized(store, capacity)
-    index, restriper = open_index(other)
+    index, rebalancer = open_index(other)
     try:
         assert other.stored().slots == entry["forecast"]["slots"]
         assert index.gauges()["ready"] == entry["forecast"]["kept"]
     finally:
-        assert restriper.close()
+        assert rebalancer.close()
         assert index.close()
 
 
@@ -128,13 +128,13 @@ def test_a_smaller_store_says_what_is_given_up(
     (device,) = tmp_devices(1)
     store = FilledStore((device,), device, SLOTS, ranks=1)
     place = resized(store, 64 * MIB)
-    index, restriper = open_index(place)  # makes the store, larger than it shall be
+    index, rebalancer = open_index(place)  # makes the store, larger than it shall be
     slots = index.allocate(place.stored().slots)
     for slot in slots.tolist():
         assert index.publish(slot, slot.to_bytes(32, "little"))
     index.durable(slots)
     index.unpin(slots)
-    assert restriper.close()
+    assert rebalancer.close()
     assert index.close()
     (entry,) = as_json(device, "--capacity", "16MiB")["stores"]
     assert entry["stored"] == len(slots)
@@ -143,11 +143,11 @@ def test_a_smaller_store_says_what_is_given_up(
     given_up = len(slots) - forecast["kept"]
     assert f"{given_up} given up" in quota(device, "--capacity", "16MiB").stdout
     smaller = resized(store, 16 * MIB)
-    index, restriper = open_index(smaller)
+    index, rebalancer = open_index(smaller)
     try:
         assert index.gauges()["ready"] == forecast["kept"]
     finally:
-        assert restriper.close()
+        assert rebalancer.close()
         assert index.close()
 
 

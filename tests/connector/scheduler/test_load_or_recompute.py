@@ -16,8 +16,8 @@ from vllm_ssdkv.connector.scheduler.cost_model import pairs
 from vllm_ssdkv.connector.scheduler.load_or_recompute import (
     PROBE_BLOCKS,
     PROBE_INTERVAL_S,
-    Besides,
-    LoadChoice,
+    HitConstraints,
+    LoadOrRecompute,
 )
 
 BLOCK = 16
@@ -36,7 +36,7 @@ class Machine:
         self.way_s = 0.002
         self.ranks = ranks
         self.counters = Counters()
-        self.choice = LoadChoice(
+        self.choice = LoadOrRecompute(
             always=always,
             block_tokens=BLOCK,
             chunk_tokens=CHUNK,
@@ -407,7 +407,7 @@ def test_what_a_hit_brings_with_it_counts() -> None:
     total = 64 * BLOCK + 1
 
     def ask(beside: int) -> int:
-        besides = Besides(slots(beside, 5000), 0, lambda count: True)
+        besides = HitConstraints(slots(beside, 5000), 0, lambda count: True)
         return machine.choice.blocks("r", slots(64), 0, total, (), besides)
 
     assert (ask(0), ask(16), ask(640)) == (64, 64, 0)
@@ -420,7 +420,7 @@ def test_no_part_is_loaded_that_some_layers_could_not_go_on_from() -> None:
     total = 80 * BLOCK + 1
 
     def ask(ends: set[int]) -> int:
-        besides = Besides(slots(0), 0, ends.__contains__)
+        besides = HitConstraints(slots(0), 0, ends.__contains__)
         return machine.choice.blocks("r", slots(80), 0, total, (), besides)
 
     assert machine.ask(80) == 50, "the head is in DRAM"
@@ -434,7 +434,7 @@ def test_what_is_behind_the_window_of_all_layers_costs_nothing() -> None:
     total = 64 * BLOCK + 1
 
     def ask(behind: int) -> int:
-        besides = Besides(slots(0), behind, lambda count: True)
+        besides = HitConstraints(slots(0), behind, lambda count: True)
         return machine.choice.blocks("r", slots(64), 0, total, (), besides)
 
     assert (ask(0), ask(56)) == (0, 64)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.connector.events import Make
 from tests.connector.simulation import drafts_like
-from vllm_ssdkv.connector.scheduler.load_retries import FailedLoads
+from vllm_ssdkv.connector.scheduler.load_retries import LoadRetries
 
 HBM = cast(
     Any,
@@ -27,7 +27,7 @@ OTHER = cast(Any, SimpleNamespace(request_id="b", num_tokens=16))
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_nobody_waits_for_a_request_that_runs(failures: int) -> None:
-    loads = FailedLoads(16)
+    loads = LoadRetries(16)
     for _ in range(failures):
         loads.add("a")
         assert loads.failed("a")
@@ -53,7 +53,7 @@ def test_room_for_drafts_is_what_vllm_wants(
 @pytest.mark.parametrize(("step_blocks", "waits"), [(0, False), (1, True)])
 def test_room_for_drafts_is_needed_beside_a_load(step_blocks: int, waits: bool) -> None:
     """As vLLM wants it: else it would not admit the request, and look at nobody behind it."""
-    loads = FailedLoads(16, step_blocks)
+    loads = LoadRetries(16, step_blocks)
     loads.add("a")
     whole = cast(Any, SimpleNamespace(request_id="a", num_tokens=100 * 16))
     assert loads.must_wait(whole, HBM, others=True) == waits

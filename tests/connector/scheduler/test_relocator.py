@@ -52,7 +52,7 @@ def found(run: Simulation, tokens: list[int] = PROMPT) -> list[int]:
 
 
 def lanes(run: Simulation, slots: Iterable[int]) -> set[tuple[int, ...]]:
-    placement = run.ours._restriper.placement
+    placement = run.ours._rebalancer.placement
     return {s.lanes for s in placement.segments if set(s.all_slots().tolist()) & set(slots)}
 
 

@@ -401,16 +401,16 @@ def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
     run.ranks[0].report.speeds.append((0, 0.2))
     run.add("a", prompt(20), 4)
     end(run, "a")
-    assert run.ours._restriper.weights == [0.2, 1.0]
+    assert run.ours._rebalancer.weights == [0.2, 1.0]
     for name in "bcd":  # segments are striped anew one after the other
         run.add(name, prompt(150, ord(name)), 20)
         end(run, name)
-    assert run.ours._restriper.weights == [1.0, 1.0]
-    assert run.ours._restriper.placement.slots == 17
+    assert run.ours._rebalancer.weights == [1.0, 1.0]
+    assert run.ours._rebalancer.placement.slots == 17
     run.ranks[0].report.speeds.append((0, 0.5))  # known, and no help
     run.add("e", prompt(150), 20)
     end(run, "e")
-    assert run.ours._restriper.weights == [1.0, 1.0]
+    assert run.ours._rebalancer.weights == [1.0, 1.0]
 
 
 def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:

@@ -10,7 +10,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.messages import Row
-from vllm_ssdkv.connector.worker.selector_registry import MAX_KNOWN, Choice, Choices
+from vllm_ssdkv.connector.worker.selector_registry import MAX_KNOWN, SelectorGroup, SelectorRegistry
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector
 from vllm_ssdkv.sparse.selection_reuse import RowSizes
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
@@ -40,11 +40,11 @@ def config(selector: str, **sparse: object) -> SSDKVConfig:
     return SSDKVConfig.from_extra_config(options)
 
 
-def choice(selector: str, **sparse: object) -> Choice | None:
-    return Choice.of(config(selector, **sparse), LAYOUT, CPU)
+def choice(selector: str, **sparse: object) -> SelectorGroup | None:
+    return SelectorGroup.of(config(selector, **sparse), LAYOUT, CPU)
 
 
-def made(selector: str, **sparse: object) -> Choice:
+def made(selector: str, **sparse: object) -> SelectorGroup:
     found = choice(selector, **sparse)
     assert found is not None
     return found
@@ -108,7 +108,7 @@ def row(name: str, asked: RequestOptions | None = None, position: int = 200) -> 
     return Row(name, 1, 1, first_position=position, hbm_start=3, asked=asked)
 
 
-def selectors(choices: Choices | None, *rows: Row) -> dict[int, Selector]:
+def selectors(choices: SelectorRegistry | None, *rows: Row) -> dict[int, Selector]:
     assert choices is not None
     return choices.of_rows(rows, [np.arange(row.hbm_start, dtype=np.int64) for row in rows])
 
@@ -122,7 +122,7 @@ def test_rows_with_one_query_and_a_long_context_choose(below: int, wanted: list[
         Row("d", 4, 4, first_position=200, hbm_start=3, tokens=1),
         Row("e", 5, 5, first_position=300, hbm_start=3, tokens=1, of_prompt=True),
     ]
-    choices = Choices.of(config("bounds", exact_below=below, dense_layers=2), LAYOUT, CPU)
+    choices = SelectorRegistry.of(config("bounds", exact_below=below, dense_layers=2), LAYOUT, CPU)
     assert choices is not None
     assert (choices.dense_layers, choices.page_tokens) == (2, 16)
     assert list(selectors(choices, *rows)) == wanted
@@ -131,7 +131,7 @@ def test_rows_with_one_query_and_a_long_context_choose(below: int, wanted: list[
 def test_requests_choose_for_themselves() -> None:
     quarter, tokens = RequestOptions(budget=0.25), RequestOptions(budget_tokens=150)
     found = selectors(
-        Choices.of(config("bounds", exact_below=0), LAYOUT, CPU),
+        SelectorRegistry.of(config("bounds", exact_below=0), LAYOUT, CPU),
         row("a"),
         row("b", quarter),
         row("c", RequestOptions(selector="exact")),
@@ -152,7 +152,7 @@ def test_requests_choose_for_themselves() -> None:
 
 
 def test_a_budget_of_its_own_has_a_length_of_its_own_from_which_on_it_pays() -> None:
-    choices = Choices.of(config("bounds", budget=0.025, floor=0.01), LAYOUT, CPU)
+    choices = SelectorRegistry.of(config("bounds", budget=0.025, floor=0.01), LAYOUT, CPU)
     asked = RequestOptions(budget=0.03125)
     rows = row("a", position=5118), row("b", asked, position=4094), row("c", asked, position=4095)
     assert list(selectors(choices, *rows)) == [2]
@@ -163,14 +163,14 @@ def test_adaptive_scores_by_what_the_store_holds() -> None:
     asked = RequestOptions(selector="adaptive")
     for selector, scorer in (("sparf", SparfSelector), ("window", BoundsSelector)):
         (found,) = selectors(
-            Choices.of(config(selector, exact_below=0), LAYOUT, CPU), row("a", asked)
+            SelectorRegistry.of(config(selector, exact_below=0), LAYOUT, CPU), row("a", asked)
         ).values()
         assert isinstance(found, AdaptiveSelector)
         assert isinstance(found.scorer, scorer)
 
 
 def test_many_different_choices_are_not_kept_for_ever() -> None:
-    choices = Choices.of(config("bounds", exact_below=0), LAYOUT, CPU)
+    choices = SelectorRegistry.of(config("bounds", exact_below=0), LAYOUT, CPU)
     assert choices is not None
     for tokens in range(100, 100 + 2 * MAX_KNOWN):
         selectors(choices, row("a", RequestOptions(budget_tokens=tokens)))
@@ -178,11 +178,13 @@ def test_many_different_choices_are_not_kept_for_ever() -> None:
 
 
 def test_what_a_request_chose_is_kept_if_the_options_say_so() -> None:
-    once = Choices.of(config("bounds"), LAYOUT, CPU)
+    once = SelectorRegistry.of(config("bounds"), LAYOUT, CPU)
     assert once is not None
     assert once.kept is None
     once.drop("a")
-    choices = Choices.of(config("bounds", reuse_steps=4, reuse_similarity=0.5), LAYOUT, CPU)
+    choices = SelectorRegistry.of(
+        config("bounds", reuse_steps=4, reuse_similarity=0.5), LAYOUT, CPU
+    )
     assert choices is not None
     assert choices.kept is not None
     assert choices.kept.steps == 4

@@ -16,7 +16,7 @@ from tests.store.chosen_pages import bring, context
 from tests.store.conftest import PATIENCE_S, SUMMED, MakeStore, array
 from vllm_ssdkv.store.cache import dram_balancer, frame_lease
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
-from vllm_ssdkv.store.memory.memory_plan import KEPT_SHARE, ArenaPlan, ChoiceMemory
+from vllm_ssdkv.store.memory.memory_plan import KEPT_SHARE, MemoryPlan, SparseMemory
 from vllm_ssdkv.store.memory.summary_rows import row_bytes
 
 NONE: list[NDArray[np.int64]] = []
@@ -42,7 +42,7 @@ def test_where_nobody_chooses_frames_have_what_pages_do_not_need(rig: Rig) -> No
     everything = list(range(SLOTS))
     assert plan.frames + len(plan.page_runs.firsts) < SLOTS
     found = rig.fill(everything)
-    assert len(found) == plan.frames + len(plan.page_runs.firsts) == plan.frames + rig.border.lent
+    assert len(found) == plan.frames + len(plan.page_runs.firsts) == plan.frames + rig.balancer.lent
     left = plan.page_places - len(plan.page_runs.firsts) * plan.page_runs.length
     assert rig.pages.open_places == left >= rig.choice.least_places(GEOMETRY)
     assert KEPT_SHARE * plan.page_places - 1 < left < 16 + plan.page_runs.length
@@ -53,11 +53,11 @@ def test_where_nobody_chooses_frames_have_what_pages_do_not_need(rig: Rig) -> No
 
 def test_no_more_is_lent_than_is_asked_for(rig: Rig) -> None:
     rig.fill(range(rig.plan.frames))
-    assert rig.border.lent == 0
+    assert rig.balancer.lent == 0
     rig.fill(range(rig.plan.frames, rig.plan.frames + 3))
-    assert rig.border.lent == 3
-    rig.border.make_room(array([]))
-    assert rig.border.lent == 3
+    assert rig.balancer.lent == 3
+    rig.balancer.make_room(array([]))
+    assert rig.balancer.lent == 3
 
 
 def test_large_memory_is_lent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,19 +68,19 @@ def test_large_memory_is_lent_in_portions(monkeypatch: pytest.MonkeyPatch) -> No
     assert portion > 2
     held = list(range(rig.plan.frames + 1))
     rig.fill(held)
-    assert rig.border.lent == portion
+    assert rig.balancer.lent == portion
     more = list(range(rig.plan.frames + 1, rig.plan.frames + portion))
     rig.fill(more)
-    assert rig.border.lent == portion
+    assert rig.balancer.lent == portion
     rig.frames.retain(array([*held, *more]))
     every = [(slot, page) for slot in range(SLOTS) for page in range(GEOMETRY.pages)]
     chosen = every[: (rig.pages.open_places - rig.plan.page_runs.length) * 4 // 5]
     rig.choose(chosen)
-    rig.border.settle([array(range(20))], {0})
-    left = rig.border.spare
+    rig.balancer.settle([array(range(20))], {0})
+    left = rig.balancer.spare
     assert 0 < left < portion
-    rig.border.make_room(array([30]))
-    assert portion < rig.border.lent <= portion + left
+    rig.balancer.make_room(array([30]))
+    assert portion < rig.balancer.lent <= portion + left
     assert rig.pages.open_places >= len(chosen) * 5 // 4
     rig.frames.audit()
     rig.arena.close()
@@ -89,28 +89,28 @@ def test_large_memory_is_lent_in_portions(monkeypatch: pytest.MonkeyPatch) -> No
 def test_hits_that_are_queued_together_get_frames_for_all_of_them(rig: Rig) -> None:
     """They are loaded beside this, one after another: none has taken a frame yet."""
     first, second = list(range(rig.plan.frames)), list(range(20, 24))
-    rig.border.expect("first", array(first))
-    assert rig.border.lent == 0
-    rig.border.expect("second", array(second))
-    assert rig.border.lent == 4
-    rig.border.expect("shared", array([*second, 30]))
-    assert rig.border.lent == 5
+    rig.balancer.expect("first", array(first))
+    assert rig.balancer.lent == 0
+    rig.balancer.expect("second", array(second))
+    assert rig.balancer.lent == 4
+    rig.balancer.expect("shared", array([*second, 30]))
+    assert rig.balancer.lent == 5
     rig.frames.settle(rig.frames.take(array(first), FrameState.LOADING), FrameState.CLEAN)
     rig.frames.retain(array(first))
     rig.frames.settle(rig.frames.take(array(second), FrameState.LOADING), FrameState.CLEAN)
     rig.frames.retain(array(second))
-    rig.border.make_room(array([]))
-    assert rig.border.lent == 5
+    rig.balancer.make_room(array([]))
+    assert rig.balancer.lent == 5
     for request in ("first", "second", "shared", "unknown"):
-        rig.border.arrived(request)
-    rig.border.make_room(array(range(31, 37)))
-    assert rig.border.lent == 10
+        rig.balancer.arrived(request)
+    rig.balancer.make_room(array(range(31, 37)))
+    assert rig.balancer.lent == 10
 
 
 def test_a_frame_is_lent_empty(rig: Rig) -> None:
     """What lies behind a page's payload goes to the devices with it: nobody else's KV."""
-    rig.border.make_room(array(range(SLOTS)))
-    for frame in range(rig.plan.frames, rig.plan.frames + rig.border.lent):
+    rig.balancer.make_room(array(range(SLOTS)))
+    for frame in range(rig.plan.frames, rig.plan.frames + rig.balancer.lent):
         header, *pages = np.split(rig.frames.view(frame), GEOMETRY.kv_pages + 1)
         assert not header.any()
         assert not any(page[GEOMETRY.payload_bytes :].any() for page in pages)
@@ -119,9 +119,9 @@ def test_a_frame_is_lent_empty(rig: Rig) -> None:
 def test_pages_that_are_chosen_are_not_given_away(rig: Rig) -> None:
     chosen = many(rig, range(20))[: rig.pages.places // 2]
     rig.choose(chosen)
-    rig.border.settle([array(range(20))], {0})
+    rig.balancer.settle([array(range(20))], {0})
     rig.fill(range(20, SLOTS))
-    assert rig.border.lent > 0
+    assert rig.balancer.lent > 0
     assert rig.pages.open_places >= len(chosen) * 5 // 4
     # Of runs the ones with the fewest pages go.
     assert rig.pages.holds(wanted(chosen)).mean() > 0.9
@@ -135,19 +135,19 @@ def test_who_chooses_gets_back_what_nobody_attends_to_as_a_whole(rig: Rig) -> No
     rig.frames.retain(array(exact))
     rig.frames.retain(array(choosing))
     contexts = [array(exact), array([*choosing, *range(20, 40)])]
-    lent = rig.border.lent
+    lent = rig.balancer.lent
     assert lent == 20 - rig.plan.frames
     for turn in range(200):
         rig.choose(many(rig, range(20 + turn % 3, 40)))
-        rig.border.settle(contexts, {1})
+        rig.balancer.settle(contexts, {1})
     # Frames that are always frames are not given up for pages, whoever uses them.
     assert rig.in_frames(exact) == 8
     assert rig.in_frames(ended) + rig.in_frames(choosing) <= rig.plan.frames
     kept = [rig.frames.frame_of(slot) for slot in exact]
-    assert rig.border.lent == sum(frame >= rig.plan.frames for frame in kept)
+    assert rig.balancer.lent == sum(frame >= rig.plan.frames for frame in kept)
     # They share a slot with somebody who chooses: it is still attended to as a whole.
     rig.choose(many(rig, range(15, 35)))
-    rig.border.settle([contexts[0], array(range(40))], {1})
+    rig.balancer.settle([contexts[0], array(range(40))], {1})
     assert rig.in_frames(exact) == 8
 
 
@@ -157,42 +157,42 @@ def test_frames_of_ended_requests_go_before_those_of_choosing_ones(rig: Rig) -> 
     rig.fill(choosing)
     rig.frames.retain(array(choosing))
     rig.fill(ended)
-    assert rig.border.lent == 10
+    assert rig.balancer.lent == 10
     contexts = [array([*choosing, *range(20, 30)])]
     pages = iter([(slot, page) for slot in range(20, 40) for page in range(GEOMETRY.pages)])
     rig.choose([next(pages) for _ in range(rig.pages.open_places)])
-    rig.border.settle(contexts, {0})
-    assert rig.border.lent == 10
+    rig.balancer.settle(contexts, {0})
+    assert rig.balancer.lent == 10
     for lent in reversed(range(10)):
         assert rig.pages.held() == rig.pages.open_places
         rig.choose([next(pages)])
-        rig.border.settle(contexts, {0})
-        assert rig.border.lent == lent
+        rig.balancer.settle(contexts, {0})
+        assert rig.balancer.lent == lent
         assert rig.in_frames(ended) == max(0, lent - 6)
         assert rig.in_frames(choosing) == rig.plan.frames + min(lent, 6)
         rig.choose([next(pages) for _ in range(rig.plan.page_runs.length)])
-        rig.border.settle(contexts, {0})
-        assert rig.border.lent == lent
+        rig.balancer.settle(contexts, {0})
+        assert rig.balancer.lent == lent
 
 
 def test_who_begins_to_choose_finds_its_places(rig: Rig) -> None:
     """Before it reads the first page: an eighth of its context's, and a quarter more."""
     ended = list(range(rig.plan.frames + 10))
     rig.fill(ended)
-    assert rig.border.lent == 10
+    assert rig.balancer.lent == 10
     contexts = [np.resize(array(range(24, 40)), blocks) for blocks in (1, 60, 30, 16)]
     kv = GEOMETRY.kv_pages
     for rows in ([0], [0, 1], [0, 1, 2]):
-        rig.border.choose(contexts, rows)
+        rig.balancer.choose(contexts, rows)
         wanted = 1.25 * kv / 8 * sum(len(contexts[row]) for row in rows)
-        assert rig.pages.open_places >= wanted or rig.border.lent == 0
+        assert rig.pages.open_places >= wanted or rig.balancer.lent == 0
         assert rig.pages.open_places - max(50, wanted) < rig.plan.page_runs.length
         assert rig.pages.evictions == 0
-    assert 0 < rig.border.lent < 10
+    assert 0 < rig.balancer.lent < 10
     whole = [frame - rig.plan.frames for frame in map(rig.frames.frame_of, ended)]
     left = [slot for slot, run in zip(ended, whole, strict=True) if run >= 0]
     rig.frames.retain(array(left))
-    rig.border.choose([*contexts, array(left)], [0, 1, 2, 3])
+    rig.balancer.choose([*contexts, array(left)], [0, 1, 2, 3])
     assert rig.in_frames(left) == len(left)
 
 
@@ -202,21 +202,21 @@ def test_blocks_of_requests_that_choose_are_lent_nothing(rig: Rig) -> None:
     rig.fill(first)
     rig.frames.retain(array(first))
     rig.choose([(0, 0)])
-    rig.border.settle([array([*first, 20, 21])], {0})
+    rig.balancer.settle([array([*first, 20, 21])], {0})
     rig.fill([20, 21])  # the newest of its context
-    assert rig.border.lent == 0
+    assert rig.balancer.lent == 0
     assert rig.in_frames([20, 21]) == 2
     rig.frames.retain(array([20, 21]))
     rig.fill([22, 23])
-    assert rig.border.lent == 2
+    assert rig.balancer.lent == 2
 
 
 def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
     """A frame that is read or written is not taken back, nor a place that is."""
     rig.fill(range(rig.plan.frames))
     coming = rig.pages.ask(wanted([(30, 0)]))
-    rig.border.make_room(array(range(SLOTS)))
-    lent = rig.border.lent
+    rig.balancer.make_room(array(range(SLOTS)))
+    lent = rig.balancer.lent
     # Runs are as many as they can be, without the one that is being read into.
     inside = rig.plan.page_runs.firsts <= coming.places[0]
     inside &= coming.places[0] < rig.plan.page_runs.firsts + rig.plan.page_runs.length
@@ -226,12 +226,12 @@ def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
     rig.pages.release(coming.places)
     rig.choose(many(rig, range(20)))
     rig.choose(many(rig, range(20, 40)))
-    rig.border.settle(NONE, ())
-    assert rig.border.lent == lent
+    rig.balancer.settle(NONE, ())
+    assert rig.balancer.lent == lent
     rig.frames.settle(frames, FrameState.CLEAN)
     rig.choose(many(rig, range(20)))
-    rig.border.settle(NONE, ())
-    assert rig.border.lent < lent
+    rig.balancer.settle(NONE, ())
+    assert rig.balancer.lent < lent
 
 
 def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
@@ -253,14 +253,14 @@ def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
     def step(rows: list[NDArray[np.int64]], turn: int, choosing: Sequence[int] = (-1,)) -> None:
         """In each the pages of other slots."""
         choosing = [row % len(rows) for row in choosing]
-        rig.border.choose(rows, choosing)
+        rig.balancer.choose(rows, choosing)
         first = 20 + turn % 2 * 10
         rig.choose([(slot, page) for slot in range(first, first + 10) for page in range(9)])
-        rig.border.settle(rows, choosing)
+        rig.balancer.settle(rows, choosing)
 
     for turn in range(64):
         step(contexts, turn)
-        assert rig.border.lent == 5
+        assert rig.balancer.lent == 5
     assert rig.pages.evictions > 1000
     assert 3 <= looks <= 5
     # The other row begins to choose, too, just after a look in vain: it is looked at once.
@@ -271,17 +271,17 @@ def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
     before = looks
     step(contexts, turn, [0, 1])
     assert looks == before + 1
-    assert rig.border.lent < 5
+    assert rig.balancer.lent < 5
     # The others end: what they had goes back soon.
     rig.frames.release_references(array(whole))
     for turn in range(17):
         step(contexts[1:], turn)
-    assert rig.border.lent == 0
+    assert rig.balancer.lent == 0
 
 
 def test_a_cache_whose_size_is_given_is_lent_to_nobody() -> None:
-    choice = ChoiceMemory(16, SLOTS, page_cache=100 * GEOMETRY.page_bytes, summaries=1 << 16)
-    plan = ArenaPlan(GEOMETRY, 60 * GEOMETRY.slot_bytes, 0, choice=choice)
+    choice = SparseMemory(16, SLOTS, page_cache=100 * GEOMETRY.page_bytes, summaries=1 << 16)
+    plan = MemoryPlan(GEOMETRY, 60 * GEOMETRY.slot_bytes, 0, choice=choice)
     assert len(plan.page_runs.firsts) == 0
 
 
@@ -322,7 +322,7 @@ def test_summaries_that_were_used_last_stay(deep: Rig) -> None:
     assert kept <= set(range(0, SLOTS, 4))
     assert deep.summaries.held() == len(kept) == deep.summaries.open_rows
     # Rows that come back hold nothing, and can be used.
-    deep.border.choose([array(range(SLOTS))], [0])
+    deep.balancer.choose([array(range(SLOTS))], [0])
     assert deep.summaries.open_rows == SLOTS
     assert set(deep.known(range(SLOTS))) == kept
     deep.summarize(range(SLOTS))
@@ -338,7 +338,7 @@ def test_rows_that_are_pinned_are_not_lent(deep: Rig) -> None:
     deep.fill(range(SLOTS))
     having = (runs.firsts + runs.length > runs.firsts[-1]).sum()  # neighbours share rows
     assert 1 <= having <= 2
-    assert deep.border.lent == len(deep.plan.lent_offsets) - having
+    assert deep.balancer.lent == len(deep.plan.lent_offsets) - having
     pinned = np.flatnonzero(inside).tolist()
     assert deep.known(pinned) == pinned
     assert len(pinned) == 1
@@ -352,7 +352,7 @@ def test_who_chooses_has_rows_whoever_uses_the_frames(deep: Rig) -> None:
     contexts = [array(exact)]
     for blocks in range(5, SLOTS + 1, 5):
         chosen = array(range(SLOTS - blocks, SLOTS))
-        deep.border.choose([*contexts, chosen], [1])
+        deep.balancer.choose([*contexts, chosen], [1])
         assert deep.summaries.open_rows >= blocks
         assert deep.summaries.open_rows < max(blocks, few + 1) + deep.plan.summary_runs.length
         kept = [slot for slot in kept if deep.frames.frame_of(slot) != NO_FRAME]
@@ -364,35 +364,35 @@ def test_rows_are_there_before_they_are_needed(deep: Rig) -> None:
     they stay for a while."""
     deep.fill(range(SLOTS))
     few = deep.summaries.open_rows
-    deep.border.reserve(few + 1)
+    deep.balancer.reserve(few + 1)
     assert few < deep.summaries.open_rows <= few + deep.plan.summary_runs.length
     for _ in range(40):
-        deep.border.settle(NONE, ())
+        deep.balancer.settle(NONE, ())
     deep.frames.forget(array(range(SLOTS)))
     deep.fill(range(SLOTS))
     assert deep.summaries.open_rows == few
     prompt = array(range(20))
-    deep.border.settle([prompt], (), later={0})
+    deep.balancer.settle([prompt], (), later={0})
     assert deep.summaries.open_rows >= 25  # and room to grow
     deep.frames.forget(array(range(SLOTS)))
     deep.fill(range(SLOTS))
     assert deep.summaries.open_rows >= 25
     # Rows that share their blocks need them once.
-    deep.border.settle([prompt] * 4, (), later={0, 1, 2, 3})
-    deep.border.choose([prompt] * 4, [0, 1, 2, 3])
+    deep.balancer.settle([prompt] * 4, (), later={0, 1, 2, 3})
+    deep.balancer.choose([prompt] * 4, [0, 1, 2, 3])
     assert deep.summaries.open_rows < 30
 
 
 def test_prompts_that_will_be_chosen_from_are_lent_places_and_no_rows(deep: Rig) -> None:
     deep.summarize(range(SLOTS))
     prompt, exact = array(range(30)), array(range(30, SLOTS))
-    deep.border.settle([prompt], (), later={0})
-    deep.border._rows_needed = 0  # as if there were rows for many more
+    deep.balancer.settle([prompt], (), later={0})
+    deep.balancer._rows_needed = 0  # as if there were rows for many more
     deep.fill(prompt.tolist())
-    assert deep.border.lent == len(deep.plan.page_runs.firsts)
+    assert deep.balancer.lent == len(deep.plan.page_runs.firsts)
     assert deep.known(range(SLOTS)) == list(range(SLOTS))
     deep.fill(exact.tolist())
-    assert deep.border.lent > len(deep.plan.page_runs.firsts)
+    assert deep.balancer.lent > len(deep.plan.page_runs.firsts)
 
 
 def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(
@@ -406,16 +406,16 @@ def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(
 
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr(dram_balancer, "time", clock)
-    deep.border.make_room(array(range(SLOTS)))
+    deep.balancer.make_room(array(range(SLOTS)))
     frames = deep.frames.take(array(range(SLOTS)), FrameState.LOADING)
     few = deep.summaries.open_rows
     contexts = [array(range(SLOTS))]
-    deep.border.choose(contexts, [0])  # nothing is under way that would end their use
+    deep.balancer.choose(contexts, [0])  # nothing is under way that would end their use
     assert deep.summaries.open_rows == few
     assert slept == []
     begun = time.monotonic()
     deep.busy = True
-    deep.border.choose(contexts, [0])
+    deep.balancer.choose(contexts, [0])
     assert time.monotonic() - begun >= DEADLINE_S
     assert deep.summaries.open_rows == few
 
@@ -424,9 +424,9 @@ def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(
         deep.busy = False
 
     loader = threading.Timer(0.02, end)
-    deep.border._deadline_s = PATIENCE_S
+    deep.balancer._deadline_s = PATIENCE_S
     loader.start()
-    deep.border.choose(contexts, [0])
+    deep.balancer.choose(contexts, [0])
     loader.join()
     assert deep.summaries.open_rows == SLOTS
 

@@ -13,10 +13,10 @@ from tests.store.conftest import array
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Pages
 from vllm_ssdkv.store.cache.summaries import NO_ROW
-from vllm_ssdkv.store.memory.memory_plan import Runs
+from vllm_ssdkv.store.memory.memory_plan import FrameRuns
 
 
-def covered(runs: Runs, served: list[bool]) -> int:
+def covered(runs: FrameRuns, served: list[bool]) -> int:
     """Pieces in runs that serve as frames."""
     found: set[int] = set()
     for first, serves in zip(runs.firsts.tolist(), served, strict=True):
@@ -45,7 +45,7 @@ class Bytes(RuleBasedStateMachine):
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=30))
     def load(self, slots: set[int]) -> None:
         new = [slot for slot in sorted(slots) if self.rig.frames.frame_of(slot) == NO_FRAME]
-        self.rig.border.make_room(array(new))
+        self.rig.balancer.make_room(array(new))
         frames = self.rig.frames.take(array(new), FrameState.LOADING).tolist()
         for frame, slot in zip(frames, new, strict=False):
             self.rig.frames.view(frame)[:] = 100 + slot
@@ -113,7 +113,7 @@ class Bytes(RuleBasedStateMachine):
     @rule(contexts=st.lists(st.sets(st.integers(0, SLOTS - 1)), max_size=3), data=st.data())
     def settle(self, contexts: list[set[int]], data: st.DataObject) -> None:
         rows = data.draw(st.sets(st.sampled_from(range(len(contexts))))) if contexts else set()
-        self.rig.border.settle([array(sorted(context)) for context in contexts], rows)
+        self.rig.balancer.settle([array(sorted(context)) for context in contexts], rows)
 
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
     def summarize(self, slots: set[int]) -> None:
@@ -131,7 +131,7 @@ class Bytes(RuleBasedStateMachine):
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
     def choose(self, slots: set[int]) -> None:
         """Nothing is busy for the border: it does not wait for what is in use."""
-        self.rig.border.choose([array(sorted(slots))], [0])
+        self.rig.balancer.choose([array(sorted(slots))], [0])
         used = len(self.loading) + len(self.borrowed)
         short = min(len(slots), self.rig.summaries.rows) - self.rig.summaries.open_rows
         assert short <= used * self.rig.plan.summary_runs.length
@@ -148,7 +148,7 @@ class Bytes(RuleBasedStateMachine):
                 self.rig.frames.view(frame)[:: self.rig.geometry.page_bytes] == 100 + slot
             ).all()
         plan = self.rig.plan
-        lent, all_lent = self.rig.border.lent, len(plan.lent_offsets)
+        lent, all_lent = self.rig.balancer.lent, len(plan.lent_offsets)
         assert self.rig.frames.count(FrameState.SHUT) == all_lent - lent
         places = self.rig.pages.places - self.rig.pages.open_places
         rows = self.rig.summaries.rows - self.rig.summaries.open_rows

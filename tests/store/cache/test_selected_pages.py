@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
+from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import PagePolicy
@@ -28,13 +28,13 @@ def pages(keys: list[int], framed: frozenset[int] = frozenset()) -> Pages:
     return Pages(slots, numbers, frames)
 
 
-def make(places: int, policy: PagePolicy = "lru") -> tuple[PageCache, Arena]:
+def make(places: int, policy: PagePolicy = "lru") -> tuple[SelectedPageCache, Arena]:
     arena = Arena(max(1, places) * GEOMETRY.page_bytes)
-    return PageCache(arena, 0, GEOMETRY, places, SLOTS, policy), arena
+    return SelectedPageCache(arena, 0, GEOMETRY, places, SLOTS, policy), arena
 
 
 def arrive(
-    cache: PageCache,
+    cache: SelectedPageCache,
     keys: NDArray[np.int64],
     places: NDArray[np.int32],
     bad: frozenset[int] = frozenset(),
@@ -43,7 +43,7 @@ def arrive(
     cache.arrive(keys, places, right, (keys % len(RATES)).astype(np.uint16))
 
 
-def bring(cache: PageCache, keys: list[int]) -> Asked:
+def bring(cache: SelectedPageCache, keys: list[int]) -> Asked:
     """Ask for pages, read what has to be read, and use them."""
     asked = cache.ask(pages(keys))
     arrive(cache, asked.keys[asked.held :], asked.places[asked.held :])
@@ -88,7 +88,9 @@ class Model:
 RUN = 2
 
 
-def move_runs(cache: PageCache, model: Model, closed: set[int], data: st.DataObject) -> None:
+def move_runs(
+    cache: SelectedPageCache, model: Model, closed: set[int], data: st.DataObject
+) -> None:
     """Close some runs of places and open others, while none is taken."""
     firsts = st.sets(st.integers(0, max(0, cache.places - RUN)), max_size=2)
     if cache.places < RUN:

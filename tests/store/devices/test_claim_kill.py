@@ -61,9 +61,9 @@ def test_a_start_killed_at_any_instant_is_made_good_by_the_next(
     devices = tmp_devices(2)
     for rank in range(RANKS):
         close(opened(place(devices, tp_size=RANKS, run="first"), rank))
-    index, restriper = open_index(place(devices, tp_size=RANKS, run="first"))
+    index, rebalancer = open_index(place(devices, tp_size=RANKS, run="first"))
     keys = fill(index, 12)
-    touched = {s for s in keys if restriper.placement.touches(1, array([s]))[0]}
+    touched = {s for s in keys if rebalancer.placement.touches(1, array([s]))[0]}
     assert 0 < len(touched) < len(keys)
     index.close()
     (devices[1].parent / LOST).unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ssdkv.store.devices.queue_depths import InFlight
+from vllm_ssdkv.store.devices.queue_depths import QueueDepths
 from vllm_ssdkv.store.io.engines.protocol import I32, PENDING
 
 
@@ -25,7 +25,7 @@ class Going:
 
 
 def test_what_is_left_is_what_has_not_ended() -> None:
-    asked = InFlight(3)
+    asked = QueueDepths(3)
     assert asked.pending().tolist() == [0, 0, 0]
     one, two = Going(3), Going(1)
     asked.add(one, np.array([0, 2, 2], dtype=np.uint16), np.array([8, 4, 16], dtype=np.uint32))
@@ -43,7 +43,7 @@ def test_what_is_left_is_what_has_not_ended() -> None:
 
 
 def test_what_nobody_asks_about_is_forgotten_all_the_same() -> None:
-    asked = InFlight(1)
+    asked = QueueDepths(1)
     one = np.zeros(1, dtype=np.uint16), np.full(1, 8, dtype=np.uint32)
     going = Going(1)
     asked.add(going, *one)

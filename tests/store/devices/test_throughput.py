@@ -25,9 +25,9 @@ from vllm_ssdkv.store.devices.throughput import (
     WINDOW_S,
     WINDOWS,
     BatchWatch,
-    DeviceSpeed,
     Moment,
     Part,
+    ThroughputEstimator,
 )
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -38,7 +38,7 @@ from vllm_ssdkv.store.io.testing import throttled
 from vllm_ssdkv.store.placement import segments as dividing
 from vllm_ssdkv.store.placement.lanes import lanes_for
 from vllm_ssdkv.store.placement.placement import Placement
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 from vllm_ssdkv.store.placement.segments import arrange
 
 PATHS = ("/a", "/b", "/c", "/d")
@@ -53,7 +53,7 @@ class Clock:
     unseen = 0.0
 
     def __init__(self, weights: list[float], latency: float = 0.0):
-        self.speed = DeviceSpeed(PATHS[: len(weights)], weights)
+        self.speed = ThroughputEstimator(PATHS[: len(weights)], weights)
         self.now = 100.0
         self.latency = latency
 
@@ -100,7 +100,7 @@ def test_ends_that_are_seen_late_lead_to_no_wrong_verdict(unseen: float) -> None
 
 def test_a_slow_device_is_found_beside_others_that_are_done_at_once() -> None:
     """Only the slow one is seen at work: it must not be compared with itself."""
-    speed = DeviceSpeed(PATHS[:3], [1.0] * 3)
+    speed = ThroughputEstimator(PATHS[:3], [1.0] * 3)
     for turn in range(100):
         at = Moment(turn * 0.2, turn * 0.2)
         for device, seconds in ((0, 0.01), (2, 0.01), (1, 0.1)):
@@ -126,7 +126,7 @@ def test_whenever_somebody_looks_what_is_said_is_true(
     pauses: list[float], slow: float, in_flight: int, part: int
 ) -> None:
     """Batches over three devices, up to three at a time; looks at any times."""
-    speed = DeviceSpeed(PATHS[:3], [1.0] * 3)
+    speed = ThroughputEstimator(PATHS[:3], [1.0] * 3)
     rates = np.array([100.0, 100.0 * slow, 100.0]) * MB
     pieces = 8
     devices = np.repeat(np.arange(3, dtype=np.uint16), pieces)
@@ -256,7 +256,7 @@ def test_a_short_pause_is_no_slowness() -> None:
 
 def test_waiting_behind_the_batch_before_is_not_the_device_s_time() -> None:
     """Two batches in flight: the second one's part begins when the first one's has ended."""
-    speed = DeviceSpeed(PATHS[:2], [1.0, 1.0])
+    speed = ThroughputEstimator(PATHS[:2], [1.0, 1.0])
     for turn in range(200):
         begin = turn * 0.05
         for batch in range(2):
@@ -290,7 +290,7 @@ def test_parts_count_only_if_somebody_looked_in_time() -> None:
     lengths = np.array([MB] * 4, dtype=np.uint32)
     seen: list[tuple[int, Part]] = []
 
-    class Spy(DeviceSpeed):
+    class Spy(ThroughputEstimator):
         def served(self, device: int, part: Part, *, counts: bool = True) -> None:
             if counts:
                 seen.append((device, part))
@@ -355,14 +355,14 @@ def test_new_slots_soon_use_the_devices_as_they_are(
     )
     index = SlotIndex(found.numbers, None)
     index.unpin(index.allocate(found.numbers))
-    restriper = Restriper(index, owner, [1.0] * devices, SavedAtOnce(), Counters())
+    rebalancer = Rebalancer(index, owner, [1.0] * devices, SavedAtOnce(), Counters())
     names = 0
     written = np.zeros(devices)
 
     def turn(batch: int) -> None:
         nonlocal names
-        restriper.step()
-        segments = restriper.take_segments()
+        rebalancer.step()
+        segments = rebalancer.take_segments()
         if segments is not None:
             worker.change(segments)
         slots = index.allocate(batch)
@@ -390,14 +390,14 @@ def test_new_slots_soon_use_the_devices_as_they_are(
         news |= dict(rig.files.speed.take_news())
     assert list(news) == [1]
     assert news[1] == pytest.approx(0.2, abs=0.051)
-    restriper.reweigh([news.get(d, 1.0) for d in range(devices)])
-    restriper.step()  # which empties a segment
+    rebalancer.reweigh([news.get(d, 1.0) for d in range(devices)])
+    rebalancer.step()  # which empties a segment
     written[:] = 0
     share = len(lanes_for(speeds)) * 2
     for _ in range(6):
         turn(share)
     assert efficiency() >= 0.9
-    lost = restriper.placement.slots - index.gauges()["ready"] - index.gauges()["free"]
+    lost = rebalancer.placement.slots - index.gauges()["ready"] - index.gauges()["free"]
     assert lost == 0
 
 

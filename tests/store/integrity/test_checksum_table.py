@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.store.conftest import array
-from vllm_ssdkv.store.integrity.checksum_table import SealTable
-from vllm_ssdkv.store.integrity.slot_codec import Seals
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.integrity.slot_codec import Digests
 
 PAGES = 5
 SLOTS = 200
@@ -19,23 +19,23 @@ WORDS = [(0, 1), (13, 2)]
 """Words of an opening and of a mark, without and with encryption."""
 
 
-def joined(parts: Sequence[Seals]) -> Seals:
-    return Seals(
+def joined(parts: Sequence[Digests]) -> Digests:
+    return Digests(
         np.concatenate([part.opening for part in parts]),
         np.concatenate([part.marks for part in parts]),
     )
 
 
-def seal(seed: int, words: tuple[int, int] = WORDS[1]) -> Seals:
+def seal(seed: int, words: tuple[int, int] = WORDS[1]) -> Digests:
     random = np.random.default_rng(seed)
     opening, mark = words
-    return Seals(
+    return Digests(
         random.integers(0, 2**64, (1, opening), dtype=np.uint64),
         random.integers(0, 2**64, (1, PAGES, mark), dtype=np.uint64),
     )
 
 
-def assert_seal(found: Seals, i: int, expected: Seals, first: int = 0) -> None:
+def assert_seal(found: Digests, i: int, expected: Digests, first: int = 0) -> None:
     np.testing.assert_array_equal(found.opening[i], expected.opening[0])
     np.testing.assert_array_equal(found.marks[i], expected.marks[0, first:])
 
@@ -53,9 +53,9 @@ STEPS = ("put", "release", "forget", "hold", "adopt", "settle")
 def test_it_says_what_was_put_last(
     words: tuple[int, int], steps: list[tuple[str, list[int]]], wanted: list[int], first: int
 ) -> None:
-    table = SealTable(SLOTS, PAGES, *words)
-    model: dict[int, Seals] = {}
-    held: dict[int, Seals] = {}
+    table = ChecksumTable(SLOTS, PAGES, *words)
+    model: dict[int, Digests] = {}
+    held: dict[int, Digests] = {}
     for number, (step, slots) in enumerate(steps):
         fresh = {slot: seal(1000 * number + slot, words) for slot in slots}
         match step:
@@ -89,7 +89,7 @@ def test_it_says_what_was_put_last(
 
 @pytest.mark.parametrize("words", WORDS)
 def test_rows_are_used_again(words: tuple[int, int]) -> None:
-    table = SealTable(SLOTS, PAGES, *words)
+    table = ChecksumTable(SLOTS, PAGES, *words)
     for slot in range(64):
         table.put(array([slot]), seal(slot, words))
     before = table.nbytes
@@ -100,7 +100,7 @@ def test_rows_are_used_again(words: tuple[int, int]) -> None:
 
 
 def test_what_was_given_out_does_not_change() -> None:
-    table = SealTable(SLOTS, PAGES, *WORDS[1])
+    table = ChecksumTable(SLOTS, PAGES, *WORDS[1])
     table.put(array([1]), seal(1))
     found, _ = table.get(array([1]), 0, PAGES)
     table.put(array([1]), seal(2))

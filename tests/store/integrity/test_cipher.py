@@ -34,8 +34,8 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header import decode
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity import cipher
-from vllm_ssdkv.store.integrity.cipher import CipherSealer
-from vllm_ssdkv.store.integrity.slot_codec import Seals
+from vllm_ssdkv.store.integrity.cipher import CipherCodec
+from vllm_ssdkv.store.integrity.slot_codec import Digests
 from vllm_ssdkv.store.memory.arena import Arena
 
 U8 = NDArray[np.uint8]
@@ -51,7 +51,7 @@ class Desk:
     def __init__(self, shape: SlotGeometry = SHAPE, slots_key: bytes = SLOTS_KEY, rank: int = RANK):
         self.shape = shape
         self.arena = Arena(4 * shape.slot_bytes)
-        self.sealer = CipherSealer(shape, DIGEST, rank, self.arena, slots_key)
+        self.codec = CipherCodec(shape, DIGEST, rank, self.arena, slots_key)
         places = np.arange(4, dtype=np.uint64) * np.uint64(shape.slot_bytes)
         self.frames, self.images = places[:2], places[2:]
         self.slots, self.epochs = array([4, 9]), array([70, 71])
@@ -60,9 +60,9 @@ class Desk:
             0, 256, self.arena.nbytes, dtype=np.uint8
         )
 
-    def seal(self) -> Seals:
+    def seal(self) -> Digests:
         keys = key_rows(self.keys)
-        return self.sealer.seal(self.slots, self.epochs, keys, self.frames, self.images)
+        return self.codec.seal(self.slots, self.epochs, keys, self.frames, self.images)
 
     def image(self, i: int) -> U8:
         return self.arena.view(int(self.images[i]), self.shape.slot_bytes)
@@ -74,19 +74,21 @@ class Desk:
         padded = np.stack(both).reshape(2, shape.pages, shape.page_bytes)
         return padded[:, :, : shape.payload_bytes].copy()
 
-    def read_headers(self, at: U64 | None = None) -> tuple[Seals, list[bool]]:
+    def read_headers(self, at: U64 | None = None) -> tuple[Digests, list[bool]]:
         where = self.images if at is None else at
-        seals, right = self.sealer.read_headers(self.slots, self.epochs, key_rows(self.keys), where)
+        seals, right = self.codec.read_headers(self.slots, self.epochs, key_rows(self.keys), where)
         return seals, right.tolist()
 
     def why_refused(self, i: int) -> str:
         slot, epoch, key = int(self.slots[i]), int(self.epochs[i]), self.keys[i]
-        return self.sealer.why_refused(slot, epoch, key, int(self.images[i]))
+        return self.codec.why_refused(slot, epoch, key, int(self.images[i]))
 
-    def unseal(self, seals: Seals, first_page: int = 0, at: U64 | None = None) -> list[list[bool]]:
+    def unseal(
+        self, seals: Digests, first_page: int = 0, at: U64 | None = None
+    ) -> list[list[bool]]:
         where = self.images if at is None else at
         offset = np.uint64(self.shape.page_offset(first_page))
-        found: list[list[bool]] = self.sealer.unseal(seals, first_page, where + offset).tolist()
+        found: list[list[bool]] = self.codec.unseal(seals, first_page, where + offset).tolist()
         return found
 
 
@@ -195,7 +197,7 @@ def test_without_libcrypto_it_is_said_what_to_install(monkeypatch: pytest.Monkey
 
 def test_plain_slots_have_no_room_for_tags() -> None:
     with pytest.raises(ValueError, match="not encrypted"):
-        CipherSealer(PAGED, DIGEST, RANK, Arena(4096), SLOTS_KEY)
+        CipherCodec(PAGED, DIGEST, RANK, Arena(4096), SLOTS_KEY)
 
 
 # ---- seals ----
@@ -220,7 +222,7 @@ def test_round_trip() -> None:
 def test_keys_of_slots_are_not_shown() -> None:
     desk = Desk()
     seals = desk.seal()
-    for shown in (repr(seals), repr(desk.sealer)):
+    for shown in (repr(seals), repr(desk.codec)):
         assert str(int(seals.opening[0, 0])) not in shown
         assert SLOTS_KEY.hex() not in shown
         assert repr(SLOTS_KEY)[2:-1] not in shown
@@ -278,7 +280,7 @@ def test_pages_and_slots_cannot_change_places() -> None:
 def test_pages_are_those_of_their_number() -> None:
     desk = Desk()
     seals = desk.seal()
-    some = Seals(seals.opening, seals.marks[:, 1:3])
+    some = Digests(seals.opening, seals.marks[:, 1:3])
     assert desk.unseal(some, 1) == [[True, True]] * 2
     desk.seal()
     assert desk.unseal(replace(some, marks=seals.marks[:, 1:3]), 1) == [[False, False]] * 2
@@ -308,7 +310,7 @@ def test_another_key_opens_nothing(change: dict[str, object]) -> None:
     # Even with a header that it takes: the keys of the slots are others.
     opening = other.seal().opening
     other.arena.view(0, other.arena.nbytes)[:] = mine.arena.view(0, mine.arena.nbytes)
-    assert other.unseal(Seals(opening, seals.marks)) == [[False] * 4] * 2
+    assert other.unseal(Digests(opening, seals.marks)) == [[False] * 4] * 2
 
 
 class Used:

@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from tests.store.conftest import PATIENCE_S, SHORT_S, MakeStore, StoreRig, array
-from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import Op
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 PIECE = 8192
 
@@ -20,7 +20,7 @@ def offsets(pieces: np.ndarray | None) -> list[int] | None:
 
 
 def test_pieces_lie_one_after_the_other_and_run_out() -> None:
-    staging = Staging(4096, PIECE, 3)
+    staging = BufferPool(4096, PIECE, 3)
     assert staging.usable() == 3
     assert offsets(staging.take(2)) == [4096, 4096 + PIECE]
     assert staging.take(2) is None
@@ -31,14 +31,14 @@ def test_pieces_lie_one_after_the_other_and_run_out() -> None:
 
 
 def test_given_pieces_are_taken_again() -> None:
-    staging = Staging(0, PIECE, 4)
+    staging = BufferPool(0, PIECE, 4)
     taken = staging.take(4)
     assert taken is not None
     staging.give(taken[1:3])
     assert sorted(offsets(staging.take(2)) or []) == taken[1:3].tolist()
 
 
-def stalled_read(rig: StoreRig, slots: list[int]) -> SlotBatch:
+def stalled_read(rig: StoreRig, slots: list[int]) -> SlotRequest:
     size = rig.geometry.layer_bytes
     buffers = np.arange(len(slots), dtype=np.uint64) * np.uint64(size)
     return rig.files.submit(Op.READ, array(slots), 0, size, buffers)
@@ -52,7 +52,7 @@ def test_a_piece_that_a_read_may_touch_stays_out_of_use(make_store: MakeStore) -
     assert batch.wait().tolist() == [True, False, True, True]
     held = batch.held()
     assert held.tolist() == [False, True, False, False]
-    staging = Staging(0, PIECE, 4)
+    staging = BufferPool(0, PIECE, 4)
     pieces = staging.take(4)
     assert pieces is not None
     staging.lend(pieces, held, batch)
@@ -70,7 +70,7 @@ def test_reads_in_time_are_waited_for_and_overdue_ones_are_not(make_store: MakeS
     rig.write({slot: slot for slot in range(4)})
     rig.faults({"kind": "stall", "device": rig.device_of(2), "op": "read"})
     slow = stalled_read(rig, [2])
-    staging = Staging(0, PIECE, 3)
+    staging = BufferPool(0, PIECE, 3)
     pieces = staging.take(3)
     assert pieces is not None
     staging.lend(pieces, np.array([True, False, True]), slow)

@@ -16,7 +16,7 @@ from tests.store.conftest import Hbm
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
-from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec
 from vllm_ssdkv.store.io.engines.native import NativeEngine
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.io.engines.threads import ThreadsEngine
@@ -39,10 +39,10 @@ class Desk:
     def __init__(self, path: Path):
         self.arena = Arena(SLOTS * SHAPE.slot_bytes)
         self.places = np.arange(SLOTS, dtype=np.uint64) * np.uint64(SHAPE.slot_bytes)
-        self.sealer = ChecksumSealer(SHAPE, DIGEST, 2, self.arena)
+        self.codec = ChecksumCodec(SHAPE, DIGEST, 2, self.arena)
         whole = self.arena.view(0, self.arena.nbytes)
         whole[:] = np.random.default_rng(1).integers(0, 256, len(whole), np.uint8)
-        self.sealer.seal(NUMBERS, EPOCHS, KEYS, self.places, self.places)
+        self.codec.seal(NUMBERS, EPOCHS, KEYS, self.places, self.places)
         self.sealed = whole.copy()
         path.write_bytes(self.sealed.tobytes())
         self.fd = os.open(path, os.O_RDWR)
@@ -59,7 +59,7 @@ class Desk:
         first: int = 0,
         step: int = 1,
     ) -> _io.Intake:
-        plain = self.sealer.plain_check(NUMBERS, EPOCHS, KEYS)
+        plain = self.codec.plain_check(NUMBERS, EPOCHS, KEYS)
         assert plain is not None
         which = np.arange(SLOTS * parts) if asked is None else asked
         length = SHAPE.slot_bytes // parts
@@ -156,8 +156,8 @@ def test_only_what_is_right_is_right(
     intake.take(np.full(len(asked), OUTCOMES[None], dtype=np.int32))
     assert intake.states().tolist() == [0] * SLOTS
 
-    seals, headed = desk.sealer.read_headers(NUMBERS, EPOCHS, KEYS, desk.places)
-    right = desk.sealer.unseal(seals, 0, desk.places + np.uint64(SHAPE.header_bytes))
+    seals, headed = desk.codec.read_headers(NUMBERS, EPOCHS, KEYS, desk.places)
+    right = desk.codec.unseal(seals, 0, desk.places + np.uint64(SHAPE.header_bytes))
     looked_at = np.zeros(right.size, dtype=np.bool_)
     looked_at[first::step] = True
     right |= ~looked_at.reshape(right.shape)
@@ -203,7 +203,7 @@ def test_what_does_not_belong_together_is_refused(desk: Desk) -> None:
     one = np.ones(1, dtype=np.uint64)
     for offset, size in ((0, 100), (SHAPE.header_bytes + 1000, 6000), (1 << 40, 1)):
         beyond = _io.Stretches(one * np.uint64(offset), one * np.uint64(size), one, one)
-        plain = desk.sealer.plain_check(NUMBERS, EPOCHS, KEYS)
+        plain = desk.codec.plain_check(NUMBERS, EPOCHS, KEYS)
         assert plain is not None
         with pytest.raises(ValueError, match="not in one page"):
             _io.Intake(

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.store.conftest import NEVER_S, PAGED, PATIENCE_S, SHORT_S, MakeStore, StoreRig, array
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
-from vllm_ssdkv.store.io.coalescing import JoinedBatch, submit_joined
+from vllm_ssdkv.store.io.coalescing import CoalescedBatch, submit_joined
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.io.slot_io import GROUP_BYTES
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
@@ -24,7 +24,7 @@ LARGE = SlotGeometry("opaque", 9, 1, 1, 150_000)
 """Of several units."""
 
 
-def submit(rig: StoreRig, op: Op, slots: list[int]) -> SlotBatch:
+def submit(rig: StoreRig, op: Op, slots: list[int]) -> SlotRequest:
     """Whole slots, one after the other in the arena."""
     size = rig.geometry.slot_bytes
     buffers = np.arange(len(slots), dtype=np.uint64) * np.uint64(size)
@@ -220,7 +220,7 @@ def test_neighbours_are_one_request_with_results_of_their_own(
     )
     assert joined.wait(PATIENCE_S)
     assert isinstance(batch.placed, Extents)
-    assert isinstance(batch.batch, JoinedBatch)
+    assert isinstance(batch.batch, CoalescedBatch)
     assert len(batch.batch.batch.results()) == len(joined.batch.results())
 
 

@@ -278,10 +278,10 @@ def test_what_was_stored_before_a_reset_is_gone(make: Make) -> None:
     store = make()
     place = store.place
     ranks = [open_rank(place, rank, Counters()) for rank in range(store.ranks)]
-    index, restriper = open_index(place)
-    restriper.forget_stored()
+    index, rebalancer = open_index(place)
+    rebalancer.forget_stored()
     assert index.gauges()["ready"] == 0
-    assert restriper.close()
+    assert rebalancer.close()
     index.close()
     for rank in ranks:
         close(rank)

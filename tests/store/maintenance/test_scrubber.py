@@ -25,7 +25,7 @@ from tests.store.conftest import (
 from vllm_ssdkv.store import tiered_store
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.maintenance import scrubber as scrubbing_module
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber, _Reader
 from vllm_ssdkv.store.memory.memory_plan import PIECES
@@ -73,10 +73,10 @@ def scrubbing(
     idle: Callable[[], bool] = lambda: True,
     writing: Callable[[int], bool] = lambda _: False,
 ) -> Iterator[Scrubber]:
-    plan = tiered_store.ArenaPlan(
+    plan = tiered_store.MemoryPlan(
         rig.geometry, rig.store.arena.nbytes, 8 * rig.geometry.layer_bytes, scrub=True
     )
-    pieces = Staging(plan.scrub_offset, rig.geometry.slot_bytes, plan.scrub_pieces)
+    pieces = BufferPool(plan.scrub_offset, rig.geometry.slot_bytes, plan.scrub_pieces)
     scrubber = Scrubber(
         rig.files,
         rig.store.arena,

@@ -19,7 +19,7 @@ from tests.store.conftest import (
 from vllm_ssdkv.store import tiered_store
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.io.slot_io import Source
+from vllm_ssdkv.store.io.slot_io import ReadFrom
 from vllm_ssdkv.store.maintenance import scrubber
 
 FAST = 1 << 40
@@ -131,7 +131,7 @@ def test_a_source_that_fails_once_is_read_again_in_the_next_pass(
     fetch = scrubber._Reader.fetch
     failed: list[int] = []
 
-    def fetch_once_bad(reader: scrubber._Reader, source: Source, epoch: int) -> bool:
+    def fetch_once_bad(reader: scrubber._Reader, source: ReadFrom, epoch: int) -> bool:
         if failed:
             return fetch(reader, source, epoch)
         failed.append(source.copy)

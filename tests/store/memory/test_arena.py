@@ -28,11 +28,11 @@ def mapped(address: int, process: int | str = "self") -> dict[str, str] | None:
     """Fields of the mapping that holds ``address`` in /proc/<process>/smaps, or None."""
     fields: dict[str, str] | None = None
     for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
-        border = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if border:
+        balancer = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if balancer:
             if fields is not None:
                 return fields
-            if int(border[1], 16) <= address < int(border[2], 16):
+            if int(balancer[1], 16) <= address < int(balancer[2], 16):
                 fields = {}
         elif fields is not None:
             name, _, value = line.partition(":")

@@ -14,7 +14,13 @@ from tests.store.conftest import OPAQUE, SHAPES
 from vllm_ssdkv.base.errors import ConfigError, DramTooSmallError
 from vllm_ssdkv.base.sizes import MIB, parse_size
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
-from vllm_ssdkv.store.memory.memory_plan import MIN_FRAMES, STAGING, ArenaPlan, ChoiceMemory, Runs
+from vllm_ssdkv.store.memory.memory_plan import (
+    MIN_FRAMES,
+    STAGING,
+    FrameRuns,
+    MemoryPlan,
+    SparseMemory,
+)
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
 
 KV = SlotGeometry("paged", 4, 8, 1, 8192)
@@ -23,16 +29,16 @@ BOUNDS = with_summaries(KV, 16, channels=False)
 
 @given(geometry=SHAPES, staging=st.integers(0, 1 << 24), frames=st.integers(0, 40))
 def test_the_plan_uses_what_it_was_given(geometry: SlotGeometry, staging: int, frames: int) -> None:
-    least = ArenaPlan(geometry, 1 << 50, staging).frame_offset + MIN_FRAMES * geometry.slot_bytes
+    least = MemoryPlan(geometry, 1 << 50, staging).frame_offset + MIN_FRAMES * geometry.slot_bytes
     given_bytes = least + (frames - MIN_FRAMES) * geometry.slot_bytes
     if frames < MIN_FRAMES:
         with pytest.raises(DramTooSmallError, match=r"at least .* per worker") as caught:
-            ArenaPlan(geometry, given_bytes, staging)
+            MemoryPlan(geometry, given_bytes, staging)
         advice = str(caught.value).split("at least ")[1].split(" per worker")[0]
         assert least <= parse_size(advice) < least + MIB
         assert caught.value.needed == least
         return
-    plan = ArenaPlan(geometry, given_bytes, staging)
+    plan = MemoryPlan(geometry, given_bytes, staging)
     assert plan.frames == frames
     assert plan.nbytes == given_bytes
     assert plan.nbytes % 4096 == plan.frame_offset % 4096 == 0
@@ -49,8 +55,8 @@ def test_summaries_and_channels_take_what_they_were_given(
         SlotGeometry("paged", 2, 2, 3, 8192), 16, channels=True, scaled_from=2
     )
     given_bytes = 1 << 20
-    choice = ChoiceMemory(16, 1000, summaries=given_bytes, channels=tier)
-    plan = ArenaPlan(geometry, 1 << 30, 1 << 20, choice=choice)
+    choice = SparseMemory(16, 1000, summaries=given_bytes, channels=tier)
+    plan = MemoryPlan(geometry, 1 << 30, 1 << 20, choice=choice)
     places = plan.summary_rows * geometry.layers * geometry.channel_pages
     in_dram = plan.frame_offset - plan.summary_offset
     taken = in_dram + (places * geometry.payload_bytes if tier == "hbm" else 0)
@@ -63,14 +69,14 @@ def test_staging_that_is_not_given_follows(
     geometry: SlotGeometry, given_bytes: int, most: int
 ) -> None:
     """It is never what there is too little DRAM for, and DRAM grows where it may."""
-    least = ArenaPlan(geometry, 1 << 50, 0).frame_offset + MIN_FRAMES * geometry.slot_bytes
+    least = MemoryPlan(geometry, 1 << 50, 0).frame_offset + MIN_FRAMES * geometry.slot_bytes
     if max(given_bytes, most) < least:
         with pytest.raises(DramTooSmallError) as caught:
-            ArenaPlan.of(geometry, given_bytes, None, most_bytes=most)
+            MemoryPlan.of(geometry, given_bytes, None, most_bytes=most)
         assert "staging" not in str(caught.value)
         assert caught.value.needed == least
         return
-    plan = ArenaPlan.of(geometry, given_bytes, None, most_bytes=most)
+    plan = MemoryPlan.of(geometry, given_bytes, None, most_bytes=most)
     assert plan.nbytes <= max(given_bytes, least)
     assert plan.staging_bytes <= max(min(STAGING, given_bytes / 4), 4 * geometry.layer_bytes)
     assert given_bytes < least or plan.nbytes > given_bytes - geometry.slot_bytes
@@ -78,24 +84,24 @@ def test_staging_that_is_not_given_follows(
 
 @pytest.mark.parametrize(("dram", "staging"), [(4096, 64), (256, 64), (128, 32), (8, 2)])
 def test_staging_takes_a_quarter_up_to_its_most(dram: int, staging: int) -> None:
-    assert ArenaPlan.of(KV, dram * MIB, None).staging_bytes == staging * MIB
+    assert MemoryPlan.of(KV, dram * MIB, None).staging_bytes == staging * MIB
 
 
 def test_staging_that_is_given_is_named_where_it_is_used() -> None:
     with pytest.raises(ConfigError, match=r"\(dram_gib\), or lower io.staging"):
-        ArenaPlan.of(KV, 1 << 20, 1 << 20)
+        MemoryPlan.of(KV, 1 << 20, 1 << 20)
     with pytest.raises(ConfigError, match=r"per worker \(dram_gib\)$"):
-        ArenaPlan.of(OPAQUE, OPAQUE.slot_bytes, 1 << 20)
+        MemoryPlan.of(OPAQUE, OPAQUE.slot_bytes, 1 << 20)
 
 
 def test_opaque_slots_need_no_staging() -> None:
-    plan = ArenaPlan(OPAQUE, 10 * OPAQUE.slot_bytes, 1 << 30)
+    plan = MemoryPlan(OPAQUE, 10 * OPAQUE.slot_bytes, 1 << 30)
     assert (plan.frame_offset, plan.frames) == (0, 10)
 
 
 def test_what_contexts_can_use_goes_to_choosing_and_the_rest_to_frames() -> None:
-    choice = ChoiceMemory(16, 100_000, contexts=50)
-    plan = ArenaPlan(BOUNDS, 1 << 30, 1 << 20, choice=choice)
+    choice = SparseMemory(16, 100_000, contexts=50)
+    plan = MemoryPlan(BOUNDS, 1 << 30, 1 << 20, choice=choice)
     assert plan.summary_rows == 50
     assert plan.page_places == 50 * BOUNDS.pages
     assert plan.frames * BOUNDS.slot_bytes > (1 << 30) - (20 << 20)
@@ -103,8 +109,8 @@ def test_what_contexts_can_use_goes_to_choosing_and_the_rest_to_frames() -> None
 
 def test_where_nobody_can_choose_nothing_is_spent_on_it() -> None:
     given_bytes, staging = 1 << 26, 1 << 20
-    choice = ChoiceMemory(16, 100_000, contexts=0)
-    plan = ArenaPlan(BOUNDS, given_bytes, staging, choice=choice)
+    choice = SparseMemory(16, 100_000, contexts=0)
+    plan = MemoryPlan(BOUNDS, given_bytes, staging, choice=choice)
     assert (plan.summary_rows, plan.page_places) == (1, choice.least_places(BOUNDS))
     spent = plan.frame_offset - plan.page_offset
     assert spent <= choice.least_places(BOUNDS) * BOUNDS.page_bytes + (1 << 17)
@@ -116,7 +122,7 @@ def test_memory_that_is_scarce_is_divided_by_need(channels: bool, times: float) 
     a third of DRAM; channels half of their KV, and more of DRAM, as they outweigh a choice."""
     given_bytes = 1 << 28
     geometry = with_summaries(KV, 16, channels=channels)
-    plan = ArenaPlan(geometry, given_bytes, 0, choice=ChoiceMemory(16, 1_000_000))
+    plan = MemoryPlan(geometry, given_bytes, 0, choice=SparseMemory(16, 1_000_000))
     kv = geometry.kv_pages * geometry.page_bytes
     assert plan.summary_rows * kv == pytest.approx(times * given_bytes, rel=0.05)
     summaries = plan.frame_offset - plan.summary_offset
@@ -147,14 +153,14 @@ def test_dram_that_is_said_to_be_enough_is_enough(
     budget: float,
 ) -> None:
     geometry = with_summaries(geometry, 16, channels=channels)
-    choice = ChoiceMemory(16, 5000, page_cache, summaries, "lru", tier, contexts, budget)
+    choice = SparseMemory(16, 5000, page_cache, summaries, "lru", tier, contexts, budget)
     try:
-        plan = ArenaPlan(geometry, given_bytes, staging, choice=choice)
+        plan = MemoryPlan(geometry, given_bytes, staging, choice=choice)
     except DramTooSmallError as error:
         said = parse_size(str(error).split("at least ")[1].split(" per worker")[0])
         given_bytes = error.needed
         assert given_bytes <= said < given_bytes + MIB
-        plan = ArenaPlan(geometry, given_bytes, staging, choice=choice)
+        plan = MemoryPlan(geometry, given_bytes, staging, choice=choice)
     assert plan.frames >= MIN_FRAMES
     assert given_bytes - geometry.slot_bytes < plan.nbytes <= given_bytes
     most = 5000 if contexts is None or summaries is not None else min(5000, contexts)
@@ -170,7 +176,9 @@ def test_dram_that_is_said_to_be_enough_is_enough(
     assert len(plan.summary_runs.firsts) == 0 or (summaries is None and tier != "hbm")
 
 
-def assert_lent(plan: ArenaPlan, runs: Runs, offset: int, pieces: int, piece_bytes: int) -> None:
+def assert_lent(
+    plan: MemoryPlan, runs: FrameRuns, offset: int, pieces: int, piece_bytes: int
+) -> None:
     """Frames one behind the other, each in the pieces of its run."""
     frame_bytes = (plan.nbytes - plan.frame_offset) // plan.frames
     begin = offset + runs.firsts.astype(np.int64) * piece_bytes
@@ -188,7 +196,7 @@ def assert_lent(plan: ArenaPlan, runs: Runs, offset: int, pieces: int, piece_byt
 def test_next_to_all_that_is_divided_without_being_told_may_be_lent(geometry: SlotGeometry) -> None:
     """As if there were nothing but frames: what the store of exact attention has."""
     given_bytes, staging = 1 << 30, 1 << 26
-    plan = ArenaPlan(geometry, given_bytes, staging, choice=ChoiceMemory(16, 1_000_000))
+    plan = MemoryPlan(geometry, given_bytes, staging, choice=SparseMemory(16, 1_000_000))
     assert (np.diff(np.sort(plan.lent_offsets)) >= geometry.frame_bytes).all()
-    exact = ArenaPlan(KV, given_bytes, staging)
+    exact = MemoryPlan(KV, given_bytes, staging)
     assert 0.96 * exact.frames < plan.frames + len(plan.lent_offsets) <= exact.frames

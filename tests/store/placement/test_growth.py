@@ -26,7 +26,7 @@ from vllm_ssdkv.store.maintenance.offline_store import find_store
 from vllm_ssdkv.store.open import StorePlace, open_index
 from vllm_ssdkv.store.placement import growth as growing
 from vllm_ssdkv.store.placement.growth import DataFileSpace
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -48,22 +48,22 @@ def place(tp_size: int = 1, **options: Any) -> StorePlace:  # noqa: ANN401 - any
     return StorePlace(SSDKVConfig.from_extra_config(given), PAGED, MODEL, tp_size, run="")
 
 
-def grow(restriper: Restriper) -> None:
+def grow(rebalancer: Rebalancer) -> None:
     """Steps of an engine, until nothing more is to come now."""
 
     def idle() -> bool:
-        restriper.step()
-        return not restriper.under_way
+        rebalancer.step()
+        return not rebalancer.under_way
 
     until(idle, "the growth")
 
 
 def store_until_full(
-    index: SlotIndex, restriper: Restriper, seen: Callable[[], None] = lambda: None
+    index: SlotIndex, rebalancer: Rebalancer, seen: Callable[[], None] = lambda: None
 ) -> dict[int, bytes]:
     keys: dict[int, bytes] = {}
     while True:
-        grow(restriper)
+        grow(rebalancer)
         seen()
         free = index.free_now()
         if not free:
@@ -88,38 +88,38 @@ def test_it_starts_small_and_grows_to_its_limit(home: Path, opened: Opened, tp_s
     where = place(tp_size)
     stores = [opened(where, rank) for rank in range(tp_size)]
     assert data_bytes(home) < LIMIT // 8
-    index, restriper = open_index(where)
-    assert restriper.growth is not None
-    most = restriper.placement.slots + restriper.growth.to_come
-    assert restriper.placement.slots < most // 10
+    index, rebalancer = open_index(where)
+    assert rebalancer.growth is not None
+    most = rebalancer.placement.slots + rebalancer.growth.to_come
+    assert rebalancer.placement.slots < most // 10
     sizes: list[int] = []
 
     def seen() -> None:
-        segments = restriper.take_segments()
+        segments = rebalancer.take_segments()
         for store in stores if segments is not None else ():
             store.files.placement.change(segments)
-        sizes.append(restriper.placement.slots)
+        sizes.append(rebalancer.placement.slots)
         assert used(home) <= LIMIT
-        needed = restriper.placement.device_bytes(0)
+        needed = rebalancer.placement.device_bytes(0)
         assert {f.stat().st_size for f in home.rglob("*.data")} == {needed}
 
-    keys = store_until_full(index, restriper, seen)
+    keys = store_until_full(index, rebalancer, seen)
     assert len(sizes) > 10
     assert sizes == sorted(sizes)
-    assert len(keys) == restriper.placement.slots
+    assert len(keys) == rebalancer.placement.slots
     assert 0.95 * most <= len(keys) <= most
-    assert restriper.growth.to_come == 0
+    assert rebalancer.growth.to_come == 0
     assert data_bytes(home) > 0.9 * LIMIT
-    assert restriper.close()
+    assert rebalancer.close()
     index.close()
     for store in stores:
         close(store)
     # A restart has all of it, and has nothing to grow.
     stores = [opened(place(tp_size), rank) for rank in range(tp_size)]
-    index, restriper = open_index(place(tp_size))
+    index, rebalancer = open_index(place(tp_size))
     assert found(index, keys) == set(keys)
-    grow(restriper)
-    assert restriper.placement.slots == len(keys)
+    grow(rebalancer)
+    assert rebalancer.placement.slots == len(keys)
     index.close()
 
 
@@ -128,13 +128,13 @@ def test_a_restart_goes_on_growing(home: Path, opened: Opened) -> None:
     steps: list[int] = []
     for _ in range(4):
         store = opened(place())
-        index, restriper = open_index(place())
+        index, rebalancer = open_index(place())
         assert found(index, keys) == set(keys)
-        steps.append(restriper.placement.slots)
+        steps.append(rebalancer.placement.slots)
         keys |= fill(index, index.free_now())
-        grow(restriper)
+        grow(rebalancer)
         keys |= fill(index, index.free_now())
-        assert restriper.close()
+        assert rebalancer.close()
         index.close()
         close(store)
     each = steps[1] - steps[0]
@@ -149,39 +149,39 @@ def test_a_kill_at_any_instant(
 ) -> None:
     """Before the files have their space, before the manifest has the segment, before its use."""
     store = opened(place())
-    index, restriper = open_index(place())
-    before = restriper.placement.slots
+    index, rebalancer = open_index(place())
+    before = rebalancer.placement.slots
     keys = fill(index, index.free_now())
-    assert restriper.growth is not None
-    reserve, never = restriper.growth._reserve, threading.Event()
+    assert rebalancer.growth is not None
+    reserve, never = rebalancer.growth._reserve, threading.Event()
 
     def cut_short(segment: Any) -> None:  # noqa: ANN401 - a segment
         if instant == "space":
             never.wait(PATIENCE_S)
         reserve(segment)
 
-    monkeypatch.setattr(restriper.growth, "_reserve", cut_short)
+    monkeypatch.setattr(rebalancer.growth, "_reserve", cut_short)
     if instant == "manifest":
-        monkeypatch.setattr(restriper, "add", lambda _: False)
-    restriper.step()
+        monkeypatch.setattr(rebalancer, "add", lambda _: False)
+    rebalancer.step()
     if instant != "space":
-        until(lambda: data_bytes(home) > restriper.placement.device_bytes(0) + 4096, "the space")
+        until(lambda: data_bytes(home) > rebalancer.placement.device_bytes(0) + 4096, "the space")
         time.sleep(0.05)
-        restriper.step()
-    assert restriper._saver.wait(PATIENCE_S)
-    assert restriper.placement.slots == before
+        rebalancer.step()
+    assert rebalancer._saver.wait(PATIENCE_S)
+    assert rebalancer.placement.slots == before
     index.close()
     close(store)
     # The next start knows nothing of it, or all.
     opened(place())
-    index, restriper = open_index(place())
+    index, rebalancer = open_index(place())
     assert found(index, keys) == set(keys)
-    now = restriper.placement.slots
+    now = rebalancer.placement.slots
     assert now == before if instant != "slots" else now > before
     (data,) = home.rglob("*.data")
-    assert data.stat().st_size == restriper.placement.device_bytes(0)
-    store_until_full(index, restriper)
-    assert restriper.placement.slots > 10 * before
+    assert data.stat().st_size == rebalancer.placement.device_bytes(0)
+    store_until_full(index, rebalancer)
+    assert rebalancer.placement.slots > 10 * before
     index.close()
     never.set()
 
@@ -190,14 +190,14 @@ def test_a_step_never_waits_for_it(
     home: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(place())
-    index, restriper = open_index(place())
+    index, rebalancer = open_index(place())
     slow = threading.Event()
     monkeypatch.setattr(DataFileSpace, "reserve", lambda *_: slow.wait(PATIENCE_S))
     fill(index, index.free_now())
     begin = time.monotonic()
     for _ in range(100):
-        restriper.step()
-        assert restriper.under_way
+        rebalancer.step()
+        assert rebalancer.under_way
     assert time.monotonic() - begin < 0.5
     # Meanwhile it evicts, as any cache that is full.
     assert len(index.allocate(1)) == 1
@@ -215,12 +215,12 @@ def test_a_full_disk_ends_it_for_the_time(
 ) -> None:
     opened(place())
     counters = Counters()
-    index, restriper = open_index(place(), counters)
-    growth = restriper.growth
+    index, rebalancer = open_index(place(), counters)
+    growth = rebalancer.growth
     assert growth is not None
     clock = [0.0]
     monkeypatch.setattr(growth, "_clock", lambda: clock[0])
-    metrics = IndexMetrics(index, restriper, counters)
+    metrics = IndexMetrics(index, rebalancer, counters)
     metrics.update()
     whole = gauges(counters)["slots"]
     with monkeypatch.context() as patch:
@@ -228,16 +228,16 @@ def test_a_full_disk_ends_it_for_the_time(
             patch.setattr(growing._io, "preallocate", lambda *_: errno.ENOSPC)
         else:
             patch.setattr(growing, "SPARE", 2.0)
-        keys = store_until_full(index, restriper)
+        keys = store_until_full(index, rebalancer)
         assert counters.total("growth_errors") == 1
         for _ in range(3):
             clock[0] += growing.RETRY_S
-            restriper.step()
-            until(lambda: restriper.step() or not growth.busy, "another attempt")
+            rebalancer.step()
+            until(lambda: rebalancer.step() or not growth.busy, "another attempt")
     assert counters.total("growth_errors") == 4
     assert sum("does not grow beyond" in message for message in caplog.messages) == 1
     # It goes on as it is, and says so: it is as full as it looks.
-    assert len(keys) == restriper.placement.slots
+    assert len(keys) == rebalancer.placement.slots
     assert found(index, keys) == set(keys)
     assert growth.to_come == 0
     metrics.update()
@@ -246,10 +246,10 @@ def test_a_full_disk_ends_it_for_the_time(
     assert told["slots_free"] == 0
     # Later there is room again.
     clock[0] += growing.RETRY_S
-    keys |= store_until_full(index, restriper)
+    keys |= store_until_full(index, rebalancer)
     assert len(keys) > 0.9 * whole
     metrics.update()
-    assert gauges(counters)["slots"] == restriper.placement.slots
+    assert gauges(counters)["slots"] == rebalancer.placement.slots
     index.close()
 
 
@@ -257,10 +257,10 @@ def test_what_is_in_use_is_said_of_the_limit(home: Path, opened: Opened) -> None
     """Not of what the store has grown to: it would seem full all its life."""
     opened(place())
     counters = Counters()
-    index, restriper = open_index(place(), counters)
-    metrics = IndexMetrics(index, restriper, counters)
+    index, rebalancer = open_index(place(), counters)
+    metrics = IndexMetrics(index, rebalancer, counters)
     fill(index, index.free_now())
-    grow(restriper)
+    grow(rebalancer)
     fill(index, index.free_now() // 2)
     metrics.update()
     told = gauges(counters)
@@ -268,9 +268,9 @@ def test_what_is_in_use_is_said_of_the_limit(home: Path, opened: Opened) -> None
     ready = index.gauges()["ready"]
     assert slots - free == ready
     assert ready / slots < 0.2
-    assert restriper.growth is not None
-    assert slots == restriper.placement.slots + restriper.growth.to_come
-    assert restriper.close()
+    assert rebalancer.growth is not None
+    assert slots == rebalancer.placement.slots + rebalancer.growth.to_come
+    assert rebalancer.close()
     index.close()
     summary = summarize(find_store([], place().state))
     assert (summary.stored, summary.slots) == (ready, slots)
@@ -278,9 +278,9 @@ def test_what_is_in_use_is_said_of_the_limit(home: Path, opened: Opened) -> None
 
 def test_a_store_with_devices_has_its_size(tmp_devices: Callable[[int], list[Path]]) -> None:
     devices = [{"path": d, "capacity": 16 << 20, "weight": 1} for d in tmp_devices(2)]
-    index, restriper = open_index(place(devices=devices))
-    assert restriper.growth is None
-    assert restriper.placement.slots == index.num_slots
+    index, rebalancer = open_index(place(devices=devices))
+    assert rebalancer.growth is None
+    assert rebalancer.placement.slots == index.num_slots
     index.close()
 
 
@@ -294,25 +294,25 @@ def test_a_store_of_an_earlier_release_keeps_what_it_has(home: Path, opened: Ope
     keys = fill(index, index.free_now())
     index.close()
     opened(place())
-    index, restriper = open_index(place())
+    index, rebalancer = open_index(place())
     assert found(index, keys) == set(keys)
-    assert restriper.growth is not None
-    assert restriper.growth.to_come == 0
+    assert rebalancer.growth is not None
+    assert rebalancer.growth.to_come == 0
     index.close()
 
 
 def test_who_needs_many_slots_gets_them(home: Path, opened: Opened) -> None:
     """A request of page mode waits until there is room for all of its context."""
     opened(place())
-    index, restriper = open_index(place())
-    assert restriper.growth is not None
-    most = restriper.placement.slots + restriper.growth.to_come
+    index, rebalancer = open_index(place())
+    assert rebalancer.growth is not None
+    most = rebalancer.placement.slots + rebalancer.growth.to_come
     wanted = most // 2
     turns = 0
     while index.available() < wanted:
-        restriper.step()
-        assert restriper.grow_for(wanted) or index.available() >= wanted
-        assert restriper._saver.wait(PATIENCE_S)
+        rebalancer.step()
+        assert rebalancer.grow_for(wanted) or index.available() >= wanted
+        assert rebalancer._saver.wait(PATIENCE_S)
         turns += 1
         assert turns < 10_000
         time.sleep(0.001)
@@ -324,12 +324,12 @@ def test_a_file_without_preallocation_grows_too(
     home: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(place())
-    index, restriper = open_index(place())
+    index, rebalancer = open_index(place())
     monkeypatch.setattr(growing._io, "preallocate", lambda *_: errno.EOPNOTSUPP)
-    keys = store_until_full(index, restriper)
+    keys = store_until_full(index, rebalancer)
     (data,) = home.rglob("*.data")
-    assert data.stat().st_size == restriper.placement.device_bytes(0)
-    assert len(keys) == restriper.placement.slots
+    assert data.stat().st_size == rebalancer.placement.device_bytes(0)
+    assert len(keys) == rebalancer.placement.slots
     index.close()
 
 

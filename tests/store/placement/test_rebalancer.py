@@ -20,7 +20,7 @@ from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState, Usage
 from vllm_ssdkv.store.placement import rebalancer
 from vllm_ssdkv.store.placement import segments as dividing
 from vllm_ssdkv.store.placement.placement import Placement
-from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Restriper
+from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Rebalancer
 from vllm_ssdkv.store.placement.segments import arrange
 
 GEOMETRY = SlotGeometry("opaque", 3, 1, 1, 204_000)  # two units
@@ -77,7 +77,7 @@ class Store:
         self.placement = Placement(GEOMETRY, everywhere.segments, DEVICES)
         numbers = np.arange(self.index.num_slots, dtype=np.int64)
         self.index.quarantine(~self.placement.holds(numbers))
-        self.restriper = Restriper(
+        self.rebalancer = Rebalancer(
             self.index,
             self.placement,
             self.weights,
@@ -120,12 +120,12 @@ class Store:
 
     def move(self, slots: Sequence[int], *, good: bool = True) -> int:
         """As the connector moves blocks that were read, all at once; how many did."""
-        index, restriper = self.index, self.restriper
+        index, rebalancer = self.index, self.rebalancer
         old = array([s for s in slots if index.state(s) is SlotState.READY])
-        old = old[restriper.to_move(old)]
-        new = restriper.take_room(len(old))
+        old = old[rebalancer.to_move(old)]
+        new = rebalancer.take_room(len(old))
         old = old[: len(new)]
-        assert not restriper.to_move(new).any(), "they would move again"
+        assert not rebalancer.to_move(new).any(), "they would move again"
         index.pin(old)
         for before, after in zip(old.tolist(), new.tolist(), strict=True):
             for place in self.places(after):
@@ -133,15 +133,15 @@ class Store:
         moved = index.replace(old, new) if good else np.zeros(len(old), dtype=np.bool_)
         index.unpin(new)
         index.unpin(old)
-        restriper.vacated(old[moved])
-        restriper.give_room_back(int((~moved).sum()))
+        rebalancer.vacated(old[moved])
+        rebalancer.give_room_back(int((~moved).sum()))
         return int(moved.sum())
 
     def lose(self, device: int) -> None:
         numbers = np.arange(self.index.num_slots, dtype=np.int64)
         self.index.quarantine(self.placement.touches(device, numbers))
         self.weights[device] = 0.0
-        self.restriper.reweigh(self.weights)
+        self.rebalancer.reweigh(self.weights)
 
     def ready(self) -> dict[int, bytes]:
         names = (key_of(n) for n in range(self.names))
@@ -206,14 +206,14 @@ def test_what_is_found_is_where_it_was_written(
             ready = sorted(store.ready())
             store.move(ready[number % max(1, len(ready)) :][:number], good=number % 5 > 0)
         elif what == "step":
-            store.restriper.step()
+            store.rebalancer.step()
         elif what == "save":
             store.saver.save()
         elif what == "weigh":
             store.weights = [0.2 if d == number else 1.0 for d in range(DEVICES)]
             for device in gone:
                 store.weights[device] = 0.0
-            store.restriper.reweigh(store.weights)
+            store.rebalancer.reweigh(store.weights)
         elif number not in gone:
             gone.add(number)
             store.lose(number)
@@ -227,12 +227,12 @@ def test_what_is_found_is_where_it_was_written(
     store.saver.at_once = True
     store.saver.save()
     for _ in range(50):
-        store.restriper.step()
+        store.rebalancer.step()
         store.store(8)
         store.check()
     if any(store.weights):
         assert store.index.available() > 0
-        assert not store.restriper._stale
+        assert not store.rebalancer._stale
 
 
 def test_an_added_device_takes_part_in_new_slots_and_costs_little() -> None:
@@ -242,9 +242,9 @@ def test_an_added_device_takes_part_in_new_slots_and_costs_little() -> None:
     store.store(slots)
     store.index.drop(array([s for s in range(slots) if s >= store.placement.segments[0].slots]))
     before = store.ready()
-    store.restriper.reweigh([1.0, 1.0, 1.0])
-    store.restriper.step()
-    store.restriper.step()
+    store.rebalancer.reweigh([1.0, 1.0, 1.0])
+    store.rebalancer.step()
+    store.rebalancer.step()
     kept = store.ready()
     assert kept == {s: k for s, k in before.items() if s in kept}
     assert len(kept) == len(before)
@@ -259,9 +259,9 @@ def test_a_full_store_gives_up_one_segment_at_a_time() -> None:
     store = Store()
     store.store(store.placement.slots)
     largest = max(s.slots for s in store.placement.segments)
-    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
     for _ in range(4):
-        store.restriper.step()
+        store.rebalancer.step()
     assert 0 < store.counters.total("slots_dropped", cause="restriped") <= largest
     assert store.index.free_now() > 0
     assert store.index.gauges()["ready"] >= store.placement.slots - 2 * largest
@@ -273,12 +273,12 @@ def test_fast_writes_find_new_slots_all_the_same(units: int, at_once: bool, coun
     manifest is saved, or, where that takes no time, at a time."""
     store = Store(saver=Saver(at_once), units=units)
     store.store(store.placement.slots)
-    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
     old = []
     for _ in range(12):
         for _ in range(1 + at_once):
-            store.restriper.step()  # begins to save, or ends
-        before = set(store.restriper.placement.segments)
+            store.rebalancer.step()  # begins to save, or ends
+        before = set(store.rebalancer.placement.segments)
         store.begin(count)
         fresh = {slot for slot, _ in store.writing}
         stale = [s for s in before if s.lanes.count(2) * 3 == len(s.lanes)]
@@ -294,13 +294,13 @@ def test_pinned_slots_are_left_alone() -> None:
     store = Store()
     store.begin(store.placement.slots)
     segments = store.placement.segments
-    store.restriper.reweigh([1.0, 1.0, 0.2])
-    store.restriper.step()
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.step()
     assert store.placement.segments == segments
-    assert not store.restriper.under_way
+    assert not store.rebalancer.under_way
     store.end()
-    store.restriper.step()
-    store.restriper.step()
+    store.rebalancer.step()
+    store.rebalancer.step()
     assert store.placement.segments != segments
 
 
@@ -315,33 +315,33 @@ def test_looking_in_vain_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatc
         return usage(first, count)
 
     monkeypatch.setattr(store.index, "usage", slow_usage)
-    store.restriper._clock = lambda: now[0]
+    store.rebalancer._clock = lambda: now[0]
     store.begin(store.placement.slots)
     segments = len(store.placement.segments)
-    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
     for _ in range(100):
-        store.restriper.step()
+        store.rebalancer.step()
     assert looks == [segments]
-    store.restriper.step(patient=False)
+    store.rebalancer.step(patient=False)
     assert looks == [2 * segments]
     now[0] += rebalancer.LOOK_SHARE * 0.01 * segments + 0.001
-    store.restriper.step()
+    store.rebalancer.step()
     assert looks == [3 * segments]
 
 
 def test_what_is_lost_while_the_manifest_is_saved_is_not_handed_out() -> None:
     store = Store(saver=Saver(at_once=False))
-    store.restriper.reweigh([1.0, 1.0, 0.2])
-    store.restriper.step()
-    assert store.restriper.under_way
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.step()
+    assert store.rebalancer.under_way
     # So much is promised that what comes back cannot be taken out of use again at once.
     store.index.quarantine(store.placement.touches(2, np.arange(store.index.num_slots)))
     store.weights[2] = 0.0
-    store.restriper.weights[2] = 0.0
+    store.rebalancer.weights[2] = 0.0
     store.saver.save()
-    store.restriper._finish()
+    store.rebalancer._finish()
     free = store.index.free_slots()
-    assert not store.placement.lost(store.restriper.out_of_use(), free).any()
+    assert not store.placement.lost(store.rebalancer.out_of_use(), free).any()
 
 
 def test_what_running_requests_were_promised_is_left_to_them() -> None:
@@ -350,43 +350,43 @@ def test_what_running_requests_were_promised_is_left_to_them() -> None:
     segments = store.placement.segments
     promised = store.placement.slots - min(s.slots for s in segments)
     store.index.reserve(promised)
-    store.restriper.reweigh([1.0, 1.0, 0.2])
-    store.restriper.step()
-    assert store.restriper.under_way
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.step()
+    assert store.rebalancer.under_way
     taken = store.index.allocate(promised, reserved=True)
     assert len(taken) == promised
     store.saver.save()
-    store.restriper.step()
+    store.rebalancer.step()
     assert store.index.available() > 0
 
 
 def test_slots_are_handed_out_after_the_manifest_has_them() -> None:
     store = Store(saver=Saver(at_once=False))
-    store.restriper.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
     before = store.placement.segments
     for _ in range(3):
-        store.restriper.step()
-        assert store.restriper.under_way
+        store.rebalancer.step()
+        assert store.rebalancer.under_way
         assert store.placement.segments == before
-        assert store.restriper.take_segments() is None
+        assert store.rebalancer.take_segments() is None
         assert store.index.available() == 0
     store.saver.save()
-    store.restriper.step()
-    assert not store.restriper.under_way
+    store.rebalancer.step()
+    assert not store.rebalancer.under_way
     assert (
-        store.restriper.take_segments() == store.placement.segments == tuple(store.saver.manifest)
+        store.rebalancer.take_segments() == store.placement.segments == tuple(store.saver.manifest)
     )
-    assert store.restriper.take_segments() is None
+    assert store.rebalancer.take_segments() is None
     assert store.index.available() == store.placement.slots
     assert {s.lanes.count(2) / len(s.lanes) for s in store.placement.segments} == {1 / 11}
 
 
 def test_settling_waits_for_the_manifest() -> None:
     store = Store(saver=Saver(at_once=False))
-    store.restriper.settle(0.0)  # nothing to do
-    store.restriper.reweigh([0.0, 1.0, 1.0])
+    store.rebalancer.settle(0.0)  # nothing to do
+    store.rebalancer.reweigh([0.0, 1.0, 1.0])
     with pytest.raises(StoreError, match=r"store\.json could not be saved within 0\.5 s"):
-        store.restriper.settle(0.5)
+        store.rebalancer.settle(0.5)
 
 
 # ---- the thread that saves ----

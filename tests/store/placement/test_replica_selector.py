@@ -24,7 +24,7 @@ from tests.store.conftest import (
 from tests.store.devices.test_queue_depths import Going
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import DeviceHealth
-from vllm_ssdkv.store.devices.throughput import DeviceSpeed
+from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for, partners
@@ -121,7 +121,7 @@ def test_the_piece_between_two_goes_where_it_ends_sooner(rate: float, gets: int)
 def test_what_a_device_has_still_to_do_counts() -> None:
     """Before anybody knows its speed: what piles up on a device sends reads elsewhere."""
     health = DeviceHealth(["/a", "/b", "/c"], 1.0, Counters())
-    replicas = Replicas(health, DeviceSpeed(health.paths, [1.0] * 3), 64, [(0, 0)] * 3)
+    replicas = Replicas(health, ThroughputEstimator(health.paths, [1.0] * 3), 64, [(0, 0)] * 3)
     slots = np.arange(60, dtype=np.int64)
     lane = (slots % 3).astype(np.uint16)
     empty, length = np.zeros(60, dtype=np.uint64), np.full(60, 4096, dtype=np.uint32)
@@ -156,7 +156,9 @@ def test_a_lost_device_is_replaced_by_all_others() -> None:
 
 def test_doubt_and_trust() -> None:
     health = DeviceHealth(["a", "b", "c"], 1.0, Counters())
-    replicas = Replicas(health, DeviceSpeed(health.paths, [1.0] * 3), 10, [(0, 0), (2, 4), (0, 0)])
+    replicas = Replicas(
+        health, ThroughputEstimator(health.paths, [1.0] * 3), 10, [(0, 0), (2, 4), (0, 0)]
+    )
     on_b = np.full(3, 1, dtype=np.uint16)
     slots = array([1, 2, 3])
     replicas.stored_in(slots, array([1 << 40, (2 << 40) + 5, (3 << 40) + 9]))

@@ -12,7 +12,7 @@ from tests.store.conftest import MakeStore, StoreRig, array, content
 from tests.store.read.test_selected_context import context
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.read.channel_reader import ChannelReader
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 HEADS, HEAD_SIZE, BLOCK, RUN = 2, 32, 128, 256
 SHAPE = SlotGeometry("paged", 2, HEADS, 8, 2048, summary_pages=1, channel_pages=8)
@@ -44,7 +44,7 @@ def wanted(name: int, layer: int, channels: NDArray[np.int32]) -> NDArray[np.uin
     return np.stack([whole[head, chosen] for head, chosen in enumerate(channels)])
 
 
-def choose(rig: StoreRig, rows: list[list[int]]) -> tuple[ChosenContexts, ChannelReader]:
+def choose(rig: StoreRig, rows: list[list[int]]) -> tuple[SelectedContexts, ChannelReader]:
     chosen = rig.store.choose([array(slots) for slots in rows], range(len(rows)))
     return chosen, ChannelReader(chosen, HEAD_SIZE, RUN)
 

@@ -227,7 +227,7 @@ def test_whoever_checks_the_outcome_is_the_same(
 ) -> None:
     rig = make_store(geometry, slots=64, frames=8, staging=16)
     if who_checks == "forward pass":
-        assert rig.store._unsealer.close(PATIENCE_S)
+        assert rig.store._verifier.close(PATIENCE_S)
     names = stored(rig, range(40))
     context(rig, names)
     away(rig, list(names))

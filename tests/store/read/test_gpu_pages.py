@@ -19,8 +19,8 @@ from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.read.gpu_pages import HotFetch
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.gpu_pages import GpuFetch
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 BLOCKS, LAYER = 6, 1
 LAYOUT = BlockLayout.unpadded(32, 16, SUMMED.heads, 64, torch.float32)
@@ -38,16 +38,16 @@ class Hot:
     copied: list[int] = field(default_factory=list)
     """Pages of each copy."""
 
-    def choose(self) -> ChosenContexts:
+    def choose(self) -> SelectedContexts:
         return self.rig.store.choose([array(range(BLOCKS))], [0])
 
-    def start(self, chosen: ChosenContexts, pages: Sequence[Page]) -> HotFetch:
+    def start(self, chosen: SelectedContexts, pages: Sequence[Page]) -> GpuFetch:
         blocks, numbers = (array(part) for part in zip(*pages, strict=True))
         fetch = chosen.fetch_hot(chosen.pages(LAYER, blocks, numbers))
-        assert isinstance(fetch, HotFetch)
+        assert isinstance(fetch, GpuFetch)
         return fetch
 
-    def bring(self, chosen: ChosenContexts, pages: Sequence[Page]) -> list[bool]:
+    def bring(self, chosen: SelectedContexts, pages: Sequence[Page]) -> list[bool]:
         """Which of the pages came; of these, which are in the device's memory."""
         fetch = self.start(chosen, pages)
         good = chosen.arrive(fetch, array([block for block, _ in pages]))
@@ -64,7 +64,7 @@ class Hot:
         chosen.release(fetch)
         return inside
 
-    def end(self, chosen: ChosenContexts) -> None:
+    def end(self, chosen: SelectedContexts) -> None:
         chosen.close()
         hot = self.rig.store._hot
         assert hot is not None

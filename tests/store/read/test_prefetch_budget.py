@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.read.prefetch_budget import IdleTime
+from vllm_ssdkv.store.read.prefetch_budget import PrefetchBudget
 
 
 class Clock:
@@ -23,14 +23,14 @@ def load(*pages: int) -> NDArray[np.int64]:
 NOTHING = load(0, 0, 0)
 
 
-def fetch(idle: IdleTime, clock: Clock, pages: NDArray[np.int64], *, waits: float) -> None:
+def fetch(idle: PrefetchBudget, clock: Clock, pages: NDArray[np.int64], *, waits: float) -> None:
     idle.asked(pages)
     clock.now += waits
     idle.arrived()
 
 
 def test_devices_are_levelled_before_anything_is_known() -> None:
-    idle = IdleTime(Clock())
+    idle = PrefetchBudget(Clock())
     assert idle.spare(NOTHING[:0]).tolist() == []
     idle.asked(load(5, 2, 0))
     assert idle.spare(NOTHING).tolist() == [0, 3, 5]
@@ -40,7 +40,7 @@ def test_devices_are_levelled_before_anything_is_known() -> None:
 
 def test_the_shortest_pause_is_used_at_the_pace_of_late() -> None:
     clock = Clock()
-    idle = IdleTime(clock)
+    idle = PrefetchBudget(clock)
     for pause in (0.5, 0.25, 1.0):  # 10 pages in 1 s: 0.1 s each
         fetch(idle, clock, load(10, 4, 0), waits=1.0)
         clock.now += pause + 0.01
@@ -55,7 +55,7 @@ def test_the_shortest_pause_is_used_at_the_pace_of_late() -> None:
 
 def test_what_was_long_ago_is_forgotten() -> None:
     clock = Clock()
-    idle = IdleTime(clock)
+    idle = PrefetchBudget(clock)
     fetch(idle, clock, load(1, 0, 0), waits=100.0)
     for _ in range(9):
         clock.now += 1.5

@@ -78,17 +78,17 @@ def test_the_next_pieces_are_being_read_while_native_code_copies_one(
     rig.write(names)
     before = submitted(rig)
     seen: list[int] = []
-    feed = slot_request.SlotBatch.feed
+    feed = slot_request.SlotRequest.feed
 
     def fed(
-        batch: slot_request.SlotBatch,
+        batch: slot_request.SlotRequest,
         intake: _io.Intake,
-        beside: Sequence[slot_request.SlotBatch] = (),
+        beside: Sequence[slot_request.SlotRequest] = (),
     ) -> None:
         seen.append(submitted(rig) - before)
         feed(batch, intake, beside)
 
-    monkeypatch.setattr(slot_request.SlotBatch, "feed", fed)
+    monkeypatch.setattr(slot_request.SlotRequest, "feed", fed)
     ok(rig.load(names, range(1, 31)), dram=0, ssd=30)
     assert_hbm(rig, {slot + 1: name for slot, name in names.items()})
     whole = submitted(rig) - before

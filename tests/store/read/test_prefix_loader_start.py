@@ -8,7 +8,7 @@ from tests.store.conftest import ALL, OPAQUE, PAGED, MakeStore, StoreRig, array,
 from tests.store.read.test_prefix_loader import assert_hbm, ok
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.read.load_job import LoadOutcome
 
 NAMES = {slot: 100 + slot for slot in range(6)}
@@ -68,7 +68,7 @@ def test_an_error_at_the_start_ends_the_load_and_leaks_nothing(
         raise ValueError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotFiles, "submit", refused)
+        patch.setattr(SlotIO, "submit", refused)
         rig.start_load(NAMES, range(1, 7))
         outcome = rig.finish_load()
     assert not outcome.complete

@@ -27,7 +27,7 @@ from tests.store.test_store_machine import (
     run,
 )
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 __all__ = ["_quiet", "_unhurried"]
 
@@ -91,7 +91,7 @@ class ChoosingMachine(StoreMachine):
                 index.drop(slot)
         return outcomes[0].complete
 
-    def _compare(self, chosen: ChosenContexts, names: Sequence[int]) -> None:
+    def _compare(self, chosen: SelectedContexts, names: Sequence[int]) -> None:
         geometry, arena = self.store.place.geometry, self.store.tiers.arena
         record = geometry.payload_bytes // 16
         per_layer = geometry.pages_per_layer

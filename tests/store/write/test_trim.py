@@ -18,7 +18,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
 from vllm_ssdkv.store.write import trim
-from vllm_ssdkv.store.write.flusher import SlotWriter
+from vllm_ssdkv.store.write.flusher import Flusher
 from vllm_ssdkv.store.write.trim import BYTES_PER_SECOND, SlotTrimmer, _joined, trim_new
 
 SLOTS = 64
@@ -147,13 +147,13 @@ def test_files_keep_their_space(tmp_path: Path) -> None:
 @pytest.fixture
 def watched(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """A store whose writer has a trimmer."""
-    writers: list[SlotWriter] = []
+    writers: list[Flusher] = []
 
     def make() -> tuple[StoreRig, Rig]:
         rig, trims = make_store(OPAQUE, slots=SLOTS, devices=3), Rig(monkeypatch)
         store = rig.store
         assert store._writer.close(PATIENCE_S)
-        store._writer = SlotWriter(store.files, store.frames, store._seals, trimmer=trims.trimmer)
+        store._writer = Flusher(store.files, store.frames, store._seals, trimmer=trims.trimmer)
         writers.append(store._writer)
         return rig, trims
 

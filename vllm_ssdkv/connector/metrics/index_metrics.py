@@ -6,7 +6,7 @@ from typing import Final
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 _GAUGES = ("ready", "free", "pinned")
 _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
@@ -26,15 +26,15 @@ _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
 class IndexMetrics:
     """Carries an index's numbers to the metrics. Used by the scheduler's thread."""
 
-    def __init__(self, index: SlotIndex, restriper: Restriper, counters: Counters):
+    def __init__(self, index: SlotIndex, rebalancer: Rebalancer, counters: Counters):
         self._index = index
-        self._restriper = restriper
+        self._rebalancer = rebalancer
         self._counters = counters
         self._told: dict[str, int] = {}
 
     def update(self) -> None:
         """Bring the metrics up to date."""
-        gauges, growth = self._index.gauges(), self._restriper.growth
+        gauges, growth = self._index.gauges(), self._rebalancer.growth
         # Not every number has a slot: some are spare, for segments that will be striped anew.
         to_come = 0 if growth is None else growth.to_come
         gauges["free"] += to_come

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, Recomputations
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceShares
+from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, ContextRecovery
+from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -22,15 +22,15 @@ class PageAdmission:
     def __init__(
         self,
         index: SlotIndex,
-        restriper: Restriper,
-        shares: DeviceShares,
-        recomputations: Recomputations,
+        rebalancer: Rebalancer,
+        shares: DeviceWeights,
+        recomputations: ContextRecovery,
         counters: Counters,
         block_tokens: int,
         max_model_len: int,
         suspension: Suspension,
     ):
-        self._index, self._restriper, self._shares = index, restriper, shares
+        self._index, self._rebalancer, self._shares = index, rebalancer, shares
         self._recomputations, self._counters = recomputations, counters
         self._block, self._max_tokens = block_tokens, max_model_len
         self._suspension = suspension
@@ -55,8 +55,8 @@ class PageAdmission:
         needed = self.blocks_needed(request)
         if self._index.available() >= needed:
             return True
-        self._restriper.step(patient=soon)
-        if self._restriper.grow_for(needed):
+        self._rebalancer.step(patient=soon)
+        if self._rebalancer.grow_for(needed):
             return False
         if self._index.available() >= needed:  # what was striped anew has come back
             return True

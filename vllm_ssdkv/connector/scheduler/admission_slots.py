@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
 
 
-class Seats:
+class AdmissionSlots:
     """Who waits for one, and whether more may. Used by the scheduler's thread; O(1) per call.
 
     vLLM gives the next seats to these requests before it looks at anybody else, whatever the

@@ -15,7 +15,7 @@ MAX_RECOMPUTATIONS: Final = 8
 one more try."""
 
 
-class Recomputations:
+class ContextRecovery:
     """Sends requests back, and counts how often. Used by the scheduler's thread.
 
     Attributes:

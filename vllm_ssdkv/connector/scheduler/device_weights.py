@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 logger = logging.getLogger(__name__)
 
 
-class DeviceShares:
+class DeviceWeights:
     """What the workers say of the devices. Used by the scheduler's thread."""
 
-    def __init__(self, restriper: Restriper, paths: Sequence[str]):
+    def __init__(self, rebalancer: Rebalancer, paths: Sequence[str]):
         self.paths = tuple(paths)
-        self._restriper = restriper
+        self._rebalancer = rebalancer
         self._lost: set[int] = set()
         # Weights of the devices as configured, and what each rank says they are worth of it.
-        self._weights = tuple(restriper.weights)
+        self._weights = tuple(rebalancer.weights)
         self._worth: dict[tuple[int, int], float] = {}
         self._even = False
 
@@ -33,9 +33,9 @@ class DeviceShares:
         self._lost.add(device)
         self.reweigh()
         everything = np.arange(index.num_slots, dtype=np.int64)
-        lost = self._restriper.placement.lost(self._restriper.out_of_use(), everything)
+        lost = self._rebalancer.placement.lost(self._rebalancer.out_of_use(), everything)
         dropped = index.quarantine(everything[lost])
-        self._restriper.step()
+        self._rebalancer.step()
         logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
         return dropped
 
@@ -68,7 +68,7 @@ class DeviceShares:
         for device in range(len(weights)):
             told = [worth for (_, d), worth in self._worth.items() if d == device]
             weights[device] *= min(told, default=1.0)
-        self._restriper.reweigh(weights)
+        self._rebalancer.reweigh(weights)
 
     def lost_paths(self) -> str:
         """The devices out of use, for messages."""

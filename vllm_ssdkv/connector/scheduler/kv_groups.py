@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, Besides
+from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, HitConstraints
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.store.index.slot_index import SlotIndex
@@ -63,7 +63,7 @@ class GroupHit:
     """
 
     slots: Slots
-    besides: Besides
+    besides: HitConstraints
     shared: int
 
 
@@ -71,7 +71,7 @@ class GroupHit:
 class GroupLoad:
     """Slots of a hit, [n], with their keys, and the HBM blocks that the last of them go to; those
     of the chain, the first ``chain``, before those of other groups. ``behind``: see
-    :class:`Besides`. ``compared``: the last slot is."""
+    :class:`HitConstraints`. ``compared``: the last slot is."""
 
     slots: Slots
     keys: tuple[bytes, ...]
@@ -151,7 +151,7 @@ class BlockGroups:
             found, least = self._beside(keys, first, end)
             if least == end:
                 behind = max(0, self.first_held(self.chain, end * self._block) - first)
-                besides = Besides(
+                besides = HitConstraints(
                     np.concatenate([_NO_SLOTS, *found]),
                     behind,
                     lambda count: self._follow(keys, first, first + count),

@@ -57,7 +57,7 @@ class _Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Besides:
+class HitConstraints:
     """What a hit is for layers with sliding windows.
 
     Attributes:
@@ -72,7 +72,7 @@ class Besides:
     follows: Callable[[int], bool]
 
 
-ALL_ATTEND_TO_ALL = Besides(np.zeros(0, dtype=np.int64), 0, lambda count: True)
+ALL_ATTEND_TO_ALL = HitConstraints(np.zeros(0, dtype=np.int64), 0, lambda count: True)
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _UnderWay:
     times: list[LoadTime] = field(default_factory=list)
 
 
-class LoadChoice:
+class LoadOrRecompute:
     """Decides how much of a hit is loaded. Runs in the scheduler, on its thread; never blocks."""
 
     def __init__(
@@ -128,7 +128,7 @@ class LoadChoice:
         computed: int,
         total: int,
         running: Iterable[tuple[int, int]],
-        besides: Besides = ALL_ATTEND_TO_ALL,
+        besides: HitConstraints = ALL_ATTEND_TO_ALL,
     ) -> int:
         """How many of a hit's blocks to load.
 

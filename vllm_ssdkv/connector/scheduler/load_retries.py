@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class FailedLoads:
+class LoadRetries:
     """Remembers them until they run or end. Used by the scheduler's thread."""
 
     def __init__(self, block_tokens: int, step_blocks: int = 0) -> None:

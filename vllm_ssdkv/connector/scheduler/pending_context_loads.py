@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-class ArrivingContexts:
+class PendingContextLoads:
     """By request. Used by the scheduler's thread."""
 
     def __init__(self) -> None:

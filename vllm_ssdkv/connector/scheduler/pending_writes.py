@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Writes:
+class PendingWrites:
     """Those whose writes were ordered and not reported by every rank. Used by the scheduler's
     thread."""
 

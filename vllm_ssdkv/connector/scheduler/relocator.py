@@ -13,12 +13,12 @@ import numpy as np
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.connector.scheduler.pending_writes import Writes
+from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.placement.move import NO_MOVE, Move
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,12 @@ class _Waiting(NamedTuple):
 class Moves:
     """Decides which blocks move, and when. Runs in the scheduler, on its thread; never blocks.
 
-    When a hit has been read, its blocks are in DRAM. Those that lie in segments which the restriper
-    would stripe otherwise, so that they would be read faster, get new slots. Workers write these
-    from DRAM, as they write new blocks. When all ranks have, the index finds the block in its new
-    slot, and the old one is free when nobody uses it any more. When one has not, all stays as it
-    was. So what is hot is read once from where it was; what is cold stays, and costs no write.
+    When a hit has been read, its blocks are in DRAM. Those that lie in segments which the
+    rebalancer would stripe otherwise, so that they would be read faster, get new slots. Workers
+    write these from DRAM, as they write new blocks. When all ranks have, the index finds the block
+    in its new slot, and the old one is free when nobody uses it any more. When one has not, all
+    stays as it was. So what is hot is read once from where it was; what is cold stays, and costs no
+    write.
 
     A hit larger than DRAM has left it again in part when its turn comes, and a rank may have a
     write that fails: such a block is tried once more, after it was brought into DRAM beside the
@@ -83,22 +84,22 @@ class Moves:
     def __init__(
         self,
         index: SlotIndex,
-        restriper: Restriper,
+        rebalancer: Rebalancer,
         policy: WritePolicy,
         counters: Counters,
-        writes: Writes,
+        writes: PendingWrites,
         unpin: Callable[[Sequence[int]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         """``unpin`` lets go of slots, and has workers forget those that are free then."""
         self._index = index
-        self._restriper = restriper
+        self._rebalancer = rebalancer
         self._policy = policy
         self._counters = counters
         self._writes = writes
         self._unpin = unpin
         self._clock = clock
-        slot_bytes = restriper.placement.geometry.slot_bytes
+        slot_bytes = rebalancer.placement.geometry.slot_bytes
         self._per_step = max(1, STEP_BYTES // slot_bytes)
         self._at_once = max(8, FLIGHT_BYTES // slot_bytes)
         self._recent: deque[_Read] = deque(maxlen=RECENT)
@@ -125,11 +126,11 @@ class Moves:
     def read(self, slots: I64, *, fetched: bool = False) -> None:
         """A load of these slots has ended, which began with the last ones; they are still pinned.
         ``fetched``: they are those of :meth:`take_missing`."""
-        if not self._restriper.moving:  # as long as the devices are what they were
+        if not self._rebalancer.moving:  # as long as the devices are what they were
             self._missing.clear()
             self._recent.append(_Read(self._clock(), slots, self._index.epochs(slots)))
             return
-        moving = self._restriper.to_move(slots)
+        moving = self._rebalancer.to_move(slots)
         self._wait(slots[moving], self._index.epochs(slots[moving]), last=fetched)
 
     def _wait(self, slots: I64, epochs: I64, *, last: bool) -> None:
@@ -148,7 +149,7 @@ class Moves:
         has it."""
         for read in self._recent:
             if read.at >= self._clock() - PATIENCE_S:
-                moving = self._restriper.to_move(read.slots)
+                moving = self._rebalancer.to_move(read.slots)
                 self._wait(read.slots[moving], read.epochs[moving], last=True)
         self._recent.clear()
 
@@ -168,7 +169,7 @@ class Moves:
             if self._may_move(slot, epoch):
                 found.append(slot)
         slots = np.array(found, dtype=np.int64)
-        return slots[self._restriper.to_move(slots)]
+        return slots[self._rebalancer.to_move(slots)]
 
     def _may_move(self, slot: int, epoch: int) -> bool:
         """Whether the slot still has what it had with this epoch, written, and is not moving."""
@@ -177,16 +178,16 @@ class Moves:
 
     def plan(self, frames: int) -> Move:
         """What begins to move in this step. Workers have at least so many ``frames``."""
-        if self._recent and self._restriper.moving:
+        if self._recent and self._rebalancer.moving:
             self._take_recent()
         if not self._waiting:
             return NO_MOVE
         at_once = min(self._at_once, max(1, int(FRAMES * frames)))
         old = self._next(min(self._per_step, at_once - len(self._moving)))
-        new = self._restriper.take_room(len(old))
+        new = self._rebalancer.take_room(len(old))
         if len(old) and not len(new):
             late = self._clock() - self._since > PATIENCE_S
-            if late or not self._restriper.makes_room:
+            if late or not self._rebalancer.makes_room:
                 self._waiting.clear()
         if not len(new):
             return NO_MOVE
@@ -221,14 +222,14 @@ class Moves:
                 break
             (found if self._may_move(slot, waiting.epoch) else stay).append(slot)
         slots = np.sort(np.array(found, dtype=np.int64))
-        moving = self._restriper.to_move(slots)  # devices may have changed meanwhile
+        moving = self._rebalancer.to_move(slots)  # devices may have changed meanwhile
         for slot in {*stay, *slots[~moving].tolist()}:
             del self._waiting[slot]
         return slots[moving]
 
     def _tell(self) -> None:
         """Say why blocks begin to move: once for each change of the devices, and not too often."""
-        weights = list(self._restriper.weights)
+        weights = list(self._rebalancer.weights)
         if weights == self._told or self._clock() < self._told_at + _TELL_INTERVAL_S:
             return
         self._told, self._told_at = weights, self._clock()
@@ -251,7 +252,7 @@ class Moves:
         moved = self._index.replace(old, np.array(new, dtype=np.int64))
         self._unpin(new)
         self._unpin(old.tolist())
-        self._restriper.vacated(old[moved])
+        self._rebalancer.vacated(old[moved])
         self._counters.add("blocks_moved", int(moved.sum()))
         self._give_up(int((~moved).sum()))
         return [slot for slot in slots if slot not in new]
@@ -269,12 +270,12 @@ class Moves:
         if self._sources.pop(old):
             self._give_up(1)
         else:
-            self._restriper.give_room_back(1)
+            self._rebalancer.give_room_back(1)
             self._missing[old] = self._index.epoch(old)
         self._unpin([slot])
         self._unpin([old])
         return True
 
     def _give_up(self, blocks: int) -> None:
-        self._restriper.give_room_back(blocks)
+        self._rebalancer.give_room_back(blocks)
         self._counters.add("moves_failed", blocks)

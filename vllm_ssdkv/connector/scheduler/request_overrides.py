@@ -25,7 +25,7 @@ EXACT: Final = RequestOptions(selector="exact")
 _MAX_CHARS: Final = 500
 
 
-class AskedOptions:
+class RequestOverrides:
     """By request. Used by the scheduler's thread."""
 
     def __init__(self, config: SSDKVConfig, counters: Counters):

@@ -22,38 +22,38 @@ from vllm_ssdkv.connector.messages import (
     FETCH,
     INTO_DRAM,
     PROMOTION,
-    Commit,
     ContextDelta,
+    CopyToDram,
+    Flush,
     Load,
     RankReport,
-    Save,
 )
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.metrics.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.metrics.stats_collector import StatsCollector
 from vllm_ssdkv.connector.scheduler.admission import PageAdmission
-from vllm_ssdkv.connector.scheduler.admission_slots import Seats
+from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.background_loads import BackgroundLoads
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
-from vllm_ssdkv.connector.scheduler.context_recovery import Recomputations
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceShares
+from vllm_ssdkv.connector.scheduler.context_recovery import ContextRecovery
+from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.hit_verifier import HitVerifier
 from vllm_ssdkv.connector.scheduler.identities import TELLING_STEPS, HbmIdentities, RankIdentities
 from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups, GroupLoad
-from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadChoice
-from vllm_ssdkv.connector.scheduler.load_retries import FailedLoads
-from vllm_ssdkv.connector.scheduler.pending_context_loads import ArrivingContexts
-from vllm_ssdkv.connector.scheduler.pending_writes import Writes
+from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
+from vllm_ssdkv.connector.scheduler.load_retries import LoadRetries
+from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
+from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.relocator import Moves
-from vllm_ssdkv.connector.scheduler.request_overrides import AskedOptions
+from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState, being_computed
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
-from vllm_ssdkv.store.placement.rebalancer import Restriper
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -70,14 +70,14 @@ class SSDKVScheduler:
         self,
         config: SSDKVConfig,
         index: SlotIndex,
-        restriper: Restriper,
+        rebalancer: Rebalancer,
         device_paths: Sequence[str],
         block_tokens: int,
         max_model_len: int,
-        seats: Seats,
+        seats: AdmissionSlots,
         ranks: int,
         counters: Counters,
-        choice: LoadChoice,
+        choice: LoadOrRecompute,
         policy: WritePolicy,
         identities: RankIdentities,
         suspension: Suspension,
@@ -92,12 +92,12 @@ class SSDKVScheduler:
         self._paged = config.mode == "page"
         self._reuses = reuses
         self._index = index
-        self._restriper = restriper
-        self._shares = DeviceShares(restriper, device_paths)
-        self._recomputations = Recomputations(counters)
+        self._rebalancer = rebalancer
+        self._shares = DeviceWeights(rebalancer, device_paths)
+        self._recomputations = ContextRecovery(counters)
         self._admission = PageAdmission(
             index,
-            restriper,
+            rebalancer,
             self._shares,
             self._recomputations,
             counters,
@@ -109,7 +109,7 @@ class SSDKVScheduler:
         self._seats = seats
         self.counters = counters
         self._choice, self._policy = choice, policy
-        self._index_metrics = IndexMetrics(index, restriper, counters)
+        self._index_metrics = IndexMetrics(index, rebalancer, counters)
         self._collector = StatsCollector(counters)
         self._identities, self._suspension = identities, suspension
         self._keys = BlockKeys(
@@ -139,11 +139,11 @@ class SSDKVScheduler:
         self._commits: list[tuple[int, int, bytes]] = []
         self._shape: list[tuple[int, int]] = []
         self._settled = True
-        self._writing = Writes(ranks)
-        self._moves = Moves(index, restriper, policy, counters, self._writing, self._unpin)
+        self._writing = PendingWrites(ranks)
+        self._moves = Moves(index, rebalancer, policy, counters, self._writing, self._unpin)
         # Page mode: how many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
-        self._arriving = ArrivingContexts()
+        self._arriving = PendingContextLoads()
         self._held: dict[int, int] = {}
         self._loading: dict[str, NDArray[np.int64]] = {}
         self._no_room = False
@@ -161,8 +161,8 @@ class SSDKVScheduler:
             self._unpin,
             counters,
         )
-        self._failed_loads = FailedLoads(block_tokens, speculation.step_blocks)
-        self.asked = AskedOptions(config, counters)
+        self._failed_loads = LoadRetries(block_tokens, speculation.step_blocks)
+        self.asked = RequestOverrides(config, counters)
 
     def bind_hbm(self, hbm: KVCacheManager) -> None:
         """vLLM's block manager; in page mode a part of it can send requests back."""
@@ -344,7 +344,7 @@ class SSDKVScheduler:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
         self._no_room = False
-        self._restriper.step()
+        self._rebalancer.step()
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None and state.born < self._step:
@@ -373,8 +373,8 @@ class SSDKVScheduler:
         plan.timed = self._choice.step(self._step, self._shape)
         self._shape = []
         self._choice.saved(slot for slot, _, _ in self._saves)
-        plan.save = Save.of(self._saves)
-        plan.commit = Commit.of(self._commits)
+        plan.save = CopyToDram.of(self._saves)
+        plan.commit = Flush.of(self._commits)
         self._saves, self._commits = [], []
         frames = self._choice.frames
         plan.move = self._moves.plan(frames)
@@ -393,7 +393,7 @@ class SSDKVScheduler:
         busy = self._writing or self._loading or self._moves.unfinished
         plan.settled = plan.idle and not busy
         self._settled = plan.settled
-        plan.segments = self._restriper.take_segments()
+        plan.segments = self._rebalancer.take_segments()
         plan.trim, self._trim = self._trim, None
         return plan
 
@@ -762,7 +762,7 @@ class SSDKVScheduler:
         Requests that run keep what they hold; vLLM preempts them before it asks for this. False
         when a request's load is under way.
         """
-        self._restriper.forget_stored()
+        self._rebalancer.forget_stored()
         self._trim = self._index.free_slots()
         return not self._loading.keys() - BACKGROUND
 
@@ -780,7 +780,7 @@ class SSDKVScheduler:
 
     def update_gauges(self) -> None:
         """Refresh what is told of index and devices."""
-        weights = self._restriper.weights
+        weights = self._rebalancer.weights
         for path, weight in zip(self._shares.paths, weights, strict=True):
             share = weight / sum(weights) if weight else 0.0
             self.counters.set("device_share", share, device=path)
@@ -790,6 +790,6 @@ class SSDKVScheduler:
 
     def close(self) -> None:
         """Make journal, manifest and the count of what was written durable."""
-        self._restriper.close()
+        self._rebalancer.close()
         self._index.close()
         self._policy.close()

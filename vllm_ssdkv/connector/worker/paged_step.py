@@ -13,16 +13,16 @@ import torch
 
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.sparse import SparseDecode
-from vllm_ssdkv.attention.sparse_error import Deviation
+from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row, SlotArray
-from vllm_ssdkv.connector.worker.selector_registry import Choices
+from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
-from vllm_ssdkv.sparse.prefetch import ReadAhead
+from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.store.read.context_stream import Piece
 from vllm_ssdkv.store.tiered_store import TieredStore
 
@@ -37,9 +37,9 @@ class PagedStep:
         rows: Sequence[Row],
         poisoned: set[str],
         context_layers: Sequence[int],
-        choices: Choices | None = None,
-        guesses: ReadAhead | None = None,
-        deviation: Deviation | None = None,
+        choices: SelectorRegistry | None = None,
+        guesses: Prefetcher | None = None,
+        deviation: SparseDeviation | None = None,
     ):
         """``poisoned`` are requests that wait to be computed again: they get no context.
         ``context_layers``, ascending, attend to contexts; the others to HBM's window alone. Without

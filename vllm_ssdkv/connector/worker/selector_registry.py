@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.mean_value import MeanValues
+from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row
 from vllm_ssdkv.kernels.scoring import select_scoring_kernels
 from vllm_ssdkv.sparse.protocol import Budget, Selector
-from vllm_ssdkv.sparse.selection_reuse import KeptSelections
+from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
@@ -29,7 +29,7 @@ MAX_KNOWN: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SelectorGroup:
     """How a row that is decoded chooses its pages.
 
     Attributes:
@@ -40,7 +40,9 @@ class Choice:
     exact_below: int
 
     @classmethod
-    def of(cls, config: SSDKVConfig, layout: KVLayout, device: torch.device) -> Choice | None:
+    def of(
+        cls, config: SSDKVConfig, layout: KVLayout, device: torch.device
+    ) -> SelectorGroup | None:
         """As the options say, for queries on ``device``; None: by attending to everything.
 
         Raises:
@@ -71,7 +73,7 @@ class Choice:
         return cls(selector, config.exact_below)
 
 
-class Choices:
+class SelectorRegistry:
     """The engine's choice, and those that requests ask for in its place.
 
     Attributes:
@@ -89,16 +91,18 @@ class Choices:
         self.page_tokens = config.page_tokens
         self.dense_layers = config.sparse.dense_layers
         layers, blocks = len(layout.layer_names), block_layout(layout, config.page_tokens)
-        self.means = MeanValues(layers, blocks)
-        self.kept: KeptSelections | None = None
+        self.means = RunningMeanV(layers, blocks)
+        self.kept: SelectionReuse | None = None
         if config.sparse.reuse_steps > 1:
             steps, similarity = config.sparse.reuse_steps, config.sparse.reuse_similarity
-            self.kept = KeptSelections(layers, blocks, steps, similarity)
-        self._own = Choice.of(config, layout, device)
-        self._asked: OrderedDict[RequestOptions, Choice | None] = OrderedDict()
+            self.kept = SelectionReuse(layers, blocks, steps, similarity)
+        self._own = SelectorGroup.of(config, layout, device)
+        self._asked: OrderedDict[RequestOptions, SelectorGroup | None] = OrderedDict()
 
     @classmethod
-    def of(cls, config: SSDKVConfig, layout: KVLayout, device: torch.device) -> Choices | None:
+    def of(
+        cls, config: SSDKVConfig, layout: KVLayout, device: torch.device
+    ) -> SelectorRegistry | None:
         """As the options say; None: everybody attends to everything, whatever requests ask for.
 
         Raises:
@@ -112,12 +116,12 @@ class Choices:
         if self.kept is not None:
             self.kept.drop(request_id)
 
-    def _of(self, asked: RequestOptions | None) -> Choice | None:
+    def _of(self, asked: RequestOptions | None) -> SelectorGroup | None:
         if asked is None:
             return self._own
         if asked not in self._asked:
             applied = asked.applied(self._config)
-            self._asked[asked] = Choice.of(applied, self._layout, self._device)
+            self._asked[asked] = SelectorGroup.of(applied, self._layout, self._device)
             if len(self._asked) > MAX_KNOWN:
                 self._asked.popitem(last=False)
         return self._asked[asked]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.sparse_error import Deviation
+from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -22,12 +22,12 @@ from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     PROMOTION,
     Adapter,
-    Commit,
     Comparison,
+    CopyToDram,
+    Flush,
     Load,
     LoadTime,
     RankReport,
-    Save,
     StepPlan,
 )
 from vllm_ssdkv.connector.metrics.engine_metrics import EngineMetrics
@@ -45,13 +45,13 @@ from vllm_ssdkv.connector.worker.block_copy import (
 from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
 from vllm_ssdkv.connector.worker.pinning import pin_arena
-from vllm_ssdkv.connector.worker.selector_registry import Choices
+from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.summary_builder import SlotSummaries
-from vllm_ssdkv.sparse.prefetch import ReadAhead
+from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.move import Move
@@ -130,9 +130,9 @@ class SSDKVWorker:
         self._settled = False
         self._told_left_out = False
         self._told_written = [0] * len(opened.devices)
-        self._choices: Choices | None = None
-        self._guesses = ReadAhead() if config.sparse.prefetch else None
-        self.deviation: Deviation | None = None
+        self._choices: SelectorRegistry | None = None
+        self._guesses = Prefetcher() if config.sparse.prefetch else None
+        self.deviation: SparseDeviation | None = None
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
         self.layer_ended: Callable[[], None] | None = None
         """Set by benches: called when a layer has its attention."""
@@ -193,7 +193,7 @@ class SSDKVWorker:
             pin_arena(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
-            self._choices = Choices.of(self.config, self.layout, caches[0].device)
+            self._choices = SelectorRegistry.of(self.config, self.layout, caches[0].device)
             self._port = PagedPort(
                 select_kernels(caches[0].device),
                 [c.view(c.shape[0], -1) for c in caches],
@@ -223,9 +223,9 @@ class SSDKVWorker:
             places = self.store.channel_places
             self.store.keep_channels(channel_memory(places, layout, geometry, device))
 
-    def _summarizer(self) -> SlotSummaries | None:
+    def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry
-        return SlotSummaries(self.block_layout, geometry) if geometry.tail_pages else None
+        return KernelSummaryBuilder(self.block_layout, geometry) if geometry.tail_pages else None
 
     def _trimmer(self) -> SlotTrimmer | None:
         if not self.config.trim:
@@ -407,7 +407,7 @@ class SSDKVWorker:
         if self._choices is not None:
             self._choices.drop(request_id)
 
-    def _save(self, save: Save, commit: Commit) -> None:
+    def _save(self, save: CopyToDram, commit: Flush) -> None:
         """Copy blocks to frames, and commit each at once: the frames may be too few for all."""
         done = 0
         at_once = len(self.store.tails) or len(save.slots)
@@ -426,11 +426,11 @@ class SSDKVWorker:
             self._skip(save.part(np.arange(len(save.slots)) >= done))
         self.counters.add("stores_skipped", len(save.slots) - done, cause="write_buffer")
 
-    def _skip(self, save: Save) -> None:
+    def _skip(self, save: CopyToDram) -> None:
         """These blocks are not stored."""
         self._report.skipped.extend(zip(save.slots.tolist(), save.epochs.tolist(), strict=True))
 
-    def _commit(self, commit: Commit, which: NDArray[np.bool_]) -> None:
+    def _commit(self, commit: Flush, which: NDArray[np.bool_]) -> None:
         if which.any():
             keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
             self.store.commit(commit.slots[which], commit.epochs[which], keys)
@@ -438,7 +438,7 @@ class SSDKVWorker:
     def _move(self, move: Move) -> None:
         """Write blocks that are in DRAM into other slots, too."""
         copied, wrong = self.store.copy(move)
-        self._commit(Commit(move.new, move.new_epochs, move.keys), copied)
+        self._commit(Flush(move.new, move.new_epochs, move.keys), copied)
         new = zip(move.new[~copied].tolist(), move.new_epochs[~copied].tolist(), strict=True)
         self._report.failed_writes.extend(new)
         old = zip(move.old[wrong].tolist(), move.old_epochs[wrong].tolist(), strict=True)

@@ -23,12 +23,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.frame_lease import Lender
+from vllm_ssdkv.store.cache.frame_lease import FrameLease
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.cache.selected_pages import PageCache
+from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
 from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.memory_plan import CHOSEN, ArenaPlan
+from vllm_ssdkv.store.memory.memory_plan import CHOSEN, MemoryPlan
 
 _FORGETTING: Final = 16
 """With each step without a larger one, what a step needs is taken for so much of itself less."""
@@ -52,7 +52,7 @@ _LOOK_S: Final = 0.001
 Contexts = Sequence[NDArray[np.int64]]
 
 
-class Border:
+class DramBalancer:
     """Lends runs of places and rows to frames. Used by the thread that runs the forward pass; only
     :meth:`choose` blocks.
 
@@ -63,9 +63,9 @@ class Border:
     def __init__(
         self,
         geometry: SlotGeometry,
-        plan: ArenaPlan,
+        plan: MemoryPlan,
         frames: FrameCache,
-        pages: PageCache,
+        pages: SelectedPageCache,
         summaries: SummaryTable,
         busy: Callable[[], bool],
         deadline_s: float,
@@ -78,9 +78,9 @@ class Border:
         self._busy = busy
         self._deadline_s = deadline_s
         first = frames.frames
-        self._places = Lender(geometry, plan.page_runs, pages, frames, first)
+        self._places = FrameLease(geometry, plan.page_runs, pages, frames, first)
         first += len(plan.page_runs.firsts)
-        self._rows = Lender(geometry, plan.summary_runs, summaries, frames, first)
+        self._rows = FrameLease(geometry, plan.summary_runs, summaries, frames, first)
         self._chosen_places = plan.chosen_places
         self._asked = self._evictions = 0
         self._places_needed = self._rows_needed = 0

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.memory_plan import Runs
+from vllm_ssdkv.store.memory.memory_plan import FrameRuns
 
 _CANDIDATES: Final = 4
 """Of so many times the runs to be lent the emptiest are."""
@@ -34,13 +34,13 @@ class Divisible(Protocol):
         """They may be used again, and hold nothing."""
 
 
-class Lender:
+class FrameLease:
     """One kind of memory, and the frames in it. Of one thread; never blocks."""
 
     def __init__(
         self,
         geometry: SlotGeometry,
-        runs: Runs,
+        runs: FrameRuns,
         memory: Divisible,
         frames: FrameCache,
         first_frame: int,

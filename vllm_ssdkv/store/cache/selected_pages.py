@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import PagePolicy
 
 NO_PLACE = -1
@@ -56,7 +56,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Answer to :meth:`PageCache.ask`. *Entries* are distinct pages that lie in no frame.
+    """Answer to :meth:`SelectedPageCache.ask`. *Entries* are distinct pages that lie in no frame.
 
     Attributes:
         which: Entry of each page asked for, int32 [n]; ``NO_PLACE`` where it lies in a frame.
@@ -66,7 +66,8 @@ class Asked:
             have one. Neighbours stand side by side.
         framed: Distinct pages that lie in frames.
         coming: Entries of those held that somebody else is reading.
-        guessed: Entries of those held that :meth:`PageCache.guess` brought and nobody asked for
+        guessed: Entries of those held that :meth:`SelectedPageCache.guess` brought and nobody asked
+        for
             before.
     """
 
@@ -79,7 +80,7 @@ class Asked:
     guessed: int
 
 
-class PageCache:
+class SelectedPageCache:
     """Places for pages. Used by the thread that runs the forward pass; never blocks.
 
     A place is free, holds a page, or one is on its way there. It is *taken* while somebody uses it
@@ -117,7 +118,7 @@ class PageCache:
             geometry.pages,
             policy,
         )
-        self._lent: list[tuple[NDArray[np.int32], SlotBatch]] = []
+        self._lent: list[tuple[NDArray[np.int32], SlotRequest]] = []
 
     def ask(self, pages: Pages) -> Asked:
         """Take the places of pages that queries need; the others get one, to be read into."""
@@ -184,7 +185,7 @@ class PageCache:
         """End the use of taken places; ``NO_PLACE`` entries are skipped. One call per use."""
         self._tables.release(places)
 
-    def lend(self, places: NDArray[np.int32], batch: SlotBatch) -> None:
+    def lend(self, places: NDArray[np.int32], batch: SlotRequest) -> None:
         """Taken places into which a read may still write: they are out of use until it ends."""
         if len(places):
             self._lent.append((places, batch))

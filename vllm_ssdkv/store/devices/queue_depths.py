@@ -13,7 +13,7 @@ from vllm_ssdkv.store.io.engines.protocol import PENDING, U16, U32, Batch
 _FEW: Final = 64
 
 
-class InFlight:
+class QueueDepths:
     """Batches that have not ended. Thread-safe; never blocks."""
 
     def __init__(self, devices: int):

@@ -88,7 +88,7 @@ class Part:
     end: Moment
 
 
-class DeviceSpeed:
+class ThroughputEstimator:
     """Rates of the devices of one rank, relative to their weights. Thread-safe; never blocks."""
 
     def __init__(self, paths: Sequence[str], weights: Sequence[float]):
@@ -268,7 +268,7 @@ def _upper_median(values: NDArray[np.float64]) -> float:
 class BatchWatch:
     """Notices when each device has done its part of a batch. Belongs to who waits for the batch."""
 
-    def __init__(self, speed: DeviceSpeed, nbytes: NDArray[np.float64], begin: Moment):
+    def __init__(self, speed: ThroughputEstimator, nbytes: NDArray[np.float64], begin: Moment):
         """``nbytes`` are asked of each device, [devices]; ``begin`` is when they were submitted."""
         self._speed = speed
         self.begin = begin

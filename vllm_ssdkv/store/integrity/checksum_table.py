@@ -11,31 +11,31 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.integrity.slot_codec import Seals
+from vllm_ssdkv.store.integrity.slot_codec import Digests
 
 _NO_ROW = -1
 
 
-class SealTable:
+class ChecksumTable:
     """Seals by slot. Thread-safe; never blocks on I/O."""
 
     def __init__(self, slots: int, pages: int, opening_words: int, mark_words: int):
-        """``slots`` in the store, ``pages`` per slot; the words are those of the ``Sealer``."""
+        """``slots`` in the store, ``pages`` per slot; the words are those of the ``SlotCodec``."""
         self._lock = threading.Lock()
         self._row_of = np.full(slots, _NO_ROW, dtype=np.int32)
         self._opening = np.zeros((64, opening_words), dtype=np.uint64)
         self._marks = np.zeros((64, pages, mark_words), dtype=np.uint64)
         self._free = list(range(63, -1, -1))
-        self._held: dict[int, tuple[Seals, int]] = {}
+        self._held: dict[int, tuple[Digests, int]] = {}
         """Of each slot that is being written, the seals of what is written with it, and its place
         among them."""
 
-    def put(self, slots: NDArray[np.int64], seals: Seals) -> None:
+    def put(self, slots: NDArray[np.int64], seals: Digests) -> None:
         """Remember the seals of distinct slots [n] until they are forgotten."""
         with self._lock:
             self._put(slots, seals)
 
-    def _put(self, slots: NDArray[np.int64], seals: Seals) -> None:
+    def _put(self, slots: NDArray[np.int64], seals: Digests) -> None:
         new = slots[self._row_of[slots] == _NO_ROW]
         while len(new) > len(self._free):
             grown = len(self._marks)
@@ -51,20 +51,20 @@ class SealTable:
 
     def get(
         self, slots: NDArray[np.int64], first_page: int, pages: int
-    ) -> tuple[Seals, NDArray[np.bool_]]:
+    ) -> tuple[Digests, NDArray[np.bool_]]:
         """Seals of n slots and the pages from ``first_page`` on, and which slots are known [n]."""
         with self._lock:
             rows = self._row_of[slots]
             marks = self._marks[rows, first_page : first_page + pages]
-            return Seals(self._opening[rows], marks), rows != _NO_ROW
+            return Digests(self._opening[rows], marks), rows != _NO_ROW
 
     def get_pages(
         self, slots: NDArray[np.int64], pages: NDArray[np.int64]
-    ) -> tuple[Seals, NDArray[np.bool_]]:
+    ) -> tuple[Digests, NDArray[np.bool_]]:
         """Seals of one page of each of n slots (repeats allowed), and which slots are known [n]."""
         with self._lock:
             rows = self._row_of[slots]
-            return Seals(self._opening[rows], self._marks[rows, pages][:, None]), rows != _NO_ROW
+            return Digests(self._opening[rows], self._marks[rows, pages][:, None]), rows != _NO_ROW
 
     def release(self, slots: NDArray[np.int64]) -> None:
         """No context refers to these slots any more. Those that are being written may still be
@@ -87,7 +87,7 @@ class SealTable:
 
     # ---- slots that are being written ----
 
-    def hold(self, slots: NDArray[np.int64], seals: Seals) -> None:
+    def hold(self, slots: NDArray[np.int64], seals: Digests) -> None:
         """These slots are being written with these seals; who needs one may :meth:`adopt` it."""
         with self._lock:
             self._held.update((slot, (seals, i)) for i, slot in enumerate(slots.tolist()))
@@ -101,7 +101,7 @@ class SealTable:
                 parts = [self._held[slot] for slot in found]
                 opening = np.stack([seals.opening[i] for seals, i in parts])
                 marks = np.stack([seals.marks[i] for seals, i in parts])
-                self._put(np.array(found, dtype=np.int64), Seals(opening, marks))
+                self._put(np.array(found, dtype=np.int64), Digests(opening, marks))
             result: NDArray[np.bool_] = self._row_of[slots] != _NO_ROW
             return result
 

@@ -26,8 +26,8 @@ from vllm_ssdkv.store.format.slot_header_batch import HeaderFormat, gather, scat
 from vllm_ssdkv.store.integrity.slot_codec import (
     U8,
     U64,
+    Digests,
     PlainCheck,
-    Seals,
     page_addresses,
     slot_pages,
 )
@@ -69,7 +69,7 @@ def libcrypto_version() -> str:
     return version
 
 
-class CipherSealer:
+class CipherCodec:
     """Encrypts what goes to the devices, and accepts from them only what was encrypted so."""
 
     opening_words = _OPENING.itemsize // 8
@@ -111,8 +111,8 @@ class CipherSealer:
         frames: U64,
         images: U64,
         tails: U64 | None = None,
-    ) -> Seals:
-        """See :meth:`Sealer.seal`; ``images`` are other places than ``frames``."""
+    ) -> Digests:
+        """See :meth:`SlotCodec.seal`; ``images`` are other places than ``frames``."""
         geometry, count, start = self._geometry, len(slots), np.uint64(self._arena.address)
         random = np.frombuffer(os.urandom(SALT_BYTES * count), dtype=np.uint8)
         salts = random.reshape(count, SALT_BYTES)
@@ -138,27 +138,27 @@ class CipherSealer:
         )
         scatter(headers, start + images)
         scatter(headers, start + frames)
-        return Seals(opening, tags.view(np.uint64))
+        return Digests(opening, tags.view(np.uint64))
 
     def read_headers(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
-    ) -> tuple[Seals, NDArray[np.bool_]]:
-        """See :meth:`Sealer.read_headers`."""
+    ) -> tuple[Digests, NDArray[np.bool_]]:
+        """See :meth:`SlotCodec.read_headers`."""
         found = gather(np.uint64(self._arena.address) + at, self._geometry.header_bytes)
         right = self._headers.right(found, slots, epochs, keys)
         opening = self._openings(self._headers.salts(found), slots, epochs, keys)
         data, tags = self._headers.authenticated(found)
         right &= (_header_tags(opening, data) == tags).all(axis=1)
-        return Seals(opening, self._headers.tags(found).view(np.uint64)), right
+        return Digests(opening, self._headers.tags(found).view(np.uint64)), right
 
     def plain_check(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
     ) -> PlainCheck | None:
-        """See :meth:`Sealer.plain_check`: pages must be decrypted."""
+        """See :meth:`SlotCodec.plain_check`: pages must be decrypted."""
         return None
 
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
-        """See :meth:`Sealer.why_refused`."""
+        """See :meth:`SlotCodec.why_refused`."""
         data = self._arena.view(at, self._geometry.header_bytes)
         wrong = self._headers.what_is_wrong(data, slot, epoch, key)
         return wrong or "slot header: tag is not that of this store's key"
@@ -166,13 +166,13 @@ class CipherSealer:
     def intact(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
     ) -> NDArray[np.bool_]:
-        """See :meth:`Sealer.intact`."""
+        """See :meth:`SlotCodec.intact`."""
         return self.read_headers(slots, epochs, keys, at)[1]
 
     def unseal(
-        self, seals: Seals, first_page: int, at: U64, *, final: bool = False
+        self, seals: Digests, first_page: int, at: U64, *, final: bool = False
     ) -> NDArray[np.bool_]:
-        """See :meth:`Sealer.unseal`. A page that may not be used is zeroed; all are checked."""
+        """See :meth:`SlotCodec.unseal`. A page that may not be used is zeroed; all are checked."""
         count, pages, _ = seals.marks.shape
         good = _io.gcm_open(
             *_keys_and_identities(seals.opening),

@@ -2,7 +2,7 @@
 
 A *seal* is what must be known of a slot to accept its pages: a *mark* per page and an *opening* for
 all of them. Without encryption a mark is the page's checksum and there is no opening
-(:class:`ChecksumSealer`); with it a mark is the page's tag, and the opening is the slot's key and
+(:class:`ChecksumCodec`); with it a mark is the page's tag, and the opening is the slot's key and
 identity (:mod:`vllm_ssdkv.store.integrity.cipher`).
 """
 
@@ -29,7 +29,7 @@ CHANGED = "slot header: it changed while it was looked at"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Seals:
+class Digests:
     """Seals of n slots, or of a range of their pages. Not shown: an opening holds a key.
 
     Attributes:
@@ -40,13 +40,13 @@ class Seals:
     opening: U64
     marks: U64
 
-    def part(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Seals:
+    def part(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Digests:
         """The seals of some of the slots."""
-        return Seals(self.opening[which], self.marks[which])
+        return Digests(self.opening[which], self.marks[which])
 
-    def of_frames(self, geometry: SlotGeometry) -> Seals:
+    def of_frames(self, geometry: SlotGeometry) -> Digests:
         """The seals of the pages that frames hold, where these are of all pages."""
-        return Seals(self.opening, self.marks[:, : geometry.kv_pages])
+        return Digests(self.opening, self.marks[:, : geometry.kv_pages])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class PlainCheck:
     step: int
 
 
-class Sealer(Protocol):
+class SlotCodec(Protocol):
     """Seals and unseals slots of one rank that lie in the arena. Any thread may call any method.
 
     The native calls release the GIL.
@@ -83,7 +83,7 @@ class Sealer(Protocol):
         frames: U64,
         images: U64,
         tails: U64 | None = None,
-    ) -> Seals:
+    ) -> Digests:
         """Make n slots ready for the devices: images with header, and the header in the frame.
 
         Args:
@@ -102,7 +102,7 @@ class Sealer(Protocol):
 
     def read_headers(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
-    ) -> tuple[Seals, NDArray[np.bool_]]:
+    ) -> tuple[Digests, NDArray[np.bool_]]:
         """The seals in n headers, and which are those of these slots, epochs and blocks, [n].
 
         The seal of a header that is not right means nothing.
@@ -139,7 +139,7 @@ class Sealer(Protocol):
         """
 
     def unseal(
-        self, seals: Seals, first_page: int, at: U64, *, final: bool = False
+        self, seals: Digests, first_page: int, at: U64, *, final: bool = False
     ) -> NDArray[np.bool_]:
         """Check pages that came from a device, and make them readable where they lie.
 
@@ -171,7 +171,7 @@ def page_addresses(arena: Arena, geometry: SlotGeometry, at: U64, pages: int) ->
     return found
 
 
-class ChecksumSealer:
+class ChecksumCodec:
     """Guards against faults of hardware and software: one xxh3-64 per page, nothing encrypted."""
 
     opening_words = 0
@@ -199,8 +199,8 @@ class ChecksumSealer:
         frames: U64,
         images: U64,
         tails: U64 | None = None,
-    ) -> Seals:
-        """See :meth:`Sealer.seal`; ``images`` are ``frames``."""
+    ) -> Digests:
+        """See :meth:`SlotCodec.seal`; ``images`` are ``frames``."""
         geometry = self._geometry
         addresses = slot_pages(self._arena, geometry, frames, tails)
         sums = checksum_pages(addresses.ravel(), geometry.payload_bytes)
@@ -211,8 +211,8 @@ class ChecksumSealer:
 
     def read_headers(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
-    ) -> tuple[Seals, NDArray[np.bool_]]:
-        """See :meth:`Sealer.read_headers`."""
+    ) -> tuple[Digests, NDArray[np.bool_]]:
+        """See :meth:`SlotCodec.read_headers`."""
         found = gather(np.uint64(self._arena.address) + at, self._geometry.header_bytes)
         right = self._headers.right(found, slots, epochs, keys)
         return _seals(self._headers.checksums(found)), right
@@ -220,29 +220,29 @@ class ChecksumSealer:
     def plain_check(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
     ) -> PlainCheck | None:
-        """See :meth:`Sealer.plain_check`."""
+        """See :meth:`SlotCodec.plain_check`."""
         chosen = self._sampler.choose()
         beginnings = self._headers.beginnings(slots, epochs, keys)
         return PlainCheck(self._headers.shape, beginnings, chosen.start or 0, chosen.step or 1)
 
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
-        """See :meth:`Sealer.why_refused`."""
+        """See :meth:`SlotCodec.why_refused`."""
         data = self._arena.view(at, self._geometry.header_bytes)
         return self._headers.what_is_wrong(data, slot, epoch, key) or CHANGED
 
     def intact(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
     ) -> NDArray[np.bool_]:
-        """See :meth:`Sealer.intact`."""
+        """See :meth:`SlotCodec.intact`."""
         seals, right = self.read_headers(slots, epochs, keys, at)
         first = at + np.uint64(self._geometry.header_bytes)
         pages = self.unseal(seals.of_frames(self._geometry), 0, first, final=True)
         return right & pages.all(axis=1)
 
     def unseal(
-        self, seals: Seals, first_page: int, at: U64, *, final: bool = False
+        self, seals: Digests, first_page: int, at: U64, *, final: bool = False
     ) -> NDArray[np.bool_]:
-        """See :meth:`Sealer.unseal`."""
+        """See :meth:`SlotCodec.unseal`."""
         expected = seals.marks[:, :, 0]
         same = np.ones(expected.shape, dtype=np.bool_)
         chosen = slice(None) if final else self._sampler.choose()
@@ -251,5 +251,5 @@ class ChecksumSealer:
         return same
 
 
-def _seals(sums: U64) -> Seals:
-    return Seals(np.zeros((len(sums), 0), dtype=np.uint64), sums[:, :, None])
+def _seals(sums: U64) -> Digests:
+    return Digests(np.zeros((len(sums), 0), dtype=np.uint64), sums[:, :, None])

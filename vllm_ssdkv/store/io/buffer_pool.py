@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.io.engines.protocol import U64
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 _LOOK_S = 0.1
 """How often a wait looks at all reads again."""
 
 
-class Staging:
+class BufferPool:
     """Pieces by arena offset. One thread uses it; only :meth:`wait` blocks.
 
     A piece whose I/O missed its deadline is out of use until that I/O ends. Those of the same
@@ -24,7 +24,7 @@ class Staging:
         ``pieces`` is their number."""
         self._free = [offset + i * piece_bytes for i in range(pieces)]
         self.pieces = pieces
-        self._lent: list[tuple[list[int], SlotBatch]] = []
+        self._lent: list[tuple[list[int], SlotRequest]] = []
 
     def usable(self) -> int:
         """Pieces that no overdue read holds: free ones, those taken, and those free soon."""
@@ -60,7 +60,7 @@ class Staging:
         """Return pieces that nobody touches."""
         self._free.extend(pieces.tolist())
 
-    def lend(self, pieces: U64, held: NDArray[np.bool_], batch: SlotBatch) -> None:
+    def lend(self, pieces: U64, held: NDArray[np.bool_], batch: SlotRequest) -> None:
         """Return pieces, of which ``batch`` may still touch those that are ``held``."""
         self.give(pieces[~held])
         if held.any():

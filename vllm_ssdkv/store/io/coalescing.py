@@ -19,7 +19,7 @@ MOST_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JoinedBatch:
+class CoalescedBatch:
     """A batch whose requests were joined. As ``Batch``."""
 
     batch: Batch
@@ -44,7 +44,7 @@ class JoinedBatch:
 
 def submit_joined(
     engine: IoEngine, op: Op, device: U16, offset: U64, length: U32, buffer: U64
-) -> JoinedBatch:
+) -> CoalescedBatch:
     """As :meth:`IoEngine.submit`; a request that goes on where the one before it ends joins it."""
     length = np.ascontiguousarray(length)
     device, offset, total, buffer, run, begin = _io.join_requests(
@@ -54,4 +54,4 @@ def submit_joined(
         np.ascontiguousarray(buffer),
         MOST_REQUESTS,
     )
-    return JoinedBatch(engine.submit(op, device, offset, total, buffer), run, begin, length)
+    return CoalescedBatch(engine.submit(op, device, offset, total, buffer), run, begin, length)

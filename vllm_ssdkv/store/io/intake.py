@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.io.engines.protocol import U64
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 RIGHT: Final = 1
 WRONG_HEADER: Final = 2
@@ -17,7 +17,7 @@ WRONG_HEADER: Final = 2
 
 
 def make_intake(
-    batch: SlotBatch,
+    batch: SlotRequest,
     epochs: NDArray[np.int64],
     keys: NDArray[np.uint8],
     addresses: U64,
@@ -25,7 +25,7 @@ def make_intake(
     stretches: _io.Stretches,
 ) -> _io.Intake | None:
     """What checks and copies the n slots of a batch that reads them whole; for
-    :meth:`SlotBatch.feed`. None: it takes more than checksums. Any thread.
+    :meth:`SlotRequest.feed`. None: it takes more than checksums. Any thread.
 
     Args:
         batch: Its memory must stay until it was fed.
@@ -35,7 +35,7 @@ def make_intake(
         blocks: HBM block each goes to, [n]; 0 is none.
         stretches: What is copied.
     """
-    plain = batch.files.sealer.plain_check(batch.slots, epochs, keys)
+    plain = batch.files.codec.plain_check(batch.slots, epochs, keys)
     if plain is None:
         return None
     return _io.Intake(

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import DeviceHealth
-from vllm_ssdkv.store.devices.throughput import BatchWatch, DeviceSpeed, Moment
+from vllm_ssdkv.store.devices.throughput import BatchWatch, Moment, ThroughputEstimator
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.integrity.slot_codec import Sealer
-from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, JoinedBatch, submit_joined
+from vllm_ssdkv.store.integrity.slot_codec import SlotCodec
+from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, CoalescedBatch, submit_joined
 from vllm_ssdkv.store.io.engines.protocol import U16, U64, Batch, IoEngine, Op
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.replica_selector import Replicas
@@ -31,7 +31,7 @@ GROUP_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ReadFrom:
     """Which copies of slots are meant, where they have two.
 
     Attributes:
@@ -49,7 +49,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotFiles:
+class SlotIO:
     """Slots on the devices of one rank. Only the placement ever changes, when the scheduler says so
     (:meth:`Placement.change`). Methods may be called from any thread."""
 
@@ -57,15 +57,15 @@ class SlotFiles:
     placement: Placement
     engine: IoEngine
     health: DeviceHealth
-    speed: DeviceSpeed
+    speed: ThroughputEstimator
     counters: Counters
     fingerprint: bytes
     rank: int
     deadline_s: float
-    sealer: Sealer
+    codec: SlotCodec
     replicas: Replicas
 
-    def retries(self, slot: int) -> list[Source | None]:
+    def retries(self, slot: int) -> list[ReadFrom | None]:
         """Where to read a slot that was wrong, one after the other.
 
         Once more in any case: the block layer fails neighbours of a bad sector too. With two
@@ -77,7 +77,7 @@ class SlotFiles:
         if second is None or bool((first.device == second.device).all()):
             return [None]
         devices = np.union1d(first.device, second.device).tolist()
-        return [None, *(Source(without=(device,)) for device in devices)]
+        return [None, *(ReadFrom(without=(device,)) for device in devices)]
 
     def doubt(self, slots: NDArray[np.int64], devices: U16) -> NDArray[np.bool_]:
         """Copies of slots, [n], on devices, [n], are wrong or out of date, but there are others;
@@ -106,11 +106,11 @@ class SlotFiles:
         length: int,
         buffers: U64,
         *,
-        source: Source | None = None,
+        source: ReadFrom | None = None,
         joined: bool = False,
         merged: bool = True,
         tails: U64 | None = None,
-    ) -> SlotBatch:
+    ) -> SlotRequest:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
         Nothing is sent to a device that is out of use: it might never answer, and would keep the
@@ -141,8 +141,8 @@ class SlotFiles:
                 batch: Batch = self.engine.submit(op, *found.requests())
                 watch = BatchWatch(self.speed, found.nbytes(), Moment(asked, time.monotonic()))
                 if joined:
-                    batch = JoinedBatch(batch, *found.parts())
-                return SlotBatch(self, op, slots.copy(), length, watch, batch, found, without)
+                    batch = CoalescedBatch(batch, *found.parts())
+                return SlotRequest(self, op, slots.copy(), length, watch, batch, found, without)
         first, second = self.placement.copies(slots, offset, length, merged=merged, cut=cut)
         extents = first
         others: U16 | None = None
@@ -176,7 +176,7 @@ class SlotFiles:
             self.replicas.submitted(batch, device, lengths)
         nbytes = np.bincount(device, lengths, self.speed.devices).astype(np.float64)
         watch = BatchWatch(self.speed, nbytes, Moment(asked, time.monotonic()))
-        return SlotBatch(
+        return SlotRequest(
             self, op, slots.copy(), length, watch, batch, extents, without, others, twin, sent
         )
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.store.devices.throughput import BatchWatch
-from vllm_ssdkv.store.io.coalescing import JoinedBatch
+from vllm_ssdkv.store.io.coalescing import CoalescedBatch
 from vllm_ssdkv.store.io.engines.protocol import PENDING, U16, U64, Batch, Op
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
 if TYPE_CHECKING:
-    from vllm_ssdkv.store.io.slot_io import SlotFiles
+    from vllm_ssdkv.store.io.slot_io import SlotIO
 
 PART_BYTES = 1024 * 1024
 """Of what has arrived of a batch in flight, so much is handed out at a time at least: each part
@@ -38,10 +38,10 @@ _LOOK_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class SlotBatch:
+class SlotRequest:
     """One batch of slot requests in flight."""
 
-    files: SlotFiles
+    files: SlotIO
     op: Op
     slots: NDArray[np.int64]
     """Slot numbers, [slots]."""
@@ -80,7 +80,7 @@ class SlotBatch:
         """Device of each piece's other copy, [m]; its own where there is none."""
         return self.extents.device if self.others is None else self.others
 
-    def wait(self, beside: Sequence[SlotBatch] = ()) -> NDArray[np.bool_]:
+    def wait(self, beside: Sequence[SlotRequest] = ()) -> NDArray[np.bool_]:
         """Wait until all has ended or the deadline passes; which slots succeeded, shape [slots].
 
         Ends early when only devices out of use are still to answer. Call it once: failures are
@@ -110,7 +110,7 @@ class SlotBatch:
             good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)
         return ~self._slots_of(~good)
 
-    def settle(self, beside: Sequence[SlotBatch] = ()) -> None:
+    def settle(self, beside: Sequence[SlotRequest] = ()) -> None:
         """Block until :meth:`wait` would return at once; ``beside`` as there."""
         pause = _FIRST_LOOK_S
         while not self.over(pause):
@@ -118,7 +118,7 @@ class SlotBatch:
             for later in beside:
                 later.look()
 
-    def feed(self, intake: _io.Intake, beside: Sequence[SlotBatch] = ()) -> None:
+    def feed(self, intake: _io.Intake, beside: Sequence[SlotRequest] = ()) -> None:
         """Have an intake made with :meth:`parts` look at slots as they arrive, without the GIL.
         Ends when :meth:`wait`, which is still to be called, would return at once.
 
@@ -149,7 +149,7 @@ class SlotBatch:
         begin = self.extents.buffer[self.sent] - slot_of.astype(np.uint64) * np.uint64(self.length)
         return slot_of, begin, self.extents.length[self.sent]
 
-    def arriving(self, beside: Sequence[SlotBatch] = ()) -> Iterator[NDArray[np.intp]]:
+    def arriving(self, beside: Sequence[SlotRequest] = ()) -> Iterator[NDArray[np.intp]]:
         """Slots, by place in the batch, as they become :meth:`readable`: each once, and all that
         have arrived since the last look, as soon as these are :data:`PART_BYTES`. Ends when
         :meth:`wait`, which is still to be called, would return at once.
@@ -280,7 +280,7 @@ class SlotBatch:
         return found
 
     def _all_moved(self, found: _io.SlotPieces) -> bool:
-        batch = self.batch.batch if isinstance(self.batch, JoinedBatch) else self.batch
+        batch = self.batch.batch if isinstance(self.batch, CoalescedBatch) else self.batch
         return found.whole(batch.results())
 
     def _learn(self, good: NDArray[np.bool_]) -> None:

@@ -28,7 +28,7 @@ from vllm_ssdkv.store.devices.data_file import is_empty, peek_superblock, read_c
 from vllm_ssdkv.store.format.manifest import NAME, locked
 from vllm_ssdkv.store.format.superblock import COPY_OFFSETS, Superblock
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
-from vllm_ssdkv.store.io.slot_io import Source
+from vllm_ssdkv.store.io.slot_io import ReadFrom
 from vllm_ssdkv.store.maintenance.fsck_report import REPAIR, Problem, Report
 from vllm_ssdkv.store.maintenance.header_scan import scan_headers
 from vllm_ssdkv.store.maintenance.offline_store import (
@@ -397,7 +397,7 @@ def _check_rank(
             this.report.checked_bytes += slots * geometry.slot_bytes
             progress(this.report.checked_bytes // geometry.slot_bytes, total)
 
-        def wrong(which: NDArray[np.int64], source: Source, *, again: bool = False) -> Verdicts:
+        def wrong(which: NDArray[np.int64], source: ReadFrom, *, again: bool = False) -> Verdicts:
             checker = SlotChecker(files, plan, source)
             heard = (lambda _: None) if again else count
             return {int(which[v.index]): v for v in checker.check(entry.part(which), heard)}
@@ -426,15 +426,15 @@ def _judge_copies(
     twice = _read_twice(this, entry.slots)
     absent = tuple(np.flatnonzero(this.absent).tolist())
     verdicts = [
-        wrong(np.arange(len(entry.slots)), Source(0, absent)),
-        wrong(np.flatnonzero(twice), Source(1, absent)),
+        wrong(np.arange(len(entry.slots)), ReadFrom(0, absent)),
+        wrong(np.flatnonzero(twice), ReadFrom(1, absent)),
     ]
     lost = {i: v for i, v in verdicts[0].items() if not twice[i] or i in verdicts[1]}
     for device, path in enumerate(paths if lost else ()):
         # Each copy may lie on several devices, of which one alone is bad.
         which = np.array([i for i in lost if twice[i]], dtype=np.int64)
         which = which[this.store.placement.touches(device, entry.slots[which])]
-        still = wrong(which, Source(0, (device, *absent)), again=True)
+        still = wrong(which, ReadFrom(0, (device, *absent)), again=True)
         for index in set(which.tolist()) - still.keys():
             verdict, slot = lost.pop(index), int(entry.slots[index])
             this.bad_copies += [BadCopy(rank, slot, copy, device) for copy in (0, 1)]

@@ -21,8 +21,8 @@ from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.format.slot_header_batch import HeaderFormat
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
-from vllm_ssdkv.store.io.slot_io import SlotFiles, Source
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.maintenance.offline_store import DataFile, StoredStore
 from vllm_ssdkv.store.maintenance.slot_check import Entry
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
@@ -146,7 +146,7 @@ def _of_rank(
     found: list[Headers] = []
     with open_slots(store, rank, files, _IN_FLIGHT * per * geometry.header_bytes) as (mine, arena):
         for copy in range(store.placement.most_copies):
-            reader = _Reader(mine, arena, per, Source(copy, out))
+            reader = _Reader(mine, arena, per, ReadFrom(copy, out))
             epochs = np.zeros(len(slots), dtype=np.int64)
             keys = np.zeros((len(slots), 32), dtype=np.uint8)
             for part, right, of, names in reader.read(slots):
@@ -160,7 +160,7 @@ def _of_rank(
 class _Reader:
     """Reads headers, several batches at a time."""
 
-    def __init__(self, files: SlotFiles, arena: Arena, per: int, source: Source):
+    def __init__(self, files: SlotIO, arena: Arena, per: int, source: ReadFrom):
         self._files, self._arena, self._per, self._source = files, arena, per, source
         self._format = HeaderFormat(files.geometry, files.fingerprint, files.rank)
 
@@ -170,7 +170,7 @@ class _Reader:
         Raises:
             DeadlineError: a device does not answer.
         """
-        reading: collections.deque[tuple[slice, U64, SlotBatch]] = collections.deque()
+        reading: collections.deque[tuple[slice, U64, SlotRequest]] = collections.deque()
         size = self._files.geometry.header_bytes
         for number, begin in enumerate(range(0, len(slots), self._per)):
             if len(reading) == _IN_FLIGHT:
@@ -185,7 +185,7 @@ class _Reader:
             yield self._finish(slots, *reading.popleft())
 
     def _finish(
-        self, slots: I64, part: slice, places: U64, batch: SlotBatch
+        self, slots: I64, part: slice, places: U64, batch: SlotRequest
     ) -> tuple[slice, NDArray[np.bool_], I64, U8]:
         arrived = batch.wait()
         if batch.held().any():

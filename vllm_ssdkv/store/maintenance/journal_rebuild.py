@@ -31,7 +31,7 @@ from vllm_ssdkv.store.format.journal_record import (
 )
 from vllm_ssdkv.store.index.journal import WRITE_RECORDS
 from vllm_ssdkv.store.index.recovery import LOG_INTERVAL_S
-from vllm_ssdkv.store.io.slot_io import Source
+from vllm_ssdkv.store.io.slot_io import ReadFrom
 from vllm_ssdkv.store.maintenance.header_scan import in_doubt, scan_headers
 from vllm_ssdkv.store.maintenance.offline_store import DataFile, StoredStore, open_data_file
 from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker
@@ -130,10 +130,10 @@ def _right(
     if not len(which):
         return right
     out = tuple(np.flatnonzero(absent).tolist())
-    sources = [Source(copy, out) for copy in range(store.placement.most_copies)]
+    sources = [ReadFrom(copy, out) for copy in range(store.placement.most_copies)]
     if len(sources) > 1:  # each copy may miss another part of what a device has missed
         missed = [d for d, known in enumerate(store.manifest.devices) if any(known.gap)]
-        sources += [Source(0, (device, *out)) for device in missed]
+        sources += [ReadFrom(0, (device, *out)) for device in missed]
     plan = BatchPlan(store.manifest.geometry)
     progress = _Progress("blocks in doubt read")
     for rank, mine in enumerate(files):

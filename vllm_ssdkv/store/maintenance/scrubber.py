@@ -26,17 +26,17 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import FormatError
 from vllm_ssdkv.store.format.slot_header import decode, epoch_of
 from vllm_ssdkv.store.integrity.page_verification import wrong_pages
-from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import Op
-from vllm_ssdkv.store.io.slot_io import SlotFiles, Source
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import PIECES
 
 logger = logging.getLogger(__name__)
 
 
-COPIES = (Source(0), Source(1))
+COPIES = (ReadFrom(0), ReadFrom(1))
 
 PASS_S = 3600.0
 """Least time from the start of a pass over all slots to the next one."""
@@ -62,11 +62,11 @@ class _Fault:
     """What is wrong with a slot, or one copy of it, and the read that brought it."""
 
     text: str
-    batch: SlotBatch | None = None
+    batch: SlotRequest | None = None
     pages: NDArray[np.intp] = field(default_factory=lambda: _NO_PAGE)
     header: bool = False
 
-    def accuse(self, files: SlotFiles) -> None:
+    def accuse(self, files: SlotIO) -> None:
         """The slot is stored: count it, and hold it against the devices it came from."""
         files.counters.add("header_mismatches", int(self.header))
         if self.batch is not None and len(self.pages):
@@ -102,9 +102,9 @@ class Scrubber:
 
     def __init__(
         self,
-        files: SlotFiles,
+        files: SlotIO,
         arena: Arena,
-        pieces: Staging,
+        pieces: BufferPool,
         num_slots: int,
         bytes_per_s: float,
         *,
@@ -120,7 +120,7 @@ class Scrubber:
         bytes_per_s: Upper bound of the rate.
         idle: Whether nobody else uses the devices; any thread.
         writing: Whether a slot is, or is about to be, written; any thread.
-        visit: Has something done while nobody writes a slot, see :meth:`SlotWriter.visit`.
+        visit: Has something done while nobody writes a slot, see :meth:`Flusher.visit`.
         """
         self._files = files
         self._arena = arena
@@ -293,7 +293,7 @@ class Scrubber:
         sources = list(COPIES)
         if all(look.fault for look in found):
             # Each copy may lie on several devices, of which one alone is bad.
-            sources += [Source(0, without=(device,)) for device in reader.devices()]
+            sources += [ReadFrom(0, without=(device,)) for device in reader.devices()]
             found += reader.look(sources[len(COPIES) :])
         epoch = _newest(found)
         if epoch is None:
@@ -347,7 +347,7 @@ class _Reader:
 
     def __init__(
         self,
-        files: SlotFiles,
+        files: SlotIO,
         arena: Arena,
         slot: int,
         piece: NDArray[np.uint64],
@@ -358,12 +358,12 @@ class _Reader:
         self._files = files
         self._slot = slot
         self._piece = piece
-        self._batch: SlotBatch | None = None
+        self._batch: SlotRequest | None = None
         self.view = arena.view(int(piece[0]), files.geometry.slot_bytes)
         self._address = np.uint64(arena.address) + piece
         self.nbytes = 0
 
-    def read(self, nbytes: int, source: Source | None = None) -> bool:
+    def read(self, nbytes: int, source: ReadFrom | None = None) -> bool:
         """Read the first bytes of the slot; whether they arrived. Blocks up to the deadline."""
         slots = np.array([self._slot], dtype=np.int64)
         self._batch = self._files.submit(Op.READ, slots, 0, nbytes, self._piece, source=source)
@@ -376,11 +376,11 @@ class _Reader:
         copies = self._files.placement.copies(slots, 0, self._files.geometry.slot_bytes)
         return sorted({int(d) for extents in copies if extents is not None for d in extents.device})
 
-    def look(self, sources: Sequence[Source]) -> list[_Look]:
+    def look(self, sources: Sequence[ReadFrom]) -> list[_Look]:
         """Read and verify the slot from each of these; none is read while the memory hangs."""
         return [self._look_at(source) for source in sources]
 
-    def _look_at(self, source: Source) -> _Look:
+    def _look_at(self, source: ReadFrom) -> _Look:
         if self._batch is not None and bool(self._batch.held().any()):
             return _Look(None, _UNREADABLE, True)
         if not self.read(self._files.geometry.header_bytes, source):
@@ -395,7 +395,7 @@ class _Reader:
             self._remember(right=True)
         return _Look(epoch, fault, False)
 
-    def fetch(self, source: Source, epoch: int) -> bool:
+    def fetch(self, source: ReadFrom, epoch: int) -> bool:
         """Read the whole slot from this source; whether this epoch's content arrived, right."""
         return (
             self.read(self._files.geometry.slot_bytes, source)
@@ -403,7 +403,7 @@ class _Reader:
             and epoch_of(self.view, self._slot) == epoch
         )
 
-    def write(self, copy: Source) -> bool:
+    def write(self, copy: ReadFrom) -> bool:
         """Write what was fetched to this copy; False if a device does not take it."""
         size = self._files.geometry.slot_bytes
         slots = np.array([self._slot], dtype=np.int64)
@@ -433,7 +433,7 @@ class _Reader:
             (self._batch.held() | self._batch.out_of_reach()).any()
         )
 
-    def give_back(self, pieces: Staging) -> None:
+    def give_back(self, pieces: BufferPool) -> None:
         """Return the memory, when the last read has ended."""
         if self._batch is None:
             pieces.give(self._piece)

@@ -18,8 +18,8 @@ from vllm_ssdkv.base.errors import DeadlineError
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
-from vllm_ssdkv.store.io.slot_io import SlotFiles, Source
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 MEMORY_BYTES = 192 << 20
 _BATCH_BYTES = 32 << 20
@@ -68,16 +68,16 @@ class BatchPlan:
 class _Reading:
     which: NDArray[np.int64]
     pieces: U64
-    batch: SlotBatch
+    batch: SlotRequest
 
 
 class SlotChecker:
     """Checks slots of one rank's open files. Used by one thread; blocks on I/O."""
 
-    def __init__(self, files: SlotFiles, plan: BatchPlan, source: Source | None = None):
+    def __init__(self, files: SlotIO, plan: BatchPlan, source: ReadFrom | None = None):
         """The first ``plan.nbytes`` of the files' arena belong to this. ``source``: which copies
         are checked; the first ones by default."""
-        self._source = source or Source()
+        self._source = source or ReadFrom()
         self._files = files
         self._plan = plan
 
@@ -137,21 +137,21 @@ class SlotChecker:
         here = np.flatnonzero(arrived)
         which = reading.which[here]
         keys = key_rows([entry.keys[index] for index in which.tolist()])
-        sealer = self._files.sealer
-        seals, headed = sealer.read_headers(
+        codec = self._files.codec
+        seals, headed = codec.read_headers(
             entry.slots[which], entry.epochs[which], keys, reading.pieces[here]
         )
         for at in here[~headed].tolist():
             index = int(reading.which[at])
             slot, epoch = int(entry.slots[index]), int(entry.epochs[index])
-            why = sealer.why_refused(slot, epoch, entry.keys[index], int(reading.pieces[at]))
+            why = codec.why_refused(slot, epoch, entry.keys[index], int(reading.pieces[at]))
             found[at] = Verdict(index, "header", why)
         whole = here[headed]
         if len(whole) == 0:
             return found
         geometry = self._files.geometry
         first = reading.pieces[whole] + np.uint64(geometry.header_bytes)
-        row, page = np.nonzero(~sealer.unseal(seals.part(headed), 0, first, final=True))
+        row, page = np.nonzero(~codec.unseal(seals.part(headed), 0, first, final=True))
         for one in np.unique(row).tolist():
             pages = page[row == one].tolist()
             text = f"page {pages[0]} does not match its checksum"

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.devices.health import DeviceHealth
-from vllm_ssdkv.store.devices.throughput import DeviceSpeed
-from vllm_ssdkv.store.integrity.slot_codec import ChecksumSealer
+from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
+from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec
 from vllm_ssdkv.store.io.engines.open import open_engine
-from vllm_ssdkv.store.io.slot_io import SlotFiles
+from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.offline_store import DataFile, StoredStore
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.replica_selector import Replicas
@@ -27,7 +27,7 @@ _NEVER = 1 << 62
 @contextlib.contextmanager
 def open_slots(
     store: StoredStore, rank: int, files: Sequence[DataFile | None], nbytes: int
-) -> Iterator[tuple[SlotFiles, Arena]]:
+) -> Iterator[tuple[SlotIO, Arena]]:
     """Slots of a rank, read through an engine of their own.
 
     Checksums are over the bytes on the drives, so an encrypted store needs no key.
@@ -61,8 +61,8 @@ def open_slots(
         )
         stack.callback(engine.close, DEADLINE_S)
         digest = store.fingerprint.digest
-        speed = DeviceSpeed(paths, [1.0] * len(paths))
-        slots = SlotFiles(
+        speed = ThroughputEstimator(paths, [1.0] * len(paths))
+        slots = SlotIO(
             manifest.geometry,
             store.placement,
             engine,
@@ -72,7 +72,7 @@ def open_slots(
             digest,
             rank,
             DEADLINE_S,
-            ChecksumSealer(manifest.geometry, digest, rank, arena),
+            ChecksumCodec(manifest.geometry, digest, rank, arena),
             Replicas(health, speed, manifest.numbers, []),
         )
         yield slots, arena

@@ -81,7 +81,7 @@ read ahead."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceMemory:
+class SparseMemory:
     """DRAM that choosing pages needs, as the options give it.
 
     Attributes:
@@ -148,7 +148,7 @@ class ChoiceMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class FrameRuns:
     """Pieces of memory that may serve as frames (``store/cache/dram_balancer.py``): ``length`` of
     them from each of ``firsts`` on, int32 [n], ``step`` of them on average from one to the next:
     neighbours may share a piece. The frames begin at ``offsets`` of the arena, uint64 [n]."""
@@ -161,7 +161,7 @@ class Runs:
     @classmethod
     def at_end(
         cls, offset: int, pieces: int, piece_bytes: int, frame_bytes: int, lendable: int
-    ) -> Runs:
+    ) -> FrameRuns:
         """Frames, one behind the other, in the last ``lendable`` of ``pieces`` from ``offset``
         on."""
         begin = round_up(offset + (pieces - lendable) * piece_bytes, PAGE_ALIGN) - offset
@@ -175,7 +175,7 @@ class Runs:
         return cls(firsts.astype(np.int32), length, frame_bytes / piece_bytes, offsets)
 
 
-class ArenaPlan:
+class MemoryPlan:
     """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, tails,
     single pages, summaries, frames.
 
@@ -196,8 +196,8 @@ class ArenaPlan:
         *,
         most_bytes: int = 0,
         scrub: bool = False,
-        choice: ChoiceMemory | None = None,
-    ) -> ArenaPlan:
+        choice: SparseMemory | None = None,
+    ) -> MemoryPlan:
         """The plan for sizes of which some were not given, and follow from the others.
 
         Args:
@@ -224,8 +224,8 @@ class ArenaPlan:
         dram_bytes: int,
         staging_bytes: int | None,
         scrub: bool,
-        choice: ChoiceMemory | None,
-    ) -> ArenaPlan:
+        choice: SparseMemory | None,
+    ) -> MemoryPlan:
         if staging_bytes is not None:
             try:
                 return cls(geometry, dram_bytes, staging_bytes, scrub=scrub, choice=choice)
@@ -246,7 +246,7 @@ class ArenaPlan:
         staging_bytes: int,
         *,
         scrub: bool = False,
-        choice: ChoiceMemory | None = None,
+        choice: SparseMemory | None = None,
     ):
         """``choice``: for slots with summaries, and for no others."""
         self.tails = 0
@@ -293,8 +293,10 @@ class ArenaPlan:
         page, row = geometry.page_bytes, 1 if choice is None else choice.row_bytes(geometry)
         self.summary_offset = self.page_offset + self.page_places * page
         frame = geometry.frame_bytes
-        self.page_runs = Runs.at_end(self.page_offset, self.page_places, page, frame, places)
-        self.summary_runs = Runs.at_end(self.summary_offset, self.summary_rows, row, frame, rows)
+        self.page_runs = FrameRuns.at_end(self.page_offset, self.page_places, page, frame, places)
+        self.summary_runs = FrameRuns.at_end(
+            self.summary_offset, self.summary_rows, row, frame, rows
+        )
         self.frame_offset = self.summary_offset + summaries
         self.frames = (dram_bytes - self.frame_offset) // geometry.frame_bytes
         if self.frames < MIN_FRAMES:

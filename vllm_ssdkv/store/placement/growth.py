@@ -37,7 +37,7 @@ PAUSE_S = 0.002
 
 
 class GrowingStore(Protocol):
-    """The part that grows: the restriper, which has segments and index."""
+    """The part that grows: the rebalancer, which has segments and index."""
 
     @property
     def segments(self) -> Sequence[Segment]:

@@ -159,7 +159,7 @@ class _Pace:
     at_once: int
 
 
-class Restriper:
+class Rebalancer:
     """Decides which segments are striped anew, and does it. Single-threaded, with the index."""
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 
 class MovingRoom:
-    """Counts them. Used by the :class:`Restriper`, on its thread.
+    """Counts them. Used by the :class:`Rebalancer`, on its thread.
 
     Attributes:
         slots: Free slots that may be moved to now.

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.devices.health import DeviceHealth
-from vllm_ssdkv.store.devices.queue_depths import InFlight
-from vllm_ssdkv.store.devices.throughput import DeviceSpeed
+from vllm_ssdkv.store.devices.queue_depths import QueueDepths
+from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format.slot_geometry import I64, U16
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.engines.protocol import U32, Batch
@@ -40,7 +40,7 @@ class Replicas:
     def __init__(
         self,
         health: DeviceHealth,
-        speed: DeviceSpeed,
+        speed: ThroughputEstimator,
         num_slots: int,
         gaps: Sequence[tuple[int, int]],
     ):
@@ -48,7 +48,7 @@ class Replicas:
         what it had: what was stored in these has no copy there."""
         self._health = health
         self._speed = speed
-        self._in_flight = InFlight(speed.devices)
+        self._in_flight = QueueDepths(speed.devices)
         self._gaps = [
             (device, begin << EPOCH_COUNTER_BITS, end << EPOCH_COUNTER_BITS)
             for device, (begin, end) in enumerate(gaps)

@@ -29,7 +29,7 @@ class _State(Enum):
 
 
 class Unsealing(Generic[Found]):
-    """Work that is to be done once a batch has ended; made by :meth:`Unsealer.after`."""
+    """Work that is to be done once a batch has ended; made by :meth:`AsyncVerifier.after`."""
 
     def __init__(self, batch: Batch, work: Callable[[], Found], changed: threading.Condition):
         self.batch = batch
@@ -87,7 +87,7 @@ class Unsealing(Generic[Found]):
             return self._state is _State.WAITING
 
 
-class Unsealer:
+class AsyncVerifier:
     """A thread, started when it is first needed. Methods are thread-safe; only ``close`` blocks."""
 
     def __init__(self) -> None:

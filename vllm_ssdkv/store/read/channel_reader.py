@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 _AT_ONCE: Final = 64
 """Blocks whose channels are made at a time."""
@@ -26,7 +26,7 @@ _AT_ONCE: Final = 64
 class ChannelReader:
     """Reads channels of one step's contexts. Used by the thread of the forward pass."""
 
-    def __init__(self, contexts: ChosenContexts, head_size: int, run_bytes: int):
+    def __init__(self, contexts: SelectedContexts, head_size: int, run_bytes: int):
         """``run_bytes``: of the tokens of a block in one channel."""
         self._contexts = contexts
         self._head_size = head_size

@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
-from vllm_ssdkv.store.integrity.checksum_table import SealTable
-from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
-from vllm_ssdkv.store.io.slot_io import SlotFiles
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
-from vllm_ssdkv.store.read.async_verifier import Unsealer, Unsealing
+from vllm_ssdkv.store.read.async_verifier import AsyncVerifier, Unsealing
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class _Read:
     chunk: _Chunk
     layer: int
     pieces: U64
-    batch: SlotBatch | None
+    batch: SlotRequest | None
     """None where nothing needs to be read: every row is poisoned."""
     unsealing: Unsealing[_Checked] | None = None
     """Touches the pieces until it is taken or stopped."""
-    retry: tuple[NDArray[np.int64], SlotBatch] | None = None
+    retry: tuple[NDArray[np.int64], SlotRequest] | None = None
     """Positions in the chunk that were read again, and that read."""
 
 
@@ -109,11 +109,11 @@ class ContextStream:
 
     def __init__(
         self,
-        files: SlotFiles,
+        files: SlotIO,
         frames: FrameCache,
-        seals: SealTable,
-        staging: Staging,
-        unsealer: Unsealer,
+        seals: ChecksumTable,
+        staging: BufferPool,
+        verifier: AsyncVerifier,
         contexts: Sequence[NDArray[np.int64]],
         sparse: Collection[int] = (),
         dense_layers: int = 0,
@@ -127,7 +127,7 @@ class ContextStream:
         self._frames = frames
         self._seals = seals
         self._staging = staging
-        self._unsealer = unsealer
+        self._verifier = verifier
         self._rows = len(contexts)
         self.closed = False
         self.poisoned: set[int] = set()
@@ -250,7 +250,7 @@ class ContextStream:
             offset = self._files.geometry.layer_offset(layer)
             batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
             read = _Read(chunk, layer, pieces, batch)
-            read.unsealing = self._unsealer.after(batch.batch, partial(self._check_all, read))
+            read.unsealing = self._verifier.after(batch.batch, partial(self._check_all, read))
             self._reads.append(read)
             self._todo.popleft()
 
@@ -337,12 +337,12 @@ class ContextStream:
         pages = self._files.geometry.pages_per_layer
         first = self._files.geometry.first_page(read.layer)
         seals, known = self._seals.get(read.chunk.slots[which], first, pages)
-        same = self._files.sealer.unseal(seals, first, read.pieces[which], final=final)
+        same = self._files.codec.unseal(seals, first, read.pieces[which], final=final)
         return _Checked(which, same, known)
 
     def _verify(
         self,
-        batch: SlotBatch,
+        batch: SlotRequest,
         asked: NDArray[np.int64],
         good: NDArray[np.bool_],
         checked: _Checked,

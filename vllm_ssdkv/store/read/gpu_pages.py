@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
+from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.memory_plan import PagePolicy
@@ -25,7 +25,7 @@ _RATES = np.ones(1)
 
 
 @dataclass(slots=True)
-class HotFetch:
+class GpuFetch:
     """Pages that were asked for, some of them still on their way. Belongs to who asked.
 
     Attributes:
@@ -41,7 +41,7 @@ class HotFetch:
     address: NDArray[np.uint64]
     others: NDArray[np.int64]
     below: Fetch
-    _owner: HotPages
+    _owner: GpuPageCache
     coming: bool = True
     """Whether places are still waiting for their pages."""
 
@@ -51,15 +51,15 @@ class HotFetch:
         return self.below.from_ssd
 
     def finish(self) -> NDArray[np.bool_]:
-        """See :meth:`HotPages.finish`."""
+        """See :meth:`GpuPageCache.finish`."""
         return self._owner.finish(self)
 
     def release(self) -> None:
-        """See :meth:`HotPages.release`."""
+        """See :meth:`GpuPageCache.release`."""
         self._owner.release(self)
 
 
-class HotPages:
+class GpuPageCache:
     """Pages in a device's memory, and those below it. Used by the thread of the forward pass."""
 
     def __init__(
@@ -73,7 +73,7 @@ class HotPages:
         """``fetcher`` brings what the memory does not have; ``slots`` are those of the store."""
         self._memory = memory
         self._fetcher = fetcher
-        self._cache = PageCache(memory, 0, geometry, memory.places, slots, policy)
+        self._cache = SelectedPageCache(memory, 0, geometry, memory.places, slots, policy)
 
     @property
     def places(self) -> int:
@@ -92,15 +92,15 @@ class HotPages:
         """Queries of the next token follow."""
         self._cache.step(_RATES)
 
-    def start(self, pages: Pages) -> HotFetch:
+    def start(self, pages: Pages) -> GpuFetch:
         """Start to bring pages that queries chose. Does not block. Pages may repeat."""
         # A frame in DRAM is no reason to read it again over PCIe.
         asked = self._cache.ask(replace(pages, frames=np.zeros_like(pages.frames)))
         others = np.flatnonzero(asked.which >= asked.held)
         below = self._fetcher.start(pages.part(others))
-        return HotFetch(pages, asked, np.zeros(len(pages), np.uint64), others, below, self)
+        return GpuFetch(pages, asked, np.zeros(len(pages), np.uint64), others, below, self)
 
-    def finish(self, fetch: HotFetch) -> NDArray[np.bool_]:
+    def finish(self, fetch: GpuFetch) -> NDArray[np.bool_]:
         """Wait for the pages as ``PageFetcher.finish`` does; which of them are there, [n].
 
         Their memory stays as it is until :meth:`release`.
@@ -120,7 +120,7 @@ class HotPages:
         fetch.address[others[elsewhere]] = fetch.below.address[elsewhere]
         return good
 
-    def release(self, fetch: HotFetch) -> None:
+    def release(self, fetch: GpuFetch) -> None:
         """The pages are not read any more. Also ends a fetch that nobody waits for."""
         asked = fetch.asked
         if fetch.coming:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.io.engines.protocol import U64
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class LoadRead:
     which: NDArray[np.int64]
     places: U64
     frames: NDArray[np.int32] | None
-    batch: SlotBatch
+    batch: SlotRequest
     intake: _io.Intake | None = None
     """What checks and copies the slots while they arrive; made while the first are on their way."""
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, PageCache, Pages
-from vllm_ssdkv.store.integrity.checksum_table import SealTable
+from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.engines.protocol import Op
-from vllm_ssdkv.store.io.slot_io import SlotFiles
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.placement.stripe_map import Extents
-from vllm_ssdkv.store.read.prefetch_budget import IdleTime
+from vllm_ssdkv.store.read.prefetch_budget import PrefetchBudget
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Read:
     places: NDArray[np.int32]
     buffers: NDArray[np.uint64]
     """Arena offsets of the places."""
-    batch: SlotBatch
+    batch: SlotRequest
 
     def devices(self) -> NDArray[np.uint16]:
         """Where the first byte of each page comes from."""
@@ -79,13 +79,13 @@ class Fetch:
 class PageFetcher:
     """Brings pages into memory. Used by the thread that runs the forward pass."""
 
-    def __init__(self, files: SlotFiles, seals: SealTable, cache: PageCache):
+    def __init__(self, files: SlotIO, seals: ChecksumTable, cache: SelectedPageCache):
         self._files = files
         self._seals = seals
         self._cache = cache
         self._ahead: deque[_Read] = deque()
         """Reads that nobody has asked for yet; their places are taken."""
-        self._idle = IdleTime()
+        self._idle = PrefetchBudget()
         self.bad: list[int] = []
         """Slots with wrong or unreadable bytes since the last :meth:`take_bad`."""
 
@@ -277,16 +277,16 @@ class PageFetcher:
         at = _ALL if good.all() else np.flatnonzero(good)
         numbers, buffers = read.numbers[at], read.buffers[at]
         seals, known = self._seals.get_pages(read.slots[at], numbers)
-        sealer = self._files.sealer
+        codec = self._files.codec
         same = np.zeros(len(known), dtype=np.bool_)
         if self._files.geometry.encrypted:
             # A page's number is in its nonce, and one call opens pages of one number.
             for page in np.unique(numbers).tolist():
                 mine = np.flatnonzero(numbers == page)
-                opened = sealer.unseal(seals.part(mine), page, buffers[mine], final=final)
+                opened = codec.unseal(seals.part(mine), page, buffers[mine], final=final)
                 same[mine] = opened[:, 0]
         elif len(known):
-            same = sealer.unseal(seals, 0, buffers, final=final)[:, 0]
+            same = codec.unseal(seals, 0, buffers, final=final)[:, 0]
         wrong = _NO_PAGE
         if not (right := same & known).all():
             wrong = np.arange(len(good))[at][~same & known]

@@ -19,7 +19,7 @@ _LATEST: Final = 8
 """So many fetches say how long the devices take, and how long the pauses between fetches are."""
 
 
-class IdleTime:
+class PrefetchBudget:
     """Watches one fetch after the other. Used by the thread that runs the forward pass."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

@@ -15,13 +15,13 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
-from vllm_ssdkv.store.integrity.checksum_table import SealTable
-from vllm_ssdkv.store.integrity.slot_codec import Seals
-from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.integrity.slot_codec import Digests
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, make_intake
-from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, SlotFiles, Source
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, ReadFrom, SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
 
@@ -42,7 +42,7 @@ CopyIn = Callable[[NDArray[np.int32], NDArray[np.int64]], None]
 """Copies frames [n] into HBM blocks [n]; returns when the blocks may be used."""
 
 
-class SlotLoader:
+class PrefixLoader:
     """Runs load jobs in order, one at a time, each reading from all devices at once.
 
     A job is cut into pieces, which are read beside each other. What has arrived of the oldest one
@@ -59,10 +59,10 @@ class SlotLoader:
 
     def __init__(
         self,
-        files: SlotFiles,
+        files: SlotIO,
         frames: FrameCache,
-        seals: SealTable,
-        headers: Staging,
+        seals: ChecksumTable,
+        headers: BufferPool,
         copy_in: CopyIn,
         block_tokens: int,
         stretches: _io.Stretches | None = None,
@@ -82,7 +82,7 @@ class SlotLoader:
         self._piece = max(1, min(in_bytes, most))
         self._jobs: queue.SimpleQueue[Hit | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
-        self._overdue: list[tuple[SlotBatch, NDArray[np.int32]]] = []
+        self._overdue: list[tuple[SlotRequest, NDArray[np.int32]]] = []
         self._active = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ssdkv-loader", daemon=True)
@@ -323,8 +323,8 @@ class SlotLoader:
         which: NDArray[np.int64],
         nbytes: int,
         places: U64,
-        source: Source | None = None,
-    ) -> SlotBatch:
+        source: ReadFrom | None = None,
+    ) -> SlotRequest:
         slots = hit.job.slots[which]
         self._files.replicas.stored_in(slots, hit.job.epochs[which])
         # An intake checks and copies what has arrived while its neighbours are being read.
@@ -341,7 +341,7 @@ class SlotLoader:
             self._finish_whole(hit, read, read.frames, beside)
 
     def _finish_whole(
-        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], beside: Sequence[SlotBatch]
+        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], beside: Sequence[SlotRequest]
     ) -> None:
         which, batch = read.which, read.batch
         good = np.zeros(len(which), dtype=np.bool_)
@@ -462,7 +462,7 @@ class SlotLoader:
         hit: Hit,
         which: NDArray[np.int64],
         frames: NDArray[np.int32],
-        batch: SlotBatch,
+        batch: SlotRequest,
         here: NDArray[np.intp],
         *,
         final: bool,
@@ -480,7 +480,7 @@ class SlotLoader:
         if len(here) == 0:
             return good
         first = places + np.uint64(geometry.header_bytes)
-        right = self._files.sealer.unseal(seals.of_frames(geometry), 0, first, final=final)
+        right = self._files.codec.unseal(seals.of_frames(geometry), 0, first, final=final)
         good[here] = right.all(axis=1)
         row, page = np.nonzero(~right)
         self._tell_pages(batch, good, here[row], page, final=final)
@@ -495,7 +495,7 @@ class SlotLoader:
 
     def _tell_pages(
         self,
-        batch: SlotBatch,
+        batch: SlotRequest,
         good: NDArray[np.bool_],
         row: NDArray[np.intp],
         page: NDArray[np.intp],
@@ -509,21 +509,21 @@ class SlotLoader:
 
     def _read_seals(
         self, hit: Hit, which: NDArray[np.int64], places: U64, *, final: bool
-    ) -> tuple[Seals, NDArray[np.bool_]]:
+    ) -> tuple[Digests, NDArray[np.bool_]]:
         """Seals in the headers at arena offsets [n], and which are those of slots ``which`` [n].
 
         They are kept where a context needs them. When ``final``, failures are counted.
         """
-        job, sealer = hit.job, self._files.sealer
+        job, codec = hit.job, self._files.codec
         slots = job.slots[which]
-        seals, good = sealer.read_headers(slots, job.epochs[which], hit.keys[which], places)
+        seals, good = codec.read_headers(slots, job.epochs[which], hit.keys[which], places)
         keep = good & self._frames.referenced(slots)
         if keep.any():
             self._seals.put(slots[keep], seals.part(keep))
         for at in np.flatnonzero(~good).tolist() if final else ():
             index, slot = int(which[at]), int(slots[at])
             self._files.counters.add("header_mismatches", 1)
-            why = sealer.why_refused(slot, int(job.epochs[index]), job.keys[index], int(places[at]))
+            why = codec.why_refused(slot, int(job.epochs[index]), job.keys[index], int(places[at]))
             logger.error("ssdkv: slot %d is dropped: %s", slot, why)
         return seals, good
 

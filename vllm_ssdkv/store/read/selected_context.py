@@ -20,9 +20,9 @@ from vllm_ssdkv.store.cache.selected_pages import Pages
 from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import channel_bytes
-from vllm_ssdkv.store.read.gpu_pages import HotFetch, HotPages
+from vllm_ssdkv.store.read.gpu_pages import GpuFetch, GpuPageCache
 from vllm_ssdkv.store.read.page_fetcher import Fetch, PageFetcher
-from vllm_ssdkv.store.write.summary_builder import Summarizer
+from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class BlockPages:
         return BlockPages(self.pages.part(which), self.blocks[which])
 
 
-class ChosenContexts:
+class SelectedContexts:
     """Contexts of the rows of a step that choose. Used by the thread of the forward pass.
 
     After a failure the row is *poisoned*, as in ``ContextStream``.
@@ -80,12 +80,12 @@ class ChosenContexts:
         geometry: SlotGeometry,
         frames: FrameCache,
         summaries: SummaryTable,
-        summarizer: Summarizer,
+        summarizer: SummaryBuilder,
         tails: NDArray[np.uint64],
         fetcher: PageFetcher,
         contexts: Sequence[NDArray[np.int64]],
         rows: Sequence[int],
-        hot: HotPages | None = None,
+        hot: GpuPageCache | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks before its window; ``rows`` choose.
         ``tails``: absolute addresses of memory for some tails, [n]. ``hot``: pages in the memory of
@@ -304,7 +304,7 @@ class ChosenContexts:
         """
         return self._start(wanted, self.fetched)
 
-    def fetch_hot(self, wanted: BlockPages) -> Fetch | HotFetch:
+    def fetch_hot(self, wanted: BlockPages) -> Fetch | GpuFetch:
         """The same, to where the device that attends reads them best: its own memory, or DRAM."""
         if self._hot is None:
             return self.fetch(wanted)
@@ -335,29 +335,29 @@ class ChosenContexts:
         pages = wanted.pages if self._hot is None else self._hot.wanted_below(wanted.pages)
         self.fetched.ahead += self._fetcher.ahead(pages, begin, idle=idle)
 
-    def settle(self, fetch: Fetch | HotFetch) -> None:
+    def settle(self, fetch: Fetch | GpuFetch) -> None:
         """Wait for what was submitted, with the deadline of I/O: :meth:`arrive` then has its work
         to do, but mostly nothing to wait for."""
-        self._fetcher.settle(fetch.below if isinstance(fetch, HotFetch) else fetch)
+        self._fetcher.settle(fetch.below if isinstance(fetch, GpuFetch) else fetch)
 
     def arrive(
-        self, fetch: Fetch | HotFetch, blocks: NDArray[np.int64] | NDArray[np.int32]
+        self, fetch: Fetch | GpuFetch, blocks: NDArray[np.int64] | NDArray[np.int32]
     ) -> NDArray[np.bool_]:
         """Wait for the pages of these blocks, [n], with the deadline of I/O; which are there, [n].
 
         ``fetch.address`` says where, until they are released. Rows whose pages did not all come
         are poisoned.
         """
-        good = fetch.finish() if isinstance(fetch, HotFetch) else self._fetcher.finish(fetch)
-        self.pages_used += (fetch.below if isinstance(fetch, HotFetch) else fetch).used
+        good = fetch.finish() if isinstance(fetch, GpuFetch) else self._fetcher.finish(fetch)
+        self.pages_used += (fetch.below if isinstance(fetch, GpuFetch) else fetch).used
         self.bad += self._fetcher.take_bad()
         if not good.all():
             self._poison(blocks[~good])
         return good
 
-    def release(self, fetch: Fetch | HotFetch) -> None:
+    def release(self, fetch: Fetch | GpuFetch) -> None:
         """The pages are not read any more."""
-        if isinstance(fetch, HotFetch):
+        if isinstance(fetch, GpuFetch):
             fetch.release()
         else:
             self._fetcher.release(fetch)

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
-from vllm_ssdkv.store.integrity.checksum_table import SealTable
-from vllm_ssdkv.store.io.buffer_pool import Staging
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
-from vllm_ssdkv.store.io.slot_io import SlotFiles
-from vllm_ssdkv.store.io.slot_request import SlotBatch
+from vllm_ssdkv.store.io.slot_io import SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import IN_FLIGHT
-from vllm_ssdkv.store.write.summary_builder import Summarizer
+from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 from vllm_ssdkv.store.write.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Group:
     items: Sequence[Pending]
     frames: NDArray[np.int32]
     images: U64 | None
-    batch: SlotBatch
+    batch: SlotRequest
     stored: bool = False
     """Whether another copy was written while this write still hangs."""
 
@@ -58,7 +58,7 @@ class _Group:
     def slots(self) -> NDArray[np.int64]:
         return _slots(self.items)
 
-    def part(self, which: NDArray[np.bool_], batch: SlotBatch, *, stored: bool = False) -> _Group:
+    def part(self, which: NDArray[np.bool_], batch: SlotRequest, *, stored: bool = False) -> _Group:
         """Some of them, whose images are somebody else's business."""
         items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
         return _Group(items, self.frames[which], None, batch, stored)
@@ -79,7 +79,7 @@ def _slots(items: Sequence[Pending]) -> NDArray[np.int64]:
     return np.array([item.slot for item in items], dtype=np.int64)
 
 
-class SlotWriter:
+class Flusher:
     """Writes frames to their slots. Methods are thread-safe.
 
     Every committed slot is reported once, as written or as failed, unless it is discarded while it
@@ -95,11 +95,11 @@ class SlotWriter:
 
     def __init__(
         self,
-        files: SlotFiles,
+        files: SlotIO,
         frames: FrameCache,
-        seals: SealTable,
-        images: Staging | None = None,
-        summarizer: Summarizer | None = None,
+        seals: ChecksumTable,
+        images: BufferPool | None = None,
+        summarizer: SummaryBuilder | None = None,
         trimmer: SlotTrimmer | None = None,
     ):
         """``images`` are pieces of ``slot_bytes`` each, or of ``tail_bytes``, which only the writer
@@ -312,7 +312,7 @@ class SlotWriter:
 
     def _submit(
         self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
-    ) -> SlotBatch:
+    ) -> SlotRequest:
         size = self._files.geometry.slot_bytes
         places, tails = self._places(frames, images)
         return self._files.submit(Op.WRITE, _slots(items), 0, size, places, tails=tails)
@@ -341,7 +341,7 @@ class SlotWriter:
             if tails is None:
                 tails = places + np.uint64(self._files.geometry.frame_bytes)
             self._summarizer.make_tails(self._frames.address(frames), start + tails)
-        seals = self._files.sealer.seal(
+        seals = self._files.codec.seal(
             slots,
             np.array([item.epoch for item in items], dtype=np.int64),
             key_rows([item.key for item in items]),

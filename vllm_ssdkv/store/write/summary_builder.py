@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Summarizer(Protocol):
+class SummaryBuilder(Protocol):
     """Reads frames in DRAM. Methods may be called from any thread, and release the GIL.
 
     Addresses are absolute. Padding of pages stays as it is.

@@ -24,7 +24,7 @@ from tests.attention.test_sparse import (
     make_store,
     queries_of,
 )
-from vllm_ssdkv.attention.sparse_error import Compared, Deviation
+from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.sparse.protocol import Budget
 
@@ -38,7 +38,7 @@ def test_all_of_the_context_deviates_by_nothing(make_rows: MakeRows, places: int
     """With 16 places the pages come in turns."""
     rows = make_rows(places)
     away(rows)
-    chosen, deviation = choose(rows), Deviation(1)
+    chosen, deviation = choose(rows), SparseDeviation(1)
     for layer in range(LAYERS):
         rows.attend(chosen, Budget(share=1.0), layer, queries_of(layer), deviation=deviation)
     chosen.close()
@@ -52,7 +52,7 @@ def test_all_of_the_context_deviates_by_nothing(make_rows: MakeRows, places: int
     assert deviation.take() == {}
 
 
-class Keeping(Deviation):
+class Keeping(SparseDeviation):
     """Keeps what was chosen, too."""
 
     def compare(
@@ -99,7 +99,7 @@ def test_it_changes_no_bit_and_rests_between(make_rows: MakeRows) -> None:
     rows, queries = make_rows(), queries_of(1)
     plain, compared = choose(rows), choose(rows)
     wanted, _ = rows.attend(plain, Budget(share=0.4), 1, queries)
-    deviation = Deviation(3)
+    deviation = SparseDeviation(3)
     assert [deviation.of_step() is deviation for _ in range(6)] == [False, False, True] * 2
     out, _ = rows.attend(compared, Budget(share=0.4), 1, queries, deviation=deviation)
     assert torch.equal(out, wanted)
@@ -108,7 +108,7 @@ def test_it_changes_no_bit_and_rests_between(make_rows: MakeRows) -> None:
 
 
 def test_a_row_that_cannot_be_read_whole_is_left_out(make_rows: MakeRows) -> None:
-    rows, deviation = make_rows(), Deviation(1)
+    rows, deviation = make_rows(), SparseDeviation(1)
     away(rows)
     choose(rows).close()  # brings the summaries
     slot = int(rows.contexts()[2][0])

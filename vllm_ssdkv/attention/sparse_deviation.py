@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.sparse.protocol import Selection
-from vllm_ssdkv.store.read.selected_context import ChosenContexts
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Compared:
         selection: What they chose.
     """
 
-    contexts: ChosenContexts
+    contexts: SelectedContexts
     alive: NDArray[np.int64]
     layout: BlockLayout
     query: torch.Tensor
@@ -75,7 +75,7 @@ class Compared:
     selection: Selection
 
 
-class Deviation:
+class SparseDeviation:
     """Compares every ``every``-th step. Used by the thread of the forward pass."""
 
     def __init__(self, every: int):
@@ -83,7 +83,7 @@ class Deviation:
         self._steps = 0
         self._layers: dict[int, LayerDeviation] = {}
 
-    def of_step(self) -> Deviation | None:
+    def of_step(self) -> SparseDeviation | None:
         """Itself in steps that are compared. Call it once for each step in which rows choose."""
         self._steps += 1
         return self if self._steps % self._every == 0 else None
@@ -164,7 +164,7 @@ def _masses(
 
 
 def _read(
-    contexts: ChosenContexts, layer: int, layout: BlockLayout, blocks: NDArray[np.int64]
+    contexts: SelectedContexts, layer: int, layout: BlockLayout, blocks: NDArray[np.int64]
 ) -> torch.Tensor:
     """K and V of whole blocks, float32 [kv_heads, pages, 2, page_tokens, head_size]; zeros where
     they did not arrive."""
