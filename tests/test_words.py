@@ -126,7 +126,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
     """Names that the code itself uses; strings, comments and native classes are free."""
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=ast.Name(id="_io" | "_index" | "_attention")):
+            case ast.Attribute(value=ast.Name(id="_io" | "_index" | "_kernels")):
                 pass
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.ClassDef(name=name):
                 yield name
