@@ -16,9 +16,9 @@ from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.attention import reference_sparse as oracle
 from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.attention.merge import merge
-from vllm_ssdkv.attention.reference import dense_attention
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
+from vllm_ssdkv.profiling.dense_oracle import dense_attention
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
