@@ -23,6 +23,7 @@ STAGES: Final = (
     Stage("bandwidth", f"{_HERE}.bandwidth", 100, 60),
     Stage("store", f"{_HERE}.store", 120, 60),
     Stage("sanitizer", f"{_HERE}.sanitizer", 90, 90),
+    Stage("vllm", f"{_HERE}.vllm_engine", 80, 150),
 )
 """In order of value. Each has a log, beside the two files of results: 8 files at most.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,7 +317,7 @@ def test_what_travels_needs_no_more_than_pytorch(
     assert software["vllm"] == "missing"
     assert rows["machine", "import of the package"].ok
     # What the other stages import.
-    modules = ["kernels", "bandwidth", "sanitizer"]
+    modules = ["kernels", "bandwidth", "sanitizer", "vllm_engine"]
     imports = "; ".join(f"import vllm_ssdkv.profiling.gpu_pack.{name}" for name in modules)
     subprocess.run(
         [python, "-P", "-c", imports],
@@ -324,3 +325,41 @@ def test_what_travels_needs_no_more_than_pytorch(
         timeout=PATIENCE_S,
         check=True,
     )
+
+
+def test_an_environment_without_vllm_says_so(empty_python: tuple[str, str], tmp_path: Path) -> None:
+    python, travels = empty_python
+    alone = tmp_path / "alone" / "site"
+    alone.mkdir(parents=True)
+    for package in Path(travels).iterdir():
+        # Copied, since the packed vLLM is looked for beside what a link points to.
+        if package.name == "vllm_ssdkv":
+            shutil.copytree(package, alone / package.name, symlinks=False)
+        else:
+            (alone / package.name).symlink_to(package)
+    out = tmp_path / "out"
+    out.mkdir()
+    begin = time.monotonic()
+    subprocess.run(
+        [
+            *(python, "-P", "-m", "vllm_ssdkv.profiling.gpu_pack", "--rehearse"),
+            *("--stages", "vllm", "--out", str(out)),
+        ],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(alone), "TMPDIR": str(tmp_path)},
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert time.monotonic() - begin < PATIENCE_S / 2
+    first, stage = ResultLog(out).rows()
+    assert (first.case, first.ok, stage.ok) == ("import of vLLM", False, False)
+    assert first.error.startswith("BenchError: vLLM is not installed here, and ")
+    assert first.error.endswith("vllm.tar.xz is not there")
+
+
+@pytest.mark.soak
+def test_engines_of_vllm_give_the_tokens_of_stock(tmp_path: Path) -> None:
+    rows = rehearse(sys.executable, tmp_path, "vllm")
+    cases = ["import of vLLM", "stock vLLM", "reuse mode", "page mode, exact", STAGE]
+    assert [(row.case, row.ok) for row in rows] == [(case, True) for case in cases]
+    cached = [next(f.value for f in row.figures if f.name == "cached tokens") for row in rows[1:4]]
+    assert cached == [0, 1088, 1088]
