@@ -4,9 +4,9 @@ Takes the vLLM that is installed. Where there is none, unpacks the one that has 
 Python files of its wheel and the packages they import, without compiled parts, which have 90 MB
 (operators) to 300 MB (FlashAttention) a file. What was found out about it, with vLLM 0.32:
 
-- Two things would stop it on CUDA before the first token, and both have a stand-in: its platform
-  imports ``vllm._C_stable_libtorch``, and SwiGLU looks up its operator although the native form is
-  chosen. Options choose native forms of all else: ``custom_ops``, ``ir_op_priority``,
+- What would stop it on CUDA before the first token has a stand-in: ``vllm._C_stable_libtorch`` and
+  FlashAttention's module are imported, operators are asked what they support, and SwiGLU looks up
+  its own although the native form is chosen. Options choose native forms of all else: ``custom_ops``, ``ir_op_priority``,
   Triton's attention for stock vLLM and reuse mode, and model runner V1, since V2 maps host memory
   with a compiled operator.
 - On a CPU such a vLLM needs six stand-ins, attention among them. Stock, reuse and page mode then
@@ -33,7 +33,7 @@ from vllm_ssdkv.profiling.gpu_pack import tiny_llama
 from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME
 from vllm_ssdkv.profiling.gpu_pack.stage import Case, StageRun, scratch
 from vllm_ssdkv.profiling.gpu_pack.vllm_case import RESULT, full_hits
-from vllm_ssdkv.profiling.gpu_pack.vllm_ops import CUDA_MODULE
+from vllm_ssdkv.profiling.gpu_pack.vllm_ops import CUDA_MODULES
 
 PACKED: Final = "vllm.tar.xz"
 """vLLM's Python files, beside the folder with this package."""
@@ -102,7 +102,8 @@ def _sources(folder: Path) -> list[Path]:
         raise BenchError(f"vLLM is not installed here, and {packed} is not there")
     with tarfile.open(packed) as archive:
         archive.extractall(folder / "vllm", filter="data")
-    (folder / "vllm" / CUDA_MODULE).touch()
+    for name in CUDA_MODULES:
+        (folder / "vllm" / name).touch()
     return [folder / "vllm"]
 
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from torch.library import Library
 
-CUDA_MODULE: Final = "vllm/_C_stable_libtorch.py"
-"""Empty, it takes the place of a module without which vLLM's CUDA platform is not imported. A file,
-since vLLM looks at models in a process of its own."""
+CUDA_MODULES: Final = ("vllm/_C_stable_libtorch.py", "vllm/vllm_flash_attn/_vllm_fa2_C.py")
+"""Empty, they take the places of modules without which vLLM's classes for CUDA are not imported.
+Files, since vLLM looks at models in a process of its own."""
 
 _held: list[Any] = []
 """An operator goes with its library."""
@@ -125,6 +125,8 @@ _Work = Callable[..., Any]
 
 _CUDA: Final[dict[str, _Work]] = {
     "silu_and_mul(Tensor! result, Tensor input) -> ()": _silu_and_mul,
+    "cutlass_scaled_mm_supports_fp8(int capability) -> bool": lambda _: False,
+    "cutlass_scaled_mm_supports_block_fp8(int capability) -> bool": lambda _: False,
 }
 """All else has a Triton kernel or a native form that options choose."""
 
