@@ -6,12 +6,12 @@ Python files of its wheel and the packages they import, without compiled parts, 
 
 - What would stop it on CUDA before the first token has a stand-in: ``vllm._C_stable_libtorch`` and
   FlashAttention's module are imported, operators are asked what they support, and SwiGLU looks up
-  its own although the native form is chosen. Options choose native forms of all else: ``custom_ops``, ``ir_op_priority``,
-  Triton's attention for stock vLLM and reuse mode, and model runner V1, since V2 maps host memory
-  with a compiled operator.
-- On a CPU such a vLLM needs six stand-ins, attention among them. Stock, reuse and page mode then
-  give the tokens of a vLLM with compiled parts. That is what a rehearsal shows; the way on CUDA is
-  read off vLLM's sources and has never run.
+  its own although the native form is chosen.
+- Options choose native forms of all else: ``custom_ops``, ``ir_op_priority``, Triton's attention
+  for stock vLLM and reuse mode, and model runner V1, since V2 maps host memory by an operator.
+- On a CPU such a vLLM needs six stand-ins, attention among them. Its stock engine then gives the
+  tokens of a vLLM with compiled parts; reuse and page mode were not seen to end there yet. The way
+  on CUDA is read off vLLM's sources, with its modules imported on a CPU, and has never run.
 - Packages that only servers or grammars use are imported all the same; they travel.
 """
 
