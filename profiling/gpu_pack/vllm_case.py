@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack import vllm_ops
 
 RESULT: Final = "result.jsonl"

@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_ssdkv.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack import tiny_llama
 from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME
 from vllm_ssdkv.profiling.gpu_pack.stage import Case, StageRun, scratch
