@@ -3,9 +3,12 @@
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import vllm_ssdkv
 
 ROOT = Path(__file__).parent.parent
 VENDORED = "third_party/"
@@ -74,3 +77,29 @@ def test_the_lock_pins_public_versions(own_texts: dict[str, str]) -> None:
     assert [line for line in pins if not pin.fullmatch(line)] == []
     # These builds do not match a CPU torch; text models do not need them.
     assert not {"torchvision", "torchaudio", "torchcodec"} & {line.split("==")[0] for line in pins}
+
+
+def test_the_version_is_in_one_place(own_texts: dict[str, str]) -> None:
+    from scikit_build_core.metadata import regex
+
+    project = tomllib.loads(own_texts["pyproject.toml"])
+    assert project["project"]["dynamic"] == ["version"]
+    assert "version" not in project["project"]
+    settings = project["tool"]["scikit-build"]["metadata"]["version"]
+    assert settings.pop("provider") == "scikit_build_core.metadata.regex"
+    assert regex.dynamic_metadata("version", settings) == vllm_ssdkv.__version__
+    wanted = re.compile(rf"(?<![\d.]){re.escape(vllm_ssdkv.__version__)}(?![\d.])")
+    built = ("CMakeLists.txt", "Makefile", "pyproject.toml", *PACKAGES)
+    repeated = {
+        name
+        for name, text in own_texts.items()
+        if name.startswith(built) and not name.endswith(".json") and wanted.search(text)
+    }
+    assert repeated == {"vllm_ssdkv/__init__.py"}
+
+
+def test_the_connectors_name_is_in_one_place(own_texts: dict[str, str]) -> None:
+    defined = re.compile(r"^[A-Z_]+(: Final)? = \"SSDKVConnector\"$", re.MULTILINE)
+    assert [name for name, text in own_texts.items() if defined.search(text)] == [
+        "vllm_ssdkv/connector/names.py"
+    ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.gpu_pack import vllm_ops
 
 RESULT: Final = "result.jsonl"
@@ -31,7 +32,6 @@ LENGTHS: Final = (700, 300, 129, 20)
 """Tokens of the prompts. The longest has many times the KV cache of page mode."""
 
 _CACHE_TOKENS: Final = {"stock": 4096, "reuse": 4096, "page": WINDOW + CHUNK + 3 * BLOCK}
-_CONNECTOR: Final = "SSDKVConnector"
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -79,7 +79,7 @@ def settings(case: str, device: str, model: Path, folder: Path) -> dict[str, Any
     }
     if case != "stock":
         chosen["kv_transfer_config"] = {
-            "kv_connector": _CONNECTOR,
+            "kv_connector": CONNECTOR,
             "kv_role": "kv_both",
             "kv_connector_extra_config": options(case, folder),
         }
