@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from vllm_ssdkv.attention.reference_sparse import (
+from tests.oracles.sparse_attention import (
     attend_chosen,
     bound_logits,
     choose,

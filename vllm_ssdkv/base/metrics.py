@@ -204,6 +204,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
     counter("amx_refusals", "processes", "Workers to which Linux refused AMX tiles."),
     counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
+    counter(
+        "thread_errors",
+        "errors",
+        "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
+        "the thread goes on. The log has the first of each minute.",
+        Label("thread", ("writer", "loader")),
+    ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
     counter(

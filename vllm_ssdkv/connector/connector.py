@@ -162,8 +162,12 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             UnsupportedError: the cache cannot be stored, or failed loads would end requests.
         """
-        startup.check_failure_policy(self._vllm_config)
-        self.worker.register(kv_caches)
+        try:
+            startup.check_failure_policy(self._vllm_config)
+            self.worker.register(kv_caches)
+        except BaseException:
+            self.shutdown()  # vLLM does not, of an engine that never was
+            raise
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; in page mode its reads begin now, before the forward pass."""

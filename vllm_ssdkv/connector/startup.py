@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,9 +44,11 @@ from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import round_up
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,21 +106,24 @@ def open_worker(
     if vllm_config.device_config.device_type == "cpu":
         request_amx(counters)
     contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
-    opened = open_rank(found.place, rank, counters, contexts)
-    counters.start_at_zero(opened.files.health.paths)
-    counters.set(
-        "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
-    )
-    if rank == 0:
-        logger.info("%s", _summary(config, found, opened, contexts))
-    layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
-    modules = vllm_config.compilation_config.static_forward_context
-    model = LoadedModel(
-        (modules[name] for name in found.layout.all_layers),
-        functools.partial(digest_of_files, vllm_config),
-    )
-    tell_weights = functools.partial(found.place.tell_weights, rank)
-    return SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+    with ExitStack() as stack:
+        opened = open_rank(found.place, rank, counters, contexts)
+        stack.callback(opened.close)
+        counters.start_at_zero(opened.files.health.paths)
+        engine = opened.files.engine.name
+        counters.set("info", 1, mode=config.mode, io_engine=engine, selector=config.selector)
+        if rank == 0:
+            logger.info("%s", _summary(config, found, opened, contexts))
+        layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
+        modules = vllm_config.compilation_config.static_forward_context
+        model = LoadedModel(
+            (modules[name] for name in found.layout.all_layers),
+            functools.partial(digest_of_files, vllm_config),
+        )
+        tell_weights = functools.partial(found.place.tell_weights, rank)
+        worker = SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+        stack.pop_all()
+    return worker
 
 
 def _context_blocks(
@@ -164,52 +170,75 @@ def open_scheduler(
         config = config.model_copy(update={"verify_hits": 0})
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
-    index, rebalancer = open_index(found.place, counters)
-    manifest = found.place.stored()
-    suspension = Suspension(
-        index, counters, found.place.suspend, [found.place.state], manifest.suspended
-    )
-    scheduler = SSDKVScheduler(
-        config,
-        index,
-        rebalancer,
-        [device.path for device in manifest.devices],
-        found.layout.block_tokens,
-        vllm_config.model_config.max_model_len,
-        AdmissionSlots(vllm_config.scheduler_config),
-        found.layout.tp_size,
-        counters,
-        LoadOrRecompute(
-            # In page mode computing writes every block of the hit once more.
-            always=config.mode == "page" or config.load == "always",
-            block_tokens=found.layout.block_tokens,
-            chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            ranks=found.layout.tp_size,
-            counters=counters,
-        ),
-        _write_policy(config, found, rebalancer.placement, index.num_slots, counters),
-        identities,
-        suspension,
-        found.place.name_key(),
-        Speculation.of(vllm_config, found.layout.block_tokens),
-        reuses=_reuses(vllm_config),
-    )
-    longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
+    with ExitStack() as stack:
+        index, restriper = open_index(found.place, counters)
+        stack.callback(index.close)
+        stack.callback(restriper.close)
+        policy = _write_policy(config, found, restriper.placement, index.num_slots, counters)
+        stack.callback(policy.close)
+        manifest = found.place.stored()
+        suspension = Suspension(
+            index, counters, found.place.suspend, [found.place.state], manifest.suspended
+        )
+        scheduler = SSDKVScheduler(
+            config,
+            index,
+            restriper,
+            [device.path for device in manifest.devices],
+            found.layout.block_tokens,
+            vllm_config.model_config.max_model_len,
+            AdmissionSlots(vllm_config.scheduler_config),
+            found.layout.tp_size,
+            counters,
+            LoadOrRecompute(
+                # In page mode computing writes every block of the hit once more.
+                always=config.mode == "page" or config.load == "always",
+                block_tokens=found.layout.block_tokens,
+                chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                ranks=found.layout.tp_size,
+                counters=counters,
+            ),
+            policy,
+            identities,
+            suspension,
+            found.place.name_key(),
+            Speculation.of(vllm_config, found.layout.block_tokens),
+            reuses=_reuses(vllm_config),
+        )
+        if config.mode == "page":
+            _check_room(found, index, restriper, suspension, vllm_config.model_config.max_model_len)
+        stack.pop_all()
+    return scheduler
+
+
+def _check_room(
+    found: _Identity,
+    index: SlotIndex,
+    restriper: Rebalancer,
+    suspension: Suspension,
+    max_model_len: int,
+) -> None:
+    """Of page mode.
+
+    Raises:
+        ConfigError: the store cannot hold one request of the maximum length.
+        StoreFailedError: it could, but it is suspended.
+    """
+    block_tokens = found.layout.block_tokens
+    longest = max_model_len // block_tokens + 1
     gauges = index.gauges()
     slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += 0 if rebalancer.growth is None else rebalancer.growth.to_come
-    if config.mode == "page" and slots < longest:
-        scheduler.close()
-        if suspension:
-            raise suspension.no_room()
-        needed = round_up(found.place.capacity_for(longest), MIB)
-        raise ConfigError(
-            f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "
-            f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
-            f"raise the capacity of the devices to {format_size(needed)} in all, or lower "
-            "--max-model-len"
-        )
-    return scheduler
+    slots += 0 if restriper.growth is None else restriper.growth.to_come
+    if slots >= longest:
+        return
+    if suspension:
+        raise suspension.no_room()
+    needed = round_up(found.place.capacity_for(longest), MIB)
+    raise ConfigError(
+        f"the store has {slots} slots of {block_tokens} tokens, a request of --max-model-len "
+        f"{max_model_len} needs {longest}: raise the capacity of the devices to "
+        f"{format_size(needed)} in all, or lower --max-model-len"
+    )
 
 
 def _reuses(vllm_config: VllmConfig) -> bool:
@@ -254,10 +283,14 @@ def _write_policy(
     ranks = found.layout.tp_size
     bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
     share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
-    wear = WearLedger(found.place.state, names, counters)
     given = dict(zip(found.place.paths, config.devices, strict=False))  # none, by default
     devices = [given.get(d.path) if d.present else None for d in manifest.devices]
-    return WritePolicy(config, devices, wear, share, num_slots, counters)
+    wear = WearLedger(found.place.state, names, counters)
+    try:
+        return WritePolicy(config, devices, wear, share, num_slots, counters)
+    except BaseException:
+        wear.close()
+        raise
 
 
 def _check_backend(

@@ -2,7 +2,7 @@
 
 ``CpuKernels`` runs the native ones of ``vllm_ssdkv._kernels``, ``TritonKernels`` those of
 ``vllm_ssdkv.triton_kernels``; :func:`select_kernels` picks by device. Both follow the semantics of
-``attention/reference.py``.
+``profiling/dense_oracle.py``.
 """
 
 from __future__ import annotations

@@ -114,6 +114,8 @@ class SSDKVWorker:
         self._timer: StepTimer | None = None
         self._fence = StreamFence(torch.device("cpu"))
         self.step: PagedStep | None = None
+        self.began = False
+        """Whether a step has ever begun: vLLM warms up before that, with requests of its own."""
         self._report = RankReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -315,6 +317,7 @@ class SSDKVWorker:
             store.trim(plan.trim)
         if plan.believed:
             store.believe(plan.believed)
+        self.began = True
         if plan.rows:
             self.step = PagedStep(
                 store,

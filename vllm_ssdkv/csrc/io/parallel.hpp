@@ -37,8 +37,8 @@ void parallel(size_t n, size_t share, unsigned threads, const Body& body) {
           drain();
         });
       }
-    } catch (const std::system_error&) {
-      // Out of threads: those that exist, and this one, do the work.
+      // NOLINTNEXTLINE(bugprone-empty-catch): those that exist, and this one, do the work.
+    } catch (const std::system_error&) {  // out of threads
     }
   }
   drain();

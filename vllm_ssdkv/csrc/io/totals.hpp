@@ -31,9 +31,10 @@ class Histogram {
   }
   // As {"<name>_<bound>.<number>", count}, the last bound being "inf".
   void append_to(Statistics& all, const std::string& name, size_t number) const {
+    const std::string prefix = name + "_";
     for (size_t i = 0; i <= N; ++i) {
       const std::string bound = i < N ? std::to_string(bounds_[i]) : "inf";
-      append(all, name + "_" + bound, number, counts_[i]);
+      append(all, prefix + bound, number, counts_[i]);
     }
   }
 

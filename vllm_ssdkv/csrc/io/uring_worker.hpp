@@ -70,7 +70,7 @@ class UringWorker {
 
   void run(UringRing& ring) noexcept;
   bool take();  // fills to_issue_; false when it is time to end
-  void start(size_t device, Taken& taken);
+  void start(size_t device, Taken&& taken);
   void report() noexcept;                // tells the owners of ended_
   bool issue(UringRing& ring) noexcept;  // false when something had no room
   void wait(UringRing& ring, bool all_issued) noexcept;

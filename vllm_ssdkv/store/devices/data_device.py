@@ -178,7 +178,11 @@ def _open_or_create(path: Path, what: str) -> tuple[int, bool]:
             fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return _open_existing(path, flags), False
-        _sync_directory(path.parent)
+        try:
+            _sync_directory(path.parent)
+        except BaseException:
+            os.close(fd)
+            raise
     except OSError as error:
         raise DeviceError(
             f"{what}: cannot open {path} for reading and writing ({error.strerror}); check its "

@@ -168,8 +168,8 @@ class WearLedger:
                 continue
             try:
                 replace_file(self._path, sealed(msgspec.json.format(data, indent=1) + b"\n"))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next one may go well
                 self._counters.add("wear_file_errors")
-                logger.warning("ssdkv: %s cannot be written: %s", self._path, error.strerror)
+                logger.warning("ssdkv: %s cannot be written: %s", self._path, error)
                 with self._lock:
                     self._changed = True

@@ -100,14 +100,15 @@ def rebuild_journal(store: StoredStore, *, whole: bool) -> int:
     with contextlib.ExitStack() as stack:
         files: list[list[DataFile | None]] = []
         for rank in range(store.manifest.tp_size):
-            mine = [
-                None if absent[device] else open_data_file(store, device, rank, lock=False)
-                for device in devices
-            ]
-            for file in mine:
+            mine: list[DataFile | None] = []
+            for device in devices:
+                file = None
+                if not absent[device]:
+                    file = open_data_file(store, device, rank, lock=False)
                 if file is not None:
                     stack.callback(file.close)
                     turn_on_direct(file.fd, str(file.path), "auto")
+                mine.append(file)
             files.append(mine)
         entry = scan_headers(store, files, absent, _Progress("headers of slots read"))
         entry = entry.part(np.flatnonzero(~store.placement.lost(absent, entry.slots)))
