@@ -30,7 +30,7 @@ class RowSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockSummaries:
-    """What ``PageKernels.summarize`` makes of B blocks, uint8 [B, bytes], in the memory of these.
+    """Summaries of B blocks by ``PageKernels.summarize``, uint8 [B, bytes], in the memory of these.
 
     ``scaled`` are channels in int8, with ``scales``.
     """

@@ -1,4 +1,4 @@
-"""What is kept of blocks that leave HBM: page bounds, channel-major K and sums of V."""
+"""Summaries of blocks that leave HBM: page bounds, channel-major K and sums of V."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _environment(device: str, sources: Sequence[Path]) -> dict[str, str]:
-    """Of an engine's process. Fractions are not rounded to TF32, so that tokens can be equal."""
+    """Environment of an engine's process. Fractions are not rounded to TF32, so that tokens can be
+    equal."""
     held = dict(os.environ)
     path = [held.get("PYTHONPATH", ""), *map(str, sources)]
     held["PYTHONPATH"] = os.pathsep.join(part for part in path if part)

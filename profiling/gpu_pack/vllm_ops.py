@@ -57,7 +57,7 @@ def _slot_mapping(
     slots: torch.Tensor,
     block_tokens: int,
 ) -> None:
-    """Where each token's KV goes: its block's number times the block's tokens, and its place."""
+    """Work out each token's place: its block's number times the block's tokens, and its place."""
     lengths = starts.diff().long()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     where = positions[: len(rows)].long()

@@ -38,7 +38,7 @@ from vllm_ssdkv.store.read.selected_context import BlockPages, SelectedContexts
 
 @dataclass(slots=True)
 class ChoiceCounts:
-    """What was chosen in one step, over all layers and KV heads.
+    """Counts of one step's choices, over all layers and KV heads.
 
     Attributes:
         lists: Lists of pages: one per row, layer and KV head.
@@ -261,7 +261,7 @@ class SparseDecode:
         scale: float,
         seen: torch.Tensor,
     ) -> Selection:
-        """What each row attends to: as its own selector chooses, now or for a token before."""
+        """Choose the pages of each row: by its own selector, now or for a token before."""
         alive, rows = now.alive, now.rows
         of_row = self._which[alive]
 
@@ -390,7 +390,7 @@ class SparseDecode:
     def _sizes(
         self, alive: NDArray[np.int64], rows: NDArray[np.int64], batch: RowBatch
     ) -> ContextSizes:
-        """Of these rows, worked out once per step."""
+        """Sizes of these rows, worked out once per step."""
         known = {} if self._choosing is None else self._choosing.sizes
         key = alive.tobytes()
         if key not in known:

@@ -602,7 +602,7 @@ class Counters:
         return self._counted.totals()
 
     def take_gained(self) -> dict[str, float]:
-        """What counters gained since the last call; those that are new also if that is nothing."""
+        """Take the gains of counters since the last call; new ones also if that is nothing."""
         return self._counted.take()
 
     def take_gauges(self) -> dict[str, float]:

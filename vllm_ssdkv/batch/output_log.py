@@ -90,7 +90,7 @@ class PartialOutput:
         return frozenset(self._places)
 
     def attempts(self, custom_id: str) -> int:
-        """How often a request was begun, and neither answered nor put back."""
+        """Times that a request was begun, and neither answered nor put back."""
         return 0 if custom_id in self._places else self._attempts[custom_id]
 
     def begin(self, custom_id: str) -> None:

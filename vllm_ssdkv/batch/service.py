@@ -1,4 +1,4 @@
-"""What the routes of one server work on: its configuration, files, jobs, and who asks."""
+"""State of one server that its routes share: configuration, files, jobs, and who asks."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler must hear of."""
+        """Report for the scheduler."""
         report = self.worker.take_report()
         return None if report is None else SSDKVWorkerMetadata([(self.worker.rank, report)])
 

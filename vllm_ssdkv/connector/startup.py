@@ -218,7 +218,7 @@ def _check_room(
     suspension: Suspension,
     max_model_len: int,
 ) -> None:
-    """Of page mode.
+    """Check that page mode has room.
 
     Raises:
         ConfigError: the store cannot hold one request of the maximum length.
@@ -255,8 +255,8 @@ def _reuses(vllm_config: VllmConfig) -> bool:
 
 
 def check_failure_policy(vllm_config: VllmConfig) -> None:
-    """Of a MultiConnector's child: raise UnsupportedError unless the parent has failed loads
-    computed again. It gives its children copies of its configuration, so nothing can be set here.
+    """Raise UnsupportedError unless a MultiConnector, our parent, has failed loads computed again.
+    It gives its children copies of its configuration, so nothing can be set here.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

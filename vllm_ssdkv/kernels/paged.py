@@ -33,7 +33,7 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 
 class PageKernels(Protocol):
-    """What sparse attention needs of a device. Threads and order: as ``AttentionKernels``."""
+    """Kernels of a device for sparse attention. Threads and order: as ``AttentionKernels``."""
 
     device: torch.device
 

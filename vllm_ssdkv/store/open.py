@@ -78,7 +78,7 @@ LOCK_TIMEOUT_S = 10.0
 
 
 class StorePlace:
-    """Where a store is and how large, as both roles work it out from the same options."""
+    """Place and size of a store, as both roles work them out from the same options."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class StorePlace:
         return b"" if self.key is None else self.key.names(UUID(self.stored().store))
 
     def codec(self, rank: int, arena: Arena) -> SlotCodec:
-        """What seals the slots of a rank. Blocks on I/O.
+        """Codec of the slots of a rank. Blocks on I/O.
 
         Raises:
             UnsupportedError: they are encrypted, and there is no libcrypto.
@@ -244,8 +244,7 @@ class StorePlace:
             set_aside(self.state / JOURNAL)
 
     def _retire_others(self, manifest: Manifest) -> None:
-        """Where the state directory was before, on a device that was away since, it is no more.
-        Blocks on I/O."""
+        """Retire state directories of before, on devices that were away since. Blocks on I/O."""
         for path in map(Path, self.paths):
             if path.resolve() == self.state.resolve():
                 continue
@@ -518,7 +517,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
 
 
 def _find_journal(place: StorePlace, manifest: Manifest) -> None:
-    """Where there should be a journal and is none, make it anew from the headers of the slots.
+    """Make a journal that should be there and is not anew, from the headers of the slots.
 
     Blocks on I/O, for as long as it takes to read these.
 
@@ -585,7 +584,7 @@ def _growth(
     rebalancer: Rebalancer,
     counters: Counters,
 ) -> StoreGrowth:
-    """Of a store that is smaller than it may be."""
+    """Growth of a store that is smaller than it may be."""
     whole = division_of(manifest, place.state, replicas=place.config.replicas)
     devices = [Path(device.path) for device in manifest.devices]
     spaces = [

@@ -197,9 +197,9 @@ class TieredStore:
     def streamed(
         self, contexts: Sequence[NDArray[np.int64]], most: float
     ) -> list[NDArray[np.int64]]:
-        """Which blocks of these contexts DRAM does not have and has room for, without taking any
-        from running contexts: for each its positions, ascending, in all ``most`` of the blocks that
-        are missing. Nothing, where room is for next to none."""
+        """Positions of blocks of these contexts that DRAM does not have and has room for, without
+        taking any from running contexts: of each context, ascending, in all ``most`` of the blocks
+        that are missing. Nothing, where room is for next to none."""
         found = [np.flatnonzero(self.frames.frames_of(slots) == NO_FRAME) for slots in contexts]
         missing = sum(map(len, found))
         room = self.frames.spare() + (0 if self._balancer is None else self._balancer.spare)
@@ -353,7 +353,7 @@ class TieredStore:
         return [] if self._scrubber is None else self._scrubber.take_mended()
 
     def believe(self, stored: Iterable[tuple[int, int]]) -> None:
-        """Of the pairs that the scrub has told, these are stored: it was right."""
+        """Confirm that these pairs, of those that the scrub has told, are stored: it was right."""
         if self._scrubber is not None:
             self._scrubber.believe(stored)
 

@@ -1,4 +1,4 @@
-"""What ``ssdkv demo`` runs: sizes, the engines' settings, and the questions.
+"""Plan of ``ssdkv demo``: sizes, the engines' settings, and the questions.
 
 Both sides know it: the parent, which reports, and the phase's own process, which runs an engine.
 """

@@ -244,7 +244,7 @@ class SSDKVScheduler:
         return blocks * self._block
 
     def _usable(self, keys: Sequence[bytes], first: int, count: int) -> int:
-        """How many blocks of a hit all layers can go on after, up to ``count``."""
+        """Number of blocks of a hit that all layers can go on after, up to ``count``."""
         if len(self._groups) == 1:
             return count
         return len(self._groups.hit(keys[: first + count], first).slots)
@@ -772,7 +772,7 @@ class SSDKVScheduler:
         return bool(owed or self._discard or self._forget or self._believed or not self._settled)
 
     def take_stats(self) -> SSDKVStats | None:
-        """What was counted in all processes of the engine, when it is time to tell."""
+        """Take the counters of all processes of the engine, when it is time to tell."""
         if not self._collector.due(running=bool(self._requests) and not self._settled):
             return None
         self.update_gauges()

@@ -26,7 +26,7 @@ NO_FRAME = -1
 
 
 class FrameState(IntEnum):
-    """What a frame's bytes are."""
+    """State of a frame's bytes."""
 
     FREE = 0
     HELD = 1

@@ -26,7 +26,7 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """What may change while a device is open.
+    """Facts that may change while a device is open.
 
     Attributes:
         lost: Whether the file was deleted under us: what we write now is gone at the next start.
@@ -59,7 +59,7 @@ class OpenDevice:
     """Whether this call made the file."""
 
     def state(self) -> DeviceState:
-        """What the system says of it now."""
+        """Facts that the system tells of it now."""
         found = os.fstat(self.fd)
         return DeviceState(found.st_nlink == 0, found.st_blocks * _BLOCK)
 

@@ -33,7 +33,7 @@ MAX_DEVICES = 256
 
 
 class DeviceWear(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What was written to one device."""
+    """Bytes written to one device."""
 
     written: int = 0
     """Bytes over the store's life, all ranks."""

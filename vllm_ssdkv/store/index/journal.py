@@ -68,7 +68,7 @@ class LiveRecords(Protocol):
 
     @property
     def journalled(self) -> int:
-        """How many records are live. Called on the scheduler's side."""
+        """Number of live records. Called on the scheduler's side."""
 
     def begin_walk(self) -> None:
         """Start at the beginning. This and :meth:`walk` are called by the thread that rewrites."""

@@ -1,4 +1,4 @@
-"""What a start does with the journal it finds: read it, refuse it, or begin anew.
+"""Recovery of the journal at a start: read it, refuse it, or begin anew.
 
 ``strict`` refuses a damaged journal, ``quiet`` goes on with what is whole, ``none`` reads nothing.
 One of another format version is no damage: unless nothing is read, it is refused, and stays as it

@@ -50,7 +50,7 @@ def wrong_pages(
 
 
 class PageSampler:
-    """Which pages of a read from a device are checked. Any thread may use it.
+    """Sample of the pages of a read from a device that are checked. Any thread may use it.
 
     A sample begins at a random page: a fixed order could meet the order of reads in such a way that
     some page never has its turn.

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_lost(store: StoredStore) -> str:
-    """Why the journal of a store says nothing; empty when it is a journal of this store.
+    """Reason for the journal of a store to say nothing; empty when it is a journal of this store.
 
     Blocks on I/O.
 
@@ -125,7 +125,8 @@ def _right(
     entry: Entry,
     doubtful: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
-    """Which blocks, [n], are right, of those that are ``doubtful``; the others are taken to be."""
+    """Mask of blocks, [n], that are right, of those that are ``doubtful``; the others are taken to
+    be."""
     right = np.ones(len(entry.slots), dtype=np.bool_)
     which = np.flatnonzero(doubtful)
     if not len(which):

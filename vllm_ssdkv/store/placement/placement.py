@@ -218,7 +218,7 @@ class Placement:
         return self._asked(slots, lambda stripes, inside: stripes.touches(device, inside))
 
     def lost(self, out: NDArray[np.bool_], slots: I64) -> NDArray[np.bool_]:
-        """Which slots cannot be had without some devices: a piece has no copy elsewhere.
+        """Mask of slots that cannot be had without some devices: a piece has no copy elsewhere.
 
         A number without a slot has lost nothing.
 
@@ -237,7 +237,7 @@ class Placement:
     def _asked(
         self, slots: I64, ask: Callable[[StripeMap, I64], NDArray[np.bool_]]
     ) -> NDArray[np.bool_]:
-        """What the stripe map of each slot's segment answers; False where there is none."""
+        """Answers of the stripe map of each slot's segment; False where there is none."""
         tables = self._tables
         segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
         answers = np.zeros(len(inside), dtype=np.bool_)
@@ -247,7 +247,7 @@ class Placement:
         return answers
 
     def doubled(self, slots: I64) -> NDArray[np.bool_]:
-        """Which slots, int64, [n], have two copies; bool, [n]."""
+        """Mask of slots, int64, [n], that have two copies; bool, [n]."""
         tables = self._tables
         segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
         if not tables.maps:

@@ -41,7 +41,7 @@ class Unsealing(Generic[Found]):
         self._error: Exception | None = None
 
     def take(self, timeout_s: float) -> Found | None:
-        """What the work has found, or None when it was not begun, and never will be.
+        """Take the findings of the work; None when it was not begun, and never will be.
 
         Blocks while it is under way. What the work touches is the caller's again afterwards.
 

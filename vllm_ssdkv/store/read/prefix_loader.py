@@ -116,7 +116,7 @@ class PrefixLoader:
         return self._active
 
     def running(self) -> int:
-        """Those of them that have not ended."""
+        """Number of jobs that have not ended."""
         return self._active - self._outcomes.qsize()
 
     def close(self, timeout_s: float) -> bool:
@@ -478,7 +478,7 @@ class PrefixLoader:
         *,
         final: bool,
     ) -> NDArray[np.bool_]:
-        """Which frames [n], of those ``here`` that have arrived with the batch, hold slots
+        """Mask of frames [n], of those ``here`` that have arrived with the batch, that hold slots
         ``which`` [n] of the job; their pages are unsealed. Failures are counted if ``final``.
         """
         geometry = self._files.geometry
@@ -555,7 +555,8 @@ class PrefixLoader:
         self._blame(hit, which)
 
     def _arrived(self, read: LoadRead, beside: Sequence[SlotRequest] = ()) -> NDArray[np.bool_]:
-        """Which headers, [n], a read has brought. Where waiting raises, their memory goes back."""
+        """Mask of headers, [n], that a read has brought. Where waiting raises, their memory goes
+        back."""
         try:
             return read.batch.wait(beside)
         except Exception:

@@ -311,7 +311,7 @@ class Flusher:
         return items
 
     def _most_items(self) -> int:
-        """How many slots to write at once: half of the images, so that two groups fit."""
+        """Number of slots to write at once: half of the images, so that two groups fit."""
         if self._images is None:
             return self._files.group
         most = min(self._files.group, self._images.free(), self._images.pieces // IN_FLIGHT)

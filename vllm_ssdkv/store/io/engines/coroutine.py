@@ -304,7 +304,7 @@ class CoroutineEngine:
 
 
 def check_arguments(fds: Sequence[int], queue_depth: int) -> None:
-    """What every engine checks.
+    """Check the arguments of a submission.
 
     Raises:
         ValueError: no devices, or a depth out of range.
