@@ -192,3 +192,33 @@ def test_no_document_has_a_retired_word(page: Path) -> None:
 )
 def test_retired_names_are_seen(source: str, found: set[str]) -> None:
     assert retired(ast.parse(source)) == found
+
+
+CLAUSES = frozenset("What Whose Where How Which Those Who When That Of Why".split())
+"""First words of a clause in place of a noun."""
+
+GOING = ("scheduler/relocator.py", "placement/move.py", "placement/relocation_quota.py")
+GOING += ("placement/rebalancer.py",)
+"""Modules that rewrite on read replaces, or changes."""
+
+
+def clauses(tree: ast.Module) -> list[str]:
+    """First lines of docstrings that are a relative clause instead of a noun or a deed."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    lines = [text.splitlines()[0] for text in texts if text]
+    return [line for line in lines if line.split()[0].rstrip(":,") in CLAUSES]
+
+
+def test_docstrings_begin_with_a_noun_or_a_deed() -> None:
+    found = {
+        file: lines
+        for file, tree in sources().items()
+        if not file.endswith(GOING) and (lines := clauses(tree))
+    }
+    assert found == {}
+
+
+def test_clauses_are_seen() -> None:
+    source = '"""Which slot."""\ndef f():\n    """Slot."""\nclass A:\n    """What it is."""'
+    assert clauses(ast.parse(source)) == ["Which slot.", "What it is."]

@@ -1,4 +1,4 @@
-"""What the engine's limits say about the contexts that requests choose from."""
+"""Limits of the engine, and the contexts that requests choose from."""
 
 from __future__ import annotations
 

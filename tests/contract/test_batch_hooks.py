@@ -1,4 +1,4 @@
-"""What the Batch API uses of vLLM's OpenAI server, pinned one by one."""
+"""Hooks of vLLM's OpenAI server that the Batch API uses, pinned one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose KV is found: the table of ways to change KV and not to, walked with engines and without."""
+"""Identity of KV: the table of ways to change it and not to, walked with engines and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What selectors promise, whatever the context: laws of issue 4, each a property."""
+"""Laws of selectors, whatever the context, each a property."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was written to devices, over their life and per day, through restarts and crashes."""
+"""Bytes written to devices, over their life and per day, through restarts and crashes."""
 
 from __future__ import annotations
 

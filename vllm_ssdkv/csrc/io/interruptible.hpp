@@ -11,7 +11,7 @@
 
 namespace ssdkv {
 
-// How long Ctrl-C may go unnoticed while the main thread waits.
+// Time that Ctrl-C may go unnoticed while the main thread waits.
 inline constexpr std::chrono::milliseconds kSignalPoll{100};
 
 // Calls step(until) without the GIL, again and again, until it returns true or time is up; whether

@@ -91,7 +91,7 @@ class UringWorker {
   bool stopping_ = false;            // under mutex_
   std::atomic<bool> asleep_{false};  // set under mutex_; the thread waits or is about to
 
-  // Of the thread alone.
+  // The thread's alone.
   std::vector<Flight> flights_;     // by slot; the slot is the tag in the ring
   std::vector<uint32_t> free_;      // slots
   uint64_t bytes_taken_ = 0;        // of the requests that have a slot
