@@ -194,7 +194,7 @@ def test_retired_names_are_seen(source: str, found: set[str]) -> None:
     assert retired(ast.parse(source)) == found
 
 
-CLAUSES = frozenset("What Whose Where How Which Those Who When That Of Why".split())
+CLAUSES = {"What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "That", "Of", "Why"}
 """First words of a clause in place of a noun."""
 
 GOING = ("scheduler/relocator.py", "placement/move.py", "placement/relocation_quota.py")

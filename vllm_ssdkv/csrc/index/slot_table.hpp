@@ -38,8 +38,9 @@ struct Stored {
   std::vector<Key> keys;
 };
 
-// Slots that have moved: new ones that took the place of old ones, which the journal must be told of in
-// this order, a PUT for each that is journalled and then, after retire(), a DEL for its old one.
+// Slots that have moved: new ones that took the place of old ones, which the journal must be told
+// of in this order, a PUT for each that is journalled and then, after retire(), a DEL for its old
+// one.
 struct Moved {
   std::vector<bool> which;  // of those that were given
   std::vector<int64_t> from;

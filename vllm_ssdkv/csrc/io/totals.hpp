@@ -19,7 +19,8 @@ using Statistics = std::vector<std::pair<std::string, uint64_t>>;
 // Adds {"<name>.<number>", value}.
 void append(Statistics& all, std::string name, size_t number, const std::atomic<uint64_t>& value);
 
-// Numbers of values that were at most each bound and above the one before; the last counts the rest.
+// Numbers of values that were at most each bound and above the one before; the last counts the
+// rest.
 template <size_t N>
 class Histogram {
  public:
