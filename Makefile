@@ -1,7 +1,8 @@
-# make demo: see it work.  make test: check it.  Both install what they need into .venv first.
+# make demo: see it work.  make check: before a commit.  make test: everything.  All of them install
+# what they need into .venv first.
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo test lint tidy format bench soak sanitize docs wheel clean
+.PHONY: help install develop demo check test lint tidy format bench soak sanitize docs wheel clean
 
 bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scripts examples tests
@@ -25,8 +26,16 @@ develop: ## the same with links to the sources: edits of Python need no rebuild
 demo: install ## a tiny model on vLLM, with KV on SSD
 	$(bin)/ssdkv demo
 
-test: lint ## lint, then every test, real vLLM included
-	$(bin)/pytest tests
+# Tests run side by side, in whole files: tests/lanes.py. More lanes are for machines with more cores.
+# A lane that dies ends the run.
+LANES ?= 2
+lanes := -n $(LANES) --max-worker-restart 0
+
+check: lint ## lint, then the tests that start no engine: minutes, for every commit
+	$(bin)/pytest tests $(lanes) -m "not (engine or soak or slow)"
+
+test: lint ## lint, then every test but soak, real vLLM included, in LANES=2 lanes side by side
+	$(bin)/pytest tests $(lanes)
 
 lint: install ## ruff, mypy --strict, clang-format, spelling, generated docs
 	$(bin)/ruff check $(python_sources)
@@ -60,7 +69,7 @@ bench: install ## the benchmarks that need no GPU
 soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
 	  SSDKV_SOAK_MEMORY_S=$(or $(MEMORY_S),1800) SSDKV_SOAK_BATCH_S=$(or $(BATCH_S),600) \
-	  $(bin)/pytest tests -m "soak or hypothesis" --timeout 14400 --reruns 0
+	  $(bin)/pytest tests -m "soak or rounds or hypothesis" --timeout 14400 --reruns 0
 
 # Ends at the first finding: each sanitizer stops the program with a status of its own. setarch,
 # where it is allowed: older libtsan gives up on the random addresses of newer kernels.

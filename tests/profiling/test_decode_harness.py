@@ -49,6 +49,8 @@ from vllm_ssdkv.profiling.gpu_pack.results import (
 )
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 BLOCK = 16
 WITHOUT_VLLM = """

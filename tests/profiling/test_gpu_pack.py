@@ -31,6 +31,8 @@ from vllm_ssdkv.profiling.gpu_pack.results import (
     read_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STAGES = Path(__file__).parent / "gpu_stages"
 PACKED = ROOT / "build" / "gpu_pack" / "site"

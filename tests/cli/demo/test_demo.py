@@ -378,6 +378,7 @@ def test_the_tables_fit_a_terminal() -> None:
 # --- for real
 
 
+@pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_the_demo_keeps_its_promise(tmp_devices: Devices, tmp_path: Path) -> None:
     drives = tmp_devices(3)
