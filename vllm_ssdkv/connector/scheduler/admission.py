@@ -1,4 +1,8 @@
-"""Page mode: whether the store has room for a request's whole context."""
+"""Page mode: whether the store has room for a request's whole context.
+
+All reasons to wait, of requests and of writes, are listed in ``ARCHITECTURE.md``, "Limits and
+back-pressure".
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,11 @@ One of another format version is no damage: unless nothing is read, it is refuse
 is for the release that made it.
 A record that was cut at the end of the file is no damage: a kill or a power loss in the middle of
 an append leaves it, and nobody was told that it is safe.
+
+What a journalled block holds is trusted only when it is read, by its header and checksums
+(``store/read/prefix_loader.py``). A journal that is lost with its drive is made anew from the
+headers of slots (``store/maintenance/journal_rebuild.py``), a manifest from its copies
+(``store/location.py``).
 """
 
 from __future__ import annotations

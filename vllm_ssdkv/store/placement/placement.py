@@ -5,6 +5,10 @@ striped over some devices by a list of lanes of its own; on each of these device
 extent. Devices come and go, and change their speed, segment by segment: one that holds nothing is
 striped anew over the devices of that day (``store/placement/rebalancer.py``), the others stay as
 they are. What this file computes is the on-disk format (``docs/format.md``).
+
+Inside a segment, unit ``u`` of slot ``s`` lies on lane ``(s - first + u) mod n``:
+``store/placement/stripe_map.py``. With two copies, ``store/placement/replica_selector.py`` says
+which is read.
 """
 
 from __future__ import annotations
