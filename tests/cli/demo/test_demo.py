@@ -412,4 +412,4 @@ def test_the_demo_keeps_its_promise(tmp_devices: Devices, tmp_path: Path) -> Non
         assert request["restart"]["from_store"] == 2016
         assert all(request[phase]["ttft_s"] > 0 for phase in PHASES)
     assert figures["bytes_read_after_restart"] >= 4 * 2016 * 1536
-    assert [list(directory.iterdir()) for directory in directories] == [[], [], []]
+    assert [list(directory.iterdir()) for directory in drives] == [[], [], []]
