@@ -122,7 +122,7 @@ class PagedDecoder:
         geometry = paged_geometry(config, self._layers, heads, size, block, model.dtype)
         self.window = config.window_tokens
         self.pages = self.window < room.longest
-        """Whether anything ever leaves HBM."""
+        """True if anything ever leaves HBM."""
         held = min(room.longest, self.window + room.chunk) // block + 2
         num_blocks = 1 + room.requests * held + FILL_BLOCKS
         self.layout = KVLayout(

@@ -1,4 +1,4 @@
-"""Whether tokens are right: paged decoding against transformers' own cache, greedy, fp32."""
+"""Checks of tokens: paged decoding against transformers' own cache, greedy, in fp32."""
 
 from __future__ import annotations
 

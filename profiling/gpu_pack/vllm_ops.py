@@ -23,7 +23,7 @@ _held: list[Any] = []
 
 
 def is_compiled() -> bool:
-    """Whether the vLLM of this environment has its compiled operators.
+    """Look for the compiled operators of this environment's vLLM.
 
     Imports nothing of it. Raises ``ImportError`` without vLLM.
     """

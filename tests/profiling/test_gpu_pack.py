@@ -241,7 +241,7 @@ def packed_names() -> list[str]:
 
 
 def is_current(site: Path) -> bool:
-    """Whether a packed site has today's Python files, and native modules for this Python."""
+    """Compare a packed site with today's Python files; it needs native modules for this Python."""
     tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
     if not list(site.glob(f"vllm_ssdkv/_io.{tag}*.so")):
         return False

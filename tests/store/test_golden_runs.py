@@ -35,7 +35,7 @@ from vllm_ssdkv.store.tiered_store import TieredStore
 GOLDEN = Path(__file__).parent / "golden_runs"
 GEOMETRY = SlotGeometry("paged", layers=2, heads=1, groups=1, payload_bytes=1000)
 BLOCKS = 40
-"""Of each store, named 0, 1, ..."""
+"""Blocks of each store, whose keys are made of 0, 1, ..."""
 NEWER = {"segments": 20, "move": 12}
 """The last blocks of each store are in a newer segment than the others; those that moved have a
 slot in the older one, too."""

@@ -81,7 +81,7 @@ class PagedMetadata(AttentionMetadata):
     rows: RowBatch | None = None
 
     def writes_kv(self) -> bool:
-        """Whether tokens have a place in the KV cache, which those of dummy runs have not."""
+        """Look for tokens with a place in the KV cache: those of dummy runs have none."""
         return bool((self.slot_mapping[: self.num_actual_tokens] >= 0).any())
 
 

@@ -115,7 +115,7 @@ class SSDKVWorker:
         self._fence = StreamFence(torch.device("cpu"))
         self.step: PagedStep | None = None
         self.began = False
-        """Whether a step has ever begun: vLLM warms up before that, with requests of its own."""
+        """True once a step has begun: vLLM warms up before that, with requests of its own."""
         self._report = RankReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()

@@ -430,7 +430,7 @@ class Flusher:
             self._report(group.items, good, outcome.held)
 
     def _may_run(self, batch: SlotRequest) -> bool:
-        """Whether the I/O of a batch may still touch memory: also where nobody knows."""
+        """Ask if the I/O of a batch may still touch memory; true where nobody knows."""
         with self._errors.swallowed("the memory of a write is out of use until its end is known"):
             return not batch.ended()
         return True
