@@ -8,9 +8,11 @@ an engine, or the error that stopped it.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -98,9 +100,14 @@ def import_vllm(device: str) -> dict[str, Any]:
     if not compiled:
         # V2 maps host memory into the device with a compiled operator.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from vllm import LLM  # noqa: F401
+    from vllm import LLM, ModelRegistry  # noqa: F401
     from vllm.platforms import current_platform
 
+    if not compiled:
+        # Known by its name alone, a model is looked at in another process, without stand-ins.
+        from vllm.model_executor.models.llama import LlamaForCausalLM
+
+        ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     if current_platform.device_type != device:
         raise BenchError(f"vLLM has chosen the platform {current_platform.device_type!r}")
     return {
@@ -135,6 +142,7 @@ def answers(case: str, device: str, model: Path, folder: Path) -> dict[str, Any]
 def main() -> None:
     """Entry point of the process; status 1 if something stopped it, which is told of."""
     case, device, model, folder = sys.argv[1:]
+    faulthandler.register(signal.SIGUSR1)
     status = 0
     with (Path(folder) / RESULT).open("w", encoding="utf-8") as told:
 
