@@ -29,6 +29,7 @@ _KERNEL = "operands of one kernel: tensors, their layout, its options"
 _ATTENTION = "operands of attention: tensors of one layer and the step that they are of"
 _VLLM = "the signature is vLLM's"
 _ROOT = "the root of its process: all parts hang on it, and it does nothing itself but pass on"
+_WALK = "the parts of a store that a walk over contexts goes through"
 _ARRAYS = "parallel arrays of one table, and what each of its columns needs"
 _OPENING = "a start in the order in which it has to happen, with the end of each step if one fails"
 _FILE = "one writer of one file: its state, and counts of what it did"
@@ -66,7 +67,7 @@ LARGER = {
     "vllm_ssdkv/store/index/journal.py Journal.__init__": _OPENING,
     "vllm_ssdkv/store/io/slot_io.py SlotIO.submit": "a batch as parallel arrays",
     "vllm_ssdkv/store/open.py open_rank": _OPENING,
-    "vllm_ssdkv/store/read/context_stream.py ContextStream.__init__": _ROOT,
+    "vllm_ssdkv/store/read/context_stream.py ContextStream.__init__": _WALK,
     "vllm_ssdkv/store/read/selected_context.py SelectedContexts.__init__": _ARRAYS,
     "vllm_ssdkv/store/tiered_store.py TieredStore.__init__": _OPENING,
 }
