@@ -58,7 +58,7 @@ class Room:
 
     @property
     def blocks(self) -> int:
-        """Of all requests."""
+        """Number of blocks of all requests."""
         return self.requests * (-(-self.longest // self.block_tokens) + 1)
 
 
@@ -304,7 +304,7 @@ class PagedDecoder:
     # ---- the forward pass ----
 
     def _slots_of(self, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Where the tokens are written to in HBM, int64 [end - first], on the device."""
+        """Places of the tokens in HBM, int64 [end - first], on the device."""
         position = np.arange(first, end)
         block = self.room.block_tokens
         blocks = np.array(request.hbm, dtype=np.int64)[position // block]

@@ -24,6 +24,7 @@ STAGES: Final = (
     Stage("store", f"{_HERE}.store", 80, 60),
     Stage("decode", "vllm_ssdkv.profiling.decode_harness.stage", 200, 120),
     Stage("sanitizer", f"{_HERE}.sanitizer", 90, 90),
+    Stage("vllm", f"{_HERE}.vllm_engine", 80, 150, log_of="sanitizer"),
 )
 """In order of value.
 

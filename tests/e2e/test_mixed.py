@@ -4,7 +4,7 @@ they are preempted or given up and when devices fail under them.
 A budget of everything makes a selector's tokens those of stock vLLM, although every page of the
 context is chosen, fetched and attended to by itself. Tokens of a smaller budget are compared with
 those of the request alone; where it is computed again, what it had decoded before is not the same
-KV (docs/design.md), so there only its length is.
+KV (docs/internals/page-mode.md), so there only its length is.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def change(source: random.Random, options: dict[str, object], places: list[dict[
     return what
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.timeout(7200)
 def test_any_options(
     models: dict[str, Path],

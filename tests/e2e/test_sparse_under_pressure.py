@@ -3,7 +3,7 @@
 The KV cache holds fewer blocks than the requests' windows, so that vLLM preempts; K's channels are
 on the devices like everything else. Where nothing is computed again, answers are those of an
 undisturbed run whatever the budget; where something is, up to there, and in full for those
-requests that lose nothing (docs/design.md, "Computed again").
+requests that lose nothing (docs/internals/page-mode.md, "Computed again").
 """
 
 from __future__ import annotations

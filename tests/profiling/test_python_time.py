@@ -1,4 +1,4 @@
-"""Whose time a step takes: the borders that are timed, with no engine."""
+"""Share of a step's time: the borders that are timed, with no engine."""
 
 from __future__ import annotations
 

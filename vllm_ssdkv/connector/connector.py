@@ -169,8 +169,12 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             UnsupportedError: the cache cannot be stored, or failed loads would end requests.
         """
-        startup.check_failure_policy(self._vllm_config)
-        self.worker.register(kv_caches)
+        try:
+            startup.check_failure_policy(self._vllm_config)
+            self.worker.register(kv_caches)
+        except BaseException:
+            self.shutdown()  # vLLM does not, of an engine that never was
+            raise
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; in page mode its reads begin now, before the forward pass."""
@@ -224,7 +228,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler must hear of."""
+        """Report for the scheduler."""
         report = self.worker.take_report()
         return None if report is None else SSDKVWorkerMetadata([(self.worker.rank, report)])
 

@@ -105,21 +105,24 @@ def open_worker(
     if vllm_config.device_config.device_type == "cpu":
         request_amx(counters)
     contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
-    opened = open_rank(found.place, rank, counters, contexts)
-    counters.start_at_zero(opened.files.health.paths)
-    counters.set(
-        "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
-    )
-    if rank == 0:
-        logger.info("%s", _summary(config, found, opened, contexts))
-    layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
-    modules = vllm_config.compilation_config.static_forward_context
-    model = LoadedModel(
-        (modules[name] for name in found.layout.all_layers),
-        functools.partial(digest_of_files, vllm_config),
-    )
-    tell_weights = functools.partial(found.place.tell_weights, rank)
-    return SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+    with ExitStack() as stack:
+        opened = open_rank(found.place, rank, counters, contexts)
+        stack.callback(opened.close)
+        counters.start_at_zero(opened.files.health.paths)
+        engine = opened.files.engine.name
+        counters.set("info", 1, mode=config.mode, io_engine=engine, selector=config.selector)
+        if rank == 0:
+            logger.info("%s", _summary(config, found, opened, contexts))
+        layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
+        modules = vllm_config.compilation_config.static_forward_context
+        model = LoadedModel(
+            (modules[name] for name in found.layout.all_layers),
+            functools.partial(digest_of_files, vllm_config),
+        )
+        tell_weights = functools.partial(found.place.tell_weights, rank)
+        worker = SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+        stack.pop_all()
+    return worker
 
 
 def _context_blocks(
@@ -219,7 +222,7 @@ def _open_store(config: SSDKVConfig, found: _Identity, stack: ExitStack) -> Sche
 
 
 def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> None:
-    """Of page mode.
+    """Check that page mode has room.
 
     Raises:
         ConfigError: the store cannot hold one request of the maximum length.
@@ -256,8 +259,8 @@ def _reuses(vllm_config: VllmConfig) -> bool:
 
 
 def check_failure_policy(vllm_config: VllmConfig) -> None:
-    """Of a MultiConnector's child: raise UnsupportedError unless the parent has failed loads
-    computed again. It gives its children copies of its configuration, so nothing can be set here.
+    """Raise UnsupportedError unless a MultiConnector, our parent, has failed loads computed again.
+    It gives its children copies of its configuration, so nothing can be set here.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -284,10 +287,14 @@ def _write_policy(
     ranks = found.layout.tp_size
     bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
     share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
-    wear = WearLedger(found.place.state, names, counters)
     given = dict(zip(found.place.paths, config.devices, strict=False))  # none, by default
     devices = [given.get(d.path) if d.present else None for d in manifest.devices]
-    return WritePolicy(config, devices, wear, share, num_slots, counters)
+    wear = WearLedger(found.place.state, names, counters)
+    try:
+        return WritePolicy(config, devices, wear, share, num_slots, counters)
+    except BaseException:
+        wear.close()
+        raise
 
 
 def _check_backend(

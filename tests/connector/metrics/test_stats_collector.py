@@ -1,4 +1,4 @@
-"""When numbers are told, and that none is told twice or kept."""
+"""Times at which numbers are told: none twice, none kept."""
 
 from __future__ import annotations
 

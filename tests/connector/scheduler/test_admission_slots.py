@@ -1,4 +1,4 @@
-"""Whose turn it is, by vLLM's own scheduler: hits that are loaded ahead are before everybody else,
+"""Order of seats by vLLM's own scheduler: hits that are loaded ahead are before everybody else,
 so there may not be many where it schedules by priority."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who waits for whom after loads have failed."""
+"""Order of requests after loads have failed."""
 
 from __future__ import annotations
 

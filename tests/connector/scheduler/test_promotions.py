@@ -1,4 +1,4 @@
-"""What running requests read in every step is brought into DRAM; see ``simulation.py``."""
+"""Promotion to DRAM of blocks that running requests read in every step; see ``simulation.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks are written: by the policy alone, and under vLLM's scheduler (``simulation.py``)."""
+"""Policy of writes: alone, and under vLLM's scheduler (``simulation.py``)."""
 
 from __future__ import annotations
 

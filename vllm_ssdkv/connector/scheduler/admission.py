@@ -1,4 +1,8 @@
-"""Page mode: whether the store has room for a request's whole context."""
+"""Page mode: whether the store has room for a request's whole context.
+
+All reasons to wait, of requests and of writes, are listed in ``ARCHITECTURE.md``, "Limits and
+back-pressure".
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class PageAdmission:
         return int(tokens) // self._block + 1
 
     def admit(self, request: Request, *, soon: bool) -> WaitReason | None:
-        """Why the request has to wait; None: there are as many. ``soon``: slots are in use, or
+        """Reason for the request to wait; None: there are slots. ``soon``: slots are in use, or
         being written or loaded, that will be free again.
 
         Raises:

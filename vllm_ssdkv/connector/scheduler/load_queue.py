@@ -58,7 +58,7 @@ class LoadQueue:
         self._background = BackgroundLoads(index, identities.keys, self.start)
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Number of loads under way."""
         return len(self._under_way)
 
     def __contains__(self, name: object) -> bool:

@@ -31,14 +31,14 @@ class ModePolicy(Protocol):
     # ---- admission ----
 
     def admit(self, request: Request) -> WaitReason | None:
-        """Why a request has to wait before the store is asked for it; None: it need not.
+        """Reason for a request to wait before the store is asked for it; None: it need not.
 
         Raises:
             StoreFailedError: it can never be served any more.
         """
 
     def admit_hit(self, request: Request, first: int, end: int) -> WaitReason | None:
-        """Why blocks ``first`` to ``end`` of a request cannot be loaded now; None: they can."""
+        """Reason for blocks ``first`` to ``end`` of a request to wait; None: they can be loaded."""
 
     def answered(self, request_id: str, *, waits: bool) -> None:
         """Whether vLLM was told that the request has to wait."""
@@ -101,4 +101,4 @@ class ModePolicy(Protocol):
         far as it can. ``told``: a worker has told vLLM of an invalid block already."""
 
     def remembers(self) -> dict[str, int]:
-        """How much is remembered of requests, by its name."""
+        """Number of things remembered of requests, by name."""

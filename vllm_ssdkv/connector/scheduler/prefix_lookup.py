@@ -31,7 +31,7 @@ class PrefixLookup:
         self._in_hbm = 0
 
     def ask(self, request: Request, computed: int, step: int) -> Match:
-        """How much the store holds of a request beyond ``computed`` tokens, before step ``step``.
+        """Part that the store holds of a request beyond ``computed`` tokens, before step ``step``.
 
         Raises:
             StoreFailedError: the request can never be served any more.
@@ -59,7 +59,7 @@ class PrefixLookup:
         return self._match(request, computed, self._identities.keys.of(request, last))
 
     def _must_wait(self, request: Request, step: int) -> WaitReason | None:
-        """Why the store is not even asked."""
+        """Reason not even to ask the store."""
         if self._identities.awaits_adapter(request, step):
             return WaitReason.ADAPTER
         retries, others = self._loads.retries, bool(self._parts.requests)
@@ -90,7 +90,7 @@ class PrefixLookup:
         return Hit(blocks * self._block) if blocks else Miss()
 
     def _usable(self, keys: Sequence[bytes], first: int, count: int) -> int:
-        """How many blocks of a hit all layers can go on after, up to ``count``."""
+        """Number of blocks of a hit after which all layers can go on, up to ``count``."""
         if len(self._groups) == 1:
             return count
         return len(self._groups.hit(keys[: first + count], first).slots)

@@ -130,7 +130,7 @@ class SSDKVScheduler:
     # ---- admission ----
 
     def matched_tokens(self, request: Request, computed: int) -> Match:
-        """How much the store holds of a request beyond ``computed`` tokens.
+        """Part that the store holds of a request beyond ``computed`` tokens.
 
         Raises:
             StoreFailedError: the request can never be served any more.
@@ -291,7 +291,7 @@ class SSDKVScheduler:
         return bool(owed or self._parts.draft or not self._settled)
 
     def remembers(self) -> dict[str, int]:
-        """How much is remembered of requests, by its name; empty when all have ended and the
+        """Number of things remembered of requests, by name; empty when all have ended and the
         workers have reported."""
         draft = self._parts.draft
         found = {
@@ -309,7 +309,7 @@ class SSDKVScheduler:
         return {name: count for name, count in found.items() if count}
 
     def take_stats(self) -> SSDKVStats | None:
-        """What was counted in all processes of the engine, when it is time to tell."""
+        """Counts of all processes of the engine, when it is time to tell."""
         return self._metrics.take(running=bool(self._parts.requests) and not self._settled)
 
     def update_gauges(self) -> None:

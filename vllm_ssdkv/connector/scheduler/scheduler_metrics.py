@@ -24,7 +24,7 @@ class SchedulerMetrics:
         self._collector.take_in(reports)
 
     def take(self, *, running: bool) -> SSDKVStats | None:
-        """What was counted, when it is time to tell; ``running``: whether requests run."""
+        """Counts, when it is time to tell; ``running``: whether requests run."""
         if not self._collector.due(running=running):
             return None
         self.update_gauges()

@@ -77,7 +77,7 @@ class Superblock:
 
     @property
     def copy_offset(self) -> int:
-        """Where in the data file this epoch's block is written."""
+        """Offset in the data file at which this epoch's block is written."""
         return COPY_OFFSETS[self.epoch % len(COPY_OFFSETS)]
 
     def encode(self) -> bytes:
