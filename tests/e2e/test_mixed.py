@@ -126,7 +126,7 @@ class Mixed(Bench):
     def assert_clean(self) -> None:
         super().assert_clean()
         assert self.count("dram_frames_dirty") == self.count("slots_pinned") == 0
-        assert self.scheduler._requests == self.scheduler._held == {}
+        assert self.scheduler.remembers() == {}
         assert len(self.scheduler.asked) == 0
         worker = self.worker
         assert len(worker._choices.means) == 0

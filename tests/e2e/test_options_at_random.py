@@ -209,4 +209,4 @@ def live_twice(
             until(lambda: frames.count(*dirty) == 0, "the end of writes that hung")  # noqa: B023
             frames.audit()
             engine.assert_nothing_held()
-            assert engine.scheduler.connector.scheduler._requests == {}
+            assert engine.scheduler.connector.scheduler.requests == {}

@@ -182,7 +182,7 @@ def test_a_drive_that_hangs_costs_one_deadline_and_no_token(pressed: Pressed) ->
         struck.append(pressed.worker.counters.totals()[channels])
         # So few tokens choose what the ones before them chose.
         store = pressed.worker.store
-        store._pages.forget(np.arange(pressed.scheduler._index.num_slots))
+        store._pages.forget(np.arange(pressed.scheduler.index.num_slots))
         pressed.faults(rule)
 
     assert pressed.run(list(LONG), pressed.once_decoding(strike)) == calm

@@ -23,6 +23,7 @@ from vllm_ssdkv.base.metric import (
     gauge,
 )
 from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
+from vllm_ssdkv.base.wait_reason import WaitReason
 
 TELL_INTERVAL_S: Final = 0.5
 """How often a process brings its gauges up to date, and how often the engine tells its numbers,
@@ -117,6 +118,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "had not seen them often enough, or a daily write budget was used up.",
         Label("cause", ("write_buffer", "store_full", "admission", "budget")),
         combine="max",
+    ),
+    counter(
+        "waits",
+        "times",
+        "Times that a request began to wait before it could run, by reason (docs/operations.md has "
+        "the list).",
+        Label("reason", tuple(reason.label for reason in WaitReason)),
     ),
     counter(
         "slot_waits",

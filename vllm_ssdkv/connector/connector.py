@@ -26,6 +26,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import active_worker, startup
 from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
 from vllm_ssdkv.connector.metrics.stats import Payload, SSDKVPromMetrics, SSDKVStats
+from vllm_ssdkv.connector.scheduler.match import Hit, Miss, Wait
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
@@ -111,9 +112,15 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens the store holds beyond those in HBM; loading is asynchronous."""
-        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        """Tokens the store holds beyond those in HBM, and whether they are loaded beside steps;
+        None has vLLM ask again."""
+        match self.scheduler.matched_tokens(request, num_computed_tokens):
+            case Wait():
+                return None, False
+            case Miss():
+                return 0, False
+            case Hit(tokens):
+                return tokens, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

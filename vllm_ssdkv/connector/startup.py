@@ -35,6 +35,7 @@ from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
@@ -44,11 +45,9 @@ from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import round_up
-from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.placement import Placement
-from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -157,67 +156,72 @@ def open_scheduler(
         # vLLM reads the policy after this constructor. Its default ends requests whose load
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
-    counters = found.place.counters
-    layout = found.layout
-    if config.verify_hits and element_type(layout.dtype, layout.cache_dtype) is None:
-        logger.warning(
-            "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
-            layout.cache_dtype,
-        )
-        config = config.model_copy(update={"verify_hits": 0})
-    if config.verify_hits and config.selector != "exact":
-        # Blocks that were decoded from a part of their context are not what a prompt would make.
-        config = config.model_copy(update={"verify_hits": 0})
+    config = _with_hits_to_verify(config, found.layout)
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
+    max_model_len = vllm_config.model_config.max_model_len
     with ExitStack() as stack:
-        index, restriper = open_index(found.place, counters)
-        stack.callback(index.close)
-        stack.callback(restriper.close)
-        policy = _write_policy(config, found, restriper.placement, index.num_slots, counters)
-        stack.callback(policy.close)
-        manifest = found.place.stored()
-        suspension = Suspension(
-            index, counters, found.place.suspend, [found.place.state], manifest.suspended
-        )
-        scheduler = SSDKVScheduler(
-            config,
-            index,
-            restriper,
-            [device.path for device in manifest.devices],
+        store = _open_store(config, found, stack)
+        if config.mode == "page":
+            _check_room(found, store, max_model_len)
+        engine = EngineFacts(
             found.layout.block_tokens,
-            vllm_config.model_config.max_model_len,
-            AdmissionSlots(vllm_config.scheduler_config),
+            max_model_len,
             found.layout.tp_size,
-            counters,
-            LoadOrRecompute(
-                # In page mode computing writes every block of the hit once more.
-                always=config.mode == "page" or config.load == "always",
-                block_tokens=found.layout.block_tokens,
-                chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-                ranks=found.layout.tp_size,
-                counters=counters,
-            ),
-            policy,
-            identities,
-            suspension,
-            found.place.name_key(),
             Speculation.of(vllm_config, found.layout.block_tokens),
             reuses=_reuses(vllm_config),
         )
-        if config.mode == "page":
-            _check_room(found, index, restriper, suspension, vllm_config.model_config.max_model_len)
+        choice = LoadOrRecompute(
+            # In page mode computing writes every block of the hit once more.
+            always=config.mode == "page" or config.load == "always",
+            block_tokens=found.layout.block_tokens,
+            chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            ranks=found.layout.tp_size,
+            counters=store.counters,
+        )
+        seats = AdmissionSlots(vllm_config.scheduler_config)
+        scheduler = SSDKVScheduler(config, engine, store, identities, choice, seats)
         stack.pop_all()
     return scheduler
 
 
-def _check_room(
-    found: _Identity,
-    index: SlotIndex,
-    restriper: Rebalancer,
-    suspension: Suspension,
-    max_model_len: int,
-) -> None:
+def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
+    """The options, with ``verify_hits`` off where a comparison would say nothing."""
+    if not config.verify_hits:
+        return config
+    if element_type(layout.dtype, layout.cache_dtype) is None:
+        logger.warning(
+            "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
+            layout.cache_dtype,
+        )
+        return config.model_copy(update={"verify_hits": 0})
+    if config.selector != "exact":
+        # Blocks that were decoded from a part of their context are not what a prompt would make.
+        return config.model_copy(update={"verify_hits": 0})
+    return config
+
+
+def _open_store(config: SSDKVConfig, found: _Identity, stack: ExitStack) -> SchedulerStore:
+    """Index, journal and manifest. ``stack`` closes what was opened if the start fails."""
+    counters = found.place.counters
+    index, rebalancer = open_index(found.place, counters)
+    stack.callback(index.close)
+    stack.callback(rebalancer.close)
+    policy = _write_policy(config, found, rebalancer.placement, index.num_slots, counters)
+    stack.callback(policy.close)
+    manifest = found.place.stored()
+    return SchedulerStore(
+        index,
+        rebalancer,
+        [device.path for device in manifest.devices],
+        Suspension(index, counters, found.place.suspend, [found.place.state], manifest.suspended),
+        policy,
+        counters,
+        found.place.name_key(),
+    )
+
+
+def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> None:
     """Check that page mode has room.
 
     Raises:
@@ -226,13 +230,13 @@ def _check_room(
     """
     block_tokens = found.layout.block_tokens
     longest = max_model_len // block_tokens + 1
-    gauges = index.gauges()
+    gauges, growth = store.index.gauges(), store.rebalancer.growth
     slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += 0 if restriper.growth is None else restriper.growth.to_come
+    slots += 0 if growth is None else growth.to_come
     if slots >= longest:
         return
-    if suspension:
-        raise suspension.no_room()
+    if store.suspension:
+        raise store.suspension.no_room()
     needed = round_up(found.place.capacity_for(longest), MIB)
     raise ConfigError(
         f"the store has {slots} slots of {block_tokens} tokens, a request of --max-model-len "

@@ -42,7 +42,7 @@ def test_no_more_hits_are_loaded_ahead_than_there_are_seats(full: Simulation) ->
     most = 0
     while "batch 0" not in full.finished:
         full.step()
-        most = max(most, len(full.ours._seats))
+        most = max(most, len(full.seats))
         full.end_io()
     assert 0 < most <= SEATS
     end(full, *full.requests)

@@ -26,6 +26,7 @@ from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
@@ -82,7 +83,13 @@ class GroupLoad:
 
 
 class BlockGroups:
-    """Keys, needs and hits of each group. Used by the scheduler's thread."""
+    """Keys, needs and hits of each group. Used by the scheduler's thread.
+
+    Attributes:
+        hbm: vLLM's block manager; None before it exists.
+        chain: The group that keeps every block.
+        chain_layers: How many layers it has.
+    """
 
     def __init__(
         self,
@@ -91,9 +98,21 @@ class BlockGroups:
         block_tokens: int,
         speculation: Speculation,
     ):
-        """``managers``: vLLM's, one per group."""
-        self._managers = managers
+        """``managers``: vLLM's, one per group; :meth:`bind` has others take their place."""
         self._index, self._block, self._speculation = index, block_tokens, speculation
+        self.hbm: KVCacheManager | None = None
+        self.chain_layers = 0
+        self._set_managers(managers)
+
+    def bind(self, hbm: KVCacheManager) -> None:
+        """vLLM's block manager exists now."""
+        self.hbm = hbm
+        self._set_managers(hbm.coordinator.single_type_managers)
+        layers = hbm.kv_cache_config.kv_cache_groups[self.chain].layer_names
+        self.chain_layers = len(layers)
+
+    def _set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+        self._managers = managers
         whole = [g for g, m in enumerate(managers) if not m.get_num_skipped_tokens(_FAR)]
         self.chain = whole[0] if whole else 0
         self._others = [g for g in range(len(managers)) if g != self.chain]
