@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +20,9 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_cache_spec import TieredManager
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
-    FETCH,
-    INTO_DRAM,
     PROMOTION,
     ContextDelta,
+    CopyFrames,
     CopyToDram,
     Flush,
     Load,
@@ -45,9 +45,9 @@ from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.load_retries import LoadRetries
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
-from vllm_ssdkv.connector.scheduler.relocator import Moves
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState, being_computed
+from vllm_ssdkv.connector.scheduler.rewriter import Rewrite, Rewriter
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
@@ -140,7 +140,7 @@ class SSDKVScheduler:
         self._shape: list[tuple[int, int]] = []
         self._settled = True
         self._writing = PendingWrites(ranks)
-        self._moves = Moves(index, rebalancer, policy, counters, self._writing, self._unpin)
+        self._rewriter = Rewriter(index, rebalancer, policy, counters, self._writing, self._unpin)
         # Page mode: how many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
@@ -310,6 +310,7 @@ class SSDKVScheduler:
             self._index.unreserve(count)
             state.reserved -= count
             self._contexts.append(ContextDelta(state.request_id, 0, load.slots))
+        state.load = load
         whole = self._verifier.extend(state.request_id, load)
         self._index.pin(whole.slots[len(load.slots) :])
         self._start_load(state.request_id, whole)
@@ -318,7 +319,7 @@ class SSDKVScheduler:
         self._loading[name] = load.slots
         self._choice.planned(name, load.slots)
         state, epochs = self._requests.get(name), self._index.epochs(load.slots)
-        whole, adapter = name in INTO_DRAM, None
+        whole, adapter = name == PROMOTION, None
         if state is not None:
             whole = not self.asked.chooses(name, state.request.num_prompt_tokens)
             if state.request.lora_request is not None:
@@ -370,19 +371,14 @@ class SSDKVScheduler:
                     ids.extend(more)
             self._schedule(plan, state, cached.num_computed_tokens[i], output)
         self._commit_known()
+        frames = self._choice.frames
+        plan.copy_frames = self._rewrite(self._rewriter.plan(output.num_scheduled_tokens, frames))
         plan.timed = self._choice.step(self._step, self._shape)
         self._shape = []
         self._choice.saved(slot for slot, _, _ in self._saves)
         plan.save = CopyToDram.of(self._saves)
         plan.commit = Flush.of(self._commits)
         self._saves, self._commits = [], []
-        frames = self._choice.frames
-        plan.move = self._moves.plan(frames)
-        self._unverified.moved(plan.move.old, plan.move.new)
-        self._choice.saved(plan.move.new.tolist())
-        if FETCH not in self._loading:
-            spare = frames - len(self._in_contexts)
-            self._background.fetch(self._moves.take_missing(spare, frames))
         plan.loads, self._loads = self._loads, []
         plan.contexts, self._contexts = self._contexts, []
         plan.forget, self._forget = self._forget, []
@@ -390,8 +386,7 @@ class SSDKVScheduler:
         plan.invalid, self._invalid = self._invalid, []
         plan.believed, self._believed = self._believed, []
         # Not requests that wait for more input, or because the engine is paused: nobody works.
-        busy = self._writing or self._loading or self._moves.unfinished
-        plan.settled = plan.idle and not busy
+        plan.settled = plan.idle and not (self._writing or self._loading)
         self._settled = plan.settled
         plan.segments = self._rebalancer.take_segments()
         plan.trim, self._trim = self._trim, None
@@ -505,6 +500,20 @@ class SSDKVScheduler:
             self._saves.append((slot, self._held[slot], block_id))
             self._publish(slot, key)
 
+    def _rewrite(self, rewrites: Sequence[Rewrite]) -> CopyFrames | None:
+        """Store blocks again: from HBM as new blocks, behind these; the others from their frames in
+        DRAM, for the workers to copy."""
+        beside: list[Rewrite] = []
+        for item in rewrites:
+            self._unverified.rewrite(item.old, item.new)
+            if item.block_id:
+                self._saves.append((item.new, item.epoch, item.block_id))
+                self._commits.append((item.new, item.epoch, item.key))
+            else:
+                beside.append(item)
+        self._choice.saved(item.new for item in beside)
+        return CopyFrames.of([item[:5] for item in beside]) if beside else None
+
     def _commit_known(self) -> None:
         """Page mode: blocks whose hash is known now are written out and may be found."""
         held = sum(len(state.private) for state in self._requests.values())
@@ -602,8 +611,19 @@ class SSDKVScheduler:
                 self._choice.ended(request_id)
                 if not self._failed_loads.failed(request_id):
                     self._arriving.end(request_id)
-                self._moves.read(slots, fetched=request_id == FETCH)
+                    self._loaded(request_id)
                 self._unpin(slots.tolist())
+
+    def _loaded(self, request_id: str) -> None:
+        """A request's hit has arrived on every rank; its slots are still pinned."""
+        state = self._requests.get(request_id)
+        if state is not None and state.load is not None:
+            if self._paged:  # the window leaves HBM, frames of a running context stay
+                load = replace(state.load, block_ids=state.load.block_ids[:0])
+                self._rewriter.loaded(request_id, load, lasting=True)
+            else:
+                self._rewriter.loaded(request_id, state.load, lasting=self._groups.lasting)
+            state.load = None
 
     def _identities_told(self, reports: Sequence[tuple[int, RankReport]]) -> None:
         """Weights or adapters have changed, or a block is not what was stored."""
@@ -661,6 +681,7 @@ class SSDKVScheduler:
         )
         for state in users:
             self._recomputations.disown_steps(state)
+            self._rewriter.forget(state.request_id)  # vLLM computes into the blocks of its hit
             if self._paged:
                 self._recomputations.send_back(state)
             elif len(state.block_ids) == 1 and state.running and state.request_id != request_id:
@@ -677,7 +698,7 @@ class SSDKVScheduler:
 
     def _all_ranks_done(self, slots: Sequence[int]) -> None:
         """All ranks have written these slots: one write into the journal for all of them."""
-        slots = self._moves.written(slots)
+        slots = self._rewriter.written(slots)
         # While the store is suspended nobody looks for them; a later start would keep them.
         if slots and not self._suspension:
             self._index.durable(np.array(slots, dtype=np.int64))
@@ -685,7 +706,7 @@ class SSDKVScheduler:
             self._unpin([slot])
 
     def _write_failed(self, slot: int, epoch: int) -> None:
-        if self._index.epoch(slot) != epoch or self._moves.failed(slot):
+        if self._index.epoch(slot) != epoch or self._rewriter.failed(slot):
             return
         self._drop(slot, "write_error")
         if self._writing.drop(slot) or self._held.pop(slot, None) is not None:
@@ -733,6 +754,7 @@ class SSDKVScheduler:
         state.running = False
         self._seats.leave(state.request_id)
         self._verifier.forget(state.request_id)
+        self._rewriter.forget(state.request_id)
         if not self._paged:
             return
         self._forget.append(state.request_id)
@@ -768,7 +790,7 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        owed = self._writing or self._moves.unfinished or self._loading.keys() & BACKGROUND
+        owed = self._writing or self._loading.keys() & BACKGROUND
         return bool(owed or self._discard or self._forget or self._believed or not self._settled)
 
     def take_stats(self) -> SSDKVStats | None:
