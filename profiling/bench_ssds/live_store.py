@@ -197,14 +197,16 @@ class LiveStore:
     def load(self, keys: Sequence[bytes]) -> int:
         """Begin to read what the store has of these, as one job; how many it has.
 
-        They come from the devices: DRAM forgets them first. Their writes must have ended.
+        They come from the devices: DRAM forgets them first, except while blocks are rewritten, as
+        it would not in an engine. Their writes must have ended.
         """
         found = [(key, slot) for key in keys for slot in self._index.lookup([key]).tolist()]
         if not found:
             return 0
         slots = np.array([slot for _, slot in found], dtype=np.int64)
         self._index.pin(slots)
-        self._tiers.frames.forget(slots)
+        if not self._writes:
+            self._tiers.frames.forget(slots)
         self._jobs += 1
         name, keys = str(self._jobs), tuple(key for key, _ in found)
         self._loading[name] = GroupLoad(slots, keys, slots + 1, len(slots))
