@@ -31,7 +31,7 @@ class RequestState:
         reserved: Page mode: slots set aside for blocks still to come.
         hit: Blocks that were in HBM, or were loaded, when it began to compute.
         loaded_from: First block that came from the store; -1: none did.
-        load: Load of these blocks, while it is under way.
+        load: Of these blocks; in reuse mode, while it is under way.
         born: Step for which it was admitted; a preemption told later than that ended its
             previous life.
         running: Scheduled since it was admitted, and not preempted.

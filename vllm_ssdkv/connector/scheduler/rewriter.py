@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -44,11 +44,12 @@ class Rewrite(NamedTuple):
 
 @dataclass(slots=True)
 class _Hit:
-    """Loaded blocks of a running request, arrays of one length.
+    """Loaded blocks of a request, arrays of one length.
 
     Attributes:
         left: Positions that were not rewritten yet, ascending.
         lasting: The request keeps these blocks for as long as it runs.
+        in_dram: They are in DRAM only, and the request has ended.
     """
 
     slots: I64
@@ -57,13 +58,16 @@ class _Hit:
     block_ids: I64
     left: I64
     lasting: bool
+    in_dram: bool
 
 
 class Rewriter:
     """Choose blocks to store again, a few per step. Runs on the scheduler's thread; never blocks.
 
-    A candidate is a block that a running request has loaded from an outdated segment
-    (:meth:`Rebalancer.outdated`). It gets a new slot as a new block does, and is written as one.
+    A candidate is a block that a request has loaded from an outdated segment
+    (:meth:`Rebalancer.outdated`). It gets a new slot as a new block does, and is written as one:
+    from HBM while the request runs, else from DRAM when it has ended, because frames of running
+    contexts leave no room for copies.
     Its key names the old slot until every rank has written the new one. So a kill or a failed
     write leaves the old copy, and the next hit tries again. Cold blocks cost no write.
     """
@@ -91,8 +95,13 @@ class Rewriter:
         self._old: dict[int, int] = {}
         """New slot: old slot. Both are pinned."""
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps are needed for requests that have ended."""
+        return any(hit.in_dram for hit in self._hits.values())
+
     def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
-        """A request's hit is loaded; its slots are still pinned.
+        """A request's hit is loaded, into HBM where it has block ids; its slots are still pinned.
 
         ``lasting``: False where a step may take HBM blocks of it back, as behind a window. Such a
         hit takes part in the first step of its request only.
@@ -101,31 +110,39 @@ class Rewriter:
         block_ids[len(block_ids) - len(load.block_ids) :] = load.block_ids
         left = np.arange(len(block_ids), dtype=np.int64)
         epochs = self._index.epochs(load.slots)
-        self._hits[request_id] = _Hit(load.slots, epochs, load.keys, block_ids, left, lasting)
+        in_dram = not len(load.block_ids)
+        hit = _Hit(load.slots, epochs, load.keys, block_ids, left, lasting, in_dram)
+        self._hits[request_id] = hit
 
     def forget(self, request_id: str) -> None:
-        """The request does not run any more."""
+        """The request does not run any more; HBM blocks of its hit are not its own."""
         self._hits.pop(request_id, None)
 
-    def plan(self, running: Iterable[str], frames: int) -> list[Rewrite]:
+    def plan(self, running: Container[str], frames: int) -> list[Rewrite]:
         """Rewrites that this step begins. Workers have at least so many ``frames``."""
         found: list[Rewrite] = []
-        for hit in [self._hits[name] for name in running if name in self._hits]:
+        for name, hit in list(self._hits.items()):
+            if not (hit.in_dram or name in running):
+                continue
             slow = hit.left[self._rebalancer.outdated(hit.slots[hit.left])]
-            taken: list[int] = []
-            for position in slow.tolist():
-                if not self._has_room(len(found), frames):
-                    break
-                taken.append(position)
-                old, epoch = int(hit.slots[position]), int(hit.epochs[position])
-                if self._may_rewrite(old, epoch):
-                    at = int(hit.block_ids[position])
-                    found.append(self._begin(old, epoch, hit.keys[position], at))
-            hit.left = hit.left[~np.isin(hit.left, taken)] if taken else hit.left
-        for name in running:
-            if name in self._hits and not self._hits[name].lasting:
+            looked = self._take(hit, slow, found, frames)
+            hit.left = np.setdiff1d(hit.left, slow[:looked])
+            # What a full store or a used up budget holds up is not waited for.
+            ends = looked == len(slow) or not self._old
+            if ends if hit.in_dram else not hit.lasting:
                 del self._hits[name]
         return found
+
+    def _take(self, hit: _Hit, positions: I64, found: list[Rewrite], frames: int) -> int:
+        """Begin to rewrite a hit's first blocks of these; how many were looked at."""
+        for looked, position in enumerate(positions.tolist()):
+            if not self._has_room(len(found), frames):
+                return looked
+            old, epoch = int(hit.slots[position]), int(hit.epochs[position])
+            if self._may_rewrite(old, epoch):
+                at = int(hit.block_ids[position])
+                found.append(self._begin(old, epoch, hit.keys[position], at))
+        return len(positions)
 
     def _has_room(self, begun: int, frames: int) -> bool:
         """Whether one more block may be rewritten in a step that has ``begun`` so many."""

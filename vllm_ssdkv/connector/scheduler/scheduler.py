@@ -386,7 +386,8 @@ class SSDKVScheduler:
         plan.invalid, self._invalid = self._invalid, []
         plan.believed, self._believed = self._believed, []
         # Not requests that wait for more input, or because the engine is paused: nobody works.
-        plan.settled = plan.idle and not (self._writing or self._loading)
+        busy = self._writing or self._loading or self._rewriter.unfinished
+        plan.settled = plan.idle and not busy
         self._settled = plan.settled
         plan.segments = self._rebalancer.take_segments()
         plan.trim, self._trim = self._trim, None
@@ -617,12 +618,8 @@ class SSDKVScheduler:
     def _loaded(self, request_id: str) -> None:
         """A request's hit has arrived on every rank; its slots are still pinned."""
         state = self._requests.get(request_id)
-        if state is not None and state.load is not None:
-            if self._paged:  # the window leaves HBM, frames of a running context stay
-                load = replace(state.load, block_ids=state.load.block_ids[:0])
-                self._rewriter.loaded(request_id, load, lasting=True)
-            else:
-                self._rewriter.loaded(request_id, state.load, lasting=self._groups.lasting)
+        if state is not None and state.load is not None and not self._paged:
+            self._rewriter.loaded(request_id, state.load, lasting=self._groups.lasting)
             state.load = None
 
     def _identities_told(self, reports: Sequence[tuple[int, RankReport]]) -> None:
@@ -751,12 +748,15 @@ class SSDKVScheduler:
         self._keys.forget(request.request_id)
 
     def _release(self, state: RequestState) -> None:
-        state.running = False
+        ran, state.running = state.running, False
         self._seats.leave(state.request_id)
         self._verifier.forget(state.request_id)
         self._rewriter.forget(state.request_id)
         if not self._paged:
             return
+        if ran and state.load is not None and not self._suspension:
+            load = replace(state.load, block_ids=state.load.block_ids[:0])
+            self._rewriter.loaded(state.request_id, load, lasting=True)
         self._forget.append(state.request_id)
         self._arriving.end(state.request_id)
         self._contexts = [c for c in self._contexts if c.request_id != state.request_id]
@@ -790,7 +790,7 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        owed = self._writing or self._loading.keys() & BACKGROUND
+        owed = self._writing or self._rewriter.unfinished or self._loading.keys() & BACKGROUND
         return bool(owed or self._discard or self._forget or self._believed or not self._settled)
 
     def take_stats(self) -> SSDKVStats | None:
