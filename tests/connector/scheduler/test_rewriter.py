@@ -46,7 +46,7 @@ def found(run: Simulation, tokens: list[int] = PROMPT) -> list[int]:
 
 
 def lanes(run: Simulation, slots: Iterable[int]) -> set[tuple[int, ...]]:
-    placement = run.ours._rebalancer.placement
+    placement = run.rebalancer.placement
     return {s.lanes for s in placement.segments if set(s.all_slots().tolist()) & set(slots)}
 
 
@@ -201,7 +201,7 @@ def test_a_device_that_becomes_slow_while_a_request_runs_counts_for_its_hit(reus
 def test_a_budget_bounds_rewrites(reuse: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = reuse(slots=100, frames=FRAMES)
     before = with_slow_device(run)
-    monkeypatch.setattr(run.ours._policy, "used_up", lambda under_way: under_way >= 2)
+    monkeypatch.setattr(run.write_policy, "used_up", lambda under_way: under_way >= 2)
     run.add("a", PROMPT, 2)
     while not run.ranks[0].writes:
         run.step()
@@ -223,7 +223,7 @@ def test_a_budget_that_is_used_up_rewrites_nothing(
     config: VllmConfig = engine_config(model, "reuse", devices=devices)
     run = Simulation(config, slots=100, frames=FRAMES)
     before = with_slow_device(run)
-    run.ours._policy.wrote([(0, 16 << 20)])
+    run.write_policy.wrote([(0, 16 << 20)])
     count = len(saved(run))
     ask(run, "a")
     assert len(saved(run)) == count

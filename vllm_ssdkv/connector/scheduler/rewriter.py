@@ -95,24 +95,37 @@ class Rewriter:
         self._old: dict[int, int] = {}
         """New slot: old slot. Both are pinned."""
 
+    def __len__(self) -> int:
+        """Number of hits that are remembered."""
+        return len(self._hits)
+
     @property
     def unfinished(self) -> bool:
         """Whether steps are needed for requests that have ended."""
         return any(hit.in_dram for hit in self._hits.values())
 
     def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
-        """A request's hit is loaded, into HBM where it has block ids; its slots are still pinned.
+        """A running request's hit is in HBM where it has block ids; its slots are still pinned.
 
         ``lasting``: False where a step may take HBM blocks of it back, as behind a window. Such a
         hit takes part in the first step of its request only.
         """
+        self._add(request_id, load, load.block_ids, lasting=lasting, in_dram=False)
+
+    def ended(self, request_id: str, load: GroupLoad) -> None:
+        """A request that ran on this hit is over; slots are still pinned. DRAM may have blocks."""
+        self._add(request_id, load, load.block_ids[:0], lasting=True, in_dram=True)
+
+    def _add(
+        self, request_id: str, load: GroupLoad, in_hbm: I64, *, lasting: bool, in_dram: bool
+    ) -> None:
         block_ids = np.zeros(len(load.slots), dtype=np.int64)
-        block_ids[len(block_ids) - len(load.block_ids) :] = load.block_ids
+        block_ids[len(block_ids) - len(in_hbm) :] = in_hbm
         left = np.arange(len(block_ids), dtype=np.int64)
         epochs = self._index.epochs(load.slots)
-        in_dram = not len(load.block_ids)
-        hit = _Hit(load.slots, epochs, load.keys, block_ids, left, lasting, in_dram)
-        self._hits[request_id] = hit
+        self._hits[request_id] = _Hit(
+            load.slots, epochs, load.keys, block_ids, left, lasting, in_dram
+        )
 
     def forget(self, request_id: str) -> None:
         """The request does not run any more; HBM blocks of its hit are not its own."""

@@ -59,7 +59,7 @@ _NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What is wrong with a slot, or one copy of it, and the read that brought it."""
+    """Fault of a slot, or of one copy of it, and the read that brought it."""
 
     text: str
     batch: SlotRequest | None = None
@@ -326,7 +326,7 @@ class Scrubber:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was seen of one copy of a slot."""
+    """Result of a look at one copy of a slot."""
 
     epoch: int | None
     fault: _Fault | None
@@ -441,8 +441,8 @@ class _Reader:
             pieces.lend(self._piece, self._batch.held(), self._batch)
 
     def judge(self) -> _Fault | None:
-        """What is wrong with the slot that was read; None: nothing, which its devices are given
-        credit for."""
+        """Judge the slot that was read; None: it is right, which its devices are given credit
+        for."""
         geometry = self._files.geometry
         try:
             header = decode(

@@ -62,7 +62,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What a layer needs: blocks with a frame, and chunks of the others."""
+    """Walk of one layer: blocks with a frame, and chunks of the others."""
 
     frame: NDArray[np.uint64]
     index: NDArray[np.int64]
@@ -73,8 +73,8 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What is known of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
-    whether their seals are ``known`` [n]."""
+    """Result of the check of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n,
+    pages], and whether their seals are ``known`` [n]."""
 
     which: NDArray[np.int64]
     same: NDArray[np.bool_]

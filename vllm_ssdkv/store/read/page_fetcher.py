@@ -48,7 +48,7 @@ class _Read:
     batch: SlotRequest
 
     def devices(self) -> NDArray[np.uint16]:
-        """Where the first byte of each page comes from."""
+        """Device of the first byte of each page."""
         return _first_devices(self.batch.extents, len(self.keys))
 
 

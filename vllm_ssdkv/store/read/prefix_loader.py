@@ -22,6 +22,7 @@ from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, make_intake
 from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, ReadFrom, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.thread_errors import ThreadErrors
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
 
@@ -70,6 +71,7 @@ class PrefixLoader:
         """``headers`` are pieces of ``header_bytes`` each; only the loader uses them.
         ``stretches`` are what ``copy_in`` copies, if they are all that it does."""
         self._files = files
+        self._errors = ThreadErrors(files.counters, "loader")
         self._frames = frames
         self._seals = seals
         self._headers = headers
@@ -114,7 +116,7 @@ class PrefixLoader:
         return self._active
 
     def running(self) -> int:
-        """Those of them that have not ended."""
+        """Number of jobs that have not ended."""
         return self._active - self._outcomes.qsize()
 
     def close(self, timeout_s: float) -> bool:
@@ -155,6 +157,7 @@ class PrefixLoader:
         try:
             work(hit)
         except Exception:  # whatever it is, the request must not wait for ever
+            self._files.counters.add("thread_errors", 1, thread="loader")
             logger.exception("ssdkv: load of request %s failed", hit.job.request_id)
             hit.outcome.complete = False
 
@@ -303,7 +306,7 @@ class PrefixLoader:
         places = self._frames.buffer_offset(frames)
         try:
             batch = self._submit(hit, which, self._files.geometry.frame_bytes, places)
-        except ValueError:
+        except Exception:
             self._frames.settle(frames, FrameState.FREE)
             raise
         hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
@@ -312,7 +315,7 @@ class PrefixLoader:
     def _start_headers(self, hit: Hit, which: NDArray[np.int64], pieces: U64) -> LoadRead:
         try:
             batch = self._submit(hit, which, self._files.geometry.header_bytes, pieces)
-        except ValueError:
+        except Exception:
             self._headers.give(pieces)
             raise
         return LoadRead(which, pieces, None, batch)
@@ -336,7 +339,7 @@ class PrefixLoader:
         read = hit.reads.popleft()
         beside = [later.batch for later in hit.reads]
         if read.frames is None:
-            self._finish_headers(hit, read, read.batch.wait(beside))
+            self._finish_headers(hit, read, self._arrived(read, beside))
         else:
             self._finish_whole(hit, read, read.frames, beside)
 
@@ -357,10 +360,12 @@ class PrefixLoader:
                         right = part[good[part]]
                         self._copy(hit, which[right], frames[right])
             finally:
-                batch.wait(beside)
-                held = batch.held()
-                if held.any():
-                    self._overdue.append((batch, frames[held]))
+                try:
+                    batch.wait(beside)
+                finally:
+                    held = self._held(batch)
+                    if held.any():
+                        self._overdue.append((batch, frames[held]))
             if not good.all():
                 self._mend(hit, read, frames, good, held)
             self._keep(hit, which[good], frames[good])
@@ -441,10 +446,16 @@ class PrefixLoader:
         sources = self._files.retries(int(hit.job.slots[which[0]]))
         for source in sources:
             batch = self._submit(hit, which, self._files.geometry.frame_bytes, place, source)
-            here = np.flatnonzero(batch.wait())
-            if not batch.ended():
+            here: NDArray[np.intp] | None = None
+            # Not further up, where nobody knows of this read, and its frame would be free.
+            with self._errors.swallowed(f"slot {hit.job.slots[which[0]]} is not read again"):
+                here = np.flatnonzero(batch.wait())
+            hit.outcome.complete &= here is not None
+            if self._held(batch).any():
                 self._overdue.append((batch, frame))
                 return False, True
+            if here is None:
+                return False, False
             if self._check(hit, which, frame, batch, here, final=source is sources[-1])[0]:
                 return True, False
         self._blame(hit, which)
@@ -467,7 +478,7 @@ class PrefixLoader:
         *,
         final: bool,
     ) -> NDArray[np.bool_]:
-        """Which frames [n], of those ``here`` that have arrived with the batch, hold slots
+        """Mask of frames [n], of those ``here`` that have arrived with the batch, that hold slots
         ``which`` [n] of the job; their pages are unsealed. Failures are counted if ``final``.
         """
         geometry = self._files.geometry
@@ -538,10 +549,19 @@ class PrefixLoader:
                 hit.outcome.complete = False
                 return
             again = self._start_headers(hit, which, pieces)
-            which = self._check_headers(hit, again, again.batch.wait(), final=left == 0)
+            which = self._check_headers(hit, again, self._arrived(again), final=left == 0)
             if len(which) == 0:
                 return
         self._blame(hit, which)
+
+    def _arrived(self, read: LoadRead, beside: Sequence[SlotRequest] = ()) -> NDArray[np.bool_]:
+        """Mask of headers, [n], that a read has brought. Where waiting raises, their memory goes
+        back."""
+        try:
+            return read.batch.wait(beside)
+        except Exception:
+            self._headers.lend(read.places, self._held(read.batch), read.batch)
+            raise
 
     def _check_headers(
         self, hit: Hit, read: LoadRead, good: NDArray[np.bool_], *, final: bool
@@ -550,17 +570,28 @@ class PrefixLoader:
 
         None of them, and an incomplete outcome, when a device does not answer.
         """
-        held = read.batch.held()
-        _, right = self._read_seals(hit, read.which[good], read.places[good], final=final)
-        read.batch.wrong_headers(np.flatnonzero(good)[~right])
-        good[good] = right
-        self._headers.lend(read.places, held, read.batch)
+        held = self._held(read.batch)
+        try:
+            _, right = self._read_seals(hit, read.which[good], read.places[good], final=final)
+            read.batch.wrong_headers(np.flatnonzero(good)[~right])
+            good[good] = right
+        finally:
+            self._headers.lend(read.places, held, read.batch)
         if read.batch.out_of_reach().any():
             hit.outcome.complete = False
             return read.which[:0]
         return read.which[~good]
 
+    def _held(self, batch: SlotRequest) -> NDArray[np.bool_]:
+        """Slots, [slots], whose memory a read may still touch: all, where nobody knows."""
+        with self._errors.swallowed("the memory of a read is out of use until its end is known"):
+            return batch.held()
+        return np.ones(len(batch.slots), dtype=np.bool_)
+
     def _collect_overdue(self) -> None:
-        for entry in [e for e in self._overdue if e[0].ended()]:
-            self._overdue.remove(entry)
-            self._frames.settle(entry[1], FrameState.FREE)
+        """Take back the frames of overdue reads that have ended."""
+        for entry in list(self._overdue):
+            with self._errors.swallowed("frames of an overdue read are out of use"):
+                if entry[0].ended():
+                    self._overdue.remove(entry)
+                    self._frames.settle(entry[1], FrameState.FREE)
