@@ -55,12 +55,10 @@ def _state(board: Dashboard) -> None:
             (total(of_device("device_share"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
-            "Blocks that move",
-            "Written anew after a hit, where they are read faster; and those that stayed, because "
-            "DRAM had no room for them or a write failed.",
+            "Blocks rewritten",
+            "Stored again after a hit, where they are read faster.",
             "ops",
-            (rate(ours("blocks_moved_total")), "moved"),
-            (rate(ours("moves_failed_total")), "stayed"),
+            (rate(ours("blocks_rewritten_total")), "rewritten"),
         ),
         graph(
             "Errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,14 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import MIN_STAGING
 from vllm_ssdkv.config.io_engine import ThrottleRule
-from vllm_ssdkv.connector.messages import FETCH
 from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
+from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
-from vllm_ssdkv.connector.scheduler.relocator import Moves
+from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
-from vllm_ssdkv.store.format.slot_geometry import I64, SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotState
 from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
@@ -32,6 +33,9 @@ from vllm_ssdkv.store.tiered_store import TieredStore
 
 _TOKENS = 16
 """Of a block; nothing depends on it."""
+
+RUNNING = 2
+"""Requests that run at a time: the last ones that were loaded."""
 
 _CLOSE_S = 60.0
 
@@ -113,11 +117,12 @@ class LiveStore:
             config, config.devices, wear, [0.0] * len(directories), self.slots, self.counters
         )
         self._writes = PendingWrites(1)
-        self._moves = Moves(
+        self._rewriter = Rewriter(
             self._index, self._rebalancer, policy, self.counters, self._writes, self._unpin
         )
         self._writing: dict[int, bytes] = {}
-        self._loading: dict[str, NDArray[np.int64]] = {}
+        self._loading: dict[str, GroupLoad] = {}
+        self._running: deque[str] = deque()
         self._names = 0
         self._jobs = 0
 
@@ -140,7 +145,7 @@ class LiveStore:
         durable, failed = self._tiers.take_write_results()
         if failed or self._files.health.take_news():
             raise BenchError(f"{len(failed)} slots could not be written, or a device is out of use")
-        slots = self._moves.written(
+        slots = self._rewriter.written(
             [slot for slot, epoch in durable if self._writes.done(slot, epoch)]
         )
         self._index.durable(np.array(slots, dtype=np.int64))
@@ -148,30 +153,24 @@ class LiveStore:
         for outcome in self._tiers.take_load_outcomes():
             if not outcome.complete:
                 raise BenchError("slots could not be read")
-            loaded = self._loading.pop(outcome.request_id)
-            self._moves.read(loaded, fetched=outcome.request_id == FETCH)
-            self._index.unpin(loaded)
-        self._move()
+            load = self._loading.pop(outcome.request_id)
+            self._rewriter.loaded(outcome.request_id, load, lasting=True)
+            self._index.unpin(load.slots)
+            self._running.append(outcome.request_id)
+            if len(self._running) > RUNNING:
+                self._rewriter.forget(self._running.popleft())
+        self._rewrite()
         return [self._writing.pop(slot) for slot in slots]
 
-    def _move(self) -> None:
+    def _rewrite(self) -> None:
         """As a step of scheduler and worker does."""
-        frames = self._tiers.frames.frames
-        move = self._moves.plan(frames)
-        if FETCH not in self._loading:
-            self._fetch(self._moves.take_missing(frames, frames))
-        if not len(move.new):
-            return
-        copied, _ = self._tiers.copy(move)
-        for slot in move.new[~copied].tolist():
-            self._moves.failed(slot)
-        keys = [key for key, there in zip(move.keys, copied.tolist(), strict=True) if there]
-        self._tiers.commit(move.new[copied], move.new_epochs[copied], keys)
-
-    def _fetch(self, slots: I64) -> None:
-        if len(slots):
-            self._index.pin(slots)
-            self._load(FETCH, slots, tuple(map(self._index.key, slots.tolist())), slots[:0])
+        rewrites = self._rewriter.plan(self._running, self._tiers.frames.frames)
+        slots = np.array([item.new for item in rewrites], dtype=np.int64)
+        held = len(self._tiers.hold(slots, wait=False))
+        for item in rewrites[held:]:
+            self._rewriter.failed(item.new)
+        epochs = np.array([item.epoch for item in rewrites[:held]], dtype=np.int64)
+        self._tiers.commit(slots[:held], epochs, [item.key for item in rewrites[:held]])
 
     def _unpin(self, slots: Sequence[int]) -> None:
         self._index.unpin(np.array(slots, dtype=np.int64))
@@ -198,23 +197,21 @@ class LiveStore:
     def load(self, keys: Sequence[bytes]) -> int:
         """Begin to read what the store has of these, as one job; how many it has.
 
-        They come from the devices: DRAM forgets them first, except while blocks move, which go
-        through DRAM. Their writes must have ended.
+        They come from the devices: DRAM forgets them first, except while blocks are rewritten, as
+        it would not in an engine. Their writes must have ended.
         """
         found = [(key, slot) for key in keys for slot in self._index.lookup([key]).tolist()]
         if not found:
             return 0
         slots = np.array([slot for _, slot in found], dtype=np.int64)
         self._index.pin(slots)
-        if not self._moves.unfinished:
+        if not self._writes:
             self._tiers.frames.forget(slots)
         self._jobs += 1
-        self._load(str(self._jobs), slots, tuple(key for key, _ in found), slots + 1)
+        name, keys = str(self._jobs), tuple(key for key, _ in found)
+        self._loading[name] = GroupLoad(slots, keys, slots + 1, len(slots))
+        self._tiers.load(LoadJob(name, slots, self._index.epochs(slots), keys, slots + 1))
         return len(found)
-
-    def _load(self, name: str, slots: I64, keys: tuple[bytes, ...], block_ids: I64) -> None:
-        self._loading[name] = slots
-        self._tiers.load(LoadJob(name, slots, self._index.epochs(slots), keys, block_ids))
 
     def has(self, key: bytes) -> bool:
         """Whether it holds this."""
@@ -223,7 +220,7 @@ class LiveStore:
     @property
     def loads(self) -> int:
         """Jobs that were asked for whose end :meth:`step` has not seen."""
-        return len(self._loading.keys() - {FETCH})
+        return len(self._loading)
 
     def moved(self) -> float:
         """Bytes that devices have read and written so far, as far as somebody waited for them."""
@@ -239,7 +236,7 @@ class LiveStore:
         if not self._tiers.drain(_CLOSE_S):
             raise BenchError("the writes do not end")
         end = time.monotonic() + _CLOSE_S
-        while self._writing or self._loading or self._moves.unfinished:
+        while self._writes or self._loading:
             if time.monotonic() > end:
                 raise BenchError("the reads do not end")
             self.step()

@@ -1,5 +1,7 @@
-"""A device becomes slow in the middle of a load, and later as fast again: how long until the store
-has all of what the devices can do then. Nobody gives it shares: it has to notice by itself.
+"""Devices change under a load: how long until the store has all of what they can do then.
+
+One becomes slow in the middle of a load, and later as fast again; one is added between two runs.
+Nobody gives the store shares: it has to notice by itself.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Plan:
     window_s: float = 1.0
 
 
-When = Literal["equal", "one slow", "equal again"]
+When = Literal["equal", "one slow", "equal again", "one more"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,39 +181,56 @@ def slowing(setup: Setup, plan: Plan | None = None) -> list[Course]:
     with _store(setup, plan, replicas=2) as store:
         keys = _filled(store, plan)
         courses += _reads(setup, store, plan, keys, "reads of what was there, two copies")
-    return courses
+    return courses + _added(setup, plan)
 
 
 @contextlib.contextmanager
-def _store(setup: Setup, plan: Plan, replicas: int) -> Iterator[LiveStore]:
-    """A store over all devices, gone at the end.
-
-    Its state is elsewhere. It is a thousand times smaller than a real one, and so are its segments:
-    in the time that ``store.json`` waits behind the writes to a virtual SSD, several of them are
-    written.
-    """
+def _places(setup: Setup) -> Iterator[tuple[list[Path], Path]]:
+    """Directories for a store's data on each device, and for its state, elsewhere; gone at the end."""
     places = setup.directories
     if len(places) == 1:
         places = places * setup.devices
     folders = [place / f"slowing{device}" for device, place in enumerate(places)]
     try:
         with tempfile.TemporaryDirectory(prefix="ssdkv-slowing-") as state:
-            store = LiveStore(
-                folders,
-                plan.geometry,
-                state=Path(state),
-                capacity=plan.capacity,
-                dram=plan.dram,
-                replicas=replicas,
-                throttle=setup.rules,
-            )
-            try:
-                yield store
-            finally:
-                store.close()
+            yield folders, Path(state)
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _run_of(
+    setup: Setup, plan: Plan, folders: Sequence[Path], state: Path, replicas: int = 1
+) -> Iterator[LiveStore]:
+    """One run of the store with these directories.
+
+    It is a thousand times smaller than a real one, and so are its segments: in the time that
+    ``store.json`` waits behind the writes to a virtual SSD, several of them are written.
+    """
+    store = LiveStore(
+        folders,
+        plan.geometry,
+        state=state,
+        capacity=plan.capacity,
+        dram=plan.dram,
+        replicas=replicas,
+        throttle=setup.rules,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextlib.contextmanager
+def _store(setup: Setup, plan: Plan, replicas: int) -> Iterator[LiveStore]:
+    """A store over all devices, gone at the end."""
+    with (
+        _places(setup) as (folders, state),
+        _run_of(setup, plan, folders, state, replicas) as store,
+    ):
+        yield store
 
 
 @contextlib.contextmanager
@@ -232,8 +251,16 @@ def _filled(store: LiveStore, plan: Plan) -> list[bytes]:
     return keys
 
 
-def _course(load: str, when: When, setup: Setup, plan: Plan, trace: Trace, end: float) -> Course:
-    best = setup.sum_of_devices(UNIT_BYTES)
+def _course(
+    load: str,
+    when: When,
+    setup: Setup,
+    plan: Plan,
+    trace: Trace,
+    end: float,
+    devices: int | None = None,
+) -> Course:
+    best = setup.sum_of_devices(UNIT_BYTES, devices)
     begin = min(plan.settled_s, end / 2)
     reached = trace.reached(REACHED * best, plan.window_s)
     steady = trace.rate(begin, end) / best
@@ -306,4 +333,23 @@ def _reads(
     trace = _run(store, reader.ask, plan.again_s)
     courses.append(_course(load, "equal again", setup, plan, trace, plan.again_s))
     store.finish()
+    return courses
+
+
+def _added(setup: Setup, plan: Plan) -> list[Course]:
+    """Two devices are full; the next run has a third one."""
+    load, devices = "reads of what was there, a drive is added", min(2, setup.devices - 1)
+    with _places(setup) as (folders, state):
+        with _run_of(setup, plan, folders[:devices], state) as store:
+            keys = _filled(store, plan)
+            store.finish()
+            hot = keys[-plan.hot * plan.reads :]
+            trace = _run(store, _Reader(store, hot, plan).ask, plan.before_s)
+            store.finish()
+        courses = [_course(load, "equal", setup, plan, trace, plan.before_s, devices)]
+        seconds = plan.slow_s + plan.rest_s
+        with _run_of(setup, plan, folders[: devices + 1], state) as store:
+            trace = _run(store, _Reader(store, hot, plan).ask, seconds)
+            store.finish()
+        courses.append(_course(load, "one more", setup, plan, trace, seconds, devices + 1))
     return courses

@@ -13,16 +13,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.connector.symbols import Symbols
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
-    FETCH,
     Adapter,
     Comparison,
+    CopyFrames,
     Load,
     LoadTime,
     RankReport,
     Row,
 )
 from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
-from vllm_ssdkv.store.placement.move import Move
 from vllm_ssdkv.store.placement.placement import Placement
 
 BLOCK = 16
@@ -67,7 +66,7 @@ class Rank:
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
     cold: set[int] = field(default_factory=set)
-    """Slots that have left DRAM, until they are fetched."""
+    """Slots that have left DRAM."""
     lost: set[int] = field(default_factory=set)
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -162,7 +161,8 @@ class Rank:
             if held is not None and held.epoch == epoch:
                 held.key = key
                 self.writes.append((slot, epoch))
-        self.move(plan.move)
+        if plan.copy_frames is not None:
+            self.copy_frames(plan.copy_frames)
         for load in plan.loads:
             if load.request_id in BACKGROUND or (bound and self.holds(load.adapter)):
                 self.loads.append(load)
@@ -205,14 +205,14 @@ class Rank:
             self.invalid.add(comparison.fence_block)
             self.refused.update(load.request_id for load in self.loads)
 
-    def move(self, move: Move) -> None:
+    def copy_frames(self, plan: CopyFrames) -> None:
         """Copy slots, as far as they are in DRAM, and begin to write the copies."""
         for old, old_epoch, new, epoch, key in zip(
-            move.old.tolist(),
-            move.old_epochs.tolist(),
-            move.new.tolist(),
-            move.new_epochs.tolist(),
-            move.keys,
+            plan.old.tolist(),
+            plan.old_epochs.tolist(),
+            plan.new.tolist(),
+            plan.epochs.tolist(),
+            plan.keys,
             strict=True,
         ):
             self.slots.pop(new, None)
@@ -221,8 +221,8 @@ class Rank:
             if held is None or old in self.broken or old in self.cold:
                 self.report.failed_writes.append((new, epoch))
                 continue
-            assert (held.epoch, held.key) == (old_epoch, key), "a move of another block"
-            assert (old, old_epoch) not in self.writes, "a move of what is not written"
+            assert (held.epoch, held.key) == (old_epoch, key), "a copy of another block"
+            assert (old, old_epoch) not in self.writes, "a copy of what is not written"
             self.overwrite(new)
             self.slots[new] = Slot(epoch, list(held.symbols), key)
             self.writes.append((new, epoch))
@@ -270,8 +270,6 @@ class Rank:
         self.report.loads.append(LoadTime(names, 0, tokens, 0.0, 0.0, seconds))
         if self.number == 0:
             self.pace.now += seconds
-        if names == FETCH and good:
-            self.cold.difference_update(load.slots.tolist())
         if names in BACKGROUND:
             return
         self.received.add(names)

@@ -1,4 +1,4 @@
-"""A device that becomes slow under load: what the bench sees of it, on twins."""
+"""Devices that become slow under load, or are added: what the bench sees of it, on twins."""
 
 from __future__ import annotations
 
@@ -47,9 +47,13 @@ def test_a_whole_run_on_twins(tmp_path: Path) -> None:
     what = ("writes", "reads of what was there, one copy", "reads of what was there, two copies")
     wanted = {(load, when) for load in what for when in ("equal", "one slow", "equal again")}
     wanted.add(("reads of what was written since", "one slow"))
+    added = "reads of what was there, a drive is added"
+    wanted |= {(added, "equal"), (added, "one more")}
     assert {(course.load, course.when) for course in courses} == wanted
     for course in courses:
-        slow = course.when == "one slow"
-        assert course.best == pytest.approx(40e6 * (3.2 if slow else 4.0), rel=1e-3)
+        devices = 3.2 if course.when == "one slow" else 4.0
+        if course.load == added:
+            devices = 3.0 if course.when == "one more" else 2.0
+        assert course.best == pytest.approx(40e6 * devices, rel=1e-3)
         assert course.steady >= 0
     assert list(tmp_path.iterdir()) == []

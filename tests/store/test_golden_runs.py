@@ -1,6 +1,7 @@
 """Stores that running code left behind: every block is found, and read with the right bytes.
 
-``golden_runs.py`` made them with the code of version 0.1.0, when blocks still moved between slots:
+The code of version 0.1.0 made them, when blocks still moved between slots (``golden_runs.py`` can
+make the first one anew):
 
 - ``segments``: a store on one device had some blocks. Then a second device was added, and the next
   blocks went into a segment over both.
@@ -8,7 +9,7 @@
   segment. The process was killed when the journal had the records of their new slots, before it
   was told that the old ones are gone: each of these keys names two slots.
 
-Reading them needs neither that script nor any code for moves.
+Reading them needs neither that script nor any code of that time.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.store.format.slot_geometry import STRIPE_UNIT, SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
-from vllm_ssdkv.store.placement.move import Move
 
 BOUNDS = with_summaries(PAGED, 16, channels=False)
 CHANNELS = with_summaries(PAGED, 16, channels=True)
@@ -105,7 +104,7 @@ def test_a_hit_survives_a_tail_that_is_wrong(make_store: MakeStore) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("geometry", [CHANNELS, replace(CHANNELS, encrypted=True)], ids=str)
-def test_a_moved_block_has_its_own(
+def test_a_rewritten_block_has_its_own(
     make_store: MakeStore, geometry: SlotGeometry, replicas: int
 ) -> None:
     rig = make_store(geometry, staging=160, replicas=replicas)
@@ -113,8 +112,7 @@ def test_a_moved_block_has_its_own(
     rig.write(names)
     assert rig.load(names, [1, 2, 3]).complete
     keys = tuple(map(key_of, names.values()))
-    move = Move(array([0, 1, 2]), array([1] * 3), array([20, 21, 22]), array([2] * 3), keys)
-    copied, _ = rig.store.copy(move)
+    copied, _ = rig.store.copy(array([0, 1, 2]), array([1] * 3), array([20, 21, 22]), keys)
     assert copied.all()
     moved = {20 + slot: name for slot, name in names.items()}
     rig.commit(moved, epoch=2)

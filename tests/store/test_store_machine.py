@@ -41,7 +41,6 @@ from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotState
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
-from vllm_ssdkv.store.placement.move import Move
 from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
@@ -127,8 +126,8 @@ class Store:
         )
         self.writing: dict[int, int] = {}
         """Slots under way: slot -> name."""
-        self.moving: dict[int, int] = {}
-        """Of these, slots that a block moves to: new slot -> old slot."""
+        self.rewriting: dict[int, int] = {}
+        """Of these, rewrites: new slot -> old slot."""
 
     def _payloads(self, frame: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         pages = self.tiers.frames.view(frame)[GEOMETRY.header_bytes :]
@@ -150,8 +149,8 @@ class Store:
             out = self.rebalancer.out_of_use()
             self.index.quarantine(slots[self.rebalancer.placement.lost(out, slots)])
         for slot, epoch in durable:
-            if slot in self.moving:
-                self.index.replace(np.array([self.moving[slot]]), np.array([slot]))
+            if slot in self.rewriting:
+                self.index.replace(np.array([self.rewriting[slot]]), np.array([slot]))
             elif self.index.epoch(slot) == epoch:
                 self.index.durable(slot)
         for slot, epoch in failed:
@@ -160,8 +159,8 @@ class Store:
         for slot, _ in [*durable, *failed]:
             del self.writing[slot]
             self.index.unpin(np.array([slot], dtype=np.int64))
-            if slot in self.moving:
-                old = np.array([self.moving.pop(slot)])
+            if slot in self.rewriting:
+                old = np.array([self.rewriting.pop(slot)])
                 self.index.unpin(old)
                 if self.index.state(int(old[0])) is SlotState.FREE:
                     self.tiers.discard(old)
@@ -203,25 +202,25 @@ class Store:
             self.writing[slot] = name
             self.tiers.commit(slots, self.index.epochs(slots), [key_of(name)])
 
-    def move(self, names: Sequence[int]) -> None:
-        """Blocks that are in DRAM are written into other slots, too."""
+    def rewrite(self, names: Sequence[int]) -> None:
+        """Store blocks that are in DRAM again, in other slots."""
         for name in names:
             old = self.index.lookup([key_of(name)])
-            if not len(old) or int(old[0]) in {*self.writing, *self.moving.values()}:
+            if not len(old) or int(old[0]) in {*self.writing, *self.rewriting.values()}:
                 continue
             if self.index.available() < 2 or not self.index.free_now():
                 return
             self.index.pin(old)
             new, keys = self.index.allocate(1), (key_of(name),)
             epochs = self.index.epochs(new)
-            copied, wrong = self.tiers.copy(Move(old, self.index.epochs(old), new, epochs, keys))
+            copied, wrong = self.tiers.copy(old, self.index.epochs(old), new, keys)
             assert not wrong.any()
             if not copied.all():
                 self.index.unpin(new)
                 self.index.unpin(old)
                 continue
             self.writing[int(new[0])] = name
-            self.moving[int(new[0])] = int(old[0])
+            self.rewriting[int(new[0])] = int(old[0])
             self.tiers.commit(new, epochs, keys)
 
     def load(self, names: Sequence[int]) -> LoadOutcome:
@@ -411,7 +410,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.faults()
 
     @rule(picks=PICKS, read_on=st.booleans(), fault=st.sampled_from([None, "enospc", "eio"]))
-    def move(self, picks: Sequence[int], read_on: bool, fault: str | None) -> None:
+    def rewrite(self, picks: Sequence[int], read_on: bool, fault: str | None) -> None:
         """After a hit; the old slots are read, or the new ones, while the writes go on or fail."""
         if fault is not None:
             self.store.settle()
@@ -420,7 +419,7 @@ class StoreMachine(RuleBasedStateMachine):
         if fault is not None:
             self.damaged.add(0)
             self.store.faults({"kind": fault, "op": "write", "device": 0})
-        self.store.move(names)
+        self.store.rewrite(names)
         still = [name for name in names if name in self.ready()]
         if read_on and still:
             self.deliver(still)
@@ -428,7 +427,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.settle()
             self.store.faults()
             lost = self.store.opened.files.health.quarantined
-            assert lost or set(names) <= set(self.ready()), "a move that failed costs nothing"
+            assert lost or set(names) <= set(self.ready()), "a failed rewrite costs nothing"
 
     @rule(picks=PICKS)
     def drop(self, picks: Sequence[int]) -> None:
@@ -504,7 +503,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         gauges = self.store.index.gauges()
-        assert gauges["pinned"] == len(self.store.writing) + len(self.store.moving)
+        assert gauges["pinned"] == len(self.store.writing) + len(self.store.rewriting)
         assert gauges["reserved"] == 0
         held = gauges["free"] + gauges["evictable"] + gauges["pinned"] + gauges["lost"]
         assert held == self.store.index.num_slots

@@ -160,17 +160,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         "there was room (page).",
     ),
     counter(
-        "blocks_moved",
+        "blocks_rewritten",
         "blocks",
-        "Stored blocks that were written anew after a hit, where they are read faster: a device "
+        "Stored blocks that were stored again after a hit, where they are read faster: a device "
         "has become slow, or was added.",
-    ),
-    counter(
-        "moves_failed",
-        "blocks",
-        "Blocks that were to move and stay where they were: DRAM did not have them, or no room for "
-        "their copies, a write failed, or they were dropped meanwhile. After a hit it is tried "
-        "twice.",
     ),
     *SPARSE_METRICS,
     counter(

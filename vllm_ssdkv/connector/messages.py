@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.store.format.segment import Segment
-from vllm_ssdkv.store.placement.move import NO_MOVE, Move
 
 SlotArray = NDArray[np.int64]
 
@@ -24,13 +23,7 @@ PROBE = "ssdkv probe"
 PROMOTION = "ssdkv promotion"
 """Name of loads of what running requests read from the devices in every step."""
 
-FETCH = "ssdkv fetch"
-"""Name of loads of what is to move and is not in DRAM any more."""
-
-INTO_DRAM = frozenset({PROMOTION, FETCH})
-"""Loads that bring whole blocks into DRAM, and share the devices with every step meanwhile."""
-
-BACKGROUND = INTO_DRAM | {PROBE}
+BACKGROUND = frozenset({PROMOTION, PROBE})
 """Loads that no request waits for."""
 
 
@@ -81,6 +74,28 @@ class Flush:
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_SAVE = CopyToDram(_NONE, _NONE, _NONE)
 _NO_COMMIT = Flush(_NONE, _NONE, ())
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFrames:
+    """Page mode: rewrite blocks that are in DRAM and not in HBM. Arrays of one length.
+
+    Each rank copies the frames of ``old`` slots and writes the copies into ``new`` ones. A rank
+    without such a frame, or without one to spare, reports a failed write.
+    """
+
+    old: SlotArray
+    old_epochs: NDArray[np.int64]
+    new: SlotArray
+    epochs: NDArray[np.int64]
+    keys: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, int, int, int, bytes]]) -> CopyFrames:
+        """From (old slot, its epoch, new slot, its epoch, key) of each."""
+        table = np.array([item[:4] for item in items], dtype=np.int64).reshape(-1, 4)
+        columns = table.T.copy()
+        return cls(columns[0], columns[1], columns[2], columns[3], tuple(i[4] for i in items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +228,7 @@ class StepPlan:
     """Adapters of requests in this step that keys are bound to, by number."""
     save: CopyToDram = field(default_factory=lambda: CopyToDram.of(()))
     commit: Flush = field(default_factory=lambda: Flush.of(()))
-    move: Move = NO_MOVE
-    """Stored blocks to write anew into other slots, too."""
+    copy_frames: CopyFrames | None = None
     loads: list[Load] = field(default_factory=list)
     compare: list[Comparison] = field(default_factory=list)
     invalid: list[int] = field(default_factory=list)

@@ -26,7 +26,6 @@ from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PagePolicy
-from vllm_ssdkv.store.placement.move import Move
 from vllm_ssdkv.store.read.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
@@ -250,31 +249,36 @@ class TieredStore:
             for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
         )
 
-    def copy(self, move: Move) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Give the new slots of a move frames that hold what the frames of the old ones hold, for
-        :meth:`commit`: they are ``HELD`` until written or discarded.
+    def copy(
+        self,
+        old: NDArray[np.int64],
+        old_epochs: NDArray[np.int64],
+        new: NDArray[np.int64],
+        keys: Sequence[bytes],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy frames of ``old`` slots into frames of ``new`` ones, ``HELD`` for :meth:`commit`.
 
-        What is copied is checked first, all of it: the copy gets seals of its own, which would say
-        that it is right. No frame of a running context is taken for it.
+        Each source is checked first, all of it: the copy gets checksums of its own, which would say
+        that it is right. No frame of a running context is evicted.
 
         Returns:
-            Which were copied, and which frames hold wrong bytes, both bool, [n]. The others are not
+            Slots that were copied, and frames with wrong bytes, both bool, [n]. The others are not
             in DRAM any more, or there is no room for their copies.
         """
-        self._forget_content(move.new)
-        self.frames.forget(move.new)
-        found = self.frames.borrow(move.old)
+        self._forget_content(new)
+        self.frames.forget(new)
+        found = self.frames.borrow(old)
         try:
             here = np.array([self._is_clean(frame) for frame in found.tolist()], dtype=np.bool_)
             right = here.copy()
             right[here] = self.files.codec.intact(
-                move.old[here],
-                move.old_epochs[here],
-                key_rows(move.keys)[here],
+                old[here],
+                old_epochs[here],
+                key_rows(keys)[here],
                 self.frames.buffer_offset(found[here]),
             )
             which = np.flatnonzero(right)
-            held = self.frames.take(move.new[which], FrameState.HELD, spare_contexts=True)
+            held = self.frames.take(new[which], FrameState.HELD, spare_contexts=True)
             which = which[: len(held)]
             source, target = self.frames.address(found[which]), self.frames.address(held)
             _io.copy(source, target, self.files.geometry.frame_bytes)

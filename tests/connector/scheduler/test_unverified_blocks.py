@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
 
 
-def test_marks_go_with_blocks_that_move() -> None:
+def test_marks_go_with_rewritten_blocks() -> None:
     blocks = UnverifiedBlocks(8)
     for slot in (1, 6):
         blocks.add(slot)
-    blocks.moved(np.array([6, 2]), np.array([3, 4]))
+    blocks.rewrite(6, 3)
+    blocks.rewrite(2, 4)
     assert blocks.slots().tolist() == [1, 3, 6]
 
 
-def test_a_slot_that_a_verified_block_moves_to_loses_its_mark() -> None:
+def test_the_new_slot_of_a_verified_block_loses_its_mark() -> None:
     blocks = UnverifiedBlocks(8)
     blocks.add(3)
-    blocks.moved(np.array([2]), np.array([3]))
+    blocks.rewrite(2, 3)
     assert blocks.slots().tolist() == []
 
 

@@ -23,7 +23,6 @@ from tests.store.conftest import (
 )
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.placement.move import Move
 
 NAMES = {0: 10, 1: 11, 2: 12}
 NEW = [20, 21, 22]
@@ -34,8 +33,7 @@ def copy(
     rig: StoreRig, old: dict[int, int], new: Sequence[int], epoch: int = 1
 ) -> tuple[list[bool], list[bool]]:
     epochs, keys = array([epoch] * len(old)), tuple(map(key_of, old.values()))
-    move = Move(array(list(old)), epochs, array(new), epochs + 1, keys)
-    copied, wrong = rig.store.copy(move)
+    copied, wrong = rig.store.copy(array(list(old)), epochs, array(new), keys)
     return copied.tolist(), wrong.tolist()
 
 

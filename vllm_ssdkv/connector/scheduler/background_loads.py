@@ -1,4 +1,4 @@
-"""Loads that no request waits for: probes, promotions, and fetches of what is to move."""
+"""Loads that no request waits for: probes and promotions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.messages import FETCH, PROBE, PROMOTION, SlotArray
+from vllm_ssdkv.connector.messages import PROBE, PROMOTION, SlotArray
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
@@ -42,11 +42,6 @@ class BackgroundLoads:
         keys = self._keys_of(request, blocks.stop, blocks.start)
         slots = self._index.lookup(keys)
         self._begin(PROBE, slots, keys[: len(slots)], np.zeros(len(slots), dtype=np.int64))
-
-    def fetch(self, slots: SlotArray) -> None:
-        """Bring stored blocks into DRAM, from where they move on."""
-        if len(slots):
-            self._begin(FETCH, slots, [self._index.key(slot) for slot in slots.tolist()])
 
     def promote(
         self, requests: Mapping[str, RequestState], streamed: Sequence[tuple[str, SlotArray]]

@@ -129,6 +129,11 @@ class BlockGroups:
         """Whether some layers have a state in place of KV."""
         return bool(self._recurrent)
 
+    @property
+    def lasting(self) -> bool:
+        """Whether a request keeps all of its HBM blocks for as long as it runs."""
+        return not (self._windows or self._recurrent)
+
     def first_held(self, group: int, computed: int) -> int:
         """The first block that vLLM keeps for a request with so many tokens computed."""
         skipped = int(self._managers[group].get_num_skipped_tokens(computed))

@@ -115,6 +115,7 @@ class PrefixLookup:
         loaded = state.request.block_hashes[end - count : end]
         identity = self._identities.keys.identity(state.request)
         self._identities.hbm.holds(loaded, identity, block_ids)
+        state.load = load
         self._policy.load_begins(state, load, count)
         whole = self._verifier.extend(state.request_id, load)
         self._index.pin(whole.slots[len(load.slots) :])

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from vllm_ssdkv.connector.messages import FETCH, RankReport
+from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
-from vllm_ssdkv.connector.scheduler.relocator import Moves
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
 from vllm_ssdkv.store.index.slot_index import SlotState
 
@@ -16,11 +15,12 @@ from vllm_ssdkv.store.index.slot_index import SlotState
 class ReportIntake:
     """Brings reports to whom they concern. Used by the scheduler's thread."""
 
-    def __init__(self, parts: SchedulerParts, policy: ModePolicy, moves: Moves):
-        self._parts, self._policy, self._moves = parts, policy, moves
+    def __init__(self, parts: SchedulerParts, policy: ModePolicy):
+        self._parts, self._policy = parts, policy
         self._index, self._suspension = parts.store.index, parts.store.suspension
         self._counters, self._requests = parts.store.counters, parts.requests
         self._slots, self._loads, self._verifier = parts.slots, parts.loads, parts.verifier
+        self._rewriter = parts.rewriter
 
     def take(self, reports: Sequence[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and the loads of requests that have ended."""
@@ -76,12 +76,11 @@ class ReportIntake:
         if slots is not None:
             if not self._loads.retries.failed(name):
                 self._policy.load_ended(name)
-            self._moves.read(slots, fetched=name == FETCH)
             self._slots.unpin(slots.tolist())
 
     def _written_by_all(self, slots: Sequence[int]) -> None:
         """One write into the journal for all of them."""
-        slots = self._moves.written(slots)
+        slots = self._rewriter.written(slots)
         # While the store is suspended nobody looks for them; a later start would keep them.
         if slots and not self._suspension:
             self._index.durable(np.array(slots, dtype=np.int64))
@@ -89,7 +88,7 @@ class ReportIntake:
             self._slots.unpin([slot])
 
     def _write_failed(self, slot: int, epoch: int) -> None:
-        if self._index.epoch(slot) != epoch or self._moves.failed(slot):
+        if self._index.epoch(slot) != epoch or self._rewriter.failed(slot):
             return
         self._slots.write_failed(slot)
         self._policy.slot_write_failed(slot)
@@ -132,6 +131,7 @@ class ReportIntake:
             f"{', '.join(state.request_id for state in users) or 'none'}"
         )
         for state in users:
+            self._rewriter.forget(state.request_id)  # vLLM computes into the blocks of its hit
             # Of the one whose block it is, the worker has told already.
             self._policy.compute_anew(state, told=state.request_id == request_id)
             state.loaded_from = -1

@@ -12,6 +12,8 @@ from vllm_ssdkv.connector.messages import Row
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -29,6 +31,7 @@ class RequestState:
         reserved: Page mode: slots set aside for blocks still to come.
         hit: Blocks that were in HBM, or were loaded, when it began to compute.
         loaded_from: First block that came from the store; -1: none did.
+        load: Of these blocks; in reuse mode, while it is under way.
         born: Step for which it was admitted; a preemption told later than that ended its
             previous life.
         running: Scheduled since it was admitted, and not preempted.
@@ -44,6 +47,7 @@ class RequestState:
     reserved: int = 0
     hit: int = 0
     loaded_from: int = -1
+    load: GroupLoad | None = None
     born: int = 0
     running: bool = False
     _live_from: int = 0

@@ -31,6 +31,7 @@ class ReusePolicy:
         self._reuses = parts.engine.reuses
         self._groups, self._identities = parts.groups, parts.identities
         self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
+        self._rewriter = parts.rewriter
         self._no_room = False
 
     def bind(self, hbm: KVCacheManager) -> None:
@@ -58,7 +59,11 @@ class ReusePolicy:
         """Nothing: when the load has ended, HBM has it all."""
 
     def load_ended(self, request_id: str) -> None:
-        """Nothing, as :meth:`load_begins`."""
+        """Blocks of the hit that were read slowly are stored again from HBM."""
+        state = self._requests.get(request_id)
+        if state is not None and state.load is not None:
+            self._rewriter.loaded(request_id, state.load, lasting=self._groups.lasting)
+            state.load = None
 
     # ---- steps ----
 

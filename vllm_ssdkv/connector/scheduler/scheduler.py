@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.messages import FETCH, RankReport
+from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
@@ -26,12 +26,12 @@ from vllm_ssdkv.connector.scheduler.match import Match, Wait
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
 from vllm_ssdkv.connector.scheduler.page_policy import PagePolicy
 from vllm_ssdkv.connector.scheduler.prefix_lookup import PrefixLookup
-from vllm_ssdkv.connector.scheduler.relocator import Moves
 from vllm_ssdkv.connector.scheduler.report_intake import ReportIntake
 from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.reuse_policy import ReusePolicy
+from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
 from vllm_ssdkv.connector.scheduler.scheduler_metrics import SchedulerMetrics
 from vllm_ssdkv.connector.scheduler.scheduler_parts import (
     EngineFacts,
@@ -83,15 +83,7 @@ class SSDKVScheduler:
         self._policy: ModePolicy = _POLICIES[config.mode](parts)
         self._seats = seats
         self._lookup = PrefixLookup(parts, self._policy, seats)
-        self._moves = Moves(
-            store.index,
-            store.rebalancer,
-            store.write_policy,
-            store.counters,
-            parts.slots.writing,
-            parts.slots.unpin,
-        )
-        self._intake = ReportIntake(parts, self._policy, self._moves)
+        self._intake = ReportIntake(parts, self._policy)
         self._metrics = SchedulerMetrics(parts)
         self._waits = WaitCounter(store.counters)
         self._step = 0
@@ -185,12 +177,12 @@ class SSDKVScheduler:
         for state, computed in self._scheduled(output):
             self._schedule(plan, state, computed, output)
         self._policy.end_step()
+        self._rewrite(output)
         plan.timed = loads.choice.step(self._step, draft.shape)
         loads.choice.saved(slot for slot, _, _ in draft.copies)
-        self._plan_moves(plan)
         draft.move_into(plan)
         # Not requests that wait for more input, or because the engine is paused: nobody works.
-        busy = self._parts.slots.writing or loads or self._moves.unfinished
+        busy = self._parts.slots.writing or loads or self._parts.rewriter.unfinished
         plan.settled = self._settled = plan.idle and not busy
         plan.segments = rebalancer.take_segments()
         return plan
@@ -236,14 +228,17 @@ class SSDKVScheduler:
             plan.compare.append(compared)
         self._policy.schedule(plan, state, computed, count, output)
 
-    def _plan_moves(self, plan: SSDKVMetadata) -> None:
-        choice = self.loads.choice
-        plan.move = self._moves.plan(choice.frames)
-        self._parts.slots.unverified.moved(plan.move.old, plan.move.new)
-        choice.saved(plan.move.new.tolist())
-        if FETCH not in self.loads:
-            spare = choice.frames - len(self._policy.context_slots())
-            self.loads.fetch(self._moves.take_missing(spare, choice.frames))
+    def _rewrite(self, output: SchedulerOutput) -> None:
+        """Store blocks of hits again, behind the step's new blocks."""
+        choice, draft = self.loads.choice, self._parts.draft
+        for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
+            self._parts.slots.unverified.rewrite(item.old, item.new)
+            if item.block_id:
+                draft.copies.append((item.new, item.epoch, item.block_id))
+                draft.flushes.append((item.new, item.epoch, item.key))
+            else:
+                draft.frame_copies.append(item[:5])
+        choice.saved(item[2] for item in draft.frame_copies)
 
     # ---- results ----
 
@@ -273,10 +268,11 @@ class SSDKVScheduler:
         self._parts.identities.forget(request_id)
 
     def _release(self, state: RequestState) -> None:
-        state.running = False
         self._seats.leave(state.request_id)
         self.verifier.forget(state.request_id)
+        self._parts.rewriter.forget(state.request_id)
         self._policy.release(state)
+        state.running = False
 
     # ---- state of the whole ----
 
@@ -292,8 +288,8 @@ class SSDKVScheduler:
 
     def unfinished(self) -> bool:
         """Whether the workers owe reports: vLLM keeps stepping until they are in."""
-        moves = self._moves.unfinished
-        owed = self._parts.slots.writing or moves or self.loads.in_background
+        rewrites = self._parts.rewriter.unfinished
+        owed = self._parts.slots.writing or rewrites or self.loads.in_background
         return bool(owed or self._parts.draft or not self._settled)
 
     def remembers(self) -> dict[str, int]:
@@ -310,6 +306,7 @@ class SSDKVScheduler:
             "contexts to tell": len(draft.contexts),
             "identities": int(bool(self._parts.identities)),
             "hits to verify": int(bool(self.verifier)),
+            "hits to rewrite": len(self._parts.rewriter),
             **self._policy.remembers(),
         }
         return {name: count for name, count in found.items() if count}
@@ -360,5 +357,13 @@ def _make_parts(
             store.index,
             slots.unpin,
             counters,
+        ),
+        Rewriter(
+            store.index,
+            store.rebalancer,
+            store.write_policy,
+            counters,
+            slots.writing,
+            slots.unpin,
         ),
     )

@@ -14,6 +14,7 @@ from vllm_ssdkv.connector.scheduler.load_queue import LoadQueue
 from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
 from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
@@ -89,6 +90,7 @@ class SchedulerParts:
         slots: Slots of new blocks.
         loads: Loads under way.
         verifier: Comparison of hits with computed blocks.
+        rewriter: Blocks of hits that are stored again.
     """
 
     config: SSDKVConfig
@@ -103,3 +105,4 @@ class SchedulerParts:
     slots: SlotLedger
     loads: LoadQueue
     verifier: HitVerifier
+    rewriter: Rewriter

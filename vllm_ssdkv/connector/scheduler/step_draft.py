@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Load
+from vllm_ssdkv.connector.messages import ContextDelta, CopyFrames, CopyToDram, Flush, Load
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 
 
@@ -15,11 +15,12 @@ from vllm_ssdkv.connector.metadata import SSDKVMetadata
 class StepDraft:
     """Orders that wait for the next plan. Used by the scheduler's thread.
 
-    The fields are those of :class:`StepPlan`, but for three:
+    The fields are those of :class:`StepPlan`, but for four:
 
     Attributes:
         copies: (slot, epoch, HBM block) to copy to DRAM.
         flushes: (slot, epoch, key) to write to the devices.
+        frame_copies: (old slot, its epoch, new slot, its epoch, key), to copy in DRAM and write.
         shape: (tokens before, tokens) of each row of the step.
     """
 
@@ -32,6 +33,7 @@ class StepDraft:
     trim: NDArray[np.int64] | None = None
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     flushes: list[tuple[int, int, bytes]] = field(default_factory=list)
+    frame_copies: list[tuple[int, int, int, int, bytes]] = field(default_factory=list)
     shape: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -42,6 +44,8 @@ class StepDraft:
         """Hand everything over to ``plan``; the draft is empty then."""
         plan.save, self.copies = CopyToDram.of(self.copies), []
         plan.commit, self.flushes = Flush.of(self.flushes), []
+        if self.frame_copies:
+            plan.copy_frames, self.frame_copies = CopyFrames.of(self.frame_copies), []
         plan.loads, self.loads = self.loads, []
         plan.contexts, self.contexts = self.contexts, []
         plan.forget, self.forget = self.forget, []

@@ -25,8 +25,8 @@ class UnverifiedBlocks:
         """A slot has a block that was computed just now."""
         self._marks[slot] = True
 
-    def moved(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
-        """Blocks get other slots."""
+    def rewrite(self, old: int, new: int) -> None:
+        """A block gets another slot."""
         self._marks[new] = self._marks[old]
 
     def clear(self) -> None:

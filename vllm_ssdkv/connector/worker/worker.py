@@ -23,6 +23,7 @@ from vllm_ssdkv.connector.messages import (
     PROMOTION,
     Adapter,
     Comparison,
+    CopyFrames,
     CopyToDram,
     Flush,
     Load,
@@ -54,7 +55,6 @@ from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.placement.move import Move
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.trim import SlotTrimmer
@@ -362,8 +362,8 @@ class SSDKVWorker:
                 self._skip(save.part(lost))
                 save = save.part(~lost)
             self._save(save, commit)
-        if len(plan.move.new):
-            self._move(plan.move)
+        if plan.copy_frames is not None:
+            self._copy_frames(plan.copy_frames)
         for load in plan.loads:
             adapter = load.adapter
             same = bound and (adapter is None or self._holds(adapter))
@@ -438,13 +438,13 @@ class SSDKVWorker:
             keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
             self.store.commit(commit.slots[which], commit.epochs[which], keys)
 
-    def _move(self, move: Move) -> None:
-        """Write blocks that are in DRAM into other slots, too."""
-        copied, wrong = self.store.copy(move)
-        self._commit(Flush(move.new, move.new_epochs, move.keys), copied)
-        new = zip(move.new[~copied].tolist(), move.new_epochs[~copied].tolist(), strict=True)
+    def _copy_frames(self, plan: CopyFrames) -> None:
+        """Write copies of frames into other slots."""
+        copied, wrong = self.store.copy(plan.old, plan.old_epochs, plan.new, plan.keys)
+        self._commit(Flush(plan.new, plan.epochs, plan.keys), copied)
+        new = zip(plan.new[~copied].tolist(), plan.epochs[~copied].tolist(), strict=True)
         self._report.failed_writes.extend(new)
-        old = zip(move.old[wrong].tolist(), move.old_epochs[wrong].tolist(), strict=True)
+        old = zip(plan.old[wrong].tolist(), plan.old_epochs[wrong].tolist(), strict=True)
         self._report.bad.extend(old)
 
     def _load(self, load: Load) -> None:

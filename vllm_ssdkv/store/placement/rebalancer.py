@@ -3,9 +3,9 @@
 Devices that were added, went away or changed their speed change what lanes a segment should have.
 A segment that has others is emptied when its place is needed for new slots, which is when something
 would have to be evicted in any case, and striped anew over the devices of that day. Until then its
-slots can be read, and new ones go there last. Blocks that are read again move out of it, if they
-are read faster elsewhere (``connector/scheduler/relocator.py``), to where there is room for them
-(``moving_room.py``); a segment that they have emptied is striped anew when that is used up.
+slots can be read, and new ones go there last. Blocks that are read again are stored again, if they
+are read faster elsewhere (``connector/scheduler/rewriter.py``); the slots that they leave are free,
+so the segments that they have left are the emptiest, and the next ones to be striped anew.
 
 The journal is told that the old slots are gone, and synced, before the manifest has the new
 segment, and the new slots are handed out after the manifest has it. So a restart at any instant
@@ -29,10 +29,9 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import I64
-from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, Usage
+from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
 from vllm_ssdkv.store.placement.growth import StoreGrowth
 from vllm_ssdkv.store.placement.placement import Placement
-from vllm_ssdkv.store.placement.relocation_quota import MovingRoom
 from vllm_ssdkv.store.placement.segments import best_striping, restriped, speedup
 
 logger = logging.getLogger(__name__)
@@ -43,10 +42,10 @@ are handed out at a time, or so fast, that it would be used up before the manife
 one."""
 
 MOST_AHEAD = 8
-"""But an eighth of the store at most. Nor do blocks that move have more room than that."""
+"""But an eighth of the store at most."""
 
-WORTH_MOVING = 1.15
-"""Blocks move for reads that are so many times faster. Not for less: each move is a write. One
+WORTH_REWRITING = 1.15
+"""Blocks are rewritten for reads that are so many times faster. Not for less: each is a write. One
 device of eight that is as fast again as the others, or a ninth one, gives 1.13."""
 
 LOOK_SHARE = 20
@@ -190,15 +189,10 @@ class Rebalancer:
         self._look = True
         self._clock = clock
         self._look_from = 0.0
-        self._sources: list[Segment] = []
-        """Segments that blocks are to move out of, by ascending number."""
+        self._outdated: list[Segment] = []
+        """Segments of which blocks are worth a rewrite, by ascending number."""
         self._firsts = np.zeros(0, dtype=np.int64)
         """First slot of each of them."""
-        self._room = MovingRoom()
-        self._extra = 0
-        """Slots that are kept free ahead for moves, which have not got them yet."""
-        self._spent: int | None = None
-        """First slot of a segment that is to be striped anew although something is left in it."""
         self._judge()
 
     def reweigh(self, weights: Sequence[float]) -> None:
@@ -206,7 +200,6 @@ class Rebalancer:
         of use, which the manifest must know if there are copies elsewhere."""
         lost = any(old and not new for old, new in zip(self.weights, weights, strict=True))
         self.weights = list(weights)
-        self._stop_moves()
         self._judge()
         if lost and self.placement.most_copies > 1:
             self._saver.put(self._wanted())
@@ -287,89 +280,13 @@ class Rebalancer:
         self._news = False
         return self.placement.segments
 
-    # ---- blocks that move ----
-
-    @property
-    def moving(self) -> bool:
-        """Whether stored blocks would be read faster elsewhere."""
-        return bool(self._sources)
-
-    def to_move(self, slots: I64) -> NDArray[np.bool_]:
-        """Which slots, [n], hold blocks that would be read faster elsewhere, bool, [n]."""
-        return self._source_of(slots) >= 0
-
-    @property
-    def makes_room(self) -> bool:
-        """Whether :meth:`take_room` will have slots soon that it did not have."""
-        return bool(self._successors) or self._extra > 0 or self._spent is not None
-
-    def take_room(self, n: int) -> I64:
-        """Allocate slots for up to ``n`` blocks that move, the slots of which the caller pins."""
-        if self._room.slots < n:
-            self._find_room()
-        # The slot that a block leaves is pinned meanwhile: running requests count on two less.
-        n = min(n, self._room.slots, self._index.free_now(), self._index.available() // 2)
-        slots = self._index.allocate(max(0, n))
-        self._room.slots -= len(slots)
-        # These are no new blocks: nothing need be emptied for the next ones.
-        self._pace.looked += len(slots)
-        self._pace.begun += len(slots)
-        return slots
-
-    def give_room_back(self, n: int) -> None:
-        """Moves ended without effect: their new slots are free again."""
-        self._room.slots += n
-
-    def vacated(self, slots: I64) -> None:
-        """Blocks have moved away from these slots."""
-        source = self._source_of(slots)
-        for which, moved in zip(*np.unique(source[source >= 0], return_counts=True), strict=True):
-            segment = self._sources[which]
-            left = self._room.left(segment.first)
-            if left is None:
-                left = self._index.usage(segment.first, segment.slots).ready
-            else:
-                left -= int(moved)
-            self._room.vacate(segment.first, int(moved), left)
-
-    def _source_of(self, slots: I64) -> I64:
-        """Index of the segment that each slot is to move out of, or -1."""
-        if not self._sources:
-            return np.full(len(slots), -1, dtype=np.int64)
+    def outdated(self, slots: I64) -> NDArray[np.bool_]:
+        """Mask of slots, [n], whose blocks would be read faster elsewhere; bool, [n]."""
+        if not self._outdated:
+            return np.zeros(len(slots), dtype=np.bool_)
         found = np.searchsorted(self._firsts, slots, side="right") - 1
-        ends = np.array([s.first + s.slots for s in self._sources], dtype=np.int64)
-        return np.where((found >= 0) & (slots < ends[found]), found, -1)
-
-    def _find_room(self) -> None:
-        """Let moves have what new blocks can do without. Else have those segments striped anew that
-        nothing is left in; or one more given up; or, when moves have had their part of the store,
-        one that little is left in."""
-        if self._successors or not self._sources:
-            return
-        usual = sum(s.slots for s in self._sources) // len(self._sources)
-        emptiest = self._emptiest()
-        if self._index.free_now() - self._room.slots - usual > self._ahead():
-            self._room.grant(usual)
-            self._extra = 0
-        elif emptiest is not None and self._room.left(emptiest) == 0:
-            self._spend(emptiest)
-        elif self._room.total + usual <= self.placement.slots // MOST_AHEAD:
-            self._extra = usual
-        elif emptiest is not None:
-            self._spend(emptiest)
-
-    def _emptiest(self) -> int | None:
-        """First slot of the segment with the least left behind what moved, of those that nobody
-        reads from now: hits may read what is left in others for as long as it has no room to move
-        to."""
-        slots = {s.first: s.slots for s in self._sources}
-        for first in self._room.emptiest_first():
-            if first in slots and not self._index.usage(first, slots[first]).pinned:
-                return first
-        return None
-
-    def _spend(self, first: int) -> None:
-        self._spent, self._look = first, True
+        ends = np.array([s.first + s.slots for s in self._outdated], dtype=np.int64)
+        return (found >= 0) & (slots < ends[found])
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Save what has changed; False when that was not possible in time."""
@@ -384,23 +301,17 @@ class Rebalancer:
             for s in self.placement.segments
             if best_striping(s, self.weights, self._replicas) != (s.lanes, s.copies)
         ]
-        self._sources = sorted(
-            (s for s in self._stale if s.slots and self._speedup(s) >= WORTH_MOVING),
+        self._outdated = sorted(
+            (s for s in self._stale if s.slots and self._speedup(s) >= WORTH_REWRITING),
             key=lambda s: s.first,
         )
-        self._firsts = np.array([s.first for s in self._sources], dtype=np.int64)
-        if not self._sources:
-            self._stop_moves()
+        self._firsts = np.array([s.first for s in self._outdated], dtype=np.int64)
         self._look = True
         self._pace.looked = self._index.counters["allocated"]
         mask = np.zeros(self._index.num_slots, dtype=np.bool_)
         for segment in self._stale:
             mask[segment.first : segment.first + segment.slots] = True
         self._index.defer(mask)
-
-    def _stop_moves(self) -> None:
-        self._room.clear()
-        self._extra, self._spent = 0, None
 
     def _speedup(self, segment: Segment) -> float:
         striping = best_striping(segment, self.weights, self._replicas)
@@ -418,12 +329,12 @@ class Rebalancer:
     def _begin(self, *, patient: bool) -> None:
         """Empty the segments that hold nothing, and those whose place is needed."""
         index = self._index
-        wanted = self._ahead() + self._extra
-        coming = index.free_now() - self._room.slots
+        wanted = self._ahead()
+        coming = index.free_now()
         if self._replicas > 1:
             # A place on a lost device still holds the other copy: it serves before stored blocks,
             # of which the same is true, are given up.
-            coming = index.gauges()["free"] - self._room.slots
+            coming = index.gauges()["free"]
         if coming > wanted and not self._look:
             return
         began = self._clock()
@@ -432,21 +343,14 @@ class Rebalancer:
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
 
-        def order(segment: Segment) -> tuple[bool, Usage]:
-            """Where something has moved away the rest may follow: that is left for last."""
+        for segment in sorted(self._stale, key=lambda s: usage[s.first]):
             found = usage[segment.first]
-            return found.ready > 0 and self._room.left(segment.first) is not None, found
-
-        for segment in sorted(self._stale, key=order):
-            found = usage[segment.first]
-            spent = segment.first == self._spent and self._room.spent(segment.first, found.ready)
-            if found.pinned or (found.ready and coming > wanted and not spent):
+            if found.pinned or (found.ready and coming > wanted):
                 continue
             if found.obtainable > index.available():
                 continue  # running requests were promised these: they cannot wait for the manifest
             successor = self._successor(segment)
             coming += successor.slots
-            coming -= self._room.returning(segment.first, successor.slots)
             dropped = index.quarantine(segment.all_slots())
             self._successors[segment.first] = successor
             self._counters.add("slots_dropped", dropped, cause="restriped")
@@ -456,7 +360,6 @@ class Rebalancer:
                 segment.first + segment.slots - 1,
                 dropped,
             )
-        self._spent = None
         ended = self._clock()
         self._look_from = ended + LOOK_SHARE * (ended - began)
         if self._successors:
@@ -502,8 +405,6 @@ class Rebalancer:
         """The manifest has the successors: their slots may be used."""
         self.placement.change(self._wanted())
         slots = np.concatenate([s.all_slots() for s in self._successors.values()])
-        for first, successor in self._successors.items():
-            self._room.back(first, successor.slots)
         self._successors = {}
         self._news = True
         handed_out = self._index.counters["allocated"] - self._pace.begun

@@ -1,0 +1,216 @@
+"""Rewrite on read: a block that a hit read from slow places is stored again, in fast ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
+from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
+from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.store.format.slot_geometry import I64
+from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+
+STEP_BYTES: Final = 16 * MIB
+"""Limit of the rewrites that one step begins, or one slot: the step's thread copies them."""
+
+FLIGHT_BYTES: Final = 128 * MIB
+"""Limit of the rewrites in flight, or eight slots. The slow device is the last to end its part of
+each; with less in flight, the fast ones would wait for it."""
+
+FRAMES: Final = 1 / 4
+"""Largest share of DRAM's frames that rewrites hold; those frames cannot be evicted."""
+
+
+class Rewrite(NamedTuple):
+    """One block, its old slot and its new one.
+
+    ``block_id`` is its HBM block; 0, vLLM's null block: it is in DRAM only.
+    """
+
+    old: int
+    old_epoch: int
+    new: int
+    epoch: int
+    key: bytes
+    block_id: int
+
+
+@dataclass(slots=True)
+class _Hit:
+    """Loaded blocks of a request, arrays of one length.
+
+    Attributes:
+        left: Positions that were not rewritten yet, ascending.
+        lasting: The request keeps these blocks for as long as it runs.
+        in_dram: They are in DRAM only, and the request has ended.
+    """
+
+    slots: I64
+    epochs: I64
+    keys: Sequence[bytes]
+    block_ids: I64
+    left: I64
+    lasting: bool
+    in_dram: bool
+
+
+class Rewriter:
+    """Choose blocks to store again, a few per step. Runs on the scheduler's thread; never blocks.
+
+    A candidate is a block that a request has loaded from an outdated segment
+    (:meth:`Rebalancer.outdated`). It gets a new slot as a new block does, and is written as one:
+    from HBM while the request runs, else from DRAM when it has ended, because frames of running
+    contexts leave no room for copies.
+    Its key names the old slot until every rank has written the new one. So a kill or a failed
+    write leaves the old copy, and the next hit tries again. Cold blocks cost no write.
+    """
+
+    def __init__(
+        self,
+        index: SlotIndex,
+        rebalancer: Rebalancer,
+        policy: WritePolicy,
+        counters: Counters,
+        writes: PendingWrites,
+        unpin: Callable[[Sequence[int]], None],
+    ):
+        """``unpin`` releases slots, and has workers forget those that are free then."""
+        self._index = index
+        self._rebalancer = rebalancer
+        self._policy = policy
+        self._counters = counters
+        self._writes = writes
+        self._unpin = unpin
+        slot_bytes = rebalancer.placement.geometry.slot_bytes
+        self._per_step = max(1, STEP_BYTES // slot_bytes)
+        self._in_flight = max(8, FLIGHT_BYTES // slot_bytes)
+        self._hits: dict[str, _Hit] = {}
+        self._old: dict[int, int] = {}
+        """New slot: old slot. Both are pinned."""
+
+    def __len__(self) -> int:
+        """Number of hits that are remembered."""
+        return len(self._hits)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps are needed for requests that have ended."""
+        return any(hit.in_dram for hit in self._hits.values())
+
+    def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
+        """A running request's hit is in HBM where it has block ids; its slots are still pinned.
+
+        ``lasting``: False where a step may take HBM blocks of it back, as behind a window. Such a
+        hit takes part in the first step of its request only.
+        """
+        self._add(request_id, load, load.block_ids, lasting=lasting, in_dram=False)
+
+    def ended(self, request_id: str, load: GroupLoad) -> None:
+        """A request that ran on this hit is over; slots are still pinned. DRAM may have blocks."""
+        self._add(request_id, load, load.block_ids[:0], lasting=True, in_dram=True)
+
+    def _add(
+        self, request_id: str, load: GroupLoad, in_hbm: I64, *, lasting: bool, in_dram: bool
+    ) -> None:
+        block_ids = np.zeros(len(load.slots), dtype=np.int64)
+        block_ids[len(block_ids) - len(in_hbm) :] = in_hbm
+        left = np.arange(len(block_ids), dtype=np.int64)
+        epochs = self._index.epochs(load.slots)
+        self._hits[request_id] = _Hit(
+            load.slots, epochs, load.keys, block_ids, left, lasting, in_dram
+        )
+
+    def forget(self, request_id: str) -> None:
+        """The request does not run any more; HBM blocks of its hit are not its own."""
+        self._hits.pop(request_id, None)
+
+    def plan(self, running: Container[str], frames: int) -> list[Rewrite]:
+        """Rewrites that this step begins. Workers have at least so many ``frames``."""
+        found: list[Rewrite] = []
+        for name, hit in list(self._hits.items()):
+            if not (hit.in_dram or name in running):
+                continue
+            slow = hit.left[self._rebalancer.outdated(hit.slots[hit.left])]
+            looked = self._take(hit, slow, found, frames)
+            hit.left = np.setdiff1d(hit.left, slow[:looked])
+            # What a full store or a used up budget holds up is not waited for.
+            ends = looked == len(slow) or not self._old
+            if ends if hit.in_dram else not hit.lasting:
+                del self._hits[name]
+        return found
+
+    def _take(self, hit: _Hit, positions: I64, found: list[Rewrite], frames: int) -> int:
+        """Begin to rewrite a hit's first blocks of these; how many were looked at."""
+        for looked, position in enumerate(positions.tolist()):
+            if not self._has_room(len(found), frames):
+                return looked
+            old, epoch = int(hit.slots[position]), int(hit.epochs[position])
+            if self._may_rewrite(old, epoch):
+                at = int(hit.block_ids[position])
+                found.append(self._begin(old, epoch, hit.keys[position], at))
+        return len(positions)
+
+    def _has_room(self, begun: int, frames: int) -> bool:
+        """Whether one more block may be rewritten in a step that has ``begun`` so many."""
+        most = min(self._in_flight, max(1, int(FRAMES * frames)))
+        return (
+            begun < self._per_step
+            and len(self._old) < most
+            # A deferred slot would be outdated itself. The old slot is pinned meanwhile: running
+            # requests count on two less.
+            and self._index.free_now() > 0
+            and self._index.available() > 1
+            and not self._policy.used_up(len(self._writes))
+        )
+
+    def _may_rewrite(self, slot: int, epoch: int) -> bool:
+        """Whether the slot still has its block, written, and nobody rewrites it already."""
+        ready = self._index.epoch(slot) == epoch and self._index.state(slot) is SlotState.READY
+        return ready and slot not in self._writes and slot not in self._old.values()
+
+    def _begin(self, old: int, old_epoch: int, key: bytes, block_id: int) -> Rewrite:
+        self._index.pin(np.array([old], dtype=np.int64))
+        new = int(self._index.allocate(1)[0])
+        epoch = self._index.epoch(new)
+        self._old[new] = old
+        self._writes.add(new, epoch)
+        return Rewrite(old, old_epoch, new, epoch, key, block_id)
+
+    # ---- results ----
+
+    def written(self, slots: Sequence[int]) -> list[int]:
+        """Every rank has written these slots: rewritten blocks are found in them from now on.
+
+        Returns:
+            The slots that are no rewrites.
+        """
+        new = [slot for slot in slots if slot in self._old]
+        if not new:
+            return list(slots)
+        old = [self._old.pop(slot) for slot in new]
+        done = self._index.replace(np.array(old, dtype=np.int64), np.array(new, dtype=np.int64))
+        self._unpin(new)
+        self._unpin(old)
+        self._counters.add("blocks_rewritten", int(done.sum()))
+        return [slot for slot in slots if slot not in new]
+
+    def failed(self, slot: int) -> bool:
+        """A rank could not write this slot: its block stays in the old one.
+
+        Returns:
+            False: it is no rewrite.
+        """
+        old = self._old.pop(slot, None)
+        if old is None:
+            return False
+        self._writes.drop(slot)
+        self._unpin([slot])
+        self._unpin([old])
+        return True
