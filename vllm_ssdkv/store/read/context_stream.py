@@ -4,8 +4,9 @@ Rows that choose their pages (``store/read/page_fetcher.py``) take part in the f
 
 Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
-layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
-unsealed in a thread beside the compute (:mod:`vllm_ssdkv.store.read.async_verifier`).
+layer borders, so layer i's reads overlap layer i - 1's compute. A block that several rows share is
+read once for all of them. What has arrived is checked and unsealed in a thread beside the compute
+(:mod:`vllm_ssdkv.store.read.async_verifier`).
 
 Blocks whose read hangs, and that have a copy on a device in use, come at the end of their layer:
 that copy is read into other pieces. Waiting for reads that do not end is bounded by one deadline
@@ -41,7 +42,7 @@ class Piece:
     """Context blocks of one layer that are in memory now, grouped by row.
 
     Row r owns ``base[row_begin[r]:row_end[r]]``: absolute addresses of the blocks' pages of this
-    layer. ``index`` is each block's index in its request.
+    layer, which rows may share. ``index`` is each block's index in its request.
     """
 
     base: NDArray[np.uint64]
@@ -52,12 +53,38 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
+    """Distinct ``slots`` [n], and the blocks of rows that they are, [m], row after row.
+
+    Attributes:
+        slots: In the order in which rows first name them.
+        which: Position in ``slots`` of each block.
+        index: Its index in its request.
+        row: Its row.
+    """
+
     slots: NDArray[np.int64]
+    which: NDArray[np.int64]
     index: NDArray[np.int64]
     row: NDArray[np.int32]
 
-    def part(self, which: NDArray[np.int64]) -> _Chunk:
-        return _Chunk(self.slots[which], self.index[which], self.row[which])
+    @classmethod
+    def of(
+        cls, slots: NDArray[np.int64], index: NDArray[np.int64], row: NDArray[np.int32]
+    ) -> _Chunk:
+        """Blocks, [m], of which some may be the same slot."""
+        distinct, first, which = np.unique(slots, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        return cls(distinct[order], place[which], index, row)
+
+    def part(self, slots: NDArray[np.int64]) -> _Chunk:
+        """The blocks that are some of the slots, by ascending position, [k]."""
+        place = np.full(len(self.slots), -1, dtype=np.int64)
+        place[slots] = np.arange(len(slots))
+        kept = np.flatnonzero(place[self.which] >= 0)
+        which = place[self.which[kept]]
+        return _Chunk(self.slots[slots], which, self.index[kept], self.row[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +96,13 @@ class _Walk:
     begin: NDArray[np.int32]
     end: NDArray[np.int32]
     chunks: list[_Chunk]
+    frames: int
+    """Distinct ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What is known of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
+    """What is known of slots ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
     whether their seals are ``known`` [n]."""
 
     which: NDArray[np.int64]
@@ -83,7 +112,7 @@ class _Checked:
 
 @dataclass(slots=True)
 class _Read:
-    """One chunk of one layer; ``pieces`` are its blocks' places in the arena."""
+    """One chunk of one layer; ``pieces`` are its slots' places in the arena."""
 
     chunk: _Chunk
     layer: int
@@ -94,6 +123,13 @@ class _Read:
     """Touches the pieces until it is taken or stopped."""
     retry: tuple[NDArray[np.int64], SlotRequest] | None = None
     """Positions in the chunk that were read again, and that read."""
+
+
+def _distinct(numbers: NDArray[np.int32], limit: int) -> int:
+    """How many numbers below a limit there are."""
+    there = np.zeros(limit, dtype=np.bool_)
+    there[numbers] = True
+    return int(np.count_nonzero(there))
 
 
 def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -143,22 +179,23 @@ class ContextStream:
         every = files.geometry.layers
         layers = range(every) if layers is None else layers
         self._borrowed = frames.borrow(slots)
-        everything = _Chunk(slots, index, row)
         per_chunk = max(1, staging.usable() // CHUNKS)
-        walk = self._walk(everything, np.arange(len(slots)), per_chunk)
+        walk = self._walk(slots, index, row, np.arange(len(slots)), per_chunk)
         self._walks = [walk] * every
         if len(layers) < every:
-            nothing = self._walk(everything, np.zeros(0, dtype=np.int64), per_chunk)
+            nothing = self._walk(slots, index, row, np.zeros(0, dtype=np.int64), per_chunk)
             for layer in set(range(every)).difference(layers):
                 self._walks[layer] = nothing
         if sparse and dense_layers:
-            exact = self._walk(everything, np.flatnonzero(~np.isin(row, list(sparse))), per_chunk)
+            which = np.flatnonzero(~np.isin(row, list(sparse)))
+            exact = self._walk(slots, index, row, which, per_chunk)
             for layer in layers[dense_layers:]:
                 self._walks[layer] = exact
-        in_dram = sum(len(w.index) for w in self._walks)
-        away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
-        self.pages_in_dram = in_dram * files.geometry.pages_per_layer
-        self.pages_on_ssd = away * files.geometry.pages_per_layer
+        pages = files.geometry.pages_per_layer
+        self.pages_in_dram = sum(w.frames for w in self._walks) * pages
+        """Pages of the step's contexts in DRAM; those that rows share count once."""
+        self.pages_on_ssd = sum(len(c.slots) for w in self._walks for c in w.chunks) * pages
+        """Likewise on devices, when the step began."""
         self.pages_used = 0
         """Of those, pages that have been read, and are right."""
         self._todo = collections.deque(
@@ -168,14 +205,25 @@ class ContextStream:
         self._reads: collections.deque[_Read] = collections.deque()
         self._read_ahead()
 
-    def _walk(self, blocks: _Chunk, which: NDArray[np.int64], per_chunk: int) -> _Walk:
+    def _walk(
+        self,
+        slots: NDArray[np.int64],
+        index: NDArray[np.int64],
+        row: NDArray[np.int32],
+        which: NDArray[np.int64],
+        per_chunk: int,
+    ) -> _Walk:
+        """Of blocks ``which``, ascending, of all blocks of the step."""
         here = self._borrowed[which] != NO_FRAME
         resident, away = which[here], which[~here]
+        blocks = _Chunk.of(slots[away], index[away], row[away])
+        every = np.arange(len(blocks.slots))
         return _Walk(
             self._frames.address(self._borrowed[resident]),
-            blocks.index[resident],
-            *_by_row(blocks.row[resident], self._rows),
-            [blocks.part(away[i : i + per_chunk]) for i in range(0, len(away), per_chunk)],
+            index[resident],
+            *_by_row(row[resident], self._rows),
+            [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)],
+            _distinct(self._borrowed[resident], self._frames.frames),
         )
 
     def pieces(self, layer: int) -> Iterator[Piece]:
@@ -267,7 +315,7 @@ class ContextStream:
 
     def _arrive(self, read: _Read) -> tuple[Piece | None, _Chunk | None]:
         """Wait for a read: what of it can be attended to, and blocks whose read hangs while another
-        copy of them is in reach. Rows of all others are poisoned."""
+        copy of them is in reach. Rows that need any of the others are poisoned."""
         chunk = read.chunk
         if read.batch is None or self._hopeless(chunk):
             return None, None
@@ -293,7 +341,7 @@ class ContextStream:
         begin, end = _by_row(chunk.row, self._rows)
         for row in self.poisoned:
             end[row] = begin[row]
-        return Piece(base, chunk.index, begin, end), late
+        return Piece(base[chunk.which], chunk.index, begin, end), late
 
     def _read_again(
         self,
@@ -333,7 +381,7 @@ class ContextStream:
         return self._check(read, arrived, final=False)
 
     def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
-        """Check the pages of blocks that arrived, and unseal them."""
+        """Check the pages of slots that arrived, and unseal them."""
         pages = self._files.geometry.pages_per_layer
         first = self._files.geometry.first_page(read.layer)
         seals, known = self._seals.get(read.chunk.slots[which], first, pages)
@@ -349,7 +397,7 @@ class ContextStream:
         *,
         final: bool,
     ) -> None:
-        """Believe of the blocks ``asked``, which ``batch`` read in this order, those that match.
+        """Believe of the slots ``asked``, which ``batch`` read in this order, those that match.
 
         Clears ``good``, [chunk], for the others.
         """
@@ -381,4 +429,6 @@ class ContextStream:
         self._staging.lend(read.pieces, held, read.batch)
 
     def _poison(self, chunk: _Chunk, which: NDArray[np.bool_]) -> None:
-        self.poisoned.update(np.unique(chunk.row[which]).tolist())
+        """Rows that need these slots, [n], of a chunk are lost."""
+        if which.any():
+            self.poisoned.update(np.unique(chunk.row[which[chunk.which]]).tolist())
