@@ -19,6 +19,7 @@ from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
 from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
@@ -26,7 +27,6 @@ from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PagePolicy
 from vllm_ssdkv.store.placement.move import Move
-from vllm_ssdkv.store.read.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome

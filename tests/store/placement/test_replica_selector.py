@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ from vllm_ssdkv.store.placement.lanes import lanes_for, partners
 from vllm_ssdkv.store.placement.replica_selector import Replicas, shared
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
+LONG = SlotGeometry("opaque", layers=4, heads=1, groups=1, payload_bytes=8192)
+LONG_ENCRYPTED = replace(LONG, encrypted=True)
 NAMES = {slot: 100 + slot for slot in range(12)}
 SLOTS = list(NAMES)
 
@@ -234,6 +237,34 @@ def test_header_of_one_copy_and_page_of_the_other(make_store: MakeStore) -> None
         if here.place(slot, last, copy=1)[0] != here.place(slot, 0, copy=1)[0]:
             here.flip(slot, last, copy=1)
     assert_loaded(here, NAMES)
+
+
+def cross(here: StoreRig, slot: int, pages: tuple[int, int]) -> None:
+    """Spoil one page on one device and another one on another: each has a good copy."""
+    first, second = (here.geometry.page_offset(page) + 9 for page in pages)
+    here.flip(slot, first, copy=0)
+    spoiled = here.place(slot, first)[0]
+    (copy,) = (c for c in (0, 1) if here.place(slot, second, c)[0] != spoiled)
+    here.flip(slot, second, copy=copy)
+
+
+@pytest.mark.parametrize("pages", [(0, 1), (0, 3), (3, 1)])
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED, LONG, LONG_ENCRYPTED])
+def test_pages_wrong_in_different_copies_are_read_from_the_others(
+    make_store: MakeStore,
+    geometry: SlotGeometry,
+    pages: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No device has all of the slot, and of every byte there is a good copy."""
+    monkeypatch.setattr(slot_geometry, "STRIPE_UNIT", 16384)
+    here = make_store(geometry, devices=2, replicas=2)
+    here.write(NAMES)
+    for slot in SLOTS[:5]:
+        cross(here, slot, pages)
+    for _ in range(3):
+        assert_loaded(here, NAMES)
+    assert here.total("checksum_failures") == here.total("header_mismatches") == 0
 
 
 @pytest.mark.parametrize("geometry", ALL)

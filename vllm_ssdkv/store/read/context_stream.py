@@ -6,7 +6,7 @@ Blocks whose frames are in DRAM are attended to where they lie. The others are r
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
 layer borders, so layer i's reads overlap layer i - 1's compute. A block that several rows share is
 read once for all of them. What has arrived is checked and unsealed in a thread beside the compute
-(:mod:`vllm_ssdkv.store.read.async_verifier`).
+(:mod:`vllm_ssdkv.store.io.async_verifier`).
 
 Blocks whose read hangs, and that have a copy on a device in use, come at the end of their layer:
 that copy is read into other pieces. Waiting for reads that do not end is bounded by one deadline
@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier, Verification
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
-from vllm_ssdkv.store.read.async_verifier import AsyncVerifier, Unsealing
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class _Read:
     pieces: U64
     batch: SlotRequest | None
     """None where nothing needs to be read: every row is poisoned."""
-    unsealing: Unsealing[_Checked] | None = None
+    unsealing: Verification[_Checked] | None = None
     """Touches the pieces until it is taken or stopped."""
     retry: tuple[NDArray[np.int64], SlotRequest] | None = None
     """Positions in the chunk that were read again, and that read."""

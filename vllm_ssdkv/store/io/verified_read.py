@@ -1,0 +1,550 @@
+"""The one way to read slots: each byte once, checked, and read again only where it was wrong.
+
+Loads, streams, fetches of single pages and scrubs all read this way. They differ in where the
+digests come from (:class:`HeaderDigests`, :class:`TableDigests`), in who checks what has arrived
+(the caller, native code, or a thread beside it), and in whether anything is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.integrity.slot_codec import Digests, SlotCodec
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier, Verification
+from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.engines.protocol import U64, Op
+from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, WRONG_PAGE, make_intake
+from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
+from vllm_ssdkv.store.io.slot_request import SlotRequest
+
+logger = logging.getLogger(__name__)
+
+Which = NDArray[np.intp]
+"""Extents, by their place in the read."""
+
+_NAMED: Final = 8
+"""Slots that a line of the log names at most."""
+
+_NONE: Which = np.zeros(0, dtype=np.intp)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotExtents:
+    """Runs of pages of slots, all arrays [n].
+
+    Attributes:
+        slots: Slot of each, int64; slots may repeat.
+        first: Number in the slot of its first page, int64, one for all or one each.
+        pages: How many pages follow.
+        at: Arena offset to which it is read.
+        headed: Whether each begins with the header of its slot; ``first`` is 0 then.
+    """
+
+    slots: NDArray[np.int64]
+    first: int | NDArray[np.int64]
+    pages: int
+    at: U64
+    headed: bool = False
+
+    def offset(self, geometry: SlotGeometry) -> int | NDArray[np.int64]:
+        """Bytes of the slot before each."""
+        if self.headed:
+            return 0
+        return geometry.header_bytes + self.first * geometry.page_bytes
+
+    def nbytes(self, geometry: SlotGeometry) -> int:
+        """Bytes of each."""
+        return self.before_pages(geometry) + self.pages * geometry.page_bytes
+
+    def before_pages(self, geometry: SlotGeometry) -> int:
+        """Bytes of each before its first page."""
+        return geometry.header_bytes if self.headed else 0
+
+    def numbers(self, which: Which) -> int | NDArray[np.int64]:
+        """Number of the first page of some of them."""
+        return self.first if isinstance(self.first, int) else self.first[which]
+
+
+class DigestSource(Protocol):
+    """Where the digests of a read's extents come from. Any thread."""
+
+    def digests(self, which: Which) -> tuple[Digests, NDArray[np.bool_]]:
+        """Digests of the pages of some extents that have arrived, [k], and which are known."""
+
+    def why_refused(self, which: int) -> str:
+        """Why the digests of an extent are not known."""
+
+
+class TableDigests:
+    """Digests of slots of running contexts, which memory has."""
+
+    def __init__(self, table: ChecksumTable, extents: SlotExtents):
+        self._table = table
+        self._extents = extents
+
+    def digests(self, which: Which) -> tuple[Digests, NDArray[np.bool_]]:
+        """See :class:`DigestSource`."""
+        extents = self._extents
+        first, slots = extents.numbers(which), extents.slots[which]
+        if isinstance(first, int):
+            return self._table.get(slots, first, extents.pages)
+        return self._table.get_pages(slots, first)
+
+    def why_refused(self, which: int) -> str:
+        """See :class:`DigestSource`."""
+        return "its checksums are not known"
+
+
+class HeaderDigests:
+    """Digests in the headers that extents begin with, if these are of the blocks that are meant."""
+
+    def __init__(
+        self,
+        codec: SlotCodec,
+        extents: SlotExtents,
+        epochs: NDArray[np.int64],
+        keys: NDArray[np.uint8],
+        keep: Callable[[NDArray[np.int64], Digests], None],
+    ):
+        """``epochs`` [n] and ``keys`` [n, 32] are those of the slots' blocks. ``keep`` gets slots
+        and digests, of all their pages, that were found right; any thread."""
+        self._codec = codec
+        self._extents = extents
+        self.epochs = epochs
+        self.keys = keys
+        self._keep = keep
+
+    def digests(self, which: Which) -> tuple[Digests, NDArray[np.bool_]]:
+        """See :class:`DigestSource`."""
+        extents = self._extents
+        slots = extents.slots[which]
+        found, right = self._codec.read_headers(
+            slots, self.epochs[which], self.keys[which], extents.at[which]
+        )
+        self._keep(slots[right], found.part(right))
+        return Digests(found.opening, found.marks[:, : extents.pages]), right
+
+    def why_refused(self, which: int) -> str:
+        """See :class:`DigestSource`."""
+        extents, key = self._extents, self.keys[which].tobytes()
+        slot, epoch = int(extents.slots[which]), int(self.epochs[which])
+        return self._codec.why_refused(slot, epoch, key, int(extents.at[which]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checked:
+    """Extents ``which`` [k] that were checked: whether their digests are ``known`` [k], and which
+    pages are the ``same`` [k, pages]."""
+
+    which: Which
+    known: NDArray[np.bool_]
+    same: NDArray[np.bool_]
+
+
+class VerifiedRead:
+    """Extents on their way into the arena. One thread uses it, unless a method says otherwise.
+
+    First :meth:`parts`, or :meth:`verify_beside`, or neither; then :meth:`finish`, or
+    :meth:`stop` for a read that nobody waits for; then :meth:`holders` say which memory is not
+    free yet. No wait is longer than the deadline of I/O.
+
+    Attributes:
+        extents: What is read.
+        request: The first read of it.
+        good: Extents that are right, bool [n].
+        bad: Extents that are wrong, or cannot be read, wherever they were read from, bool [n].
+
+    Example:
+        read = VerifiedRead(files, extents, TableDigests(table, extents))
+        good = read.finish()
+    """
+
+    def __init__(
+        self,
+        files: SlotIO,
+        extents: SlotExtents,
+        source: DigestSource,
+        *,
+        joined: bool = False,
+        merged: bool = True,
+    ):
+        """Start to read; ``joined`` and ``merged`` as in :meth:`SlotIO.submit`.
+
+        Raises:
+            ValueError: the extents are not in the slots.
+        """
+        geometry = files.geometry
+        self._files = files
+        self.extents = extents
+        self._source = source
+        self.request = files.submit(
+            Op.READ,
+            extents.slots,
+            extents.offset(geometry),
+            extents.nbytes(geometry),
+            extents.at,
+            joined=joined,
+            merged=merged,
+        )
+        shape = len(extents.slots), extents.pages
+        self.good = np.zeros(shape[0], dtype=np.bool_)
+        self.bad = np.zeros(shape[0], dtype=np.bool_)
+        self._seen = np.zeros(shape[0], dtype=np.bool_)
+        """Extents that arrived, and were checked."""
+        self._known = np.zeros(shape[0], dtype=np.bool_)
+        """Extents whose digests are known."""
+        self._left = np.ones(shape, dtype=np.bool_)
+        """Pages of extents that are not good that have not been right yet."""
+        self._wrong = np.zeros(shape, dtype=np.bool_)
+        """Pages of these that arrived, and were not right."""
+        self._later: list[tuple[SlotRequest, Which]] = []
+        """Reads of what was wrong, and the extent of each of their slots."""
+        self._beside: Verification[_Checked] | None = None
+        self._intake: _io.Intake | None = None
+
+    # ---- checks while it arrives ----
+
+    def prepare(self, addresses: U64, blocks: U64, stretches: _io.Stretches) -> None:
+        """Have native code check extents as they arrive, and copy them to HBM ``blocks`` [n], 0 for
+        none, where checksums are all that it takes. ``addresses`` are those of ``at``."""
+        if self._intake is None and isinstance(self._source, HeaderDigests):
+            self._intake = make_intake(
+                self.request, self._source.epochs, self._source.keys, addresses, blocks, stretches
+            )
+
+    @property
+    def prepared(self) -> bool:
+        """Whether native code checks and copies."""
+        return self._intake is not None
+
+    def parts(self, beside: Sequence[SlotRequest] = ()) -> Iterator[Which]:
+        """Extents as they become good, each once, before any is read again. Blocks until the first
+        read has ended; those that native code has copied come at its end.
+
+        Args:
+            beside: As in :meth:`SlotRequest.wait`.
+        """
+        if self._intake is not None:
+            self.request.feed(self._intake, beside)
+            self._take_in(self._intake)
+            yield np.flatnonzero(self.good)
+            return
+        for part in self.request.arriving(beside):
+            self._take(self.request, part, self._check(part, final=False), final=False)
+            yield part[self.good[part]]
+
+    def find_digests(self, which: Which) -> None:
+        """Have the source of the digests look at extents that native code has checked."""
+        if len(which):
+            self._source.digests(which)
+
+    def verify_beside(self, verifier: AsyncVerifier) -> None:
+        """Have a thread check all of it as soon as it has arrived."""
+        self._beside = verifier.after(self.request.batch, self._check_arrived)
+
+    def _check_arrived(self) -> _Checked:
+        return self._check(np.flatnonzero(self.request.readable()), final=False)
+
+    # ---- the end ----
+
+    def over(self) -> bool:
+        """Whether :meth:`finish` has nothing to wait for, unless something is read again."""
+        return self.request.over(0.0)
+
+    def finish(
+        self,
+        beside: Sequence[SlotRequest] = (),
+        *,
+        again: bool = True,
+    ) -> NDArray[np.bool_]:
+        """Wait for all of it, and read again what is wrong; which extents are good, [n].
+
+        Args:
+            beside: As in :meth:`SlotRequest.wait`.
+            again: Whether to :meth:`read_again`. Before that nothing is bad, and no device is
+                charged with what has no other copy.
+
+        Raises:
+            StoreError: the thread beside did not end in time.
+        """
+        checked = None
+        if self._beside is not None:
+            checked = self._beside.take(self._files.deadline_s)
+        arrived = self.request.wait(beside)
+        if checked is None:
+            rest = np.flatnonzero(arrived & ~self._seen)
+            checked = self._check(rest, final=False) if len(rest) else None
+        if checked is not None:
+            self._take(self.request, checked.which, checked, final=False)
+        if again and not self.good.all():
+            self.read_again(time.monotonic() + self._files.deadline_s)
+        return self.good
+
+    def stop(self) -> None:
+        """Nobody touches the memory any more but the devices.
+
+        Raises:
+            StoreError: the thread beside did not end in time.
+        """
+        if self._beside is not None:
+            self._beside.stop(self._files.deadline_s)
+
+    def holders(self) -> list[tuple[SlotRequest, NDArray[np.bool_]]]:
+        """Reads that may still write to the memory of extents, and of which, [n]."""
+        found = []
+        every = np.arange(len(self.good), dtype=np.intp)
+        for request, of in ((self.request, every), *self._later):
+            if not request.ended() and (held := request.held()).any():
+                mask = np.zeros(len(self.good), dtype=np.bool_)
+                mask[of[held]] = True
+                found.append((request, mask))
+        return found
+
+    def held(self) -> NDArray[np.bool_]:
+        """Extents whose memory some read may still write to, [n]."""
+        mask = np.zeros(len(self.good), dtype=np.bool_)
+        for _, held in self.holders():
+            mask |= held
+        return mask
+
+    def hanging(self) -> NDArray[np.bool_]:
+        """Extents whose read holds their memory, while there is a copy in reach to read elsewhere,
+        [n]."""
+        if self.good.all():
+            return np.zeros(len(self.good), dtype=np.bool_)
+        return self.held() & ~self.good & ~self.request.out_of_reach()
+
+    def give_back(self, pool: BufferPool) -> None:
+        """Return the memory to the pool that it is from, as soon as no read holds it.
+
+        Raises:
+            StoreError: as :meth:`stop`.
+        """
+        self.stop()
+        at, free = self.extents.at, np.ones(len(self.good), dtype=np.bool_)
+        for request, held in self.holders():
+            pool.lend(at[held], held[held], request)
+            free &= ~held
+        pool.give(at[free])
+
+    # ---- checks ----
+
+    def _check(self, which: Which, *, final: bool) -> _Checked:
+        """Check extents that have arrived, and make their pages readable. Any thread."""
+        digests, known = self._source.digests(which)
+        same = np.zeros((len(which), self.extents.pages), dtype=np.bool_)
+        if self.extents.pages == 0:
+            return _Checked(which, known, same)
+        at = self.extents.at[which] + np.uint64(self.extents.before_pages(self._files.geometry))
+        numbers = self.extents.numbers(which)
+        if known.all():
+            same = self._unseal(digests, numbers, at, final=final)
+        elif known.any():
+            numbers = numbers if isinstance(numbers, int) else numbers[known]
+            same[known] = self._unseal(digests.part(known), numbers, at[known], final=final)
+        return _Checked(which, known, same)
+
+    def _unseal(
+        self, digests: Digests, numbers: int | NDArray[np.int64], at: U64, *, final: bool
+    ) -> NDArray[np.bool_]:
+        """Pages of these numbers on, one for all or one each, that are right, [k, pages]."""
+        codec = self._files.codec
+        if isinstance(numbers, int) or not self._files.geometry.encrypted:
+            first = numbers if isinstance(numbers, int) else 0
+            return codec.unseal(digests, first, at, final=final)
+        # A page's number is in its nonce, and one call opens pages of one number.
+        same = np.zeros(digests.marks.shape[:2], dtype=np.bool_)
+        for number in np.unique(numbers).tolist():
+            mine = np.flatnonzero(numbers == number)
+            same[mine] = codec.unseal(digests.part(mine), number, at[mine], final=final)
+        return same
+
+    def _take(self, request: SlotRequest, place: Which, checked: _Checked, *, final: bool) -> None:
+        """Extents, which are ``place`` [k] of a request, were checked."""
+        which, known, same = checked.which, checked.known, checked.same
+        right = same.all(axis=1) & known
+        self.good[which] = right
+        self._seen[which] = True
+        told = np.zeros(len(request.slots), dtype=np.bool_)
+        told[place[right]] = True
+        if right.all():
+            request.verified(told, _NONE, _NONE, final=final)
+            return
+        self._known[which], self._left[which] = known, ~same
+        self._wrong[which] = ~same & known[:, None]
+        if self.extents.headed and not known.all():
+            request.wrong_headers(place[~known])
+        row, page = np.nonzero(self._wrong[which])
+        before = self.extents.before_pages(self._files.geometry)
+        offsets = before + page * self._files.geometry.page_bytes
+        request.verified(told, place[row], offsets, final=final)
+
+    def _take_in(self, intake: _io.Intake) -> None:
+        """As :meth:`_take`, of all that native code has looked at."""
+        states = intake.states()
+        every = np.arange(len(states), dtype=np.intp)
+        if (states == RIGHT).all():
+            same = np.ones((len(states), self.extents.pages), dtype=np.bool_)
+            self._take(self.request, every, _Checked(every, states == RIGHT, same), final=False)
+            return
+        which = np.flatnonzero(np.isin(states, (RIGHT, WRONG_HEADER, WRONG_PAGE)))
+        known = states[which] != WRONG_HEADER
+        same = np.repeat(known[:, None], self.extents.pages, axis=1)
+        row, page = intake.wrong_pages().reshape(-1, 2).T
+        same[np.searchsorted(which, row), page] = False
+        self._take(self.request, which, _Checked(which, known, same), final=False)
+
+    # ---- once more ----
+
+    def read_again(self, until: float) -> None:
+        """Read what is wrong, from wherever it may be right. The first read is over.
+
+        Once more in any case: the block layer fails neighbours of a bad sector too. As long as that
+        makes any page right, the others may be elsewhere: one copy of a slot may have one page
+        wrong, and the other copy another one.
+
+        Args:
+            until: Time of the monotonic clock from which on no other read is begun: what is left
+                then is not good, but not bad either.
+        """
+        hopeless = self._seen & ~self._known & ~self.good & (not self.extents.headed)
+        tried = np.flatnonzero(self._open() & ~hopeless)
+        left = tried
+        while len(left):
+            lacking = self._lacking(left)
+            for source in self._sources(left):
+                rows = left[self._open()[left]]
+                if source is not None:
+                    rows = rows[self._files.placement.doubled(self.extents.slots[rows])]
+                if len(rows) == 0:
+                    break
+                if time.monotonic() >= until:
+                    return
+                self._once_more(rows, source)
+            left = left[self._open()[left] & (self._lacking(left) < lacking)]
+        # What came, and is wrong, is wrong wherever its device is now.
+        wrong = self._open() | (self._seen & ~self.good & ~self.held())
+        self.bad[tried] = wrong[tried]
+        self.bad |= hopeless
+        if self.bad.any():
+            self._report()
+
+    def _open(self) -> NDArray[np.bool_]:
+        """Extents that can be read again: nobody holds their memory, and a copy is in reach."""
+        return ~self.good & ~self.held() & ~self.request.out_of_reach()
+
+    def _lacking(self, which: Which) -> NDArray[np.int64]:
+        """How much of each extent has not been right yet."""
+        lacking: NDArray[np.int64] = self._left[which].sum(axis=1) + ~self._known[which]
+        return lacking
+
+    def _sources(self, which: Which) -> list[ReadFrom | None]:
+        """Where to read extents again, one after the other.
+
+        Where any of them has two copies, also without each of their devices: a page that lies on
+        two of them accuses neither, and behind a wrong header nothing is known of the pages.
+        """
+        geometry, offset = self._files.geometry, self.extents.offset(self._files.geometry)
+        first, second = self._files.placement.copies(
+            self.extents.slots[which],
+            offset if isinstance(offset, int) else offset[which],
+            self.extents.nbytes(geometry),
+        )
+        if second is None:
+            return [None]
+        doubled = first.device != second.device
+        devices = np.union1d(first.device[doubled], second.device[doubled]).tolist()
+        return [None, *(ReadFrom(without=(device,)) for device in devices)]
+
+    def _once_more(self, which: Which, source: ReadFrom | None) -> None:
+        """Read extents of which nothing was right as a whole, and single pages of the others."""
+        geometry, extents = self._files.geometry, self.extents
+        nothing = ~self._known[which] | self._left[which].all(axis=1)
+        if len(whole := which[nothing]):
+            offset = extents.offset(geometry)
+            request = self._files.submit(
+                Op.READ,
+                extents.slots[whole],
+                offset if isinstance(offset, int) else offset[whole],
+                extents.nbytes(geometry),
+                extents.at[whole],
+                source=source,
+            )
+            self._later.append((request, whole))
+            arrived = np.flatnonzero(request.wait())
+            self._seen[whole], self._wrong[whole] = False, False
+            if len(arrived):
+                checked = self._check(whole[arrived], final=True)
+                self._take(request, arrived, checked, final=source is None)
+        if len(parts := which[~nothing]):
+            self._pages_once_more(parts, source)
+
+    def _pages_once_more(self, which: Which, source: ReadFrom | None) -> None:
+        """Read pages that are wrong, of extents with others that are right."""
+        geometry, extents = self._files.geometry, self.extents
+        digests, known = self._source.digests(which)
+        row, page = np.nonzero(self._left[which] & known[:, None])
+        numbers = extents.numbers(which[row]) + page
+        before = extents.before_pages(geometry) + page * geometry.page_bytes
+        at = extents.at[which[row]] + before.astype(np.uint64)
+        request = self._files.submit(
+            Op.READ,
+            extents.slots[which[row]],
+            geometry.header_bytes + numbers * geometry.page_bytes,
+            geometry.page_bytes,
+            at,
+            source=source,
+        )
+        self._later.append((request, which[row]))
+        arrived = request.wait()
+        marks = digests.marks[row[arrived], page[arrived]][:, None]
+        mine = Digests(digests.opening[row[arrived]], marks)
+        right = np.zeros(len(row), dtype=np.bool_)
+        if arrived.any():
+            right[arrived] = self._unseal(mine, numbers[arrived], at[arrived], final=True)[:, 0]
+        self._wrong[which[row], page] = arrived & ~right
+        self._left[which[row], page] = ~right
+        self.good[which] = known & ~self._left[which].any(axis=1)
+        wrong = np.flatnonzero(arrived & ~right)
+        offsets = np.zeros(len(wrong), dtype=np.int64)
+        request.verified(right, wrong, offsets, final=source is None)
+
+    def _report(self) -> None:
+        """Count and log what is bad, once."""
+        slots, counters = self.extents.slots, self._files.counters
+        wrong = self._wrong[self.bad].sum()
+        if wrong:
+            counters.add("checksum_failures", int(wrong))
+        bad = np.unique(slots[self.bad]).tolist()
+        reasons: list[str] = []
+        for which in np.flatnonzero(self.bad).tolist() if self.extents.headed else ():
+            if self._seen[which] and not self._known[which]:
+                counters.add("header_mismatches", 1)
+            if len(reasons) < _NAMED:
+                reasons.append(f"slot {int(slots[which])} is dropped: {self._why(which)}")
+        for reason in reasons:
+            logger.error("ssdkv: %s", reason)
+        if len(bad) > len(reasons):
+            logger.error(
+                "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are "
+                "dropped: %s",
+                len(bad),
+                bad[:_NAMED],
+            )
+
+    def _why(self, which: int) -> str:
+        if not self._seen[which]:
+            return "it cannot be read"
+        if not self._known[which]:
+            return self._source.why_refused(which)
+        return f"{int(self._wrong[which].sum())} page(s) do not match their checksums"
