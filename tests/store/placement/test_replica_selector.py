@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store import chosen_pages
+from tests.store.chosen_pages import bring, context
 from tests.store.conftest import (
     ALL,
     OPAQUE,
     PAGED,
     PAGED_ENCRYPTED,
     SHORT_S,
+    SUMMED,
     MakeStore,
     StoreRig,
     array,
@@ -265,6 +268,31 @@ def test_pages_wrong_in_different_copies_are_read_from_the_others(
     for _ in range(3):
         assert_loaded(here, NAMES)
     assert here.total("checksum_failures") == here.total("header_mismatches") == 0
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_chosen_pages_and_streams_find_them_too(
+    make_store: MakeStore, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_geometry, "STRIPE_UNIT", 16384)
+    geometry = replace(SUMMED, encrypted=encrypted)
+    here = make_store(geometry, devices=2, replicas=2)
+    names = context(here, SLOTS)
+    for slot in SLOTS[:3]:
+        cross(here, slot, (0, 1))
+        cross(here, slot, (4, 6))
+    here.store.choose([array(SLOTS)], [0]).close()
+    chosen = here.store.choose([array(SLOTS)], [0])
+    for layer in range(2):
+        wanted = {0: [(block, page) for block in SLOTS for page in range(4)]}
+        found = bring(here, chosen, layer, wanted)
+        assert len(found) == len(SLOTS) * 4
+        chosen_pages.assert_right(here, found, [SLOTS], names, layer)
+    assert (chosen.poisoned, chosen.bad) == (set(), [])
+    chosen.close()
+    assert here.total("checksum_failures") == 0
+    here.store.drop_context("r")
+    here.assert_no_leak()
 
 
 @pytest.mark.parametrize("geometry", ALL)
