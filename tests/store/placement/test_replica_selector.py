@@ -281,6 +281,7 @@ def test_chosen_pages_and_streams_find_them_too(
     for slot in SLOTS[:3]:
         cross(here, slot, (0, 1))
         cross(here, slot, (4, 6))
+    here.assert_rows(here.walk(SLOTS), list(names.values()))
     here.store.choose([array(SLOTS)], [0]).close()
     chosen = here.store.choose([array(SLOTS)], [0])
     for layer in range(2):

@@ -5,7 +5,7 @@ Rows that choose their pages (``store/read/page_fetcher.py``) take part in the f
 Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
 layer borders, so layer i's reads overlap layer i - 1's compute. A block that several rows share is
-read once for all of them. What has arrived is checked and unsealed in a thread beside the compute
+read once for all of them. What has arrived is checked and decrypted in a thread beside the compute
 (:mod:`vllm_ssdkv.store.io.async_verifier`).
 
 Blocks whose read hangs, and that have a copy on a device in use, come at the end of their layer:
@@ -20,18 +20,16 @@ import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
-from vllm_ssdkv.store.io.async_verifier import AsyncVerifier, Verification
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
-from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import SlotIO
-from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.verified_read import SlotExtents, TableDigests, VerifiedRead
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
 
 logger = logging.getLogger(__name__)
@@ -101,28 +99,13 @@ class _Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """What is known of slots ``which`` [n] of a chunk: pages that match, ``same`` [n, pages], and
-    whether their seals are ``known`` [n]."""
-
-    which: NDArray[np.int64]
-    same: NDArray[np.bool_]
-    known: NDArray[np.bool_]
-
-
-@dataclass(slots=True)
 class _Read:
-    """One chunk of one layer; ``pieces`` are its slots' places in the arena."""
+    """One chunk of one layer on its way to the arena; None where nothing needs to be read: every
+    row is poisoned."""
 
     chunk: _Chunk
     layer: int
-    pieces: U64
-    batch: SlotRequest | None
-    """None where nothing needs to be read: every row is poisoned."""
-    unsealing: Verification[_Checked] | None = None
-    """Touches the pieces until it is taken or stopped."""
-    retry: tuple[NDArray[np.int64], SlotRequest] | None = None
-    """Positions in the chunk that were read again, and that read."""
+    read: VerifiedRead | None
 
 
 def _distinct(numbers: NDArray[np.int32], limit: int) -> int:
@@ -280,7 +263,7 @@ class ContextStream:
         while self._todo:
             layer, chunk = self._todo[0]
             if self._hopeless(chunk):
-                self._reads.append(_Read(chunk, layer, np.zeros(0, dtype=np.uint64), None))
+                self._reads.append(_Read(chunk, layer, None))
                 self._todo.popleft()
                 continue
             if not self._reads:  # what the last step left in flight ends soon
@@ -291,15 +274,15 @@ class ContextStream:
                     self._todo[0] = (layer, chunk.part(every[room:]))
                     chunk = chunk.part(every[:room])
                     self._todo.appendleft((layer, chunk))
-            pieces = self._staging.take(len(chunk.slots))
-            if pieces is None:
+            places = self._staging.take(len(chunk.slots))
+            if places is None:
                 return
-            size = self._files.geometry.layer_bytes
-            offset = self._files.geometry.layer_offset(layer)
-            batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
-            read = _Read(chunk, layer, pieces, batch)
-            read.unsealing = self._verifier.after(batch.batch, partial(self._check_all, read))
-            self._reads.append(read)
+            geometry = self._files.geometry
+            first, pages = geometry.first_page(layer), geometry.pages_per_layer
+            extents = SlotExtents(chunk.slots, first, pages, places)
+            read = VerifiedRead(self._files, extents, TableDigests(self._seals, extents))
+            read.verify_beside(self._verifier)
+            self._reads.append(_Read(chunk, layer, read))
             self._todo.popleft()
 
     def _hopeless(self, chunk: _Chunk) -> bool:
@@ -313,120 +296,31 @@ class ContextStream:
         self._poison(chunk, np.ones(len(chunk.slots), dtype=np.bool_))
         self._read_ahead()
 
-    def _arrive(self, read: _Read) -> tuple[Piece | None, _Chunk | None]:
+    def _arrive(self, mine: _Read) -> tuple[Piece | None, _Chunk | None]:
         """Wait for a read: what of it can be attended to, and blocks whose read hangs while another
         copy of them is in reach. Rows that need any of the others are poisoned."""
-        chunk = read.chunk
-        if read.batch is None or self._hopeless(chunk):
+        chunk, read = mine.chunk, mine.read
+        if read is None or self._hopeless(chunk):
             return None, None
-        checked = None
-        if read.unsealing is not None:
-            checked = read.unsealing.take(self._files.deadline_s)
-        good = read.batch.wait()
-        base = np.uint64(self._frames.arena.address) + read.pieces
-        if checked is None:
-            checked = self._check(read, np.flatnonzero(good), final=False)
-        self._verify(read.batch, np.arange(len(good)), good, checked, final=False)
-        held = read.batch.held()
-        hanging = held & ~good
-        again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
-        if len(again):
-            hanging[again] = self._read_again(read, again, good)
-        hanging &= ~read.batch.out_of_reach()
-        self._poison(chunk, ~good & ~hanging)
+        good = read.finish()
+        self.pages_used += int(np.count_nonzero(good)) * self._files.geometry.pages_per_layer
+        self.bad += np.unique(chunk.slots[read.bad]).tolist()
+        base = np.uint64(self._frames.arena.address) + read.extents.at
         late = None
-        if hanging.any():
-            base, late = base[~hanging], chunk.part(np.flatnonzero(hanging))
-            chunk = chunk.part(np.flatnonzero(~hanging))
+        if not good.all():
+            hanging = read.hanging()
+            self._poison(chunk, ~good & ~hanging)
+            if hanging.any():
+                late = chunk.part(np.flatnonzero(hanging))
+                base, chunk = base[~hanging], chunk.part(np.flatnonzero(~hanging))
         begin, end = _by_row(chunk.row, self._rows)
         for row in self.poisoned:
             end[row] = begin[row]
         return Piece(base[chunk.which], chunk.index, begin, end), late
 
-    def _read_again(
-        self,
-        read: _Read,
-        which: NDArray[np.int64],
-        good: NDArray[np.bool_],
-    ) -> NDArray[np.bool_]:
-        """Once more, only what failed: a neighbour's bad sector may have failed it.
-
-        Sets ``good``, [chunk]; returns which of the others hang, as ``which``, [n].
-        """
-        size = self._files.geometry.layer_bytes
-        offset = self._files.geometry.layer_offset(read.layer)
-        slots = read.chunk.slots[which]
-        batch = self._files.submit(Op.READ, slots, offset, size, read.pieces[which])
-        read.retry = (which, batch)
-        good[which] = batch.wait()
-        checked = self._check(read, which[good[which]], final=True)
-        self._verify(batch, which, good, checked, final=True)
-        hanging = batch.held() & ~good[which]
-        blamed = slots[~good[which] & ~hanging & ~batch.out_of_reach()].tolist()
-        if blamed:
-            self.bad.extend(blamed)
-            logger.error(
-                "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are "
-                "dropped: %s",
-                len(blamed),
-                blamed[:8],
-            )
-        return hanging
-
-    def _check_all(self, read: _Read) -> _Checked:
-        """Check a chunk that has been read; in the unsealer's thread."""
-        arrived = np.zeros(0, dtype=np.int64)
-        if read.batch is not None:
-            arrived = np.flatnonzero(read.batch.readable())
-        return self._check(read, arrived, final=False)
-
-    def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
-        """Check the pages of slots that arrived, and unseal them."""
-        pages = self._files.geometry.pages_per_layer
-        first = self._files.geometry.first_page(read.layer)
-        seals, known = self._seals.get(read.chunk.slots[which], first, pages)
-        same = self._files.codec.unseal(seals, first, read.pieces[which], final=final)
-        return _Checked(which, same, known)
-
-    def _verify(
-        self,
-        batch: SlotRequest,
-        asked: NDArray[np.int64],
-        good: NDArray[np.bool_],
-        checked: _Checked,
-        *,
-        final: bool,
-    ) -> None:
-        """Believe of the slots ``asked``, which ``batch`` read in this order, those that match.
-
-        Clears ``good``, [chunk], for the others.
-        """
-        known, which = checked.known, checked.which
-        position = np.flatnonzero(np.isin(asked, which))  # in the batch
-        good[which] = checked.same.all(axis=1) & known
-        right = np.zeros(len(asked), dtype=np.bool_)
-        right[position] = good[which]
-        self.pages_used += int(np.count_nonzero(right)) * self._files.geometry.pages_per_layer
-        row, page = np.nonzero(~checked.same & known[:, None])
-        if final:
-            self._files.counters.add("checksum_failures", len(row))
-        offsets = page * self._files.geometry.page_bytes
-        batch.verified(right, position[row], offsets, final=final)
-
-    def _give_back(self, read: _Read) -> None:
-        if read.batch is None:
-            return
-        if read.unsealing is not None:
-            read.unsealing.stop(self._files.deadline_s)
-        held = read.batch.held()
-        if read.retry is not None:
-            which, batch = read.retry
-            again = np.zeros(len(held), dtype=np.bool_)
-            again[which] = batch.held()
-            self._staging.lend(read.pieces[again], again[again], batch)
-            self._staging.lend(read.pieces[~again], held[~again], read.batch)
-            return
-        self._staging.lend(read.pieces, held, read.batch)
+    def _give_back(self, mine: _Read) -> None:
+        if mine.read is not None:
+            mine.read.give_back(self._staging)
 
     def _poison(self, chunk: _Chunk, which: NDArray[np.bool_]) -> None:
         """Rows that need these slots, [n], of a chunk are lost."""
