@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 Which = NDArray[np.intp]
 """Extents, by their place in the read."""
 
+_ALL: Final = slice(None)
+"""The same for all of them: views, where most reads need no copies."""
+
 _NAMED: Final = 8
 """Slots that a line of the log names at most."""
 
@@ -70,7 +73,7 @@ class SlotExtents:
         """Bytes of each before its first page."""
         return geometry.header_bytes if self.headed else 0
 
-    def numbers(self, which: Which) -> int | NDArray[np.int64]:
+    def numbers(self, which: Which | slice) -> int | NDArray[np.int64]:
         """Number of the first page of some of them."""
         return self.first if isinstance(self.first, int) else self.first[which]
 
@@ -78,7 +81,7 @@ class SlotExtents:
 class DigestSource(Protocol):
     """Where the digests of a read's extents come from. Any thread."""
 
-    def digests(self, which: Which) -> tuple[Digests, NDArray[np.bool_]]:
+    def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
         """Digests of the pages of some extents that have arrived, [k], and which are known."""
 
     def why_refused(self, which: int) -> str:
@@ -92,7 +95,7 @@ class TableDigests:
         self._table = table
         self._extents = extents
 
-    def digests(self, which: Which) -> tuple[Digests, NDArray[np.bool_]]:
+    def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
         """See :class:`DigestSource`."""
         extents = self._extents
         first, slots = extents.numbers(which), extents.slots[which]
@@ -124,7 +127,7 @@ class HeaderDigests:
         self.keys = keys
         self._keep = keep
 
-    def digests(self, which: Which) -> tuple[Digests, NDArray[np.bool_]]:
+    def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
         """See :class:`DigestSource`."""
         extents = self._extents
         slots = extents.slots[which]
@@ -146,7 +149,7 @@ class _Checked:
     """Extents ``which`` [k] that were checked: whether their digests are ``known`` [k], and which
     pages are the ``same`` [k, pages]."""
 
-    which: Which
+    which: Which | slice
     known: NDArray[np.bool_]
     same: NDArray[np.bool_]
 
@@ -253,7 +256,8 @@ class VerifiedRead:
         self._beside = verifier.after(self.request.batch, self._check_arrived)
 
     def _check_arrived(self) -> _Checked:
-        return self._check(np.flatnonzero(self.request.readable()), final=False)
+        arrived = self.request.readable()
+        return self._check(_ALL if arrived.all() else np.flatnonzero(arrived), final=False)
 
     # ---- the end ----
 
@@ -283,7 +287,8 @@ class VerifiedRead:
         arrived = self.request.wait(beside)
         if checked is None:
             rest = np.flatnonzero(arrived & ~self._seen)
-            checked = self._check(rest, final=False) if len(rest) else None
+            whole = len(rest) == len(arrived)
+            checked = self._check(_ALL if whole else rest, final=False) if len(rest) else None
         if checked is not None:
             self._take(self.request, checked.which, checked, final=False)
         if again and not self.good.all():
@@ -339,14 +344,16 @@ class VerifiedRead:
 
     # ---- checks ----
 
-    def _check(self, which: Which, *, final: bool) -> _Checked:
+    def _check(self, which: Which | slice, *, final: bool) -> _Checked:
         """Check extents that have arrived, and make their pages readable. Any thread."""
+        extents = self.extents
         digests, known = self._source.digests(which)
-        same = np.zeros((len(which), self.extents.pages), dtype=np.bool_)
-        if self.extents.pages == 0:
+        same = np.zeros((len(known), extents.pages), dtype=np.bool_)
+        if extents.pages == 0:
             return _Checked(which, known, same)
-        at = self.extents.at[which] + np.uint64(self.extents.before_pages(self._files.geometry))
-        numbers = self.extents.numbers(which)
+        at, numbers = extents.at[which], extents.numbers(which)
+        if extents.headed:
+            at = at + np.uint64(extents.before_pages(self._files.geometry))
         if known.all():
             same = self._unseal(digests, numbers, at, final=final)
         elif known.any():
@@ -369,17 +376,21 @@ class VerifiedRead:
             same[mine] = codec.unseal(digests.part(mine), number, at[mine], final=final)
         return same
 
-    def _take(self, request: SlotRequest, place: Which, checked: _Checked, *, final: bool) -> None:
+    def _take(
+        self, request: SlotRequest, place: Which | slice, checked: _Checked, *, final: bool
+    ) -> None:
         """Extents, which are ``place`` [k] of a request, were checked."""
         which, known, same = checked.which, checked.known, checked.same
         right = same.all(axis=1) & known
         self.good[which] = right
         self._seen[which] = True
         told = np.zeros(len(request.slots), dtype=np.bool_)
-        told[place[right]] = True
+        told[place] = right
         if right.all():
             request.verified(told, _NONE, _NONE, final=final)
             return
+        if isinstance(place, slice):
+            place = np.arange(len(known), dtype=np.intp)
         self._known[which], self._left[which] = known, ~same
         self._wrong[which] = ~same & known[:, None]
         if self.extents.headed and not known.all():
@@ -392,10 +403,9 @@ class VerifiedRead:
     def _take_in(self, intake: _io.Intake) -> None:
         """As :meth:`_take`, of all that native code has looked at."""
         states = intake.states()
-        every = np.arange(len(states), dtype=np.intp)
-        if (states == RIGHT).all():
+        if (right := states == RIGHT).all():
             same = np.ones((len(states), self.extents.pages), dtype=np.bool_)
-            self._take(self.request, every, _Checked(every, states == RIGHT, same), final=False)
+            self._take(self.request, _ALL, _Checked(_ALL, right, same), final=False)
             return
         which = np.flatnonzero(np.isin(states, (RIGHT, WRONG_HEADER, WRONG_PAGE)))
         known = states[which] != WRONG_HEADER

@@ -108,13 +108,6 @@ class _Read:
     read: VerifiedRead | None
 
 
-def _distinct(numbers: NDArray[np.int32], limit: int) -> int:
-    """How many numbers below a limit there are."""
-    there = np.zeros(limit, dtype=np.bool_)
-    there[numbers] = True
-    return int(np.count_nonzero(there))
-
-
 def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     edges = np.searchsorted(row, np.arange(rows + 1)).astype(np.int32)
     return edges[:-1].copy(), edges[1:].copy()
@@ -206,7 +199,7 @@ class ContextStream:
             index[resident],
             *_by_row(row[resident], self._rows),
             [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)],
-            _distinct(self._borrowed[resident], self._frames.frames),
+            len(np.unique(self._borrowed[resident])) if self._rows > 1 else len(resident),
         )
 
     def pieces(self, layer: int) -> Iterator[Piece]:
