@@ -94,6 +94,29 @@ def test_what_is_bad_twice_is_reported(make_store: MakeStore) -> None:
     assert here.store.take_scrubbed() == []
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("pages", [(0, 1), (3, 0)])
+def test_pages_wrong_in_different_copies_are_mended_in_both(
+    make_store: MakeStore, devices: int, pages: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy is right, and of every page one is."""
+    monkeypatch.setattr(slot_geometry, "STRIPE_UNIT", 16384)
+    monkeypatch.setattr(tiered_store, "QUIET_S", 3600.0)
+    here = make_store(PAGED, slots=SLOTS, devices=devices, replicas=2, scrub_rate=FAST)
+    here.write(NAMES)
+    for copy, page in enumerate(pages):
+        here.flip(6, PAGED.page_offset(page) + 9, copy=copy)
+    monkeypatch.setattr(tiered_store, "QUIET_S", 0.0)
+    until(lambda: bytes_of(here, 6, 0) == bytes_of(here, 6, 1), "the repair of both")
+    pass_over(here)
+    assert here.store.take_scrubbed() == []
+    assert here.load(NAMES, list(range(1, len(NAMES) + 1))).complete
+    mended = here.store.take_mended()
+    assert set(mended) == {(6, 1)}
+    here.store.believe(mended)
+    assert here.total("scrub_bad_pages") > 0
+
+
 @pytest.mark.parametrize("unit", [slot_geometry.STRIPE_UNIT, 16384], ids=["whole", "striped"])
 @pytest.mark.parametrize("geometry", ALL)
 def test_a_copy_that_is_out_of_date_is_filled(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store import chosen_pages
-from tests.store.chosen_pages import bring, context
+from tests.store.chosen_pages import bring, context, cross
 from tests.store.conftest import (
     ALL,
     OPAQUE,
@@ -240,15 +240,6 @@ def test_header_of_one_copy_and_page_of_the_other(make_store: MakeStore) -> None
         if here.place(slot, last, copy=1)[0] != here.place(slot, 0, copy=1)[0]:
             here.flip(slot, last, copy=1)
     assert_loaded(here, NAMES)
-
-
-def cross(here: StoreRig, slot: int, pages: tuple[int, int]) -> None:
-    """Spoil one page on one device and another one on another: each has a good copy."""
-    first, second = (here.geometry.page_offset(page) + 9 for page in pages)
-    here.flip(slot, first, copy=0)
-    spoiled = here.place(slot, first)[0]
-    (copy,) = (c for c in (0, 1) if here.place(slot, second, c)[0] != spoiled)
-    here.flip(slot, second, copy=copy)
 
 
 @pytest.mark.parametrize("pages", [(0, 1), (0, 3), (3, 1)])

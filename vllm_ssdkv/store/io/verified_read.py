@@ -78,8 +78,22 @@ class SlotExtents:
         return self.first if isinstance(self.first, int) else self.first[which]
 
 
+class PageCodec(Protocol):
+    """Checks pages where they lie. Any thread."""
+
+    def unseal(
+        self, seals: Digests, first_page: int, at: U64, *, final: bool = False
+    ) -> NDArray[np.bool_]:
+        """See :meth:`SlotCodec.unseal`."""
+
+
 class DigestSource(Protocol):
-    """Where the digests of a read's extents come from. Any thread."""
+    """Where the digests of a read's extents come from, and by which pages are checked. Any
+    thread."""
+
+    @property
+    def codec(self) -> PageCodec:
+        """What checks pages by them."""
 
     def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
         """Digests of the pages of some extents that have arrived, [k], and which are known."""
@@ -91,7 +105,8 @@ class DigestSource(Protocol):
 class TableDigests:
     """Digests of slots of running contexts, which memory has."""
 
-    def __init__(self, table: ChecksumTable, extents: SlotExtents):
+    def __init__(self, codec: PageCodec, table: ChecksumTable, extents: SlotExtents):
+        self.codec = codec
         self._table = table
         self._extents = extents
 
@@ -121,7 +136,7 @@ class HeaderDigests:
     ):
         """``epochs`` [n] and ``keys`` [n, 32] are those of the slots' blocks. ``keep`` gets slots
         and digests, of all their pages, that were found right; any thread."""
-        self._codec = codec
+        self.codec = codec
         self._extents = extents
         self.epochs = epochs
         self.keys = keys
@@ -131,7 +146,7 @@ class HeaderDigests:
         """See :class:`DigestSource`."""
         extents = self._extents
         slots = extents.slots[which]
-        found, right = self._codec.read_headers(
+        found, right = self.codec.read_headers(
             slots, self.epochs[which], self.keys[which], extents.at[which]
         )
         self._keep(slots[right], found.part(right))
@@ -141,7 +156,7 @@ class HeaderDigests:
         """See :class:`DigestSource`."""
         extents, key = self._extents, self.keys[which].tobytes()
         slot, epoch = int(extents.slots[which]), int(self.epochs[which])
-        return self._codec.why_refused(slot, epoch, key, int(extents.at[which]))
+        return self.codec.why_refused(slot, epoch, key, int(extents.at[which]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,10 +193,21 @@ class VerifiedRead:
         extents: SlotExtents,
         source: DigestSource,
         *,
+        read_from: ReadFrom | None = None,
         joined: bool = False,
         merged: bool = True,
+        charge: bool = True,
     ):
-        """Start to read; ``joined`` and ``merged`` as in :meth:`SlotIO.submit`.
+        """Start to read.
+
+        Args:
+            files: The slots.
+            extents: What to read.
+            source: Of the digests.
+            read_from: The copies that are read first. Default: those that are likely right.
+            joined: As in :meth:`SlotIO.submit`, ``merged`` too.
+            charge: Whether devices and copies are told what was found, and the log what is bad. If
+                not, that is for :meth:`charge_devices`.
 
         Raises:
             ValueError: the extents are not in the slots.
@@ -196,9 +222,11 @@ class VerifiedRead:
             extents.offset(geometry),
             extents.nbytes(geometry),
             extents.at,
+            source=read_from,
             joined=joined,
             merged=merged,
         )
+        self._charge = charge
         shape = len(extents.slots), extents.pages
         self.good = np.zeros(shape[0], dtype=np.bool_)
         self.bad = np.zeros(shape[0], dtype=np.bool_)
@@ -342,6 +370,30 @@ class VerifiedRead:
             free &= ~held
         pool.give(at[free])
 
+    # ---- what was found ----
+
+    @property
+    def arrived(self) -> NDArray[np.bool_]:
+        """Extents of which the latest read has brought all, [n], so that they were checked."""
+        return self._seen
+
+    @property
+    def wrong(self) -> NDArray[np.bool_]:
+        """Pages of extents that are not good that arrived, and do not match, [n, pages]."""
+        return self._wrong
+
+    def charge_devices(self) -> None:
+        """Tell devices and copies what the first read, and no other, has found. Any thread."""
+        self.request.verified(self.good, *self._wrong_at(_ALL))
+
+    def why(self, which: int) -> str:
+        """What is wrong with an extent that is not good."""
+        if not self._seen[which]:
+            return "it cannot be read"
+        if not self._known[which]:
+            return self._source.why_refused(which)
+        return f"{int(self._wrong[which].sum())} page(s) do not match their checksums"
+
     # ---- checks ----
 
     def _check(self, which: Which | slice, *, final: bool) -> _Checked:
@@ -365,7 +417,7 @@ class VerifiedRead:
         self, digests: Digests, numbers: int | NDArray[np.int64], at: U64, *, final: bool
     ) -> NDArray[np.bool_]:
         """Pages of these numbers on, one for all or one each, that are right, [k, pages]."""
-        codec = self._files.codec
+        codec = self._source.codec
         if isinstance(numbers, int) or not self._files.geometry.encrypted:
             first = numbers if isinstance(numbers, int) else 0
             return codec.unseal(digests, first, at, final=final)
@@ -387,18 +439,26 @@ class VerifiedRead:
         told = np.zeros(len(request.slots), dtype=np.bool_)
         told[place] = right
         if right.all():
-            request.verified(told, _NONE, _NONE, final=final)
+            if self._charge:
+                request.verified(told, _NONE, _NONE, final=final)
             return
         if isinstance(place, slice):
             place = np.arange(len(known), dtype=np.intp)
         self._known[which], self._left[which] = known, ~same
         self._wrong[which] = ~same & known[:, None]
+        if not self._charge:
+            return
         if self.extents.headed and not known.all():
             request.wrong_headers(place[~known])
+        row, offsets = self._wrong_at(which)
+        request.verified(told, place[row], offsets, final=final)
+
+    def _wrong_at(self, which: Which | slice) -> tuple[Which, NDArray[np.int64]]:
+        """Wrong pages of some extents: the place of each one's extent in them, and where it begins,
+        in bytes, both [k]."""
         row, page = np.nonzero(self._wrong[which])
         before = self.extents.before_pages(self._files.geometry)
-        offsets = before + page * self._files.geometry.page_bytes
-        request.verified(told, place[row], offsets, final=final)
+        return row, before + page * self._files.geometry.page_bytes
 
     def _take_in(self, intake: _io.Intake) -> None:
         """As :meth:`_take`, of all that native code has looked at."""
@@ -446,7 +506,7 @@ class VerifiedRead:
         wrong = self._open() | (self._seen & ~self.good & ~self.held())
         self.bad[tried] = wrong[tried]
         self.bad |= hopeless
-        if self.bad.any():
+        if self._charge and self.bad.any():
             self._report()
 
     def _open(self) -> NDArray[np.bool_]:
@@ -526,8 +586,9 @@ class VerifiedRead:
         self._left[which[row], page] = ~right
         self.good[which] = known & ~self._left[which].any(axis=1)
         wrong = np.flatnonzero(arrived & ~right)
-        offsets = np.zeros(len(wrong), dtype=np.int64)
-        request.verified(right, wrong, offsets, final=source is None)
+        if self._charge:
+            offsets = np.zeros(len(wrong), dtype=np.int64)
+            request.verified(right, wrong, offsets, final=source is None)
 
     def _report(self) -> None:
         """Count and log what is bad, once."""
@@ -541,7 +602,7 @@ class VerifiedRead:
             if self._seen[which] and not self._known[which]:
                 counters.add("header_mismatches", 1)
             if len(reasons) < _NAMED:
-                reasons.append(f"slot {int(slots[which])} is dropped: {self._why(which)}")
+                reasons.append(f"slot {int(slots[which])} is dropped: {self.why(which)}")
         for reason in reasons:
             logger.error("ssdkv: %s", reason)
         if len(bad) > len(reasons):
@@ -551,10 +612,3 @@ class VerifiedRead:
                 len(bad),
                 bad[:_NAMED],
             )
-
-    def _why(self, which: int) -> str:
-        if not self._seen[which]:
-            return "it cannot be read"
-        if not self._known[which]:
-            return self._source.why_refused(which)
-        return f"{int(self._wrong[which].sum())} page(s) do not match their checksums"

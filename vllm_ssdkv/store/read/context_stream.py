@@ -273,7 +273,9 @@ class ContextStream:
             geometry = self._files.geometry
             first, pages = geometry.first_page(layer), geometry.pages_per_layer
             extents = SlotExtents(chunk.slots, first, pages, places)
-            read = VerifiedRead(self._files, extents, TableDigests(self._seals, extents))
+            read = VerifiedRead(
+                self._files, extents, TableDigests(self._files.codec, self._seals, extents)
+            )
             read.verify_beside(self._verifier)
             self._reads.append(_Read(chunk, layer, read))
             self._todo.popleft()

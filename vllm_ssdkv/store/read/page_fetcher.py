@@ -214,7 +214,7 @@ class PageFetcher:
     def _submit(self, keys: NDArray[np.int64], places: NDArray[np.int32]) -> _Read:
         slots, numbers = self._cache.slot_and_number(keys)
         extents = SlotExtents(slots, numbers, 1, self._cache.buffer_offset(places))
-        source = TableDigests(self._seals, extents)
+        source = TableDigests(self._files.codec, self._seals, extents)
         return _Read(keys, places, VerifiedRead(self._files, extents, source, joined=True))
 
     def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
