@@ -28,10 +28,11 @@ from vllm_ssdkv.store.format.slot_header import SlotHeader, decode, epoch_of
 from vllm_ssdkv.store.integrity.page_verification import wrong_pages
 from vllm_ssdkv.store.integrity.slot_codec import Digests
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.digest_source import SlotExtents, Which
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
-from vllm_ssdkv.store.io.verified_read import SlotExtents, VerifiedRead, Which
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import PIECES
 

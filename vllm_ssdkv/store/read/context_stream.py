@@ -28,8 +28,9 @@ from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
 from vllm_ssdkv.store.io.slot_io import SlotIO
-from vllm_ssdkv.store.io.verified_read import SlotExtents, TableDigests, VerifiedRead
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
 from vllm_ssdkv.store.io.slot_io import SlotIO
-from vllm_ssdkv.store.io.verified_read import SlotExtents, TableDigests, VerifiedRead
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.prefetch_budget import PrefetchBudget
 

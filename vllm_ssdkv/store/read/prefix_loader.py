@@ -18,10 +18,11 @@ from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.integrity.slot_codec import Digests
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.digest_source import HeaderDigests, SlotExtents
 from vllm_ssdkv.store.io.engines.protocol import U64
 from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
-from vllm_ssdkv.store.io.verified_read import HeaderDigests, SlotExtents, VerifiedRead
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
 
