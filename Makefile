@@ -1,13 +1,15 @@
-# make demo: see it work.  make test: check it.  Both install what they need into .venv first.
+# make demo: see it work.  make check: before a commit.  make test: everything.  All of them install
+# what they need into .venv first.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench soak sanitize docs clean
+.PHONY: help install develop demo check test lint tidy format bench soak sanitize docs wheel clean
 
 bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scripts examples tests
 # What needs a GPU is run by scripts/gpu/run.sh.
 benchmarks := bench_attend bench_pack
 cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling -name '*.cpp' -o -name '*.hpp')
+texts := $(python_sources) docs requirements .github $(wildcard *.md *.toml) CMakeLists.txt Makefile
 
 # Tests and examples make their own models: nothing is downloaded at run time.
 export HF_HUB_OFFLINE := 1
@@ -18,18 +20,37 @@ help: ## this list
 install: ## .venv with the locked tools, vLLM for CPU, and this package
 	@scripts/setup.sh
 
+develop: ## the same with links to the sources: edits of Python need no rebuild
+	@scripts/setup.sh --editable
+
 demo: install ## a tiny model on vLLM, with KV on SSD
 	$(bin)/ssdkv demo
 
-test: lint ## lint, then every test, real vLLM included
-	$(bin)/pytest tests
+# Tests run side by side, in whole files: tests/lanes.py. More lanes are for machines with more cores.
+# A lane that dies ends the run.
+LANES ?= 2
+lanes := -n $(LANES) --max-worker-restart 0
 
-lint: install ## ruff, mypy --strict, clang-format, generated docs
+check: lint ## lint, then the tests that start no engine: minutes, for every commit
+	$(bin)/pytest tests $(lanes) -m "not (engine or soak or slow)"
+
+test: lint ## lint, then every test but soak, real vLLM included, in LANES=2 lanes side by side
+	$(bin)/pytest tests $(lanes)
+
+lint: install ## ruff, mypy --strict, clang-format, spelling, generated docs
 	$(bin)/ruff check $(python_sources)
 	$(bin)/ruff format --check $(python_sources)
 	$(bin)/mypy --strict
 	$(bin)/clang-format --dry-run -Werror $(cpp_sources)
+	$(bin)/codespell $(texts)
 	$(bin)/ssdkv docs check docs
+
+# Not part of lint: it reads vLLM-free C++ only, and takes as long as a build.
+tidy: install ## clang-tidy over the native code
+	$(bin)/cmake -S . -B build/tidy -G Ninja --log-level=WARNING \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(bin)/ninja) -DPython_EXECUTABLE=$(abspath $(bin)/python)
+	find vllm_ssdkv/csrc -name '*.cpp' -print0 | \
+	  xargs -0 -n 1 -P $$(nproc) $(bin)/clang-tidy -p build/tidy --quiet
 
 format: install ## rewrite sources in the project's style
 	$(bin)/ruff check --fix $(python_sources)
@@ -48,7 +69,7 @@ bench: install ## the benchmarks that need no GPU
 soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
 	  SSDKV_SOAK_MEMORY_S=$(or $(MEMORY_S),1800) SSDKV_SOAK_BATCH_S=$(or $(BATCH_S),600) \
-	  $(bin)/pytest tests -m "soak or hypothesis" --timeout 14400 --reruns 0
+	  $(bin)/pytest tests -m "soak or rounds or hypothesis" --timeout 14400 --reruns 0
 
 # Ends at the first finding: each sanitizer stops the program with a status of its own. setarch,
 # where it is allowed: older libtsan gives up on the random addresses of newer kernels.
@@ -66,6 +87,9 @@ sanitize: install ## the native code from many threads under ASan and UBSan, the
 docs: install ## write the tables in docs/ and the dashboards that come from the code
 	$(bin)/ssdkv docs write docs
 	$(bin)/python -P -m vllm_ssdkv.grafana.write grafana/dashboards
+
+wheel: install ## source archive and manylinux wheel in dist/, tried in an environment of its own
+	scripts/wheel.sh
 
 clean: ## remove what builds and tests leave behind, except .venv
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

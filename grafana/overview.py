@@ -189,10 +189,12 @@ def _tiers(board: Dashboard) -> None:
         graph(
             "Not stored, not started",
             "Blocks that are not stored, by cause; all but `store_full` are what the options ask "
-            "for. And how often requests ask again for slots that they wait for (page mode).",
+            "for. How often requests begin to wait, by reason (docs/operations.md), and how often "
+            "they ask again for slots that they wait for (page mode).",
             "ops",
             (rate(ours("stores_skipped_total"), "cause"), "not stored: {{cause}}"),
-            (rate(ours("slot_waits_total")), "waits for slots"),
+            (rate(ours("waits_total"), "reason"), "waits: {{reason}}"),
+            (rate(ours("slot_waits_total")), "asks for slots again"),
         ),
         graph(
             "Journal",

@@ -57,6 +57,7 @@ def sparse() -> Dashboard:
     _numbers(board)
     _choice(board)
     _tiers(board)
+    _reads(board)
     _memory(board)
     _time(board)
     return board
@@ -211,6 +212,13 @@ def _tiers(board: Dashboard) -> None:
                 "hits",
             ),
         ),
+    ):
+        board.with_panel(panel)
+
+
+def _reads(board: Dashboard) -> None:
+    """The rest of the row "Where pages were"."""
+    for panel in (
         graph(
             "Choices per page",
             "Pages chosen for each page brought in. Above 1 where requests that run together chose "

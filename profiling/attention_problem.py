@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_ssdkv.attention.reference import paged_attention, write_block
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What encryption at rest costs: the cipher alone, and a whole store with and without it.
+"""Cost of encryption at rest: the cipher alone, and a whole store with and without it.
 
     python -P -m vllm_ssdkv.profiling.bench_encryption --dir /mnt/nvme0 --dir /mnt/nvme1
 

@@ -57,7 +57,7 @@ def keys_of(first: int, count: int) -> list[bytes]:
 
 
 def store(index: SlotIndex, first: int, count: int) -> None:
-    """What one step does with the blocks that it completed."""
+    """Store the blocks that one step completed."""
     slots = index.allocate(count)
     for slot, key in zip(slots.tolist(), keys_of(first, count), strict=True):
         index.publish(slot, key)

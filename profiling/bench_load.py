@@ -1,4 +1,4 @@
-"""How fast a prefix hit is loaded, against what the drives give.
+"""Speed of loading a prefix hit, against what the drives give.
 
     python -P -m vllm_ssdkv.profiling.bench_load --dir /mnt/nvme0 --dir /mnt/nvme1
 

@@ -1,4 +1,4 @@
-"""What metrics cost: decode throughput with and without them, in one engine.
+"""Cost of metrics: decode throughput with and without them, in one engine.
 
 Run as ``python -P -m vllm_ssdkv.profiling.bench_metrics``. One engine in one process decodes the
 same requests all the time, for some steps with metrics and for as many without, in turn, so that
@@ -89,7 +89,7 @@ def _engine(job: Job) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in th
 
 
 def _sources() -> list[tuple[type, str]]:
-    """What metrics begin with: without these calls there is nothing to carry on."""
+    """Calls that metrics begin with: without these there is nothing to carry on."""
     from vllm_ssdkv.attention.sparse import SparseDecode
     from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
@@ -136,8 +136,9 @@ def _switched(call: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
 
 @contextmanager
 def switchable() -> Iterator[Switch]:
-    """What metrics begin with asks a switch. To take it away and put it back each time would make
-    the interpreter forget what it knows of these classes, which takes longer than the metrics."""
+    """Switch metrics at the calls that they begin with. To take it away and put it back each time
+    would make the interpreter forget what it knows of these classes, which takes longer than the
+    metrics."""
     switch = Switch()
     with ExitStack() as stack:
         for owner, name in _sources():
@@ -205,7 +206,7 @@ def own_seconds(watch: Watch, blank: Watch) -> float:
 
 
 def median_range(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what ``values`` were drawn from lies, in 95 of 100 cases."""
+    """Range of the median of the distribution of ``values``, in 95 of 100 cases."""
     ordered = sorted(values)
     middle, reach = len(ordered) / 2, 1.96 * math.sqrt(len(ordered)) / 2  # of a binomial
     low, high = math.floor(middle - reach), math.ceil(middle + reach)

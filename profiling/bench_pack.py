@@ -1,4 +1,4 @@
-"""What it costs to bring completed blocks from HBM to frames, with what selectors need and without.
+"""Cost of bringing completed blocks from HBM to frames, with what selectors need and without.
 
 Blocks of all layers are packed into frames as the end of a step does it: pages alone (``exact``),
 with their bounds, with channel-major K, with that in int8. Medians of ``--repeat`` runs, in turns,
@@ -55,7 +55,7 @@ SHAPES = {"large": Shape(8, 32, 8, 128), "small": Shape(1, 3, 2, 64)}
 
 
 def geometries(shape: Shape) -> dict[str, SlotGeometry]:
-    """What a slot holds, by how pages are chosen."""
+    """Geometries of a slot, by how pages are chosen."""
     payload = 2 * shape.page_tokens * shape.head_size * torch.bfloat16.itemsize
     groups = shape.block_tokens // shape.page_tokens
     pages = SlotGeometry("paged", shape.layers, shape.heads, groups, payload)

@@ -346,7 +346,7 @@ def run_bench(
 
 
 def _require_bandwidth(hit: int, bandwidth: float, drives: int) -> None:
-    """What the engine alone reads of a hit must end in time, with as much to spare."""
+    """Require that the engine alone reads a hit in time, with as much to spare."""
     least = 2 * hit / DEADLINE_S / drives
     if bandwidth < least:
         raise BenchError(

@@ -40,8 +40,12 @@ DRAM = {"DRAM": "256MiB", "drive": "4MiB"}
 """Where hits come from, and the option ``dram_gib`` with which they do."""
 
 
+_VERIFICATION = ("shorten", "extend", "computed", "forget")
+"""Calls on a ``HitVerifier`` that every request makes."""
+
+
 class _NoVerification:
-    """In place of a ``HitVerifier``: what the scheduler would do if there were none."""
+    """These calls, as they would be if there were no verification."""
 
     def shorten(
         self, request: object, keys: object, first: int, blocks: int, usable: object
@@ -93,12 +97,14 @@ class _Asker:
         self._params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
         core = self._llm.llm_engine.engine_core.engine_core
         self._vllm = core.scheduler
-        self._scheduler = core.scheduler.connector.scheduler
-        self._verifier = self._scheduler._verifier
+        self._verifier = core.scheduler.connector.scheduler.verifier
 
     def switch(self, kind: str) -> None:
         """One of :data:`KINDS`."""
-        self._scheduler._verifier = _NoVerification() if kind == "out" else self._verifier
+        for name in _VERIFICATION:
+            self._verifier.__dict__.pop(name, None)
+            if kind == "out":
+                setattr(self._verifier, name, getattr(_NoVerification(), name))
         self._verifier._every = int(kind == "verified")
         self._verifier._next = 0
 

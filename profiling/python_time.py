@@ -1,4 +1,4 @@
-"""Whose time a step takes: the engine's, our Python's, or that of our native code and of waiting.
+"""Share of a step's time: the engine's, our Python's, and that of our native code and of waiting.
 
 A profiler makes Python slower by what it counts. Here only the borders are timed: the calls from
 the engine into this package, and from it into its native modules and the reads that it waits for.
@@ -90,7 +90,7 @@ class PythonTime:
 
 
 def engine_borders() -> Iterator[Boundary]:
-    """Where a call leads from vLLM to us, or from our Python to what is not Python."""
+    """Boundaries of calls from vLLM to us, and from our Python to what is not Python."""
     from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl
     from vllm_ssdkv.connector.connector import SSDKVConnector
 
@@ -102,7 +102,7 @@ def engine_borders() -> Iterator[Boundary]:
 
 
 def native_borders() -> Iterator[Boundary]:
-    """Where a call leads from our Python to what is not Python."""
+    """Boundaries of calls from our Python to what is not Python."""
     from vllm_ssdkv import _index, _io, _kernels
     from vllm_ssdkv.store.io.slot_request import SlotRequest
 

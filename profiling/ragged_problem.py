@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.reference import write_block
 from vllm_ssdkv.kernels.dense import wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageKernels
+from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 
 
@@ -30,7 +30,7 @@ class RowSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockSummaries:
-    """What ``PageKernels.summarize`` makes of B blocks, uint8 [B, bytes], in the memory of these.
+    """Summaries of B blocks by ``PageKernels.summarize``, uint8 [B, bytes], in the memory of these.
 
     ``scaled`` are channels in int8, with ``scales``.
     """

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv: the locked tools and vLLM, then this package built as a wheel and installed.
+# Makes .venv: the locked tools and vLLM, then this package, as a wheel or, with --editable, as links to
+# the sources. Later runs keep to what was asked for last; --wheel goes back.
 #
 # Needs Linux with Python 3.11 to 3.14 (venv module and headers), a C++20 compiler and OpenSSL 3; liburing
-# makes the fast I/O engine. What is missing is installed with apt-get where that needs no password, and
-# named otherwise. Does nothing when nothing has changed since the last run. PYTHON chooses the interpreter
-# of a new environment.
+# makes the fast I/O engine. What is missing is named; root has it installed with apt-get, after a line
+# that says so. SSDKV_APT=1 does the same for another user, through sudo; SSDKV_APT=0 keeps root from it.
+# Does nothing when nothing has changed since the last run. PYTHON chooses the interpreter of a new
+# environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,6 +14,7 @@ venv=.venv
 lock=requirements/cpu.lock
 locked_stamp=$venv/.locked
 installed_stamp=$venv/.installed
+editable_stamp=$venv/.editable
 offered_stamp=$venv/.prometheus-offered
 # Without a network apt-get must end soon.
 patience=(-o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1)
@@ -23,13 +26,21 @@ fail() {
   exit 1
 }
 
-# The wheel is a function of these files, so an install is current while their hash stands.
+source_files() {
+  find vllm_ssdkv triton_kernels profiling fpga_offload grafana third_party \
+    \( -name __pycache__ -o -name '*.so' \) -prune -o -type f -print0
+  printf '%s\0' pyproject.toml CMakeLists.txt README.md LICENSE NOTICE scripts/build_backend.py "$lock"
+}
+
+# The wheel is a function of these files, so an install is current while their hash stands. An editable
+# install holds the names of all of them, and what is built of those that are not Python.
 source_hash() {
-  {
-    find vllm_ssdkv triton_kernels profiling fpga_offload grafana third_party \
-      \( -name __pycache__ -o -name '*.so' \) -prune -o -type f -print0
-    printf '%s\0' pyproject.toml CMakeLists.txt README.md LICENSE NOTICE "$lock"
-  } | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1
+  if [ -e "$editable_stamp" ]; then
+    source_files | sort -z | sha256sum
+    source_files | grep -zE '/csrc/|^third_party/|^[^/]*$' | sort -z | xargs -0 sha256sum
+  else
+    source_files | sort -z | xargs -0 sha256sum
+  fi | sha256sum | cut -d ' ' -f 1
 }
 
 find_python() {
@@ -60,17 +71,35 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   command -v "${CXX:-c++}" >/dev/null || echo g++
 }
 
-install_packages() {
-  local as_root=()
+# apt-get changes the machine, and sudo is asked for nothing that nobody asked for.
+may_use_apt() {
   command -v apt-get >/dev/null || return 1
-  if [ "$(id -u)" -ne 0 ]; then
-    sudo -n true 2>/dev/null || return 1
-    as_root=(sudo -n)
+  case "${SSDKV_APT:-}" in
+    0) return 1 ;;
+    1) return 0 ;;
+    '') [ "$(id -u)" -eq 0 ] ;;
+    *) fail "SSDKV_APT=$SSDKV_APT: 1 lets this script install system packages, 0 forbids it" ;;
+  esac
+}
+
+as_root() {
+  if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+refresh_packages() {
+  as_root apt-get "${patience[@]}" update -q </dev/null
+}
+
+install_packages() {
+  may_use_apt || return 1
+  if [ "$(id -u)" -eq 0 ]; then
+    say "installing system packages with apt-get: $*"
+  else
+    say "installing system packages with sudo apt-get, as SSDKV_APT=1 asks: $*"
   fi
-  say "installing system packages: $*"
-  refresh_packages
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
-    --no-install-recommends "$@" </dev/null
+  refresh_packages &&
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
+      --no-install-recommends "$@" </dev/null
 }
 
 check_machine() {
@@ -80,7 +109,8 @@ check_machine() {
   if [ "${#packages[@]}" -gt 0 ]; then
     install_packages "${packages[@]}" ||
       fail "needs Python 3.11 to 3.14 with venv and headers, a C++20 compiler, and OpenSSL 3;" \
-        "please install (Debian and Ubuntu names): ${packages[*]}"
+        "please install (Debian and Ubuntu names): ${packages[*]};" \
+        "as root, or with SSDKV_APT=1, this script does that with apt-get"
   fi
   [ -n "$(find_python)" ] || fail "needs Python 3.11 to 3.14; set PYTHON to its path"
 }
@@ -93,7 +123,8 @@ has_liburing() {
 offer_liburing() {
   has_liburing || install_packages liburing-dev || true
   has_liburing || say "no liburing (Debian and Ubuntu: liburing-dev): the I/O engine will be the" \
-    "slower 'threads'; install it, remove $installed_stamp and run this again to have io_uring"
+    "slower 'threads'; install it, or set SSDKV_APT=1, remove $installed_stamp and run this again to" \
+    "have io_uring"
 }
 
 # Not needed: tests of the dashboards and alerts are skipped without it. It is unpacked, not installed:
@@ -108,7 +139,7 @@ offer_prometheus() {
       install -t "$venv/bin" "$folder/usr/bin/prometheus" "$folder/usr/bin/promtool"
     else
       say "no Prometheus (Debian and Ubuntu: prometheus): tests that need it will be skipped;" \
-        "install it, or remove $offered_stamp and run this again"
+        "install it, or set SSDKV_APT=1, remove $offered_stamp and run this again"
     fi
     rm -rf "$folder"
   fi
@@ -116,23 +147,14 @@ offer_prometheus() {
 }
 
 unpack_prometheus() {
-  command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return 1
-  say "fetching Prometheus"
+  may_use_apt && command -v dpkg-deb >/dev/null || return 1
+  say "fetching Prometheus with apt-get"
   download_prometheus "$1" || { refresh_packages && download_prometheus "$1"; } || return 1
   dpkg-deb -x "$1"/prometheus_*.deb "$1"
 }
 
 download_prometheus() {
   (cd "$1" && timeout 300 apt-get "${patience[@]}" -q download prometheus </dev/null >/dev/null 2>&1)
-}
-
-refresh_packages() {
-  local as_root=()
-  if [ "$(id -u)" -ne 0 ]; then
-    sudo -n true 2>/dev/null || return 1
-    as_root=(sudo -n)
-  fi
-  "${as_root[@]}" apt-get "${patience[@]}" update -q </dev/null
 }
 
 make_environment() {
@@ -171,25 +193,55 @@ name_vllm() {
     >"$site/vllm-$version.dist-info/METADATA"
 }
 
-# A wheel, not an editable install: that one would put the repository root on sys.path, where other
-# projects look for modules called triton_kernels and profiling and would find ours.
-install_wheel() {
-  local hash site link
+install_package() {
+  local hash
   hash=$(source_hash)
   [ "$(cat "$installed_stamp" 2>/dev/null)" != "$hash" ] || return 0
+  rm -f "$installed_stamp"
+  remove_link
+  if [ -e "$editable_stamp" ]; then install_editable; else install_wheel; fi
+  echo "$hash" >"$installed_stamp"
+}
+
+# pip would follow a link to the sources when it removes the version before.
+remove_link() {
+  local link
+  link=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/vllm_ssdkv
+  [ ! -L "$link" ] || rm "$link"
+}
+
+# The import hook of an editable install maps these folders into the package. mypy does not run it, and
+# finds them by links, which git and the build ignore.
+mapped=(triton_kernels profiling fpga_offload grafana)
+
+install_wheel() {
+  local folder
   say "building and installing the wheel"
   rm -rf build/wheelhouse
   PATH="$PWD/$venv/bin:$PATH" "$venv/bin/pip" wheel -qq --disable-pip-version-check \
     --no-deps --no-build-isolation -w build/wheelhouse .
-  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
-  link=$site/vllm_ssdkv
-  # pip would follow a development link to the sources when it removes the version before.
-  [ ! -L "$link" ] || rm "$link"
   "$venv/bin/pip" install -qq --disable-pip-version-check --no-deps --force-reinstall \
     build/wheelhouse/*.whl
-  echo "$hash" >"$installed_stamp"
+  for folder in "${mapped[@]}"; do
+    [ ! -L "vllm_ssdkv/$folder" ] || rm "vllm_ssdkv/$folder"
+  done
 }
 
+install_editable() {
+  local folder
+  say "building and installing links to the sources"
+  PATH="$PWD/$venv/bin:$PATH" "$venv/bin/pip" install -qq --disable-pip-version-check \
+    --no-deps --no-build-isolation --force-reinstall --editable .
+  for folder in "${mapped[@]}"; do
+    ln -sfn "../$folder" "vllm_ssdkv/$folder"
+  done
+}
+
+wanted=${1:-}
+case "$wanted" in
+  '' | --editable | --wheel) ;;
+  *) fail "$wanted: unknown; --editable or --wheel" ;;
+esac
 [ "$(uname -s)" = Linux ] || fail "runs on Linux only"
 # An environment with its stamps means that the machine had what it takes.
 if [ ! -e "$installed_stamp" ]; then
@@ -197,8 +249,12 @@ if [ ! -e "$installed_stamp" ]; then
   offer_liburing
 fi
 make_environment
+case "$wanted" in
+  --editable) touch "$editable_stamp" ;;
+  --wheel) rm -f "$editable_stamp" ;;
+esac
 install_lock
 name_vllm
 offer_prometheus
-install_wheel
+install_package
 say "$venv is up to date"

@@ -9,19 +9,38 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.lanes import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.messages import Undocumented
+
+# Hooks of every run.
+__all__ = ["pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]
 
 # Before anything imports a Hugging Face library, and for every child process: tests make their own
 # models and must not depend on a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
+# What vLLM finds out about its models' classes, it need not find out again, in a process of ten
+# seconds, for each test that has a cache directory of its own.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("VLLM_CACHE_ROOT", str(CACHE / "vllm"))
+
+# Side by side with another lane, threads of OpenMP would spin for a core that they do not get.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SOAK_ROUNDS = os.environ.get("SSDKV_SOAK_ROUNDS")
 
 # How long an example takes says more about the machine than about the code. `make test` draws the
 # same examples every time, so that what it says of a commit depends on the commit; `make soak`
-# draws new ones.
-settings.register_profile("ssdkv", settings.default, deadline=None, derandomize=SOAK_ROUNDS is None)
+# draws new ones, and four times as many where a test does not say how many.
+settings.register_profile(
+    "ssdkv",
+    settings.default,
+    deadline=None,
+    derandomize=SOAK_ROUNDS is None,
+    max_examples=25 if SOAK_ROUNDS is None else 100,
+)
 settings.load_profile("ssdkv")
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -78,8 +97,8 @@ def tmp_devices() -> Iterator[Callable[[int], list[Path]]]:
 
 @pytest.fixture
 def soak_rounds() -> int:
-    """Rounds of a test marked `soak`: few, or what SSDKV_SOAK_ROUNDS says (`make soak`)."""
-    return int(SOAK_ROUNDS or "3")
+    """Rounds of a test marked `rounds` or `soak`: one, or SSDKV_SOAK_ROUNDS (`make soak`)."""
+    return int(SOAK_ROUNDS or "1")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What docs say about messages, found from a message as its reader would."""
+"""Entries of docs about messages, found from a message as its reader would."""
 
 from __future__ import annotations
 

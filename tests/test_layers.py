@@ -68,6 +68,9 @@ MEASURE_VLLM = (
     "bench_verify.py",
     "bench_io/vllm_fs.py",
     "bench_ssds/vllm_requests.py",
+    "gpu_pack/vllm_case.py",
+    "gpu_pack/vllm_engine.py",
+    "gpu_pack/vllm_ops.py",
     "recall",
 )
 """Of ``profiling/``."""

@@ -16,16 +16,16 @@ from vllm_ssdkv.base import errors
 PACKAGE = Path(__file__).parents[1] / "vllm_ssdkv"
 ERRORS = {name for name in dir(errors) if name.endswith("Error")}
 ERRORS |= {"Obstacle", "refusal_of_layer"}  # they make errors
-LINES_OF_ANOTHER = ("preflight.py", "speculation.py")
+LINES_OF_ANOTHER = ("compatibility.py", "speculation.py")
 """Obstacles there are lines of the error that says in which mode the connector cannot start."""
 OF_COMMANDS = (
-    "stored.py",
+    "offline_store.py",
     "repair.py",
-    "removal.py",
+    "remove.py",
     "slot_check.py",
     "offline.py",
-    "partial.py",
-    "suspended.py",
+    "output_log.py",
+    "resume.py",
 )
 """Parts of ``ssdkv``'s own commands: they end with their message, which says the way out."""
 

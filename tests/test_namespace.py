@@ -24,11 +24,13 @@ print(json.dumps({
 """
 
 
-def probe(cwd: Path, bare: list[str], nested: list[str]) -> dict[str, list[str] | str]:
-    """What a fresh interpreter started in `cwd` finds; no PYTHONPATH, so only what is installed."""
+def probe(
+    cwd: Path, bare: list[str], nested: list[str], interpreter: str = sys.executable
+) -> dict[str, list[str] | str]:
+    """Findings of a fresh interpreter in `cwd`; no PYTHONPATH, so only what is installed."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     ended = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps([bare, nested])],
+        [interpreter, "-c", PROBE, json.dumps([bare, nested])],
         cwd=cwd,
         env=environment,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What every kernel's launch needs: a typed ``jit``, the right device, padded tile sizes."""
+"""Launch of kernels: a typed ``jit``, the right device, padded tile sizes."""
 
 from __future__ import annotations
 

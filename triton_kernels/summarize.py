@@ -1,4 +1,4 @@
-"""What is kept of blocks that leave HBM: page bounds, channel-major K and sums of V."""
+"""Summaries of blocks that leave HBM: page bounds, channel-major K and sums of V."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _summarize_kernel(
     total = tl.zeros([BLOCK_D], tl.float32)
     step = tl.zeros([BLOCK_D], tl.float32)
     if SCALED:
-        # See ``reference_sparse.scaled_channels``.
+        # See ``scaled_channels``.
         most = tl.zeros([BLOCK_D], tl.float32)
         for group in range(GROUPS):
             page = source + group * PAGE_STRIDE

@@ -97,7 +97,7 @@ class FrameCache:
         """RuntimeError unless all tables agree. For tests: looks at everything."""
 
 class PageCache:
-    """Native part of ``PageCache``, which says what calls do.
+    """Native part of ``SelectedPageCache``, which says what calls do.
 
     One thread at a time. Raises IndexError for slots, pages and places that do not exist,
     ValueError for arrays that do not belong together or an unknown policy, TypeError for another

@@ -22,7 +22,7 @@ from vllm_ssdkv.store.memory.arena import Arena
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to measure. Sizes in bytes.
+    """Settings of a measurement. Sizes in bytes.
 
     Attributes:
         directories: One per device; with ``model``, places for the files of emulated ones.

@@ -1,4 +1,4 @@
-"""What is measured: one direction, size, queue depth and number of devices, and what came out."""
+"""Case of a measurement: one direction, size, queue depth and number of devices, and its result."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ class Contender(Protocol):
 
     @property
     def detail(self) -> str:
-        """What exactly runs: version, kind of memory, number of threads."""
+        """Details of what runs: version, kind of memory, number of threads."""
 
     def refuses(self, case: Case) -> str | None:
-        """Why it cannot run this case, or None."""
+        """Reason for it not to run this case, or None."""
 
     def check(self, case: Case) -> None:
         """Do a few I/Os of the case and compare every byte that identifies a page.

@@ -41,5 +41,5 @@ class Clock:
         return time.perf_counter() - self._begin
 
     def sample(self, requests: int, nbytes: int) -> Sample:
-        """What was measured while ``requests`` of ``nbytes`` each were done."""
+        """Sample over ``requests`` of ``nbytes`` each."""
         return Sample(self.seconds, requests, requests * nbytes, self.cpu_s)

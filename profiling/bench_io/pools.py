@@ -1,4 +1,4 @@
-"""What one writes first: Python threads that call preadv and pwritev."""
+"""Naive contenders: Python threads that call preadv and pwritev."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def require_whole(done: int, nbytes: int) -> None:
 
 
 def too_many_threads(case: Case) -> str | None:
-    """Why a thread per request in flight is too much, or None."""
+    """Reason against a thread per request in flight, or None."""
     if case.in_flight > MAX_THREADS:
         return f"{case.in_flight} threads, more than {MAX_THREADS}"
     return None

@@ -1,4 +1,4 @@
-"""What came out: JSON for machines, tables for people."""
+"""Results: JSON for machines, tables for people."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def print_summary(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_field(console: Console, contenders: Sequence[Contender], absent: dict[str, str]) -> None:
-    """Who takes part and who does not, with the reason."""
+    """Print who takes part and who does not, with the reason."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

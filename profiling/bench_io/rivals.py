@@ -55,7 +55,8 @@ def gather(
     wanted: Sequence[str],
     model: ThrottleRule | None = None,
 ) -> Field:
-    """Those of ``wanted`` that can run here. Imports vLLM if it is among them: takes seconds.
+    """Gather those of ``wanted`` that can run here. Imports vLLM if it is among them: takes
+    seconds.
 
     Args:
         files: The devices.

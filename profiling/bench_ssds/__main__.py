@@ -154,7 +154,8 @@ def print_courses(console: Console, courses: list[Course]) -> None:
 
 
 def possible_kinds(console: Console) -> list[Kind]:
-    """What can be made here, virtual SSDs and RAM disks if possible; says why something cannot."""
+    """Kinds of devices that can be made here, virtual SSDs and RAM disks if possible; says why one
+    cannot."""
     kinds: list[Kind] = []
     needs: dict[Kind, Callable[[], object]] = {
         "fuse": require_fuse,

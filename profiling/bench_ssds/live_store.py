@@ -127,7 +127,7 @@ class LiveStore:
             self._twin.change(throttle)
 
     def step(self) -> list[bytes]:
-        """What one step of vLLM's does to a store; keys that were stored since the last one.
+        """Do one step of vLLM's on a store; keys that were stored since the last one.
 
         Raises:
             BenchError: a write or a load failed, or a device is out of use.

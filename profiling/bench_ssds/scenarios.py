@@ -1,4 +1,4 @@
-"""What is measured on several SSDs, and what a row of the result says."""
+"""Scenarios on several SSDs, and the rows of their results."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much time a measurement takes.
+    """Time that a measurement takes.
 
     Attributes:
         repeats: Runs of each.
@@ -137,7 +137,7 @@ def _case_row(scenario: str, result: Result, best: float) -> Row:
 
 
 def emulation(setup: Setup, files: list[BenchFile], program: str, effort: Effort) -> list[Row]:
-    """What fio sees: each number of devices, and a slow one alone.
+    """Figures of fio: each number of devices, and a slow one alone.
 
     A machine that is busy for a moment has three attempts.
 
@@ -175,7 +175,7 @@ def _emulation(setup: Setup, files: list[BenchFile], program: str, effort: Effor
 
 
 def raid_emulation(setup: Setup, place: Path, program: str, effort: Effort) -> list[Row]:
-    """What fio reads from RAID-0 over the devices: the ceiling of who needs one file system.
+    """Figures of fio on RAID-0 over the devices: the ceiling of who needs one file system.
 
     Raises:
         BenchError: fio failed.

@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def rules(self) -> tuple[ThrottleRule, ...]:
-        """What engines must be told: everything for twins, nothing for devices that are slow."""
+        """Rules for the engines: everything for twins, nothing for devices that are slow."""
         if self.kind != "twin":
             return ()
         return (*(m.rule(d) for d, m in self._slow.items()), self.model.rule())

@@ -28,7 +28,7 @@ REACHED = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How large a load is, and how long each part takes.
+    """Size of a load, and the time of each part.
 
     Attributes:
         geometry: Shape of the slots.
@@ -64,7 +64,7 @@ When = Literal["equal", "one slow", "equal again"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How a load went on after the devices had changed.
+    """Course of a load after the devices had changed.
 
     Attributes:
         load: What was asked of the store.
@@ -104,7 +104,7 @@ class Trace:
         return float(high - low) / (end - begin)
 
     def reached(self, rate: float, window_s: float) -> float | None:
-        """When the first stretch of so many seconds began that had this rate."""
+        """Beginning of the first stretch of so many seconds that had this rate."""
         for at in self._at:
             if at + window_s > self._at[-1]:
                 break
@@ -114,7 +114,7 @@ class Trace:
 
 
 class _Written:
-    """Which slots were written when, in seconds after the change."""
+    """Slots by the time of their writing, in seconds after the change."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
@@ -266,7 +266,7 @@ def _writes(setup: Setup, store: LiveStore, plan: Plan, keys: list[bytes]) -> li
 
 
 def _read_back(setup: Setup, store: LiveStore, plan: Plan, written: _Written) -> Course:
-    """Of what was written in each second since the change, how fast it is read."""
+    """Read back what was written in each second since the change, and measure how fast."""
     best = setup.sum_of_devices(UNIT_BYTES)
     step = plan.window_s
     found: list[tuple[float, float, float]] = []

@@ -37,7 +37,7 @@ STEPS_AHEAD: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is measured, and how large it is.
+    """Scale of a measurement.
 
     Attributes:
         config: Of the model.
@@ -86,7 +86,7 @@ class Scale:
         )
 
     def room(self, context: int, requests: int) -> Room:
-        """Of a decoder for so many requests of this context."""
+        """Room of a decoder for so many requests of this context."""
         return Room(requests, context + STEPS_AHEAD)
 
 
@@ -168,7 +168,7 @@ def groups(scale: Scale) -> list[Group]:
 
 
 def _chosen_bytes(scale: Scale, context: int, requests: int) -> int:
-    """What all requests choose in one step, in all layers."""
+    """Bytes that all requests choose in one step, in all layers."""
     return int(BUDGET * context * requests * kv_bytes_per_token(scale.config, scale.dtype))
 
 
@@ -231,7 +231,7 @@ def _text(nbytes: int) -> str:
 
 
 def needed(scale: Scale, group: Group, layers: int) -> Needed:
-    """What a group takes, with so many layers of the model."""
+    """Memory that a group takes, with so many layers of the model."""
     room = scale.room(group.context, group.requests)
     each = kv_bytes_per_token(scale.config, scale.dtype)
     each = each // scale.config.num_hidden_layers * layers

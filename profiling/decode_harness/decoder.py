@@ -58,7 +58,7 @@ class Room:
 
     @property
     def blocks(self) -> int:
-        """Of all requests."""
+        """Number of blocks of all requests."""
         return self.requests * (-(-self.longest // self.block_tokens) + 1)
 
 
@@ -122,7 +122,7 @@ class PagedDecoder:
         geometry = paged_geometry(config, self._layers, heads, size, block, model.dtype)
         self.window = config.window_tokens
         self.pages = self.window < room.longest
-        """Whether anything ever leaves HBM."""
+        """True if anything ever leaves HBM."""
         held = min(room.longest, self.window + room.chunk) // block + 2
         num_blocks = 1 + room.requests * held + FILL_BLOCKS
         self.layout = KVLayout(
@@ -304,7 +304,7 @@ class PagedDecoder:
     # ---- the forward pass ----
 
     def _slots_of(self, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Where the tokens are written to in HBM, int64 [end - first], on the device."""
+        """Places of the tokens in HBM, int64 [end - first], on the device."""
         position = np.arange(first, end)
         block = self.room.block_tokens
         blocks = np.array(request.hbm, dtype=np.int64)[position // block]

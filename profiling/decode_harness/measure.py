@@ -35,7 +35,7 @@ _CALM: Final = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a case is measured: at most so many steps and, about, seconds, of each kind."""
+    """Length of a measurement: at most so many steps and, about, seconds, of each kind."""
 
     steps: int
     seconds: float

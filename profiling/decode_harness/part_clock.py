@@ -1,4 +1,4 @@
-"""Where the time of a step goes on the device: a clock that waits for it at every lap."""
+"""Times of a step's parts on the device: a clock that waits for it at every lap."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ NOT_MEASURED: Final = "not measured"
 """Name of a figure: why a case was not measured."""
 
 SPARE: Final = 3 * GIB
-"""Of each kind of memory, left to everything else."""
+"""Bytes of each kind of memory that are left to everything else."""
 
 FILL_RATE: Final = 1.5e9
 """Bytes of contexts per second that come into memory, until one was measured: by this a group of

@@ -1,4 +1,4 @@
-"""Whether tokens are right: paged decoding against transformers' own cache, greedy, fp32."""
+"""Checks of tokens: paged decoding against transformers' own cache, greedy, in fp32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(vocabulary: int, seed: int = 1) -> list[list[int]]:
 
 
 def own_tokens(model: Any, ids: Sequence[int], count: int) -> list[int]:  # noqa: ANN401
-    """What transformers decodes with its own cache and SDPA."""
+    """Decode with transformers' own cache and SDPA."""
     cache, found = DynamicCache(), []
     with torch.inference_mode():
         part = torch.tensor([list(ids)], device=model.device)

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -24,6 +25,7 @@ STAGES: Final = (
     Stage("store", f"{_HERE}.store", 80, 60),
     Stage("decode", "vllm_ssdkv.profiling.decode_harness.stage", 200, 120),
     Stage("sanitizer", f"{_HERE}.sanitizer", 90, 90),
+    Stage("vllm", f"{_HERE}.vllm_engine", 80, 150, log_of="sanitizer"),
 )
 """In order of value.
 
@@ -49,6 +51,20 @@ def chosen(names: str | None) -> list[Stage]:
     return [stage for stage in STAGES if stage.name in wanted]
 
 
+def stretched(stages: Sequence[Stage], seconds: float) -> list[Stage]:
+    """The same stages with limits that fill up the run: a few of them get the time of all."""
+    ratio = seconds / sum(stage.seconds for stage in stages)
+    rehearsal_ratio = seconds / sum(stage.rehearsal_seconds for stage in stages)
+    return [
+        replace(
+            stage,
+            seconds=stage.seconds * max(1.0, ratio),
+            rehearsal_seconds=stage.rehearsal_seconds * max(1.0, rehearsal_ratio),
+        )
+        for stage in stages
+    ]
+
+
 def environment(rehearsal: bool, scratch: Path) -> dict[str, str]:
     """Environment of the stages' processes."""
     held = dict(os.environ)
@@ -72,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, small sizes")
     parser.add_argument("--stages", metavar="LIST", help="only these, with commas between them")
+    parser.add_argument("--seconds", type=float, help="limit of the whole run (default: 530)")
     given = parser.parse_args(arguments)
+    seconds = given.seconds or (REHEARSAL_SECONDS if given.rehearse else SECONDS)
+    if not 1 <= seconds <= SECONDS:
+        parser.error(f"--seconds: from 1 to {SECONDS:.0f}, not {seconds:g}")
     try:
         stages = chosen(given.stages)
     except ValueError as error:
@@ -83,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="ssdkv-gpu-") as scratch:
         plan = Plan(
-            stages,
-            REHEARSAL_SECONDS if given.rehearse else SECONDS,
+            stretched(stages, seconds),
+            seconds,
             given.rehearse,
             environment(given.rehearse, Path(scratch)),
         )

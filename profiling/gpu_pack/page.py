@@ -59,7 +59,7 @@ class Run:
         return [row for row in self.rows if row.stage == stage and row.case != STAGE]
 
     def facts(self) -> dict[str, str]:
-        """What it ran on, by name."""
+        """Facts about the machine of a run, by name."""
         return {
             figure.name if row.case != "GPU" else f"GPU {figure.name}": (
                 figure.value if isinstance(figure.value, str) else _number(figure.value)

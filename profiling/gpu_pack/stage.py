@@ -38,7 +38,7 @@ class Case:
 
 
 class StageRun:
-    """What a stage is given.
+    """Input of a stage.
 
     Attributes:
         name: Of the stage.
@@ -59,7 +59,7 @@ class StageRun:
 
     @property
     def device(self) -> torch.device:
-        """What is tested: the first GPU, or the CPU in a rehearsal.
+        """Device under test: the first GPU, or the CPU in a rehearsal.
 
         Raises ``RuntimeError`` where a GPU is needed and there is none.
         """

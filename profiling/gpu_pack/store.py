@@ -232,7 +232,7 @@ def _fence(case: Case, device: torch.device, rounds: int) -> None:
 
 
 def _race(device: torch.device, seed: int, *, fenced: bool) -> bool:
-    """Whether a load was overwritten by what a step had queued before it began."""
+    """Check a load for bytes that a step overwrote, which had been queued before it."""
     draw = np.random.default_rng(seed)
     layers, blocks, payload = 4, 16, 65536
     geometry = SlotGeometry("opaque", layers, 1, 1, payload)

@@ -176,8 +176,8 @@ class PagedRig:
 
 
 def bytes_at(addresses: NDArray[np.uint64], nbytes: int, device: torch.device) -> NDArray[np.uint8]:
-    """What lies at absolute addresses that ``device`` reaches, [n, nbytes]; both must be multiples
-    of 8."""
+    """Bytes at absolute addresses that ``device`` reaches, [n, nbytes]; both must be multiples of
+    8."""
     words = np.arange(nbytes // 8, dtype=np.uint64) * np.uint64(8)
     places = (addresses[:, None] + words[None, :]).ravel()
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What ``ssdkv bench accuracy`` and ``ssdkv bench decode`` share: options, stores, engines.
+"""Common part of ``ssdkv bench accuracy`` and ``ssdkv bench decode``: options, stores, engines.
 
 Both run the demo's recall model through the real vLLM. Engines whose stores hold the same share
 them, so that the prompts are computed once for each kind.

@@ -1,4 +1,4 @@
-"""What emulated devices had to do, layer by layer of the forward pass."""
+"""Work of emulated devices, layer by layer of the forward pass."""
 
 from __future__ import annotations
 

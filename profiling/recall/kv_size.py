@@ -1,4 +1,4 @@
-"""How large a model's KV is, by its ``config.json``: what benchmarks size their memory with."""
+"""Size of a model's KV, by its ``config.json``: benchmarks size their memory with it."""
 
 from __future__ import annotations
 

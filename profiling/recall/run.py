@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from vllm_ssdkv.base.metrics import parse_key
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
@@ -124,7 +125,7 @@ class RecallRun:
             "enforce_eager": True,
             "disable_log_stats": False,
             "kv_transfer_config": {
-                "kv_connector": "SSDKVConnector",
+                "kv_connector": CONNECTOR,
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": self.options(),
             },

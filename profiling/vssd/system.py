@@ -1,4 +1,4 @@
-"""What the kernel has of ours: mounts, loop devices and processes, all below one folder."""
+"""Traces of ours in the kernel: mounts, loop devices and processes, all below one folder."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def loop_devices(root: Path) -> list[LoopDevice]:
 
 
 def mount_points(root: Path) -> list[Path]:
-    """Where something is mounted below ``root``, the last mounted first."""
+    """Mounts below ``root``, the last mounted first."""
     points = [Path(mount.point) for mount in mounts()]
     return [point for point in reversed(points) if point.is_relative_to(root)]
 

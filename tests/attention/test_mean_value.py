@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.attention.newest import values_at
+from tests.oracles.sparse_attention import mean_value
 from vllm_ssdkv.attention.mean_value import Floats, RunningMeanV
-from vllm_ssdkv.attention.reference_sparse import mean_value
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.paged import select_page_kernels

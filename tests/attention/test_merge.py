@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ssdkv.attention.merge import MergeState, merge
-from vllm_ssdkv.attention.reference import dense_attention
+from vllm_ssdkv.profiling.dense_oracle import dense_attention
 
 
 def partials(

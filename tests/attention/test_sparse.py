@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from tests.attention.newest import newest_values
+from tests.oracles.sparse_attention import scaled_channels, sparq_attention
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
 from tests.store.tails import addresses
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
-from vllm_ssdkv.attention.reference import dense_attention
-from vllm_ssdkv.attention.reference_sparse import scaled_channels, sparq_attention
 from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.connector.worker.block_copy import PagedPort
@@ -29,6 +28,7 @@ from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.profiling.dense_oracle import dense_attention
 from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse

@@ -1,4 +1,4 @@
-"""How far sparse attention is said to be from exact attention, against that attention itself."""
+"""Error of sparse attention as it is told, against exact attention itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where pages are, and what was read ahead of the query, changes no page that is chosen and no bit
-of what comes out (issue 4's law of placement and prefetch), over a real store."""
+"""Law of placement: where pages are, and what was prefetched, changes no page that is chosen and
+no bit of the output (issue 4's law of placement and prefetch), over a real store."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ROUNDS = os.environ.get("SSDKV_SOAK_ROUNDS")
 SAME_EVERY_TIME = ("--max-examples", "30", "--seed", "1", "--generation-deterministic")
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(PROGRAM is None, reason="no schemathesis: run scripts/setup.sh")
 def test_no_request_is_a_fault_of_the_server(url: str, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from vllm_ssdkv.batch.service import Service, open_service
 from vllm_ssdkv.batch.validation import Summary, plan
 from vllm_ssdkv.config.batch import BatchConfig
 
+pytestmark = pytest.mark.slow
+
 VICTIM = Path(__file__).with_name("victim.py")
 DEADLINE_S = 300.0
 REQUESTS = 500

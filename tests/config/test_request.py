@@ -1,4 +1,4 @@
-"""What requests may choose for themselves, and what they are told if they may not."""
+"""Options of requests, and the answers to those that a request may not choose."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ from vllm_ssdkv.connector.scheduler.block_keys import KEY_BYTES
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
@@ -147,13 +148,15 @@ def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[KVCacheSpec
 
 
 class SavedAtOnce:
-    """A manifest that takes no time."""
+    """A manifest that takes no time, unless it is ``late``."""
+
+    late = False
 
     def put(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
 
     def saved(self) -> bool:
-        return True
+        return not self.late
 
     def wait(self, timeout_s: float) -> bool:
         return True
@@ -207,8 +210,9 @@ class Simulation:
         self.index = index or SlotIndex(slots, None)
         segments = segments_of(self.index.num_slots)
         self.placement = Placement(geometry, segments, DEVICES)
-        rebalancer = Rebalancer(
-            self.index, self.placement, [1.0] * DEVICES, SavedAtOnce(), Counters()
+        self.manifest = SavedAtOnce()
+        self.rebalancer = Rebalancer(
+            self.index, self.placement, [1.0] * DEVICES, self.manifest, Counters()
         )
         self.pace = pace or Pace()
 
@@ -221,35 +225,33 @@ class Simulation:
         self.suspensions: list[str] = []
         """Reasons that were saved."""
         options = startup.SSDKVConfig.from_extra_config({**extra, "verify_hits": verify_hits})
+        self.write_policy = WritePolicy(
+            options,
+            options.devices,
+            WearLedger(None, paths, counters, clock=pace_clock),
+            [float(SLOT_BYTES / DEVICES * ranks)] * DEVICES,
+            self.index.num_slots,
+            counters,
+        )
+        self.choice = LoadOrRecompute(
+            always=self.paged,
+            block_tokens=BLOCK,
+            chunk_tokens=CHUNK,
+            ranks=ranks,
+            counters=counters,
+            clock=pace_clock,
+        )
+        self.seats = AdmissionSlots(config.scheduler_config)
+        suspension = Suspension(self.index, counters, self.suspensions.append, [Path("store")])
         self.ours = SSDKVScheduler(
             options,
-            self.index,
-            rebalancer,
-            paths,
-            BLOCK,
-            MAX_MODEL_LEN,
-            AdmissionSlots(config.scheduler_config),
-            ranks,
-            counters,
-            LoadOrRecompute(
-                always=self.paged,
-                block_tokens=BLOCK,
-                chunk_tokens=CHUNK,
-                ranks=ranks,
-                counters=counters,
-                clock=pace_clock,
-            ),
-            WritePolicy(
-                options,
-                options.devices,
-                WearLedger(None, paths, counters, clock=pace_clock),
-                [float(SLOT_BYTES / DEVICES * ranks)] * DEVICES,
-                self.index.num_slots,
-                counters,
+            EngineFacts(BLOCK, MAX_MODEL_LEN, ranks, Speculation.of(config, BLOCK)),
+            SchedulerStore(
+                self.index, self.rebalancer, paths, suspension, self.write_policy, counters
             ),
             RankIdentities(Fingerprint({}), [WEIGHTS] * ranks),
-            Suspension(self.index, counters, self.suspensions.append, [Path("store")]),
-            speculation=Speculation.of(config, BLOCK),
+            self.choice,
+            self.seats,
         )
         config.cache_config.num_gpu_blocks = hbm_blocks
         config.scheduler_config.async_scheduling = depth > 1
@@ -444,27 +446,11 @@ class Simulation:
         gauges = self.index.gauges()
         assert (gauges["pinned"], gauges["reserved"], gauges["writing"]) == (0, 0, 0), gauges
         assert gauges["free"] + gauges["evictable"] + gauges["lost"] == self.index.num_slots
-        assert self.ours._requests == {}
+        assert self.ours.remembers() == {}
         assert not self.ours.unfinished()
-        for name in (
-            "_held",
-            "_loading",
-            "_loads",
-            "_contexts",
-            "_in_contexts",
-            "_failed_loads",
-            "_seats",
-            "_arriving",
-            "_keys",
-            "_verifier",
-            "_waits_for_adapter",
-        ):
-            assert not getattr(self.ours, name), name
         assert all(not rank.contexts for rank in self.ranks)
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        manager = self.ours._recomputations.manager
-        assert manager is None or not manager.send_back
 
     # ---- the workers ----
 
@@ -477,7 +463,7 @@ class Simulation:
                 self.load_adapter(adapter.lora_int_id)
         for rank in self.ranks:
             rank.adapters = {number: b"%d" % of for number, of in self.loaded.items()}
-            rank.lost = set(self.ours._shares._lost)
+            rank.lost = set(self.rebalancer.out_of_use().nonzero()[0].tolist())
             rank.begin(plan)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -615,16 +601,16 @@ class Simulation:
     def _learn(self, name: str) -> None:
         """Note what belongs under the keys that vLLM knows by now."""
         request = self.requests[name]
-        identity = self.ours._keys.identity(request)
+        identity = self.ours.keys.identity(request)
         seed, known = self._seeds.get(identity), self._known.get((name, identity), 0)
         keys = self.ours.keys_of(request)
         if request.is_finished():
-            self.ours._keys.forget(name)  # which it has been, before it was asked for here
+            self.ours.keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
             assert seed is not None
             symbols = extend(seed, request.all_token_ids[: len(keys) * BLOCK])
             for group in range(len(self.windows)):
-                named = self.ours._groups.keys(keys, group)
+                named = self.ours.groups.keys(keys, group)
                 state = (self.windows[group] or 0) < 0
                 for block in range(known, len(keys)):
                     of_block = symbols[block * BLOCK : (block + 1) * BLOCK]

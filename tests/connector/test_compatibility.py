@@ -1,4 +1,4 @@
-"""What cannot be served is refused at start, with a way out."""
+"""Refusals at start, each with a way out."""
 
 from __future__ import annotations
 

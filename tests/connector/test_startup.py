@@ -1,13 +1,21 @@
-"""What the engine's limits say about the contexts that requests choose from."""
+"""Limits of the engine, and the contexts that requests choose from."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from tests.connector.simulation import engine_config
+from tests.e2e.models import make_llama
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.startup import _context_blocks
 
 BLOCK = 16
@@ -39,3 +47,32 @@ def test_blocks_that_may_be_chosen_from(
     )
     caches: Any = SimpleNamespace(num_blocks=hbm_blocks)
     assert _context_blocks(config, layout, engine, caches) == blocks
+
+
+@pytest.mark.parametrize("name", ["WritePolicy", "Suspension", "SSDKVScheduler"])
+def test_a_scheduler_that_does_not_start_lets_go_of_the_store(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssd").mkdir()
+    device = {"path": str(tmp_path / "ssd"), "capacity": "32MiB", "weight": 1}
+    vllm = engine_config(make_llama(tmp_path / "model", layers=1), "reuse", devices=[device])
+    shape: Any = {"block_size": vllm.cache_config.block_size, "num_kv_heads": 2, "head_size": 32}
+    spec = FullAttentionSpec(**shape, dtype=torch.float32)
+    caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+    options = SSDKVConfig.from_extra_config(vllm.kv_transfer_config.kv_connector_extra_config)
+    place = startup._identify(options, vllm, caches).place
+    place.prepare()
+    place.manifest()
+    place.tell_weights(0, bytes(16))
+    threads = set(threading.enumerate())
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("no luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(startup, name, fail)
+        with pytest.raises(StoreError, match="no luck") as caught:
+            startup.open_scheduler(options, vllm, caches)
+    assert not set(threading.enumerate()) - threads
+    startup.open_scheduler(options, vllm, caches).close()
+    del caught  # until here, nothing was closed by being forgotten

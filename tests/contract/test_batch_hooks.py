@@ -1,4 +1,4 @@
-"""What the Batch API uses of vLLM's OpenAI server, pinned one by one."""
+"""Hooks of vLLM's OpenAI server that the Batch API uses, pinned one by one."""
 
 from __future__ import annotations
 
@@ -277,12 +277,12 @@ def test_a_request_that_is_wrong_a_hundred_thousand_times_is_told_so_once(
     where: str,
 ) -> None:
     """Pydantic makes an error of each item and type: of these, 30 MB to 400 MB of text."""
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ValidationError) as refused:
         fail_fast(request_type).validate_python(body)
     assert refused.value.error_count() < 50
     answer = create_error_response(brief(refused.value))
-    assert time.monotonic() - begun < 2
+    assert time.process_time() - begun < 2
     assert (answer.error.code, answer.error.type) == (400, "BadRequestError")
     assert answer.error.message.startswith(where)
     assert len(answer.error.message) < 1500
@@ -320,9 +320,9 @@ PATHS = "/a-" * 100_000
     ],
 )
 def test_errors_of_vllm_are_short_and_keep_their_status(error: Exception, code: int) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     answer = create_error_response(brief(error))
-    assert time.monotonic() - begun < 2
+    assert time.process_time() - begun < 2
     assert answer.error.code == code
     assert 10 < len(answer.error.message) < 2500
 

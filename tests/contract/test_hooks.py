@@ -60,6 +60,7 @@ from vllm_ssdkv import plugin
 from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, SSDKVBackend, SSDKVCPUBackend
 from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec, TieredManager, register_spec
+from vllm_ssdkv.connector.names import CONNECTOR_MODULE
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 
 BLOCK = 16
@@ -101,7 +102,7 @@ def test_the_plugin_is_an_entry_point_that_loads_twice() -> None:
 
 def test_the_connector_loads_by_module_path_too() -> None:
     config = SimpleNamespace(
-        kv_connector="SSDKVConnector", kv_connector_module_path=plugin.CONNECTOR_MODULE
+        kv_connector="SSDKVConnector", kv_connector_module_path=CONNECTOR_MODULE
     )
     assert KVConnectorFactory.get_connector_class(config) is SSDKVConnector
 

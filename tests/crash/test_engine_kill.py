@@ -257,6 +257,7 @@ def kill(
     return killed
 
 
+@pytest.mark.engine
 @pytest.mark.timeout(1800)
 def test_a_killed_engine_starts_again_with_the_same_answers(
     zygote: Zygote, reference: list[list[int]], tmp_devices: Callable[[int], list[Path]]
@@ -271,6 +272,7 @@ def test_a_killed_engine_starts_again_with_the_same_answers(
     assert len(set(map(tuple, reference))) == len(PROMPTS)
 
 
+@pytest.mark.engine
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
 def test_kills_of_an_engine(

@@ -31,6 +31,8 @@ from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.recovery import Recover
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
+pytestmark = pytest.mark.slow
+
 GEOMETRY = SlotGeometry("opaque", layers=2, heads=1, groups=1, payload_bytes=4000)
 STORE = UUID(int=7)
 DIGEST = bytes(range(16))

@@ -26,6 +26,8 @@ from vllm_ssdkv.base.errors import StoreError, StoreLockedError
 from vllm_ssdkv.store.maintenance.fsck import examined
 from vllm_ssdkv.store.maintenance.repair import repair
 
+pytestmark = pytest.mark.slow
+
 VICTIM = Path(__file__).with_name("store_victim.py")
 ROUNDS = 20
 WINDOW = 8
@@ -238,6 +240,12 @@ def test_a_killed_store_keeps_its_promises(tmp_devices: Devices) -> None:
     assert ledger.recovered > 10 * ROUNDS
     assert ledger.checked > 10 * ROUNDS
     assert min(ledger.done[what] for what in MIX) > ROUNDS // 2
+
+
+def test_a_killed_encrypted_store_keeps_its_promises(tmp_devices: Devices) -> None:
+    ledger = kill(tmp_devices(3), ROUNDS // 4, seed=2, encrypted=True)
+    assert min(ledger.recovered, ledger.checked) > 0
+    assert min(ledger.done[what] for what in MIX) > 0
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-// What every native test needs: checks that end the program, random numbers, threads that are
+// Base of every native test: checks that end the program, random numbers, threads that are
 // waited for.
 #pragma once
 

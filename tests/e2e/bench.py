@@ -113,14 +113,14 @@ class Bench:
 
     def context(self, request: str) -> list[int]:
         """Slots of a running request's stored blocks."""
-        for name, state in self.scheduler._requests.items():
+        for name, state in self.scheduler.requests.items():
             if name.startswith(request):
                 return list(state.slots)
         return []
 
     def stored(self, prompt: int) -> list[int]:
         """Slots that hold the blocks of a prompt, once idle."""
-        index, tokens = self.scheduler._index, self.prompts[prompt]
+        index, tokens = self.scheduler.index, self.prompts[prompt]
         self.engine.add("look", tokens, max_tokens=1)
         (request,) = self.engine.scheduler.waiting
         slots = index.lookup(self.scheduler.keys_of(request)).tolist()

@@ -14,7 +14,16 @@ from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
 from tests.e2e.stock import Stock
+from tests.lanes import ENGINE
 from tests.store.unhurried import open_unhurried_engines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of this folder is one with an engine."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(ENGINE)
 
 
 @pytest.fixture(scope="session")

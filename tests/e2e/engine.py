@@ -289,7 +289,7 @@ class Engine:
     def assert_nothing_held(self) -> None:
         """In process, once idle: nothing is pinned or reserved, no slot and no HBM block is
         missing."""
-        index = self.scheduler.connector.scheduler._index
+        index = self.scheduler.connector.scheduler.index
         gauges = index.gauges()
         assert gauges["pinned"] == gauges["reserved"] == gauges["writing"] == 0
         assert gauges["free"] + gauges["ready"] == index.num_slots - gauges["lost"]

@@ -68,9 +68,8 @@ def test_abort(engine: Engine, stock: Stock, moment: Callable[[Engine], None]) -
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     ours = engine.scheduler.connector.scheduler
-    assert ours._requests == {}
-    assert ours._index.gauges()["reserved"] == 0
-    assert engine.scheduler.connector.scheduler._held == {}
+    assert ours.remembers() == {}
+    assert ours.index.gauges()["reserved"] == 0
 
 
 def test_the_same_prompt_afterwards(engine: Engine, stock: Stock) -> None:

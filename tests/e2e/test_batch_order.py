@@ -48,7 +48,7 @@ if SOAK_ROUNDS:
     CASES["long prefixes"] = (4096, [])  # which take as long to compute as ten other tests
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.parametrize(("prefix", "throttle"), CASES.values(), ids=CASES)
 def test_half_the_bytes_at_most(
     models: dict[str, Path],

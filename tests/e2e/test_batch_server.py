@@ -69,6 +69,8 @@ class Server:
             "max-num-seqs": SEATS,
             "block-size": 32,
             "shutdown-timeout": 300,
+            # One process fewer that imports vLLM at each start.
+            "distributed-executor-backend": "uni",
             "kv-cache-memory-bytes": 64 << 20,
             "chat-template": TEMPLATE,
             "kv-transfer-config": json.dumps(transfer),
@@ -354,7 +356,7 @@ def test_a_batch_is_cancelled_in_the_middle_and_others_are_served_meanwhile(serv
         time.sleep(0.1)
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.timeout(7200)
 def test_kills_of_a_server(server: Server, soak_rounds: int) -> None:
     """Ten during 500 requests, or one during 60. tests/batch/test_kill.py kills the same runner
@@ -436,7 +438,7 @@ def test_users_find_kv_beside_batches(server: Server) -> None:
     assert completed(batch) == 8
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.timeout(7200)
 def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_seconds: float) -> None:
     """With the longest files there may be in `make soak`, for ten minutes."""

@@ -92,7 +92,7 @@ def test_short_requests_have_what_nobody_chooses_from(lending: Lending) -> None:
     assert lending.count("sparse_selections") == 0
     summaries = lending.worker.store._summaries
     assert summaries.open_rows < summaries.rows
-    every = np.arange(lending.scheduler._index.num_slots)
+    every = np.arange(lending.scheduler.index.num_slots)
     lending.worker.store.frames.forget(every)
     loaded = lending.count("hit_tokens", tier="ssd")
     lending.run(SHORT)

@@ -27,7 +27,7 @@ def test_page_mode_waits_for_slots(models: dict[str, Path], stock: Stock, device
         max_num_batched_tokens=CHUNK,
         max_model_len=MAX_MODEL_LEN,
     ) as engine:
-        slots = engine.scheduler.connector.scheduler._index.num_slots
+        slots = engine.scheduler.connector.scheduler.index.num_slots
         assert MAX_MODEL_LEN // BLOCK < slots < sum(map(len, LARGE[:3])) // BLOCK
         most = 0
 

@@ -1,4 +1,4 @@
-"""Whose KV is found: the table of ways to change KV and not to, walked with engines and without."""
+"""Identity of KV: the table of ways to change it and not to, walked with engines and without."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_keys(case: Case, keys: dict[str, list[str]]) -> None:
     assert (before != after) is case.changes
 
 
-@pytest.mark.skipif(not SOAK_ROUNDS, reason="two engines with two ranks: in `make soak`")
+@pytest.mark.soak
 def test_a_model_that_writes_into_its_configuration(
     devices: Callable[..., list[dict[str, object]]], tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ they are preempted or given up and when devices fail under them.
 A budget of everything makes a selector's tokens those of stock vLLM, although every page of the
 context is chosen, fetched and attended to by itself. Tokens of a smaller budget are compared with
 those of the request alone; where it is computed again, what it had decoded before is not the same
-KV (docs/design.md), so there only its length is.
+KV (docs/internals/page-mode.md), so there only its length is.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Mixed(Bench):
     def assert_clean(self) -> None:
         super().assert_clean()
         assert self.count("dram_frames_dirty") == self.count("slots_pinned") == 0
-        assert self.scheduler._requests == self.scheduler._held == {}
+        assert self.scheduler.remembers() == {}
         assert len(self.scheduler.asked) == 0
         worker = self.worker
         assert len(worker._choices.means) == 0

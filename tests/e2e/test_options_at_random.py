@@ -117,7 +117,7 @@ def change(source: random.Random, options: dict[str, object], places: list[dict[
     return what
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.timeout(7200)
 def test_any_options(
     models: dict[str, Path],
@@ -209,4 +209,4 @@ def live_twice(
             until(lambda: frames.count(*dirty) == 0, "the end of writes that hung")  # noqa: B023
             frames.audit()
             engine.assert_nothing_held()
-            assert engine.scheduler.connector.scheduler._requests == {}
+            assert engine.scheduler.connector.scheduler.requests == {}

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at start, with the reason and the way out."""
+"""Refusals at start, with the reason and the way out."""
 
 from __future__ import annotations
 

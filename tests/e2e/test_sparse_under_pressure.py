@@ -3,7 +3,7 @@
 The KV cache holds fewer blocks than the requests' windows, so that vLLM preempts; K's channels are
 on the devices like everything else. Where nothing is computed again, answers are those of an
 undisturbed run whatever the budget; where something is, up to there, and in full for those
-requests that lose nothing (docs/design.md, "Computed again").
+requests that lose nothing (docs/internals/page-mode.md, "Computed again").
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_a_drive_that_hangs_costs_one_deadline_and_no_token(pressed: Pressed) ->
         struck.append(pressed.worker.counters.totals()[channels])
         # So few tokens choose what the ones before them chose.
         store = pressed.worker.store
-        store._pages.forget(np.arange(pressed.scheduler._index.num_slots))
+        store._pages.forget(np.arange(pressed.scheduler.index.num_slots))
         pressed.faults(rule)
 
     assert pressed.run(list(LONG), pressed.once_decoding(strike)) == calm

@@ -251,7 +251,6 @@ def test_changes_that_no_digest_sees_suspend_the_store(
         rig.check_found(engine, right)
 
 
-@pytest.mark.skipif(not SOAK_ROUNDS, reason="make soak")
 @pytest.mark.soak
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("mode", ["reuse", "page"])

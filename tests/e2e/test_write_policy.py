@@ -1,4 +1,4 @@
-"""What is written to the drives with the real workers: counted, limited, and never missed."""
+"""Writes to the drives with the real workers: counted, limited, and never missed."""
 
 from __future__ import annotations
 

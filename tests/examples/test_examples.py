@@ -28,7 +28,7 @@ BLOCK = 128
 FOUND = 4095 // BLOCK * BLOCK
 """Tokens of a prompt of 4096 that a second run finds: whole blocks, without the last token."""
 
-pytestmark = pytest.mark.timeout(2000)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2000)]
 
 
 @pytest.fixture(scope="module")

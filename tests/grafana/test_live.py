@@ -37,7 +37,7 @@ from vllm_ssdkv.grafana.prometheus import Prometheus
 from vllm_ssdkv.grafana.render import Period, ask
 from vllm_ssdkv.profiling.recall import recall
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 RATE_INTERVAL_S = 10 * SCRAPE_S
 SEEDS = (1, 2, 3)
 MEASURED = {
@@ -209,7 +209,7 @@ def test_a_picture_of_each_dashboard(prometheus: str, period: Period, tmp_path: 
         assert len(picture) > 20_000
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 @pytest.mark.timeout(7200)
 def test_memory_files_and_series_do_not_grow(
     serving: Server, period: Period, memory_seconds: float
@@ -282,6 +282,7 @@ def test_no_alert_fires_without_a_fault(alerts: Alerts) -> None:
     assert alerts.firing() == {}
 
 
+@pytest.mark.soak
 def test_batches_that_do_not_go_on(serving: Server, alerts: Alerts) -> None:
     serving.batch(SEEDS[:1])
     reader = serving.reader()
@@ -297,6 +298,7 @@ def test_batches_that_do_not_go_on(serving: Server, alerts: Alerts) -> None:
     assert counts.completed == len(SEEDS)
 
 
+@pytest.mark.soak
 def test_batches_whose_files_cannot_be_read(serving: Server, alerts: Alerts) -> None:
     files, aside = serving.jobs / "files", serving.jobs / "aside"
     batch = serving.start(serving.upload(SEEDS))
@@ -312,6 +314,7 @@ def test_batches_whose_files_cannot_be_read(serving: Server, alerts: Alerts) -> 
     assert counts.completed == len(SEEDS)
 
 
+@pytest.mark.soak
 def test_a_crowd_of_new_prompts_on_slow_drives(serving: Server, alerts: Alerts) -> None:
     """Too little of everything: slots, bounds of pages, speed, endurance, and no hits."""
     fresh = itertools.count(1000)

@@ -1,4 +1,4 @@
-"""How numbers, names and gaps look in the pictures."""
+"""Numbers, names and gaps in the pictures."""
 
 from __future__ import annotations
 

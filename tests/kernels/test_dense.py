@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.reference import paged_attention, write_block
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
 
 CODES = {
     torch.float32: _kernels.FLOAT32,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.test_dense import ISAS, using
+from tests.oracles.sparse_attention import page_bounds, scaled_channels
 from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.reference import write_block
-from vllm_ssdkv.attention.reference_sparse import page_bounds, scaled_channels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
+from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_dense import ISAS, assert_near, using
+from tests.oracles.sparse_attention import attend_chosen, page_bounds, scaled_channels
 from tests.sparse.contexts import Contexts, Row, contexts
-from vllm_ssdkv.attention.reference_sparse import attend_chosen, page_bounds, scaled_channels
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.operands.page_list import PageList

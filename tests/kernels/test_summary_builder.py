@@ -20,8 +20,8 @@ from tests.attention.test_sparse import (
     make_rows,
     make_store,
 )
+from tests.oracles.sparse_attention import scaled_channels
 from tests.store.tails import addresses
-from vllm_ssdkv.attention.reference_sparse import scaled_channels
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import channel_bytes

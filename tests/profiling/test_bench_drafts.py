@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from vllm_ssdkv.profiling.bench_drafts import _table, measure
 
 
+@pytest.mark.engine
 def test_a_step_gives_several_tokens_for_one_walk(tmp_path: Path) -> None:
     (row,) = measure(tmp_path, [1024], [3], 1, Console(stderr=True))
     assert row["context"] == 1024

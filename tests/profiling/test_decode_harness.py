@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from vllm_ssdkv.attention.reference_sparse import (
+from tests.oracles.sparse_attention import (
     attend_chosen,
     bound_logits,
     choose,
@@ -48,6 +48,8 @@ from vllm_ssdkv.profiling.gpu_pack.results import (
     read_rows,
 )
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 BLOCK = 16

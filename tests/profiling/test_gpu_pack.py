@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from vllm_ssdkv.profiling.gpu_pack.results import (
     Row,
     read_rows,
 )
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STAGES = Path(__file__).parent / "gpu_stages"
@@ -174,6 +177,14 @@ def test_stages_are_chosen_by_name() -> None:
             command.chosen(wrong)
 
 
+def test_a_few_stages_have_the_time_of_all() -> None:
+    alone = command.stretched(command.chosen("vllm"), 300)
+    assert [(stage.seconds, stage.rehearsal_seconds) for stage in alone] == [(300, 300)]
+    assert command.stretched(command.STAGES, 300) == list(command.STAGES)
+    with pytest.raises(SystemExit):
+        command.main(["--seconds", "531"])
+
+
 def test_a_run_has_at_most_eight_files_and_nine_minutes() -> None:
     assert len({stage.log for stage in command.STAGES}) + 2 <= 8
     assert command.SECONDS <= 9 * 60
@@ -238,7 +249,7 @@ def packed_names() -> list[str]:
 
 
 def is_current(site: Path) -> bool:
-    """Whether a packed site has today's Python files, and native modules for this Python."""
+    """Compare a packed site with today's Python files; it needs native modules for this Python."""
     tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
     if not list(site.glob(f"vllm_ssdkv/_io.{tag}*.so")):
         return False
@@ -283,7 +294,7 @@ def test_a_rehearsal_needs_no_more_than_pytorch_and_what_travels(
     python, travels = empty_python
     out = tmp_path / "out"
     out.mkdir()
-    stages = [stage.name for stage in command.STAGES]
+    stages = [stage.name for stage in command.STAGES if stage.name != "vllm"]
     given = rehearse(python, out, ",".join(stages), PYTHONPATH=travels)
     rows = by_case(given)
     assert [row.stage for row in given if row.case == STAGE] == stages
@@ -294,7 +305,7 @@ def test_a_rehearsal_needs_no_more_than_pytorch_and_what_travels(
     software = {figure.name: figure.value for figure in rows["machine", "software"].figures}
     assert software["vllm"] == "missing"
     names = {path.name for path in out.iterdir() if path.is_file()}
-    assert names == {RESULTS, "report.txt", *(stage.log for stage in command.STAGES)}
+    assert names == {RESULTS, "report.txt", *(s.log for s in command.STAGES if s.name in stages)}
     check_decoding({row.case: row for row in given if row.stage == "decode"})
 
 
@@ -311,3 +322,41 @@ def check_decoding(rows: dict[str, Row]) -> None:
     assert float(some["bytes_per_token.dram_token_pages"]) < whole / 7
     drive = measured["8192 tokens, batch 1, drive, exact"]
     assert float(drive["bytes_per_token.drive_read"]) > 0
+
+
+def test_an_environment_without_vllm_says_so(empty_python: tuple[str, str], tmp_path: Path) -> None:
+    python, travels = empty_python
+    alone = tmp_path / "alone" / "site"
+    alone.mkdir(parents=True)
+    for package in Path(travels).iterdir():
+        # Copied, since the packed vLLM is looked for beside what a link points to.
+        if package.name == "vllm_ssdkv":
+            shutil.copytree(package, alone / package.name, symlinks=False)
+        else:
+            (alone / package.name).symlink_to(package)
+    out = tmp_path / "out"
+    out.mkdir()
+    begin = time.monotonic()
+    subprocess.run(
+        [
+            *(python, "-P", "-m", "vllm_ssdkv.profiling.gpu_pack", "--rehearse"),
+            *("--stages", "vllm", "--out", str(out)),
+        ],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(alone), "TMPDIR": str(tmp_path)},
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert time.monotonic() - begin < PATIENCE_S / 2
+    first, stage = ResultLog(out).rows()
+    assert (first.case, first.ok, stage.ok) == ("import of vLLM", False, False)
+    assert first.error.startswith("BenchError: vLLM is not installed here, and ")
+    assert first.error.endswith("vllm.tar.xz is not there")
+
+
+@pytest.mark.soak
+def test_engines_of_vllm_give_the_tokens_of_stock(tmp_path: Path) -> None:
+    rows = rehearse(sys.executable, tmp_path, "vllm")
+    cases = ["import of vLLM", "stock vLLM", "reuse mode", "page mode, exact", STAGE]
+    assert [(row.case, row.ok) for row in rows] == [(case, True) for case in cases]
+    cached = [next(f.value for f in row.figures if f.name == "cached tokens") for row in rows[1:4]]
+    assert cached == [0, 1088, 1088]

@@ -1,4 +1,4 @@
-"""Whose time a step takes: the borders that are timed, with no engine."""
+"""Share of a step's time: the borders that are timed, with no engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_vllm_calls_and_what_is_native_is_found() -> None:
     assert found["SSDKVConnector", "build_connector_meta"] == "python"
     assert found["PagedAttentionImpl", "forward"] == "python"
     assert found["vllm_ssdkv._kernels", "attend_pages"] == "native"
-    assert found["SelectedPageCache", "ask"] == "native"
+    assert found["PageCache", "ask"] == "native"
     assert found["SlotRequest", "over"] == "native"
 
 

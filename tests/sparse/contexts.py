@@ -14,10 +14,10 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vllm_ssdkv.attention.reference import write_block
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout, PartialState
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import CpuPageKernels
+from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 
 

@@ -1,4 +1,4 @@
-"""What selectors promise, whatever the context: laws of issue 4, each a property."""
+"""Laws of selectors, whatever the context, each a property."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_dense import assert_near
+from tests.oracles import sparse_attention as oracle
 from tests.sparse.contexts import Contexts, Row, contexts
-from vllm_ssdkv.attention import reference_sparse as oracle
 from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.attention.merge import merge
-from vllm_ssdkv.attention.reference import dense_attention
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
+from vllm_ssdkv.profiling.dense_oracle import dense_attention
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector

@@ -1,4 +1,4 @@
-"""What comes behind a selection."""
+"""Pages that come behind a selection."""
 
 from __future__ import annotations
 

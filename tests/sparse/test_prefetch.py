@@ -1,4 +1,4 @@
-"""What was chosen last is found again for the same requests, whatever row they have."""
+"""Last choices, found again for the same requests, whatever row they have."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.test_dense import ISAS, assert_near, using
+from tests.oracles import sparse_attention as oracle
 from tests.sparse.contexts import Contexts, Row, contexts
-from vllm_ssdkv.attention import reference_sparse as oracle
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.sparse.protocol import Selection

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.test_dense import assert_near
+from tests.oracles.sparse_attention import kept_choices
 from tests.sparse.contexts import Contexts, Row
 from tests.sparse.test_laws import ALL, KERNELS, PAGED, dense, mean_values
 from vllm_ssdkv.attention.compensate import compensate
-from vllm_ssdkv.attention.reference_sparse import kept_choices
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
 from vllm_ssdkv.sparse.selection_reuse import RowSizes, SelectionReuse

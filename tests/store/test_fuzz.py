@@ -115,7 +115,7 @@ def golden(name: str) -> list[bytes]:
     return found
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 def test_slot_headers(fuzz_seconds: float) -> None:
     size = PAGED.header_bytes
 
@@ -136,7 +136,7 @@ def test_slot_headers(fuzz_seconds: float) -> None:
     fuzz([header(n) for n in range(1, 5)], parse, lambda d: sealed(d, size - 8), fuzz_seconds)
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 def test_superblocks(fuzz_seconds: float) -> None:
     seeds = [
         file[offset : offset + BLOCK_BYTES]
@@ -163,7 +163,7 @@ def test_superblocks(fuzz_seconds: float) -> None:
     fuzz(seeds, parse, seal, fuzz_seconds)
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 def test_manifests(fuzz_seconds: float, tmp_path: Path) -> None:
     def parse(data: bytes) -> bytes | None:
         (tmp_path / NAME).write_bytes(data)
@@ -182,7 +182,7 @@ def test_manifests(fuzz_seconds: float, tmp_path: Path) -> None:
     fuzz(golden(NAME), parse, lambda d: d, fuzz_seconds)
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 def test_journal_headers(fuzz_seconds: float) -> None:
     seed = encode_header(STORE, DIGEST)
 
@@ -198,7 +198,7 @@ def test_journal_headers(fuzz_seconds: float) -> None:
     fuzz([seed, seed + bytes(100)], parse, lambda d: sealed(d, len(seed) - 8), fuzz_seconds)
 
 
-@pytest.mark.soak
+@pytest.mark.rounds
 def test_journal_records(fuzz_seconds: float) -> None:
     """Replay against a reader written from ``docs/format.md`` alone."""
 

@@ -1,4 +1,4 @@
-"""What keeps a store from opening: docs have the message, and the cure that they name works."""
+"""Faults that keep a store from opening: docs have each message, and their cure works."""
 
 from __future__ import annotations
 

@@ -46,6 +46,8 @@ from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
 
+pytestmark = pytest.mark.slow
+
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=200_000)
 """A slot has two stripe units. Encrypted, it is as long: headers have room for tags."""
 DEVICES = 3

@@ -1,4 +1,4 @@
-"""Which tests a process can run depends on whether its kernels are compiled or interpreted."""
+"""Choice of tests by whether a process compiles or interprets its kernels."""
 
 import os
 

@@ -33,6 +33,8 @@ from vllm_ssdkv.triton_kernels import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 POINTERS = {
     torch.float32: "*fp32",

@@ -1,4 +1,6 @@
-"""Sparse attention of tokens that are decoded: select, fetch, attend, merge (architecture, 5).
+"""Sparse attention of tokens that are decoded: select, fetch, attend, merge.
+
+``docs/internals/sparse-decode.md`` has the whole of it.
 
 The window is attended to before, as for every row. Its log-sum-exp tells the selector how much of a
 head's attention the context can still change. Pages are folded into the same online softmax, so
@@ -36,7 +38,7 @@ from vllm_ssdkv.store.read.selected_context import BlockPages, SelectedContexts
 
 @dataclass(slots=True)
 class ChoiceCounts:
-    """What was chosen in one step, over all layers and KV heads.
+    """Counts of one step's choices, over all layers and KV heads.
 
     Attributes:
         lists: Lists of pages: one per row, layer and KV head.
@@ -262,7 +264,7 @@ class SparseDecode:
         scale: float,
         seen: torch.Tensor,
     ) -> Selection:
-        """What each row attends to: as its own selector chooses, now or for a token before."""
+        """Choose the pages of each row: by its own selector, now or for a token before."""
         alive, rows = now.alive, now.rows
         of_row = self._which[alive]
 
@@ -391,7 +393,7 @@ class SparseDecode:
     def _sizes(
         self, alive: NDArray[np.int64], rows: NDArray[np.int64], batch: RowBatch
     ) -> ContextSizes:
-        """Of these rows, worked out once per step."""
+        """Sizes of these rows, worked out once per step."""
         known = {} if self._choosing is None else self._choosing.sizes
         key = alive.tobytes()
         if key not in known:

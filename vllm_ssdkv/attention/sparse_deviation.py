@@ -1,4 +1,4 @@
-"""How far sparse attention is from exact attention, measured while tokens are decoded.
+"""Error of sparse attention against exact attention, measured while tokens are decoded.
 
 For benches. In some steps the context of every row that chooses is read whole, and its attention is
 computed once more over all of it. Nothing that the engine computes changes; what is read counts as

@@ -26,6 +26,10 @@ class UnsupportedError(SSDKVError):
     """This model or engine setting cannot be served in the chosen mode."""
 
 
+class StepError(SSDKVError):
+    """vLLM computes tokens of requests, and has told the connector of no step with them."""
+
+
 class StoreError(SSDKVError):
     """Base of everything that can go wrong with the store on disk."""
 

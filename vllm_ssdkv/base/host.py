@@ -1,4 +1,4 @@
-"""What this machine has to offer: memory that may be used, room on a device, default places."""
+"""Resources of this machine: memory that may be used, room on a device, default places."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Where a path is mounted from."""
+    """Mount that a path lies on."""
 
     point: str
     kind: str

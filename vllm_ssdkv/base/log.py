@@ -1,4 +1,4 @@
-"""Where the log of this package goes in vLLM's processes."""
+"""Routes the log of this package in vLLM's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a metric is: name, kind, unit, labels. ``metrics.py`` has all of them."""
+"""Declaration of a metric: name, kind, unit, labels. ``metrics.py`` has all of them."""
 
 from __future__ import annotations
 

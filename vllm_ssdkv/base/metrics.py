@@ -23,6 +23,7 @@ from vllm_ssdkv.base.metric import (
     gauge,
 )
 from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
+from vllm_ssdkv.base.wait_reason import WaitReason
 
 TELL_INTERVAL_S: Final = 0.5
 """How often a process brings its gauges up to date, and how often the engine tells its numbers,
@@ -119,6 +120,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         combine="max",
     ),
     counter(
+        "waits",
+        "times",
+        "Times that a request began to wait before it could run, by reason (docs/operations.md has "
+        "the list).",
+        Label("reason", tuple(reason.label for reason in WaitReason)),
+    ),
+    counter(
         "slot_waits",
         "times",
         "Times that a request could not start because too few slots can be had; it asks again "
@@ -204,6 +212,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
     counter("amx_refusals", "processes", "Workers to which Linux refused AMX tiles."),
     counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
+    counter(
+        "thread_errors",
+        "errors",
+        "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
+        "the thread goes on. The log has the first of each minute.",
+        Label("thread", ("writer", "loader")),
+    ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
     counter(
@@ -595,7 +610,7 @@ class Counters:
         return self._counted.totals()
 
     def take_gained(self) -> dict[str, float]:
-        """What counters gained since the last call; those that are new also if that is nothing."""
+        """Take the gains of counters since the last call; new ones also if that is nothing."""
         return self._counted.take()
 
     def take_gauges(self) -> dict[str, float]:

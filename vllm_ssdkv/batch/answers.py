@@ -36,7 +36,7 @@ NO_TOKENS: Final = Usage()
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an endpoint answered.
+    """Answer of an endpoint.
 
     Attributes:
         status: HTTP status.

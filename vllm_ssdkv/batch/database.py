@@ -149,7 +149,7 @@ class Database:
                     f"{path}: {error}; move the directory away to begin with an empty one"
                 ) from error
             raise StoreError(f"{path}: {error}; start again when that is over") from error
-        except FormatError:
+        except BaseException:
             self._connection.close()
             raise
 

@@ -1,4 +1,4 @@
-"""What the runner needs of the endpoints: a reply to a request, or word that there is none."""
+"""Interface of the endpoints to the runner: a reply to a request, or word that there is none."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Files:
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def path(self, identifier: str) -> Path:
-        """Where a file lies. ``identifier`` comes from the database, never from a request."""
+        """Path of a file. ``identifier`` comes from the database, never from a request."""
         return self._directory / identifier
 
     def used_bytes(self, owner: bytes | None = None) -> int:
@@ -115,7 +115,7 @@ class Files:
         )
 
     def full(self, owner: bytes) -> str:
-        """Why there is no room: what is used up, and the option that says so."""
+        """Reason for no room: the share that is used up, and the option that says so."""
         if self._config.capacity - self.used_bytes() <= self._of_a_key - self.used_bytes(owner):
             return f"{format_size(self._config.capacity)} (batch.capacity of this server)"
         return f"{format_size(self._of_a_key)}, the share of a key (batch.key_share of this server)"

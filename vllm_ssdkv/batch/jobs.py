@@ -81,7 +81,7 @@ def batch_object(row: sqlite3.Row) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a user asks for; checked."""
+    """Request for a batch; checked."""
 
     endpoint: str
     input_file: str

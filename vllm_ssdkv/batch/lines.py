@@ -37,7 +37,7 @@ class LineError(SSDKVError):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a line is.
+    """Place of a line in a file.
 
     Attributes:
         number: From 1, as editors count.

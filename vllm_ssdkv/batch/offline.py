@@ -33,7 +33,7 @@ that one is always waiting when another ends."""
 
 @dataclass
 class Progress:
-    """How far it is.
+    """Progress of a run.
 
     Attributes:
         requests: All of the input.

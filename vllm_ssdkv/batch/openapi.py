@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of the routes' parameters, which are checked by hand."""
+"""Parameters of the routes in ``/openapi.json``, which are checked by hand."""
 
 from __future__ import annotations
 

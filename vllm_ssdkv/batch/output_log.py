@@ -47,17 +47,20 @@ class PartialOutput:
         self._path: Final = output.with_name(f"{output.name}.{digest.hexdigest()[:16]}.part")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.fdopen(os.open(self._path, flags, 0o600), "r+b", buffering=0)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise BatchError(f"{self._path}: another process writes it") from None
         self._places: dict[str, tuple[int, int]] = {}
         self.failed = 0
         """Of the answers found here, those that are an error."""
         self._attempts: Counter[str] = Counter()
-        self._end = self._find()
-        self._file.truncate(self._end)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._end = self._find()
+            self._file.truncate(self._end)
+        except BlockingIOError:
+            self._file.close()
+            raise BatchError(f"{self._path}: another process writes it") from None
+        except BaseException:
+            self._file.close()
+            raise
 
     def _find(self) -> int:
         end = 0
@@ -87,7 +90,7 @@ class PartialOutput:
         return frozenset(self._places)
 
     def attempts(self, custom_id: str) -> int:
-        """How often a request was begun, and neither answered nor put back."""
+        """Times that a request was begun, and neither answered nor put back."""
         return 0 if custom_id in self._places else self._attempts[custom_id]
 
     def begin(self, custom_id: str) -> None:

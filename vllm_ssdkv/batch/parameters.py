@@ -151,7 +151,7 @@ async def json_body(request: Request) -> dict[str, Any]:
 
 
 def new_batch(body: Mapping[str, Any], endpoints: Collection[str]) -> NewBatch:
-    """What ``POST /v1/batches`` asks for.
+    """Parse the body of ``POST /v1/batches``.
 
     Raises:
         ApiError: 400, something is missing, unknown or wrong.

@@ -154,7 +154,7 @@ def limits(vllm_config: VllmConfig, concurrency: int) -> Limits:
 
 
 def directory(config: BatchConfig, model: str) -> Path:
-    """Where the jobs of a model's server lie."""
+    """Directory of the jobs of a model's server."""
     if config.directory is not None:
         return Path(config.directory)
     if os.path.exists(model):  # "./model" is another one elsewhere, and has other names, too

@@ -15,7 +15,7 @@ _GAUGE_MODE: Final = "livemostrecent"
 
 
 class BatchCounters:
-    """What the runner counts in. Any thread may call."""
+    """Counters of the runner. Any thread may call."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._counters: dict[str, Counter] = {}
@@ -58,5 +58,5 @@ class BatchCounters:
 
 @functools.cache
 def server_counters() -> BatchCounters:
-    """Those of this process's ``/metrics``."""
+    """Counters of this process's ``/metrics``."""
     return BatchCounters()

@@ -102,7 +102,7 @@ class Expected:
 
 
 class Room:
-    """How much of KV batches may take now. Not thread-safe, but for the engine's own call."""
+    """Share of KV that batches may take now. Not thread-safe, but for the engine's own call."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Whose turn it is: keys share the seats of batches evenly, and batches of a key take turns."""
+"""Round robin: keys share the seats of batches evenly, and batches of a key take turns."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ class Sending:
 
 
 def died(custom_id: str | None) -> LineError:
-    """Why a request is sent no more that was under way at too many deaths."""
+    """Error of a request that was under way at too many deaths."""
     return LineError(
         "server_died",
         f"The server or its engine died {DEATHS} times while this request was under way, the last "

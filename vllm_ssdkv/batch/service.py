@@ -1,4 +1,4 @@
-"""What the routes of one server work on: its configuration, files, jobs, and who asks."""
+"""State of one server that its routes share: configuration, files, jobs, and who asks."""
 
 from __future__ import annotations
 
@@ -77,16 +77,20 @@ def open_service(
     """
     os.makedirs(directory, mode=0o700, exist_ok=True)
     database = Database(directory / "jobs.db")
-    row = database.row("SELECT value FROM settings WHERE name = 'salt'")
-    share = 1 / max(1, keys) if config.key_share is None else config.key_share
-    files = Files(database, directory / "files", config, clock, share)
-    return Service(
-        directory=directory,
-        config=config,
-        database=database,
-        files=files,
-        jobs=Jobs(database, files, config, clock, share),
-        transfers=Transfers(share),
-        salt=b"" if row is None else bytes(row["value"]),
-        endpoints=endpoints,
-    )
+    try:
+        row = database.row("SELECT value FROM settings WHERE name = 'salt'")
+        share = 1 / max(1, keys) if config.key_share is None else config.key_share
+        files = Files(database, directory / "files", config, clock, share)
+        return Service(
+            directory=directory,
+            config=config,
+            database=database,
+            files=files,
+            jobs=Jobs(database, files, config, clock, share),
+            transfers=Transfers(share),
+            salt=b"" if row is None else bytes(row["value"]),
+            endpoints=endpoints,
+        )
+    except BaseException:
+        database.close()
+        raise

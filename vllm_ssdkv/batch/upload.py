@@ -29,7 +29,7 @@ _WRITE: Final = 256 * KIB
 
 @dataclass
 class Form:
-    """What has arrived so far.
+    """Part of an upload that has arrived so far.
 
     Attributes:
         filename: Name that the client gives the file; only shown, never a path.

@@ -62,7 +62,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 class _Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why there is no result: an error of the operating system, or a text."""
+    """Cause of a missing result: an error of the operating system, or a text."""
 
     text: str
     errno: int = 0

@@ -1,4 +1,4 @@
-"""What commands are given: paths, sizes and files, each read in one way; and printing JSON."""
+"""Arguments of commands: paths, sizes and files, each read in one way; and printing JSON."""
 
 from __future__ import annotations
 

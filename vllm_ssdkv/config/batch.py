@@ -11,7 +11,7 @@ from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, 
 
 
 class BatchConfig(OptionModel):
-    """Where batch jobs live, and how much they may take. Only the batch plugin reads it."""
+    """Place of batch jobs, and their limits. Only the batch plugin reads it."""
 
     directory: Annotated[
         PathText | None,

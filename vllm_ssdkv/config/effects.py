@@ -15,7 +15,7 @@ from vllm_ssdkv.config.problems import path_text
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What an option needs to have an effect.
+    """Condition for an option to have an effect.
 
     Attributes:
         holds: Called with all options, and with the group or list entry that has this one.
@@ -145,7 +145,7 @@ def without_effect(config: SSDKVConfig, *, batch_api: bool = True) -> list[Ineff
 def _given(
     model: BaseModel, at: tuple[int | str, ...]
 ) -> Iterator[tuple[tuple[int | str, ...], BaseModel]]:
-    """Where each option is that was given, and the group that holds it, as they are declared."""
+    """Find the place of each option that was given, and the group that holds it, as declared."""
     for name in type(model).model_fields:
         if name not in model.model_fields_set:
             continue

@@ -24,7 +24,7 @@ def _command(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class EncryptionConfig(OptionModel):
-    """Where the key comes from: exactly one of the fields is given. Holds no key."""
+    """Source of the key: exactly one of the fields is given. Holds no key."""
 
     key_file: Annotated[
         PathText | None,

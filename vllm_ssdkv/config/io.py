@@ -130,7 +130,7 @@ class ThrottleConfig(OptionModel):
 
 
 class IoConfig(OptionModel):
-    """How bytes move between the devices and memory."""
+    """Transfer of bytes between the devices and memory."""
 
     engine: Annotated[
         Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"],

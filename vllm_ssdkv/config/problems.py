@@ -1,4 +1,4 @@
-"""What is wrong with given options, as one line per problem for the user."""
+"""Problems of given options, as one line per problem for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may choose for itself, in place of the engine's options.
+"""Options that a request may choose for itself, in place of the engine's.
 
 It is the object ``ssdkv`` in ``kv_transfer_params``, which vLLM takes with every request: a field
 of the OpenAI API, and ``SamplingParams(extra_args={"kv_transfer_params": ...})`` in Python.

@@ -1,4 +1,4 @@
-"""How options are declared, and the option tree as data.
+"""Declaration of options, and the option tree as data.
 
 Fields of an :class:`OptionModel` carry a description, a :class:`Reason` for the default and, where
 the type does not say it all, :class:`Allowed`. The error lines (``option_errors.py``) and the
@@ -32,7 +32,7 @@ _TYPE_TEXT: Final[dict[type, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why an option has the default that it has."""
+    """Reason for the default of an option."""
 
     text: str
 
@@ -44,7 +44,7 @@ def or_text(schema: JsonSchemaValue) -> JsonSchemaValue:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What an option accepts, where its type does not say so. Bounds are appended.
+    """Values that an option accepts, where its type does not say so. Bounds are appended.
 
     Attributes:
         text: Reads well after "allowed: ".
@@ -156,7 +156,8 @@ def _bounds(field: FieldInfo, is_size: bool) -> str:
 
 
 def allowed_text(field: FieldInfo) -> str:
-    """What the field accepts, e.g. ``an integer, from 1 to 256``."""
+    """Text of the values that the field accepts, e.g. ``an integer, from 1 to 256``. ``an integer,
+    from 1 to 256``."""
     inner, nullable = _without_none(field.annotation)
     declared = _metadata(field, Allowed)
     is_size = False

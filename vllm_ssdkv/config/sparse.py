@@ -18,7 +18,7 @@ a machine happens to be."""
 
 
 class SparseConfig(OptionModel):
-    """What a selector may choose, and the memory that choosing takes."""
+    """Limits of a selector's choice, and the memory that choosing takes."""
 
     budget: Annotated[
         float,

@@ -1,1 +1,1 @@
-"""What vLLM talks to: the connector's two halves and what passes between them."""
+"""vLLM's side of the package: the connector's two halves and the messages between them."""

@@ -31,11 +31,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.base.errors import StepError, UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.compatibility import keeps_dtype, refusal_of_layer
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
+from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.connector.obstacle import Obstacle
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.kernels.operands.block_layout import (
@@ -47,7 +48,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CONNECTOR_NAME = "SSDKVConnector"
+    from vllm_ssdkv.connector.worker.paged_step import PagedStep
 
 _last_known: list[SSDKVConfig | None] = [None]
 
@@ -62,7 +63,7 @@ def page_config(vllm_config: VllmConfig | None = None) -> SSDKVConfig | None:
     if vllm_config is not None:
         transfer = vllm_config.kv_transfer_config
         config = None
-        if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
+        if transfer is not None and transfer.kv_connector == CONNECTOR:
             config = SSDKVConfig.from_extra_config(transfer.kv_connector_extra_config)
         _last_known[0] = config if config is not None and config.mode == "page" else None
     return _last_known[0]
@@ -78,6 +79,10 @@ class PagedMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     num_actual_tokens: int
     rows: RowBatch | None = None
+
+    def writes_kv(self) -> bool:
+        """Look for tokens with a place in the KV cache: those of dummy runs have none."""
+        return bool((self.slot_mapping[: self.num_actual_tokens] >= 0).any())
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
@@ -194,13 +199,29 @@ class PagedAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer; ``query`` and ``output`` are [T, Hq * D] or [T, Hq, D]."""
+        """Attention of one layer; ``query`` and ``output`` are [T, Hq * D] or [T, Hq, D].
+
+        Zeros in vLLM's profiling, warm-up and dummy runs, in which there is no request.
+
+        Raises:
+            StepError: there are requests, and no step to attend for.
+        """
         worker = active_worker.worker()
-        if attn_metadata is None or worker is None or worker.step is None:
-            return output.zero_()  # warm-up: there is no request
+        if attn_metadata is None:
+            return output.zero_()
+        if worker is None or worker.step is None:
+            warming_up = worker is not None and not worker.began
+            if not warming_up and attn_metadata.writes_kv():
+                raise StepError(
+                    f"{layer.layer_name}: vLLM computes tokens of requests without a step of "
+                    f"{CONNECTOR}: zeros would be served as their attention. It runs another "
+                    "version of vLLM than is supported, or another connector beside it; please "
+                    "report it"
+                )
+            return output.zero_()
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.rows is None:
-            attn_metadata.rows = self._rows(attn_metadata, worker.layout.block_tokens)
+            attn_metadata.rows = self._rows(worker.step, attn_metadata, worker.layout.block_tokens)
         queries = self._heads(query, tokens)
         values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
         attend_layer(
@@ -224,15 +245,12 @@ class PagedAttentionImpl(AttentionImpl):
         return values.view(tokens, self.num_heads, self.head_size)
 
     @staticmethod
-    def _rows(metadata: PagedMetadata, block_tokens: int) -> RowBatch:
-        worker = active_worker.worker()
-        if worker is None or worker.step is None:
-            raise RuntimeError("there is no step to attend for")
+    def _rows(step: PagedStep, metadata: PagedMetadata, block_tokens: int) -> RowBatch:
         query_start = metadata.query_start.numpy().astype(np.int64)
         # Batch rows carry no request ids: the block that a row's first token is written to does.
         blocks = metadata.slot_mapping.cpu().numpy()[query_start[:-1]] // block_tokens
         return rows_of_step(
-            worker.step,
+            step,
             query_start,
             metadata.seq_lens.cpu().numpy().astype(np.int64)[: len(blocks)],
             metadata.block_table.cpu().numpy().astype(np.int64),
@@ -309,7 +327,7 @@ class SSDKVBackend(AttentionBackend):
         config = page_config()
         if config is None:
             raise UnsupportedError(
-                "--attention-backend CUSTOM is the page mode of SSDKVConnector: set "
+                f"--attention-backend CUSTOM is the page mode of {CONNECTOR}: set "
                 'kv_connector_extra_config.mode to "page", or leave the backend to vLLM'
             )
         return _tiered(spec, config)

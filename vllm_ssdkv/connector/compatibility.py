@@ -96,7 +96,7 @@ def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
 
 
 def _blocks(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
-    """What does not go with the size of a block."""
+    """Obstacles in the size of a block."""
     cache = vllm_config.cache_config
     if cache.prefix_match_unit not in (None, cache.block_size):
         yield Obstacle(
@@ -171,7 +171,7 @@ def _kv_bytes(model: ModelConfig) -> set[int]:
 
 
 def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
-    """What page mode does not serve."""
+    """Obstacles to page mode."""
     yield from obstacles_to_page_mode(config, vllm_config)
     yield from _page_mode_model(vllm_config.model_config, vllm_config)
     model = vllm_config.model_config

@@ -26,6 +26,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import active_worker, startup
 from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
 from vllm_ssdkv.connector.metrics.stats import Payload, SSDKVPromMetrics, SSDKVStats
+from vllm_ssdkv.connector.scheduler.match import Hit, Miss, Wait
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
@@ -111,9 +112,15 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens the store holds beyond those in HBM; loading is asynchronous."""
-        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        """Tokens the store holds beyond those in HBM, and whether they are loaded beside steps;
+        None has vLLM ask again."""
+        match self.scheduler.matched_tokens(request, num_computed_tokens):
+            case Wait():
+                return None, False
+            case Miss():
+                return 0, False
+            case Hit(tokens):
+                return tokens, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -162,8 +169,12 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             UnsupportedError: the cache cannot be stored, or failed loads would end requests.
         """
-        startup.check_failure_policy(self._vllm_config)
-        self.worker.register(kv_caches)
+        try:
+            startup.check_failure_policy(self._vllm_config)
+            self.worker.register(kv_caches)
+        except BaseException:
+            self.shutdown()  # vLLM does not, of an engine that never was
+            raise
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; in page mode its reads begin now, before the forward pass."""
@@ -217,7 +228,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler must hear of."""
+        """Report for the scheduler."""
         report = self.worker.take_report()
         return None if report is None else SSDKVWorkerMetadata([(self.worker.rank, report)])
 

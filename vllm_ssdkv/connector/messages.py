@@ -1,4 +1,4 @@
-"""What crosses the process boundary between scheduler and workers, once per step each way.
+"""Messages between scheduler and workers, once per step each way.
 
 Everything is plain dataclasses and numpy arrays. vLLM's own types of them are in ``metadata.py``.
 """
@@ -51,7 +51,7 @@ class CopyToDram:
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
 
     def part(self, which: NDArray[np.bool_]) -> CopyToDram:
-        """Those that ``which``, [n], selects."""
+        """Select ``which``, [n]."""
         return CopyToDram(self.slots[which], self.epochs[which], self.block_ids[which])
 
 
@@ -141,7 +141,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """Where one rank's time for a load went, in seconds. No tokens: the load failed.
+    """Time of one rank for a load, by part, in seconds. No tokens: the load failed.
 
     ``queued_s`` was spent behind other loads, the others on what the tokens came from. What is in
     DRAM is copied while the devices read: that time is in both.

@@ -1,4 +1,4 @@
-"""What the connector must know of the model: which KV a slot holds, and what makes it the same KV.
+"""Layout of the model's KV: the part that a slot holds, and the facts that make it the same KV.
 
 Both roles build these from the same vLLM configuration, so scheduler and workers agree on slot
 sizes and fingerprint without talking to each other.
@@ -187,7 +187,8 @@ def kv_layout(
 
 
 def context_layers(vllm_config: VllmConfig, layout: KVLayout) -> tuple[int, ...]:
-    """Which layers attend to more than a sliding window, ascending; the model must be there."""
+    """Numbers of the layers that attend to more than a sliding window, ascending; the model must be
+    there."""
     modules = vllm_config.compilation_config.static_forward_context
     return tuple(
         i

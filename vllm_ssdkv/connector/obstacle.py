@@ -1,4 +1,4 @@
-"""What keeps an engine from starting, and the ways out, of which only those are named that work."""
+"""Obstacles to a start, and the ways out, of which only those are named that work."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
+from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
@@ -103,21 +105,24 @@ def open_worker(
     if vllm_config.device_config.device_type == "cpu":
         request_amx(counters)
     contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
-    opened = open_rank(found.place, rank, counters, contexts)
-    counters.start_at_zero(opened.files.health.paths)
-    counters.set(
-        "info", 1, mode=config.mode, io_engine=opened.files.engine.name, selector=config.selector
-    )
-    if rank == 0:
-        logger.info("%s", _summary(config, found, opened, contexts))
-    layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
-    modules = vllm_config.compilation_config.static_forward_context
-    model = LoadedModel(
-        (modules[name] for name in found.layout.all_layers),
-        functools.partial(digest_of_files, vllm_config),
-    )
-    tell_weights = functools.partial(found.place.tell_weights, rank)
-    return SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+    with ExitStack() as stack:
+        opened = open_rank(found.place, rank, counters, contexts)
+        stack.callback(opened.close)
+        counters.start_at_zero(opened.files.health.paths)
+        engine = opened.files.engine.name
+        counters.set("info", 1, mode=config.mode, io_engine=engine, selector=config.selector)
+        if rank == 0:
+            logger.info("%s", _summary(config, found, opened, contexts))
+        layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
+        modules = vllm_config.compilation_config.static_forward_context
+        model = LoadedModel(
+            (modules[name] for name in found.layout.all_layers),
+            functools.partial(digest_of_files, vllm_config),
+        )
+        tell_weights = functools.partial(found.place.tell_weights, rank)
+        worker = SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+        stack.pop_all()
+    return worker
 
 
 def _context_blocks(
@@ -151,65 +156,93 @@ def open_scheduler(
         # vLLM reads the policy after this constructor. Its default ends requests whose load
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
-    counters = found.place.counters
-    layout = found.layout
-    if config.verify_hits and element_type(layout.dtype, layout.cache_dtype) is None:
-        logger.warning(
-            "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
-            layout.cache_dtype,
-        )
-        config = config.model_copy(update={"verify_hits": 0})
-    if config.verify_hits and config.selector != "exact":
-        # Blocks that were decoded from a part of their context are not what a prompt would make.
-        config = config.model_copy(update={"verify_hits": 0})
+    config = _with_hits_to_verify(config, found.layout)
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     identities = RankIdentities(settings, found.place.bind(settings))
-    index, rebalancer = open_index(found.place, counters)
-    manifest = found.place.stored()
-    suspension = Suspension(
-        index, counters, found.place.suspend, [found.place.state], manifest.suspended
-    )
-    scheduler = SSDKVScheduler(
-        config,
-        index,
-        rebalancer,
-        [device.path for device in manifest.devices],
-        found.layout.block_tokens,
-        vllm_config.model_config.max_model_len,
-        AdmissionSlots(vllm_config.scheduler_config),
-        found.layout.tp_size,
-        counters,
-        LoadOrRecompute(
+    max_model_len = vllm_config.model_config.max_model_len
+    with ExitStack() as stack:
+        store = _open_store(config, found, stack)
+        if config.mode == "page":
+            _check_room(found, store, max_model_len)
+        engine = EngineFacts(
+            found.layout.block_tokens,
+            max_model_len,
+            found.layout.tp_size,
+            Speculation.of(vllm_config, found.layout.block_tokens),
+            reuses=_reuses(vllm_config),
+        )
+        choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.
             always=config.mode == "page" or config.load == "always",
             block_tokens=found.layout.block_tokens,
             chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             ranks=found.layout.tp_size,
-            counters=counters,
-        ),
-        _write_policy(config, found, rebalancer.placement, index.num_slots, counters),
-        identities,
-        suspension,
-        found.place.name_key(),
-        Speculation.of(vllm_config, found.layout.block_tokens),
-        reuses=_reuses(vllm_config),
-    )
-    longest = vllm_config.model_config.max_model_len // found.layout.block_tokens + 1
-    gauges = index.gauges()
-    slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += 0 if rebalancer.growth is None else rebalancer.growth.to_come
-    if config.mode == "page" and slots < longest:
-        scheduler.close()
-        if suspension:
-            raise suspension.no_room()
-        needed = round_up(found.place.capacity_for(longest), MIB)
-        raise ConfigError(
-            f"the store has {slots} slots of {found.layout.block_tokens} tokens, a "
-            f"request of --max-model-len {vllm_config.model_config.max_model_len} needs {longest}: "
-            f"raise the capacity of the devices to {format_size(needed)} in all, or lower "
-            "--max-model-len"
+            counters=store.counters,
         )
+        seats = AdmissionSlots(vllm_config.scheduler_config)
+        scheduler = SSDKVScheduler(config, engine, store, identities, choice, seats)
+        stack.pop_all()
     return scheduler
+
+
+def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
+    """The options, with ``verify_hits`` off where a comparison would say nothing."""
+    if not config.verify_hits:
+        return config
+    if element_type(layout.dtype, layout.cache_dtype) is None:
+        logger.warning(
+            "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
+            layout.cache_dtype,
+        )
+        return config.model_copy(update={"verify_hits": 0})
+    if config.selector != "exact":
+        # Blocks that were decoded from a part of their context are not what a prompt would make.
+        return config.model_copy(update={"verify_hits": 0})
+    return config
+
+
+def _open_store(config: SSDKVConfig, found: _Identity, stack: ExitStack) -> SchedulerStore:
+    """Index, journal and manifest. ``stack`` closes what was opened if the start fails."""
+    counters = found.place.counters
+    index, rebalancer = open_index(found.place, counters)
+    stack.callback(index.close)
+    stack.callback(rebalancer.close)
+    policy = _write_policy(config, found, rebalancer.placement, index.num_slots, counters)
+    stack.callback(policy.close)
+    manifest = found.place.stored()
+    return SchedulerStore(
+        index,
+        rebalancer,
+        [device.path for device in manifest.devices],
+        Suspension(index, counters, found.place.suspend, [found.place.state], manifest.suspended),
+        policy,
+        counters,
+        found.place.name_key(),
+    )
+
+
+def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> None:
+    """Check that page mode has room.
+
+    Raises:
+        ConfigError: the store cannot hold one request of the maximum length.
+        StoreFailedError: it could, but it is suspended.
+    """
+    block_tokens = found.layout.block_tokens
+    longest = max_model_len // block_tokens + 1
+    gauges, growth = store.index.gauges(), store.rebalancer.growth
+    slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
+    slots += 0 if growth is None else growth.to_come
+    if slots >= longest:
+        return
+    if store.suspension:
+        raise store.suspension.no_room()
+    needed = round_up(found.place.capacity_for(longest), MIB)
+    raise ConfigError(
+        f"the store has {slots} slots of {block_tokens} tokens, a request of --max-model-len "
+        f"{max_model_len} needs {longest}: raise the capacity of the devices to "
+        f"{format_size(needed)} in all, or lower --max-model-len"
+    )
 
 
 def _reuses(vllm_config: VllmConfig) -> bool:
@@ -226,8 +259,8 @@ def _reuses(vllm_config: VllmConfig) -> bool:
 
 
 def check_failure_policy(vllm_config: VllmConfig) -> None:
-    """Of a MultiConnector's child: raise UnsupportedError unless the parent has failed loads
-    computed again. It gives its children copies of its configuration, so nothing can be set here.
+    """Raise UnsupportedError unless a MultiConnector, our parent, has failed loads computed again.
+    It gives its children copies of its configuration, so nothing can be set here.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -254,10 +287,14 @@ def _write_policy(
     ranks = found.layout.tp_size
     bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
     share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
-    wear = WearLedger(found.place.state, names, counters)
     given = dict(zip(found.place.paths, config.devices, strict=False))  # none, by default
     devices = [given.get(d.path) if d.present else None for d in manifest.devices]
-    return WritePolicy(config, devices, wear, share, num_slots, counters)
+    wear = WearLedger(found.place.state, names, counters)
+    try:
+        return WritePolicy(config, devices, wear, share, num_slots, counters)
+    except BaseException:
+        wear.close()
+        raise
 
 
 def _check_backend(

@@ -2,7 +2,7 @@
 
 ``CpuKernels`` runs the native ones of ``vllm_ssdkv._kernels``, ``TritonKernels`` those of
 ``vllm_ssdkv.triton_kernels``; :func:`select_kernels` picks by device. Both follow the semantics of
-``attention/reference.py``.
+``profiling/dense_oracle.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 
 
 class AttentionKernels(Protocol):
-    """What page mode needs of a device.
+    """Attention kernels of a device for page mode.
 
     Calls are ordered: on the CPU each returns when it is done (the GIL is released meanwhile), on
     CUDA each is queued on the current stream. Any thread may call, as long as no two calls that

@@ -32,7 +32,7 @@ def load_native(threads: int) -> ModuleType:
 
 
 class NativeKernels:
-    """What every class of native kernels begins with."""
+    """Base of every class of native kernels."""
 
     def __init__(self, threads: int | None = None) -> None:
         """Load the module. ``threads`` bounds the threads of one call (default: torch's).

@@ -2,7 +2,7 @@
 
 ``CpuPageKernels`` runs the native ones of ``vllm_ssdkv._kernels``, ``TritonPageKernels`` those of
 ``vllm_ssdkv.triton_kernels``; :func:`select_page_kernels` picks by device. They follow the
-semantics of ``attention/reference_sparse.py``.
+semantics of ``tests/oracles/sparse_attention.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 
 class PageKernels(Protocol):
-    """What sparse attention needs of a device. Threads and order: as ``AttentionKernels``."""
+    """Kernels of a device for sparse attention. Threads and order: as ``AttentionKernels``."""
 
     device: torch.device
 
@@ -75,7 +75,7 @@ class PageKernels(Protocol):
         (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
         times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
         ``2 * head_size * itemsize`` bytes; what is left of them stays as it is. See
-        ``reference_sparse.scaled_channels``.
+        ``scaled_channels``.
         """
         ...
 

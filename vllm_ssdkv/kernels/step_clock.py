@@ -1,4 +1,4 @@
-"""Where the time of a step's attention goes.
+"""Times of the parts of a step's attention.
 
 Choosing pages, what fetching them costs the processor (looking them up, submitting, checking),
 guessing what will be chosen next while they are being read, waiting for bytes, attending, merging.
@@ -31,14 +31,14 @@ SELECT, FETCH, AHEAD, WAIT, ATTEND, MERGE = range(len(PARTS))
 
 
 class StepClock(Protocol):
-    """What a step's attention tells its time to: :class:`AttentionClock`, or a bench's own."""
+    """Clock of a step's attention: :class:`AttentionClock`, or a bench's own."""
 
     def start(self) -> None:
         """Attention of a layer begins."""
 
     def lap(self, part: int) -> None:
-        """What was done since the last call was this part."""
+        """Charge the time since the last call to this part."""
 
     @property
     def seconds(self) -> Sequence[float]:
-        """Of every part, so far."""
+        """Seconds of every part, so far."""

@@ -1,4 +1,4 @@
-"""What the next query of a request will probably choose.
+"""Prediction of the pages that the next query of a request will choose.
 
 Three of four pages are what the query before it chose, and about a third of what came next by that
 one's scores is chosen anew.
@@ -61,7 +61,7 @@ class SelectionHistory:
     def recall(
         self, layer: int, requests: Sequence[str], blocks: NDArray[np.int64]
     ) -> Prediction | None:
-        """What these rows chose last; None: nothing is known of them.
+        """Last choices of these rows; None: nothing is known of them.
 
         A row whose context has become shorter has begun anew: nothing is known of it.
         """
@@ -89,7 +89,7 @@ class SelectionHistory:
 
 @dataclass(frozen=True, slots=True)
 class Prefetcher:
-    """What is known of the next queries; see the module.
+    """Memory of the latest choices; see the module.
 
     Attributes:
         likely: What was chosen: worth reading in any case.

@@ -1,4 +1,4 @@
-"""What a selector is given and what it answers; every selector and its callers rest on this.
+"""Input and output of a selector; every selector and its callers rest on this.
 
 A *row* is the single query token of a request in decode (prefill is exact and selects nothing). Its
 keys are the *context*, complete blocks in DRAM and on SSD, and the *window*, the newest tokens in
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many earlier tokens of a row may be attended to, those of window and sinks included.
+    """Limit on the earlier tokens that a row may attend to, those of window and sinks included.
 
     Exactly one of the two is set: ``share`` of all earlier tokens, above 0 and at most 1, or a
     number of ``tokens``, at least 0. Raises ``ValueError`` otherwise. The current token is free
@@ -68,7 +68,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What of a :class:`ContextSummaries` a selector reads, beside the rows' sizes.
+    """Parts of a :class:`ContextSummaries` that a selector reads, beside the rows' sizes.
 
     ``bounds``: ``bounds_base``. ``channels``, how many per KV head: ``channel_base`` or
     ``channel_source``, and ``window_base``. ``mean_value``: not the selector itself, but the step
@@ -82,7 +82,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class ContextSummaries:
-    """What is known of R rows' contexts in one layer. Holds references, copies nothing.
+    """Summaries of R rows' contexts in one layer. Holds references, copies nothing.
 
     Row r has the context blocks ``row_begin[r] .. row_end[r]`` (int32 ``[R]``, end exclusive) of B
     blocks, in context order, all of them complete. Addresses are absolute, uint64 ``[B]``, of

@@ -80,7 +80,7 @@ class Scorer(Protocol):
 
 
 class ScoringKernels(Protocol):
-    """What selection needs of a device. Threads: as ``AttentionKernels``.
+    """Kernels of a device for selection. Threads: as ``AttentionKernels``.
 
     All raise ``ValueError`` before any work if arguments do not fit. Queries are on the kernels'
     device, ``[R, q_heads, head_size]``; what a :class:`Selection` holds is on the host in any case,

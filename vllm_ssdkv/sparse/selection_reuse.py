@@ -33,7 +33,7 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """Where R rows stand, int64 [R] each.
+    """Positions of R rows, int64 [R] each.
 
     Attributes:
         position: Of the current token.
@@ -48,7 +48,7 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What R rows of one layer attend to.
+    """Selections of R rows of one layer that are kept.
 
     Attributes:
         query: That chose, [R, q_heads, head_size].
@@ -107,7 +107,7 @@ class SelectionReuse:
         query: torch.Tensor,
         choose: Callable[[I64], Selection],
     ) -> tuple[Selection, int]:
-        """What R rows attend to in a layer, and how many of them do not choose it now.
+        """Selections of R rows in a layer, and the number of rows that do not choose now.
 
         Args:
             layer: From 0.
@@ -148,7 +148,7 @@ class SelectionReuse:
         return selection, len(stay)
 
     def _recall(self, layer: int, requests: Sequence[str]) -> tuple[I64, _Kept | None]:
-        """Which of the rows are known, ascending, and what is kept for them."""
+        """Rows that are known, ascending, and what is kept for them."""
         where = self._where[layer]
         found = [(row, *where[name]) for row, name in enumerate(requests) if name in where]
         known = np.array([row for row, _, _ in found], dtype=np.int64)
@@ -177,7 +177,7 @@ class SelectionReuse:
     def _stands(
         self, kept: _Kept, known: I64, sizes: RowSizes, query: torch.Tensor
     ) -> NDArray[np.bool_]:
-        """Which of the kept selections the rows ``known`` attend to once more."""
+        """Mask of the kept selections that the rows ``known`` attend to once more."""
         age = sizes.position[known] - kept.position
         more = sizes.pages[known] - kept.pages
         tokens = kept.tokens + more * self._layout.page_tokens

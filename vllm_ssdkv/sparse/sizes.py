@@ -1,4 +1,4 @@
-"""How long the contexts and windows of a step's rows are, and what follows from it.
+"""Sizes of the contexts and windows of a step's rows, and what follows from them.
 
 All of it is the same in every layer: it is worked out once per step, not once per layer.
 """
@@ -20,7 +20,7 @@ Offsets = NDArray[np.int64]
 
 
 def offsets(counts: NDArray[np.int64]) -> Offsets:
-    """Where each row's columns begin, and the end of the last, int64 [R + 1]."""
+    """Offsets of each row's columns, and the end of the last, int64 [R + 1]."""
     first = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=first[1:])
     return first

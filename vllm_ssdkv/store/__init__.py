@@ -1,1 +1,1 @@
-"""Where KV lives: layout, index, journal, DRAM frames, data files. Knows no vLLM."""
+"""Storage of KV: format, index, journal, DRAM frames, data files. Knows no vLLM."""

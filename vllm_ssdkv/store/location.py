@@ -1,4 +1,4 @@
-"""Where a store's state is, and which manifest counts of all that lie on its devices.
+"""Location of a store's state, and of the manifest that counts among all on its devices.
 
 ``store.json`` in the state directory is the first choice. When it is damaged, lost with its drive,
 or older than a copy on a device, which is true of a backup, the newest copy takes its place.
@@ -135,7 +135,7 @@ def holds_manifest(state: Path, store: str) -> bool:
 
 
 def state_elsewhere(device: Path) -> Path | None:
-    """Where the state of the store that a device is of lies, if that is there, and elsewhere.
+    """Directory of the state of the store that a device is of, if it is there, and elsewhere.
 
     Blocks on I/O.
     """

@@ -12,6 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -77,7 +78,7 @@ LOCK_TIMEOUT_S = 10.0
 
 
 class StorePlace:
-    """Where a store is and how large, as both roles work it out from the same options."""
+    """Place and size of a store, as both roles work them out from the same options."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class StorePlace:
         return b"" if self.key is None else self.key.names(UUID(self.stored().store))
 
     def codec(self, rank: int, arena: Arena) -> SlotCodec:
-        """What seals the slots of a rank. Blocks on I/O.
+        """Codec of the slots of a rank. Blocks on I/O.
 
         Raises:
             UnsupportedError: they are encrypted, and there is no libcrypto.
@@ -243,8 +244,7 @@ class StorePlace:
             set_aside(self.state / JOURNAL)
 
     def _retire_others(self, manifest: Manifest) -> None:
-        """Where the state directory was before, on a device that was away since, it is no more.
-        Blocks on I/O."""
+        """Retire state directories of before, on devices that were away since. Blocks on I/O."""
         for path in map(Path, self.paths):
             if path.resolve() == self.state.resolve():
                 continue
@@ -416,51 +416,62 @@ def open_rank(
     for path in set(place.paths) - set(paths):
         counters.add("device_lost", 1, device=path)
         counters.set("device_state", 0, device=path)
-    opened: list[OpenDevice] = []
-    try:
-        for index, path in enumerate(paths):
-            device = open_device(
-                path,
-                index=index,
-                rank=rank,
-                nbytes=round_up(placement.device_bytes(index), PAGE_ALIGN),
-                direct=place.config.io.direct,
-                lock_timeout_s=LOCK_TIMEOUT_S,
-            )
-            opened.append(device)
-            if place.config.trim:
-                trim_new(device, path)
-            if _claim(place, device, index, rank):
-                counters.add("device_lost", 1, device=path)
-                present[index].missed(0, manifest.opened + 1)
-            _cut_to_size(device)
+    with ExitStack() as stack:
+        opened = _open_devices(place, manifest, rank, counters, stack)
         arena = Arena(plan.nbytes)
+        stack.callback(arena.close)
         codec = place.codec(rank, arena)
         engine = open_engine(place.config.io.engine_options(), [d.fd for d in opened], paths, arena)
+        deadline = place.config.io.deadline
+        stack.callback(engine.close, deadline)
         arena.populate()
-    except BaseException:
-        for device in opened:
-            device.close()
-        raise
-    deadline = place.config.io.deadline
-    absent = range(len(present), len(manifest.devices))
-    health = DeviceHealth(paths, deadline, counters, absent=absent)
-    speed = ThroughputEstimator(paths, [device.weight for device in present])
-    files = SlotIO(
-        geometry,
-        placement,
-        engine,
-        health,
-        speed,
-        counters,
-        place.fingerprint.digest,
-        rank,
-        deadline,
-        codec,
-        Replicas(health, speed, manifest.numbers, [device.gap for device in present]),
-    )
-    capacities = tuple(device.capacity for device in present)
-    return OpenStore(files, tuple(opened), arena, plan, manifest.numbers, capacities, place.key_id)
+        absent = range(len(present), len(manifest.devices))
+        health = DeviceHealth(paths, deadline, counters, absent=absent)
+        speed = ThroughputEstimator(paths, [device.weight for device in present])
+        files = SlotIO(
+            geometry,
+            placement,
+            engine,
+            health,
+            speed,
+            counters,
+            place.fingerprint.digest,
+            rank,
+            deadline,
+            codec,
+            Replicas(health, speed, manifest.numbers, [device.gap for device in present]),
+        )
+        capacities = tuple(device.capacity for device in present)
+        found = OpenStore(files, opened, arena, plan, manifest.numbers, capacities, place.key_id)
+        stack.pop_all()
+    return found
+
+
+def _open_devices(
+    place: StorePlace, manifest: Manifest, rank: int, counters: Counters, stack: ExitStack
+) -> tuple[OpenDevice, ...]:
+    """This rank's data files, locked and claimed; ``stack`` closes those that were opened, should
+    a later one fail."""
+    placement, present = placement_of(manifest), manifest.present()
+    opened: list[OpenDevice] = []
+    for index, entry in enumerate(present):
+        device = open_device(
+            entry.path,
+            index=index,
+            rank=rank,
+            nbytes=round_up(placement.device_bytes(index), PAGE_ALIGN),
+            direct=place.config.io.direct,
+            lock_timeout_s=LOCK_TIMEOUT_S,
+        )
+        stack.callback(device.close)
+        opened.append(device)
+        if place.config.trim:
+            trim_new(device, entry.path)
+        if _claim(place, device, index, rank):
+            counters.add("device_lost", 1, device=entry.path)
+            entry.missed(0, manifest.opened + 1)
+        _cut_to_size(device)
+    return tuple(opened)
 
 
 def _cut_to_size(device: OpenDevice) -> None:
@@ -506,7 +517,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
 
 
 def _find_journal(place: StorePlace, manifest: Manifest) -> None:
-    """Where there should be a journal and is none, make it anew from the headers of the slots.
+    """Make a journal that should be there and is not anew, from the headers of the slots.
 
     Blocks on I/O, for as long as it takes to read these.
 
@@ -573,7 +584,7 @@ def _growth(
     rebalancer: Rebalancer,
     counters: Counters,
 ) -> StoreGrowth:
-    """Of a store that is smaller than it may be."""
+    """Growth of a store that is smaller than it may be."""
     whole = division_of(manifest, place.state, replicas=place.config.replicas)
     devices = [Path(device.path) for device in manifest.devices]
     spaces = [
@@ -596,6 +607,45 @@ def _growth(
     return StoreGrowth(rebalancer, following, reserve, whole.slots, index.free_now, counters)
 
 
+def _open_index(
+    place: StorePlace, manifest: Manifest, counters: Counters, stack: ExitStack
+) -> tuple[SlotIndex, Rebalancer]:
+    """See :func:`open_index`; ``stack`` closes what was opened, should the rest fail."""
+    journal = Journal(
+        place.state / JOURNAL,
+        store=UUID(manifest.store),
+        fingerprint=place.fingerprint.digest,
+        num_slots=manifest.numbers,
+        recover=place.config.recover,
+        progress=ProgressLog("ssdkv: recovering the index"),
+        lock_timeout_s=LOCK_TIMEOUT_S,
+    )
+    stack.callback(journal.close)
+    index = SlotIndex(manifest.numbers, journal, open_number=manifest.opened + 1)
+    with locked(place.state):
+        manifest = place.stored()
+        placement = _settle_index(manifest, index)
+        manifest.model = place.model
+        manifest.opened = index.opening
+        manifest.last_opened = int(time.time())
+        index.flush()  # a power loss must not bring back what the manifest calls gone
+        manifest.save(place.state)
+    place.copies.spread(manifest)
+
+    def save(segments: Sequence[Segment]) -> None:
+        index.flush(LOCK_TIMEOUT_S / 2)  # likewise, of what these segments held
+        place.save_segments(segments, rebalancer.weights)
+
+    saver = BackgroundSaver(save, counters)
+    stack.callback(saver.close, LOCK_TIMEOUT_S / 2)
+    replicas = place.config.replicas
+    rebalancer = Rebalancer(index, placement, manifest.weights(), saver, counters, replicas)
+    rebalancer.settle(LOCK_TIMEOUT_S)
+    if manifest.grows:
+        rebalancer.growth = _growth(place, manifest, index, rebalancer, counters)
+    return index, rebalancer
+
+
 def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[SlotIndex, Rebalancer]:
     """Open and recover the index of the store whose data files the workers hold. Blocks on I/O.
 
@@ -611,37 +661,9 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
     manifest = place.manifest()
     begin = time.monotonic()
     _find_journal(place, manifest)
-    journal = Journal(
-        place.state / JOURNAL,
-        store=UUID(manifest.store),
-        fingerprint=place.fingerprint.digest,
-        num_slots=manifest.numbers,
-        recover=place.config.recover,
-        progress=ProgressLog("ssdkv: recovering the index"),
-        lock_timeout_s=LOCK_TIMEOUT_S,
-    )
-    index = SlotIndex(manifest.numbers, journal, open_number=manifest.opened + 1)
-    with locked(place.state):
-        manifest = place.stored()
-        placement = _settle_index(manifest, index)
-        manifest.model = place.model
-        manifest.opened = index.opening
-        manifest.last_opened = int(time.time())
-        index.flush()  # a power loss must not bring back what the manifest calls gone
-        manifest.save(place.state)
-    place.copies.spread(manifest)
-    counters = counters or Counters()
-
-    def save(segments: Sequence[Segment]) -> None:
-        index.flush(LOCK_TIMEOUT_S / 2)  # likewise, of what these segments held
-        place.save_segments(segments, rebalancer.weights)
-
-    saver = BackgroundSaver(save, counters)
-    replicas = place.config.replicas
-    rebalancer = Rebalancer(index, placement, manifest.weights(), saver, counters, replicas)
-    rebalancer.settle(LOCK_TIMEOUT_S)
-    if manifest.grows:
-        rebalancer.growth = _growth(place, manifest, index, rebalancer, counters)
+    with ExitStack() as stack:
+        index, rebalancer = _open_index(place, manifest, counters or Counters(), stack)
+        stack.pop_all()
     counts = index.counters
     logger.info(
         "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from vllm_ssdkv.base.sizes import approximate_size
@@ -55,6 +56,11 @@ class OpenStore:
         )
 
     def close(self) -> None:
-        """Release the data files and their locks. The store's threads must have ended."""
-        for device in self.devices:
-            device.close()
+        """End the engine, and release memory, data files and their locks. The store's threads, if
+        there were any, must have ended. Memory that an I/O may still touch is leaked."""
+        with ExitStack() as stack:
+            for device in self.devices:
+                stack.callback(device.close)
+            # Its descriptors are duplicates: a lock lasts until it is closed, too.
+            if self.files.engine.close(0.0):
+                self.arena.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +98,6 @@ class TieredStore:
             # Padding between pages is written as it lies here: it must never hold plain bytes.
             arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
             images = BufferPool(plan.image_offset, plan.image_bytes, plan.images)
-        self._writer = Flusher(files, self.frames, self._seals, images, summarizer, trimmer)
-        self._loader = PrefixLoader(
-            files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
-        )
         self._pages: SelectedPageCache | None = None
         self._balancer: DramBalancer | None = None
         self._hot: GpuPageCache | None = None
@@ -145,18 +142,26 @@ class TieredStore:
         self._stream: ContextStream | None = None
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
-        if scrub_rate is not None:
-            pieces = BufferPool(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
-            self._scrubber = Scrubber(
-                files,
-                arena,
-                pieces,
-                num_slots,
-                scrub_rate,
-                idle=self.idle,
-                writing=self._writer.writes,
-                visit=self._writer.visit,
+        with ExitStack() as stack:  # last, since these are threads
+            self._writer = Flusher(files, self.frames, self._seals, images, summarizer, trimmer)
+            stack.callback(self._writer.close, files.deadline_s)
+            self._loader = PrefixLoader(
+                files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
             )
+            stack.callback(self._loader.close, files.deadline_s)
+            if scrub_rate is not None:
+                pieces = BufferPool(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
+                self._scrubber = Scrubber(
+                    files,
+                    arena,
+                    pieces,
+                    num_slots,
+                    scrub_rate,
+                    idle=self.idle,
+                    writing=self._writer.writes,
+                    visit=self._writer.visit,
+                )
+            stack.pop_all()
 
     def keep_hot_pages(self, memory: DeviceMemory) -> None:
         """Chosen pages are kept in this memory, too, which must live as long as the store.
@@ -192,9 +197,9 @@ class TieredStore:
     def streamed(
         self, contexts: Sequence[NDArray[np.int64]], most: float
     ) -> list[NDArray[np.int64]]:
-        """Which blocks of these contexts DRAM does not have and has room for, without taking any
-        from running contexts: for each its positions, ascending, in all ``most`` of the blocks that
-        are missing. Nothing, where room is for next to none."""
+        """Positions of blocks of these contexts that DRAM does not have and has room for, without
+        taking any from running contexts: of each context, ascending, in all ``most`` of the blocks
+        that are missing. Nothing, where room is for next to none."""
         found = [np.flatnonzero(self.frames.frames_of(slots) == NO_FRAME) for slots in contexts]
         missing = sum(map(len, found))
         room = self.frames.spare() + (0 if self._balancer is None else self._balancer.spare)
@@ -348,7 +353,7 @@ class TieredStore:
         return [] if self._scrubber is None else self._scrubber.take_mended()
 
     def believe(self, stored: Iterable[tuple[int, int]]) -> None:
-        """Of the pairs that the scrub has told, these are stored: it was right."""
+        """Confirm that these pairs, of those that the scrub has told, are stored: it was right."""
         if self._scrubber is not None:
             self._scrubber.believe(stored)
 

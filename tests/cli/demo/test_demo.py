@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.base.errors import StoreError, StoreLockedError
-from vllm_ssdkv.cli.demo import demo, directories, phase_process
+from vllm_ssdkv.cli.demo import demo, directories
 from vllm_ssdkv.cli.demo.plan import PHASES, TIMES_CAPACITY, DemoPlan, Phase
 from vllm_ssdkv.cli.demo.report import Report
 from vllm_ssdkv.cli.main import app
@@ -160,7 +160,7 @@ print("to the log")
     result, seen = child(text, tmp_path / "log")
     assert result["n"] == 7
     assert [event["event"] for event in seen] == ["ready", "result"]
-    assert phase_process.tail(tmp_path / "log") == "to the log"
+    assert child_process.tail(tmp_path / "log") == "to the log"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ print(inner.pid, os.getpid(), flush=True)
 print('{{"event": "ready"}}', file=events, flush=True)
 {close}time.sleep(600)
 """
-    read, late = phase_process._events, 0.0
+    read, late = child_process._events, 0.0
 
     def events(fd: int, deadline: float) -> Iterator[Event]:
         """Its time is up when it has said that it is ready, or has closed the pipe."""
@@ -197,12 +197,12 @@ print('{{"event": "ready"}}', file=events, flush=True)
             yield event
         late = 60.0
 
-    monkeypatch.setattr(phase_process, "_events", events)
+    monkeypatch.setattr(child_process, "_events", events)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late)
-    monkeypatch.setattr(phase_process, "time", clock)
+    monkeypatch.setattr(child_process, "time", clock)
     with pytest.raises(PhaseError, match="did not end within 60 s"):
         child(text, tmp_path / "log")
-    pids = [int(pid) for pid in phase_process.tail(tmp_path / "log").split()]
+    pids = [int(pid) for pid in child_process.tail(tmp_path / "log").split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in pids):
@@ -221,7 +221,7 @@ def test_a_signal_in_the_middle_of_a_start_leaves_no_process(
         return started[0]
 
     popen = subprocess.Popen
-    monkeypatch.setattr(phase_process.subprocess, "Popen", start)
+    monkeypatch.setattr(child_process.subprocess, "Popen", start)
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
@@ -352,7 +352,7 @@ def test_problems_end_the_demo_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failing_phase_shows_its_log(monkeypatch: pytest.MonkeyPatch, own_home: Path) -> None:
     def fail(plan: DemoPlan, phase: Phase, log: Path, *_: object) -> Event:
-        log.write_text("first\n" * phase_process.TAIL_LINES + "the cause\n")
+        log.write_text("first\n" * child_process.TAIL_LINES + "the cause\n")
         raise PhaseError("failed with exit code 9")
 
     monkeypatch.setattr(demo, "run_phase", fail)
@@ -378,6 +378,7 @@ def test_the_tables_fit_a_terminal() -> None:
 # --- for real
 
 
+@pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_the_demo_keeps_its_promise(tmp_devices: Devices, tmp_path: Path) -> None:
     drives = tmp_devices(3)
@@ -411,4 +412,4 @@ def test_the_demo_keeps_its_promise(tmp_devices: Devices, tmp_path: Path) -> Non
         assert request["restart"]["from_store"] == 2016
         assert all(request[phase]["ttft_s"] > 0 for phase in PHASES)
     assert figures["bytes_read_after_restart"] >= 4 * 2016 * 1536
-    assert [list(directory.iterdir()) for directory in directories] == [[], [], []]
+    assert [list(directory.iterdir()) for directory in drives] == [[], [], []]

@@ -1,4 +1,4 @@
-"""Which drives a path lies on, in a sysfs made for the test."""
+"""Drives that a path lies on, in a sysfs made for the test."""
 
 from __future__ import annotations
 

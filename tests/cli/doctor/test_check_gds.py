@@ -1,4 +1,4 @@
-"""What is said about GPUDirect Storage."""
+"""Findings about GPUDirect Storage."""
 
 from __future__ import annotations
 

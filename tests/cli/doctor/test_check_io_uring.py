@@ -1,4 +1,4 @@
-"""What the doctor says about io_uring, each case by its cause."""
+"""Findings about io_uring, each case by its cause."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from vllm_ssdkv.base import host
 from vllm_ssdkv.base.host import Mount
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.cli.bench import measure
@@ -205,7 +206,7 @@ def test_the_longest_and_newest_mount_holds_a_path(
     ]
     table = tmp_path / "mountinfo"
     table.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(check_devices, "MOUNTS", table)
+    monkeypatch.setattr(host, "MOUNTS", table)
     (tmp_path / "a b").mkdir()
     assert check_devices.mount_of(tmp_path / "a b" / "later" / "still") == Mount(
         f"{tmp_path}/a b", "xfs", "/dev/nvme0n1"

@@ -1,4 +1,4 @@
-"""What two scrapes come to."""
+"""Rates and states of two scrapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is, by vLLM's own scheduler: hits that are loaded ahead are before everybody else,
+"""Order of seats by vLLM's own scheduler: hits that are loaded ahead are before everybody else,
 so there may not be many where it schedules by priority."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_no_more_hits_are_loaded_ahead_than_there_are_seats(full: Simulation) ->
     most = 0
     while "batch 0" not in full.finished:
         full.step()
-        most = max(most, len(full.ours._seats))
+        most = max(most, len(full.seats))
         full.end_io()
     assert 0 < most <= SEATS
     end(full, *full.requests)

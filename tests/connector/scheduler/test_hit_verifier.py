@@ -161,7 +161,7 @@ class TestDifference:
         assert "request a" in reason
         assert gauges(run)["store_suspended"] == 1
         assert verified(run, "differs") == 1
-        assert not run.ours._verifier
+        assert not run.ours.verifier
 
     def test_the_request_itself_is_computed_anew(self, reuse: Make) -> None:
         """Its first blocks are not to be trusted: vLLM is told of an invalid one."""

@@ -1,4 +1,4 @@
-"""Who waits for whom after loads have failed."""
+"""Order of requests after loads have failed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_room_for_drafts_is_what_vllm_wants(
     reuse: Make, windows: tuple[int | None, ...], method: str
 ) -> None:
     run = reuse(windows=windows, drafts=drafts_like(method))
-    ours = len(windows) * run.ours._failed_loads._step_blocks
+    ours = len(windows) * run.ours.loads.retries.step_blocks
     assert ours == run.scheduler._spec_decode_step_blocks > 0
 
 

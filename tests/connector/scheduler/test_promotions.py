@@ -1,4 +1,4 @@
-"""What running requests read in every step is brought into DRAM; see ``simulation.py``."""
+"""Promotion to DRAM of blocks that running requests read in every step; see ``simulation.py``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_streamed_is_brought_in_when_there_is_room(page: Make, ranks: in
     assert pinned >= len(slots)
     assert run.ours.counters.total("hit_tokens_computed") == 0
     assert len(promotions(run)) == 1
-    assert run.ours._choice.load.known is False, "it shares the drives: it says nothing of hits"
+    assert run.choice.load.known is False, "it shares the drives: it says nothing of hits"
 
 
 def test_requests_end_while_their_blocks_are_brought_in(page: Make) -> None:

@@ -52,7 +52,7 @@ def found(run: Simulation, tokens: list[int] = PROMPT) -> list[int]:
 
 
 def lanes(run: Simulation, slots: Iterable[int]) -> set[tuple[int, ...]]:
-    placement = run.ours._rebalancer.placement
+    placement = run.rebalancer.placement
     return {s.lanes for s in placement.segments if set(s.all_slots().tolist()) & set(slots)}
 
 
@@ -263,7 +263,7 @@ def test_what_was_read_long_ago_does_not_move(reuse: Make, monkeypatch: pytest.M
 def test_what_a_budget_has_room_for_moves(reuse: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = reuse(slots=100, frames=FRAMES)
     before = with_slow_device(run)
-    monkeypatch.setattr(run.ours._policy, "used_up", lambda under_way: under_way >= 2)
+    monkeypatch.setattr(run.write_policy, "used_up", lambda under_way: under_way >= 2)
     ask(run, "a")
     assert (moved(run), failed(run)) == (2, 0)
     assert [old for old, _ in planned(run)] == before[-2:]
@@ -276,7 +276,7 @@ def test_nothing_is_fetched_after_the_budget_is_used_up(
     before = with_slow_device(run)
     run.ranks[0].cold.update(before)
     begin_to_move(run)
-    monkeypatch.setattr(run.ours._policy, "used_up", lambda under_way: True)
+    monkeypatch.setattr(run.write_policy, "used_up", lambda under_way: True)
     end(run, "a")
     run.check_idle()
     assert (fetched(run), moved(run)) == ([], 0)
@@ -377,7 +377,7 @@ def test_a_budget_that_is_used_up_moves_nothing(tmp_path_factory: pytest.TempPat
     config: VllmConfig = engine_config(model, "reuse", devices=devices)
     run = Simulation(config, slots=100, frames=FRAMES)
     with_slow_device(run)
-    run.ours._policy.wrote([(0, 16 << 20)])
+    run.write_policy.wrote([(0, 16 << 20)])
     ask(run, "a")
     assert planned(run) == []
 

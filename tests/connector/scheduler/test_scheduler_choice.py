@@ -1,4 +1,4 @@
-"""Whether a hit is loaded or computed again, in vLLM's own scheduler; see ``simulation.py``."""
+"""Choice between loading a hit and computing it, in vLLM's own scheduler; see ``simulation.py``."""
 
 from __future__ import annotations
 

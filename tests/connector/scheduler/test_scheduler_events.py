@@ -18,6 +18,7 @@ from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
 from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.connector.messages import BACKGROUND, RankReport
+from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
@@ -134,8 +135,8 @@ def test_what_is_still_being_loaded_is_nobody_elses(page: Make) -> None:
     assert len(theirs) > 4
     for _ in range(3):
         run.step()
-    assert run.ours._requests["computed"].slots
-    assert not theirs & set(run.ours._requests["computed"].slots)
+    assert run.ours.requests["computed"].slots
+    assert not theirs & set(run.ours.requests["computed"].slots)
     end(run, "hit", "computed")
 
 
@@ -401,16 +402,16 @@ def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
     run.ranks[0].report.speeds.append((0, 0.2))
     run.add("a", prompt(20), 4)
     end(run, "a")
-    assert run.ours._rebalancer.weights == [0.2, 1.0]
+    assert run.rebalancer.weights == [0.2, 1.0]
     for name in "bcd":  # segments are striped anew one after the other
         run.add(name, prompt(150, ord(name)), 20)
         end(run, name)
-    assert run.ours._rebalancer.weights == [1.0, 1.0]
-    assert run.ours._rebalancer.placement.slots == 17
+    assert run.rebalancer.weights == [1.0, 1.0]
+    assert run.rebalancer.placement.slots == 17
     run.ranks[0].report.speeds.append((0, 0.5))  # known, and no help
     run.add("e", prompt(150), 20)
     end(run, "e")
-    assert run.ours._rebalancer.weights == [1.0, 1.0]
+    assert run.rebalancer.weights == [1.0, 1.0]
 
 
 def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:
@@ -517,7 +518,7 @@ def test_who_is_kept_while_the_engine_is_paused_asks_for_no_steps(
         for _ in range(8):
             run.step()
             run.end_io()
-        assert run.ours._requests
+        assert run.ours.requests
         assert not run.ours.unfinished()
         run.scheduler.set_pause_state(PauseState.UNPAUSED)
         end(run, *"ab")
@@ -525,13 +526,14 @@ def test_who_is_kept_while_the_engine_is_paused_asks_for_no_steps(
 
 def test_a_reset_waits_for_loads_of_requests_only(reuse: Make) -> None:
     run = reuse()
-    slots = np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
     for name in BACKGROUND:
-        run.ours._loading[name] = slots
+        run.ours.loads.start(name, GroupLoad(none, (), none, 0))
     assert run.ours.forget_all()
-    run.ours._loading["a"] = slots
+    run.ours.loads.start("a", GroupLoad(none, (), none, 0))
     assert not run.ours.forget_all()
-    run.ours._loading.clear()
+    run.ours.loads.end("a")
+    assert run.ours.forget_all()
 
 
 # ---- slots that the scrub found bad ----

@@ -90,9 +90,9 @@ def test_a_state_that_only_hbm_has_is_stored_when_it_is_used(reuse: Make) -> Non
     head = prompt(100)
     run.add("a", head, 2)
     run.run()
-    run.index.drop(run.index.lookup(run.ours._groups.keys(run.ours.keys_of(run.requests["a"]), 0)))
+    run.index.drop(run.index.lookup(run.ours.groups.keys(run.ours.keys_of(run.requests["a"]), 0)))
     for group in (1, 2):
-        for key in run.ours._groups.keys(run.ours.keys_of(run.requests["a"]), group):
+        for key in run.ours.groups.keys(run.ours.keys_of(run.requests["a"]), group):
             if (slot := run.index.find(key)) is not None:
                 run.index.drop(np.array([slot]))
     run.add("b", [*head, 7, 8, 9], 2)

@@ -42,7 +42,7 @@ def test_a_session_that_lacks_a_slot_keeps_nobody_waiting(page: Make) -> None:
     steps(run, 2)
     go_on(run, session, prompt(45, 1))
     steps(run, 2)
-    state = run.ours._requests["a"]
+    state = run.ours.requests["a"]
     assert state.cut_off
     steps(run, 60)
     assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -85,7 +85,7 @@ def test_what_a_session_computes_with_states_is_not_stored(
     assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
     stored: set[str] = set()
     wrong: list[bool] = []
-    complete, compute = run.ours._groups.completed, run._compute_state
+    complete, compute = run.ours.groups.completed, run._compute_state
 
     def watch(state: RequestState, *others: Any) -> Iterator[tuple[int, bytes, int]]:  # noqa: ANN401
         stored.add(state.request_id)
@@ -100,7 +100,7 @@ def test_what_a_session_computes_with_states_is_not_stored(
         wrong.append(held != state_after(right[start - 1], group, BLOCK))
         run.hbm[blocks[(len(right) - 1) // BLOCK]] = [GARBAGE] * BLOCK
 
-    monkeypatch.setattr(run.ours._groups, "completed", watch)
+    monkeypatch.setattr(run.ours.groups, "completed", watch)
     monkeypatch.setattr(run, "_compute_state", go_wrong)
     go_on(run, session, prompt(40, 2))
     run.add("b", prompt(60, 3), 2)

@@ -1,4 +1,4 @@
-"""What drafts mean for blocks that are stored and found again."""
+"""Rules of drafts for blocks that are stored and found again."""
 
 from __future__ import annotations
 

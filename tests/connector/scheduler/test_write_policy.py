@@ -1,4 +1,4 @@
-"""Which blocks are written: by the policy alone, and under vLLM's scheduler (``simulation.py``)."""
+"""Policy of writes: alone, and under vLLM's scheduler (``simulation.py``)."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def devices(tmp_path: Path, **second: object) -> list[object]:
 
 
 def use_up(run: Simulation) -> None:
-    run.ours._policy.wrote([(1, BUDGET)])
+    run.write_policy.wrote([(1, BUDGET)])
 
 
 def test_reuse_mode_stores_nothing_over_its_budget(make: Make, tmp_path: Path) -> None:

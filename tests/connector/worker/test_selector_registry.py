@@ -1,4 +1,4 @@
-"""Which selector the options mean, and who chooses."""
+"""Selectors by options, and the rows that choose."""
 
 from __future__ import annotations
 

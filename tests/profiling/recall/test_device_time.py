@@ -1,4 +1,4 @@
-"""What layers cost the busiest device, and would cost evenly."""
+"""Costs of layers for the busiest device, and for devices with even loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What condemns a device, what does not, and what is counted and logged."""
+"""Condemnation of devices: causes, counts and log."""
 
 from __future__ import annotations
 

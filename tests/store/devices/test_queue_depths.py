@@ -1,4 +1,4 @@
-"""What devices have still to do."""
+"""Queue depths of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was written to devices, over their life and per day, through restarts and crashes."""
+"""Bytes written to devices, over their life and per day, through restarts and crashes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.store.conftest import until
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.devices import wear as ledger_file
 from vllm_ssdkv.store.devices.wear import MAX_DEVICES, NAME, WearLedger
 
 DAY = 86400
@@ -204,3 +205,17 @@ def test_the_file_is_bounded(ledger: Open) -> None:
         wear.close()
     last = ledger("x")
     assert len(last._others) == MAX_DEVICES
+
+
+def test_an_error_that_is_not_the_disks_ends_no_thread(
+    ledger: Open, counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("nobody thought of this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_file, "replace_file", fail)
+        wear = ledger(interval_s=0.01)
+        wear.add(0, 5)
+        until(lambda: counters.total("wear_file_errors") >= 2, "two attempts")
+    until((tmp_path / NAME).exists, "the file")

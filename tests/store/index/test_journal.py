@@ -436,7 +436,7 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from uuid import UUID
-from vllm_ssdkv.store import journal_file
+from vllm_ssdkv.store.index import journal_file
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.format.journal_record import Kind, encode_records
 journal = Journal(Path(sys.argv[1]), store=UUID(int=5), fingerprint=bytes(range(16)),
@@ -592,5 +592,59 @@ def test_a_rewrite_that_hangs_too_long_is_void_and_repeated(
     owner.churn(55, 1)
     wait_until(lambda: counters["rewrites"] == 1)
     assert not owner.journal.degraded
+    assert content(path) == owner.live
+    assert owner.journal.close(DEADLINE_S)
+
+
+class Unfit(Owner):
+    """An owner one of whose methods raises, so often."""
+
+    def __init__(self, journal: Journal, method: str, times: int) -> None:
+        self.left_to_raise = {method: times}
+        super().__init__(journal)
+
+    def _raise(self, method: str) -> None:
+        if self.left_to_raise.get(method, 0) > 0:
+            self.left_to_raise[method] -= 1
+            raise MemoryError("nobody thought of this")
+
+    def begin_walk(self) -> None:
+        self._raise("begin_walk")
+        super().begin_walk()
+
+    def walk(self, first_sequence: int) -> tuple[bytes, bool]:
+        self._raise("walk")
+        return super().walk(first_sequence)
+
+
+@pytest.mark.parametrize("method", ["begin_walk", "walk"])
+def test_an_error_amid_a_rewrite_ends_no_thread(
+    path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Unfit(open_journal(path, sync_interval_s=1000.0), method, times=1)
+    owner.churn(1, 14)  # longer than 2 * live + slack
+    wait_until(lambda: owner.journal.counters["rewrite_errors"] == 1)
+    assert content(path) == owner.live
+    owner.churn(15, 3)
+    assert owner.journal.sync(DEADLINE_S)
+    wait_until(lambda: owner.journal.counters["rewrites"] == 1)
+    assert content(path) == owner.live
+    assert list(path.parent.iterdir()) == [path]  # no temporary file is left
+    assert owner.journal.close(DEADLINE_S)
+    assert "MemoryError: nobody thought of this" in caplog.text
+
+
+def test_a_sync_that_raises_is_no_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner(open_journal(path, sync_interval_s=1000.0))
+
+    def fail(_: int) -> None:
+        raise ValueError("nobody thought of this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        owner.put(1, 1, key(1))
+        assert not owner.journal.sync(DEADLINE_S)
+        assert owner.journal.counters["sync_errors"] == 1
+    assert owner.journal.sync(DEADLINE_S)
     assert content(path) == owner.live
     assert owner.journal.close(DEADLINE_S)

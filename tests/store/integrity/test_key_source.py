@@ -1,4 +1,4 @@
-"""Where the key comes from: a file, the environment, a command; and what is refused."""
+"""Sources of the key: a file, the environment, a command; and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages are checked, and that exactly the wrong ones of them are named."""
+"""Pages that are checked, and that exactly the wrong ones of them are named."""
 
 from __future__ import annotations
 

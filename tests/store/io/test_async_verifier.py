@@ -115,3 +115,17 @@ def test_closing_waits_for_no_read() -> None:
     assert verifier.close(PATIENCE_S)
     late = verifier.after(Reading(ended=True), lambda: "found")
     assert (asked.take(PATIENCE_S), late.take(PATIENCE_S)) == (None, None)
+
+
+def test_a_read_that_cannot_be_waited_for_ends_no_thread(verifier: AsyncVerifier) -> None:
+    class Broken(Reading):
+        def wait(self, timeout_s: float) -> bool:
+            raise RuntimeError("nobody thought of this")
+
+    asked = verifier.after(Broken(), lambda: "never")
+    until(lambda: not asked.wanted())
+    with pytest.raises(RuntimeError, match="nobody thought of this"):
+        asked.take(PATIENCE_S)
+    next_one = verifier.after(Reading(ended=True), lambda: "found")
+    until(lambda: not next_one.wanted())
+    assert next_one.take(PATIENCE_S) == "found"

@@ -1,4 +1,4 @@
-"""What native code makes of slots as they arrive: checked as the sealer does, and copied."""
+"""Native check and copy of slots as they arrive: the check is the codec's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of stores that are only looked at."""
+"""Summaries of stores that are only looked at."""
 
 from __future__ import annotations
 

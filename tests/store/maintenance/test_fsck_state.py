@@ -49,7 +49,7 @@ def test_a_record_cut_off(store: FilledStore) -> None:
 
 @pytest.mark.parametrize("loss", ["missing", "empty", "garbage"])
 def test_a_lost_journal_is_made_anew(store: FilledStore, loss: str) -> None:
-    """Whole blocks are found by the headers of slots, others are counted."""
+    """Find whole blocks by the headers of slots, and count the others."""
     path = store.state / "journal"
     size = path.stat().st_size
     path.unlink()

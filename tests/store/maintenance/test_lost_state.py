@@ -224,6 +224,20 @@ def test_a_device_that_takes_no_copy_is_told_once(
     assert (store.devices[2] / COPY).read_bytes() == (store.state / NAME).read_bytes()
 
 
+def test_a_copy_that_raises_is_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ssdkv.store.devices import manifest_copies
+
+    def fail(*_: object) -> None:
+        raise ValueError("nobody thought of this")
+
+    store, counters = make(), Counters()
+    manifest = Manifest.load(store.state)
+    assert manifest is not None
+    monkeypatch.setattr(manifest_copies, "write_copy", fail)
+    CopySpreader(counters).spread(manifest)
+    assert counters.total("manifest_copy_errors") == len(store.devices) - 1
+
+
 def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 

@@ -115,7 +115,7 @@ def test_close_waits_only_for_the_piece_that_is_populated(monkeypatch: pytest.Mo
 def test_a_process_may_end_while_memory_is_populated() -> None:
     """Small pieces: the thread comes back from native code again and again."""
     script = """
-from vllm_ssdkv.store import arena
+from vllm_ssdkv.store.memory import arena
 arena._POPULATED_AT_ONCE = 1 << 16
 made = arena.Arena(1 << 29)
 made.populate()

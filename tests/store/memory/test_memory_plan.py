@@ -1,4 +1,4 @@
-"""How DRAM is divided: what is given is used, and what is missing is told."""
+"""Division of DRAM: sizes that are given are used, and sizes that do not fit are told."""
 
 from __future__ import annotations
 

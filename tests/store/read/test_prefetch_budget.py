@@ -1,4 +1,4 @@
-"""What devices can do until more is asked for, on a clock that the test moves."""
+"""Budget of devices until more is asked for, on a clock that the test moves."""
 
 from __future__ import annotations
 

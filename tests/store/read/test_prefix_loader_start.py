@@ -1,4 +1,4 @@
-"""How a load begins: by who asks for it, where the loader's thread has nothing else to do."""
+"""Start of a load by who asks for it, where the loader's thread has nothing else to do."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ from tests.store.test_store_machine import (
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["_quiet", "_unhurried"]
 
 

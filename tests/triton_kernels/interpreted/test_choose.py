@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention import reference_sparse as oracle
+from tests.oracles import sparse_attention as oracle
 from vllm_ssdkv.triton_kernels import choose as module
 from vllm_ssdkv.triton_kernels.choose import choose, weigh
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_dense import assert_near
+from tests.oracles import sparse_attention as oracle
 from tests.sparse import contexts as problems
 from tests.sparse import test_laws as native
 from tests.sparse.contexts import Contexts, Row
-from vllm_ssdkv.attention import reference_sparse as oracle
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.kernels.paged import TritonPageKernels
 from vllm_ssdkv.kernels.scoring import TritonScoringKernels

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_paged import random_selection
+from tests.oracles.sparse_attention import attend_chosen
 from tests.sparse.contexts import Contexts, Row, contexts
-from vllm_ssdkv.attention.reference_sparse import attend_chosen
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels.attend import attend_pages

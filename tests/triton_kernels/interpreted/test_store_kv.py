@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention.reference import read_block
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.profiling.dense_oracle import read_block
 from vllm_ssdkv.triton_kernels.store_kv import store_kv
 
 

@@ -174,8 +174,8 @@ def decode(
 
 
 def _medians(turns: list[list[Row]]) -> list[Row]:
-    """Of each case the turn of median speed, with its ratio to the first case, the median of those
-    of all turns: what slows a machine down for a while slows both."""
+    """Pick for each case the turn of median speed, with its ratio to the first case: the median of
+    those of all turns, since what slows a machine down for a while slows both."""
     found = []
     for case, rows in enumerate(zip(*turns, strict=True)):
         speeds = [row["tokens_per_s"] for row in rows]
@@ -186,7 +186,7 @@ def _medians(turns: list[list[Row]]) -> list[Row]:
 
 
 def _python(rows: list[Row]) -> Iterator[str]:
-    """Whose time a step takes."""
+    """Format the share of a step that is Python's."""
     for row in rows:
         split = ", ".join(f"{whose} {1000 * s:.2f} ms" for whose, s in row["whose_s"].items())
         yield (
@@ -227,7 +227,7 @@ def _plan(
 
 
 def _figures(found: Row, machine: Row) -> Row:
-    """What a case measured, per step and per token. Times are in seconds."""
+    """Figures of a case, per step and per token. Times are in seconds."""
     counted, steps = found["decoding"], max(1, found["decoding_steps"])
     parts = {part: counted.get(f"attention_seconds.{part}", 0.0) / steps for part in PARTS}
     step = found["decoding_s"] / steps

@@ -25,7 +25,7 @@ MAX_BYTES: Final = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured. Rates in bytes per second; None where there was no permission or room.
+    """Measured rates. Rates in bytes per second; None where there was no permission or room.
 
     Attributes:
         direct: Whether O_DIRECT was used; if not, reads may have come from memory.

@@ -82,7 +82,7 @@ def _watched(plan: DemoPlan, phase: Phase, log: Path, timeout: float, console: C
 
 
 def _show(report: Report, phase: Phase, console: Console) -> None:
-    """What the phase that has just ended adds."""
+    """Show the results of the phase that has just ended."""
     if phase == "page":
         console.print(report.first_run())
         facts = report.first_run_facts()

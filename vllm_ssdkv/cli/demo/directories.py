@@ -1,4 +1,4 @@
-"""Where ``ssdkv demo`` keeps its stores, and how it removes them again: its own files only."""
+"""Directories of ``ssdkv demo``'s stores, made and removed again: its own files only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ssdkv demo`` runs: sizes, the engines' settings, and the questions.
+"""Plan of ``ssdkv demo``: sizes, the engines' settings, and the questions.
 
 Both sides know it: the parent, which reports, and the phase's own process, which runs an engine.
 """
@@ -11,6 +11,7 @@ from math import ceil
 from typing import Final, Literal
 
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import DTYPE
@@ -107,7 +108,7 @@ class DemoPlan:
         }
         if paged:
             settings["kv_transfer_config"] = {
-                "kv_connector": "SSDKVConnector",
+                "kv_connector": CONNECTOR,
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": self.options(),
             }

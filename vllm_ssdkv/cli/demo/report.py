@@ -1,4 +1,4 @@
-"""What ``ssdkv demo`` found: checks, tables, summary, figures."""
+"""Report of ``ssdkv demo``: checks, tables, summary, figures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Report:
     # ---- checks ----
 
     def problems(self) -> list[str]:
-        """Why the demo has failed; empty when everything it claims was seen."""
+        """Reasons for a failure; empty when everything that the demo claims was seen."""
         found = [line for phase in _OURS for line in self._differences(phase)]
         for phase in _OURS:
             tokens = self.results[phase]["kv_tokens"]
@@ -99,7 +99,7 @@ class Report:
         return lines
 
     def notes(self) -> list[str]:
-        """What a reader should know although nothing has failed."""
+        """Remarks for a reader although nothing has failed."""
         found = []
         for phase in _OURS:
             for name in _TROUBLE:

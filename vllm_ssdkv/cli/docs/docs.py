@@ -10,7 +10,12 @@ import typer
 
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.docs.command_page import commands_page
-from vllm_ssdkv.cli.docs.doc_pages import metrics_page, options_page
+from vllm_ssdkv.cli.docs.doc_pages import (
+    metrics_page,
+    options_page,
+    waits_table,
+    with_section,
+)
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -26,13 +31,19 @@ _Directory = Annotated[
 
 
 def pages(directory: Path) -> dict[str, str]:
-    """File name and text of every generated page. Runs on GPUs are in ``directory / "gpu"``."""
-    return {
+    """File name and text of every generated page, and of pages with a generated table, if they are
+    there. Runs on GPUs are in ``directory / "gpu"``."""
+    found = {
         "cli.md": commands_page(),
         "gpu.md": gpu_page(directory / "gpu"),
         "metrics.md": metrics_page(),
         "options.md": options_page(),
     }
+    operations = directory / "operations.md"
+    if operations.is_file():
+        text = operations.read_text(encoding="utf-8")
+        found[operations.name] = with_section(text, "waits", waits_table())
+    return found
 
 
 def stale(directory: Path) -> dict[str, str]:
@@ -51,7 +62,7 @@ def stale(directory: Path) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write cli.md, gpu.md, metrics.md and options.md into DIR."""
+    """Write cli.md, gpu.md, metrics.md and options.md into DIR, and the table in operations.md."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory):

@@ -72,7 +72,7 @@ def filesystem(subject: str, mount: Mount | None) -> Finding:
 def with_deadline(
     work: Callable[[], list[Finding]], subject: str, seconds: float = _DEADLINE_S
 ) -> list[Finding]:
-    """What ``work`` finds, or a failure when it does not end in time.
+    """Run ``work``: its findings, or a failure when it does not end in time.
 
     A request that never returns cannot be cancelled: its thread is left behind, as a daemon.
     """

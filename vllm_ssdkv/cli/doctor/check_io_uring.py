@@ -57,7 +57,7 @@ def build(has_uring: bool) -> Finding:
 
 
 def ring() -> Finding:
-    """What the kernel lets a ring have, by starting the engine on a little memory."""
+    """Check the limits of a ring, by starting the engine on a little memory."""
     from vllm_ssdkv.store.io.engines.uring import UringEngine
     from vllm_ssdkv.store.memory.arena import Arena
 

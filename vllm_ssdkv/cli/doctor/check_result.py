@@ -1,4 +1,4 @@
-"""What a check of ``ssdkv doctor`` says."""
+"""Result of a check of ``ssdkv doctor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is. Only ``fail`` keeps the product from working."""
+    """Severity of a finding. Only ``fail`` keeps the product from working."""
 
     OK = "ok"
     WARN = "warn"

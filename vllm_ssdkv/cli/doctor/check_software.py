@@ -45,7 +45,8 @@ def connector():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.plugins import load_general_plugins
     load_general_plugins()
-    return KVConnectorFactory.get_connector_class_by_name("SSDKVConnector").__module__
+    from vllm_ssdkv.connector.names import CONNECTOR
+    return KVConnectorFactory.get_connector_class_by_name(CONNECTOR).__module__
 def batch():
     from importlib.metadata import entry_points
     (point,) = entry_points(group="vllm.endpoint_plugins", name="ssdkv_batch")

@@ -1,4 +1,4 @@
-"""What ``ssdkv top`` shows: a server's state, and its rates between two scrapes."""
+"""Sample of ``ssdkv top``: a server's state, and its rates between two scrapes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Sample:
 
 
 def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
-    """What two scrapes of a page say, the newer one made later.
+    """Compare two scrapes of a page, the newer one made later.
 
     Args:
         url: Of the page.

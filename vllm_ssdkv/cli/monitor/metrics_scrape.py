@@ -78,7 +78,7 @@ class Scrape:
 
 
 def parse(text: str, at: float, url: str) -> Scrape:
-    """What a page says.
+    """Parse a page.
 
     Raises:
         ScrapeError: it is not a page of metrics, or has none of ours.
@@ -134,7 +134,7 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> Scrape:
 
 
 def gained(older: Scrape, newer: Scrape, name: str, **labels: str) -> float:
-    """What the counters with that name and those labels gained, added up.
+    """Gain of the counters with that name and those labels, added up.
 
     One that is lower than before was started anew by its process: all of it was gained since.
     """

@@ -103,7 +103,7 @@ class FileSystemSpace:
 
 
 def store_space(store: StoredStore, capacity: int | None = None) -> StoreSpace:
-    """What a store takes. Blocks on I/O; takes no lock.
+    """Measure the space of a store. Blocks on I/O; takes no lock.
 
     Args:
         capacity: Bytes of each device for the forecast; None: without one.
@@ -187,7 +187,7 @@ def _occupied(places: Sequence[Path]) -> int:
 
 
 def _forecast(store: StoredStore, capacity: int) -> Forecast:
-    """What the next start of the engine makes of the store with these capacities."""
+    """Forecast of the next start of the engine with these capacities."""
     manifest, geometry = store.manifest, store.manifest.geometry
     found = division_of(manifest, store.state, capacity=capacity)
     fd = open_journal(store, lock=False)

@@ -59,7 +59,7 @@ def _table(*columns: str) -> Table:
 def look_at_all(
     directories: Sequence[Path] | None, look: Callable[[StoredStore], Seen]
 ) -> tuple[list[Seen], list[str]]:
-    """What there is to say of every store in the directories and two folders below.
+    """Look at every store in the directories and two folders below.
 
     Args:
         directories: None or empty: the cache directory.
@@ -88,7 +88,7 @@ def look_at_all(
 
 
 def _unreadable(path: Path) -> str:
-    """Why a directory cannot be looked at; empty when it can."""
+    """Reason that keeps a directory from being looked at; empty when nothing does."""
     try:
         os.scandir(path).close()
     except FileNotFoundError:

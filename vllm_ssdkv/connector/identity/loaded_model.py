@@ -224,7 +224,8 @@ class LoadedAdapters:
         return changes
 
     def changes(self, number: int) -> int:
-        """Which change an adapter came with, at the last call of :meth:`take_changes`."""
+        """Number of the change that an adapter came with, at the last call of
+        :meth:`take_changes`."""
         return self._known.get(number, (None, b"", -1))[2]
 
 

@@ -1,4 +1,4 @@
-"""What the I/O engine counts, as metrics."""
+"""Metrics of the I/O engine's counters."""
 
 from __future__ import annotations
 

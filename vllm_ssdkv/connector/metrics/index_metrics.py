@@ -1,4 +1,4 @@
-"""What the index counts, as metrics."""
+"""Metrics of the index's counters."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Payload(TypedDict):
-    """What travels: plain and serialisable. Keys are those of ``metrics.metric_key``.
+    """Wire form of the counters: plain and serialisable. Keys are those of ``metrics.metric_key``.
 
     Gauges are kept by source, the process that set them.
     """
@@ -35,7 +35,7 @@ class Payload(TypedDict):
 
 @dataclass
 class SSDKVStats(KVConnectorStats):
-    """What the processes of an engine counted during an interval.
+    """Counters of an engine's processes over an interval.
 
     vLLM aggregates them over a log interval: counters add up. Of gauges the newer ones of each
     source replace its older ones, and sources are combined only when they are read.
@@ -47,7 +47,8 @@ class SSDKVStats(KVConnectorStats):
     def of(
         cls, counters: Mapping[str, float], gauges: Mapping[str, Mapping[str, float]]
     ) -> SSDKVStats:
-        """What was counted, and the gauges of each source: ``scheduler``, ``rank0``, ..."""
+        """Make stats of counters, and of the gauges of each source: ``scheduler``, ``rank0``,
+        ..."""
         copied = {source: dict(values) for source, values in gauges.items()}
         return cls(data=Payload(counters=dict(counters), gauges=copied))
 
@@ -172,7 +173,8 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
             self._child(key, engine_idx).set(value)
 
     def _child(self, key: str, engine_idx: int) -> Any:  # noqa: ANN401 - Prometheus's own or Ray's
-        """What takes the values of a key; to find it by its labels takes longer than to add."""
+        """Find the child that takes the values of a key; to find it by its labels takes longer than
+        to add."""
         child = self._children.get((key, engine_idx))
         if child is None:
             metric, label_values = parse_key(key)
@@ -184,7 +186,7 @@ class SSDKVPromMetrics(KVConnectorPromMetrics):
 
 
 class _OneByOne(Protocol):
-    """What every histogram can do, Ray's too."""
+    """Common part of every histogram, Ray's too."""
 
     def observe(self, amount: float) -> None: ...
 

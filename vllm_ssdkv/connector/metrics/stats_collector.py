@@ -1,4 +1,4 @@
-"""What the processes of an engine count, on its way to vLLM: often in, now and then out."""
+"""Counters of an engine's processes on their way to vLLM: often in, now and then out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StatsCollector:
         return not running or self._clock() >= self._due
 
     def take(self) -> SSDKVStats | None:
-        """What was counted since the last call, with all gauges; None: nothing has changed.
+        """Take the counters since the last call, with all gauges; None: nothing has changed.
 
         With several API servers each of them sees only some of what is told, so gauges that have
         not changed go with those that have.

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 class AdmissionSlots:
-    """Who waits for one, and whether more may. Used by the scheduler's thread; O(1) per call.
+    """Requests that wait for a seat, and the limit on their number. Used by the scheduler's thread;
+    O(1) per call.
 
     vLLM gives the next seats to these requests before it looks at anybody else, whatever the
     priority. As many as there are seats are enough, so no more may wait where it schedules by
@@ -21,7 +22,7 @@ class AdmissionSlots:
         self._waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property

@@ -126,7 +126,7 @@ class BlockKeys:
         return self._named(self._hashes(request)[start:stop], identity) if identity else []
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
-        """Of the request's tokens and media, whatever its adapter is called."""
+        """Hashes of the request's tokens and media, whatever its adapter is called."""
         if request.lora_request is None:
             hashes: Sequence[bytes] = request.block_hashes
             return hashes

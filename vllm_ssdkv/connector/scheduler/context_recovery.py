@@ -43,17 +43,6 @@ class ContextRecovery:
             self._counters.add("recomputed_requests", 1, cause="context")
         self.manager.send_back[state.request_id] = state.request
 
-    def disown_steps(self, state: RequestState) -> None:
-        """Have vLLM drop what a request samples in steps that are under way.
-
-        They attend to what could not be read, as the step did that told of it. vLLM recognises
-        that one by an invalid block, but not the next, which it has scheduled already on a GPU.
-        This is the mark that it sets itself when it preempts a request.
-        """
-        if state.running:
-            state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
-            state.request.drop_stale_output = True
-
     def too_often(self, request_id: str) -> bool:
         """Whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
         return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
@@ -70,3 +59,15 @@ class ContextRecovery:
         """The request has ended."""
         self._lost.pop(request_id, None)
         self.wait(request_id, waits=False)
+
+
+def disown_steps(state: RequestState) -> None:
+    """Have vLLM drop what a request samples in steps that are under way.
+
+    They attend to what could not be read, as the step did that told of it. vLLM recognises that one
+    by an invalid block, but not the next, which it has scheduled already on a GPU. This is the mark
+    that it sets itself when it preempts a request.
+    """
+    if state.running:
+        state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
+        state.request.drop_stale_output = True

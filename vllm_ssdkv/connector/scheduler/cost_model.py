@@ -1,4 +1,4 @@
-"""What computing and loading cost: learnt from the engine's own steps and from real loads."""
+"""Costs of computing and loading: learnt from the engine's own steps and from real loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class StepShape:
 
 
 def pairs(start: int, stop: int) -> float:
-    """How often tokens ``start`` to ``stop`` of one request attend to a token."""
+    """Pairs of tokens of which one attends to the other, for tokens ``start`` to ``stop`` of one
+    request."""
     return (stop - start) * (start + stop) / 2
 
 
@@ -73,13 +74,14 @@ class PrefillCost:
         self._fit.observe(features, seconds, shape.kind)
 
     def seconds(self, start: int, stop: int, after: int = 0) -> float:
-        """What tokens ``start`` to ``stop`` of a request add, ``after`` more follow in any case."""
+        """Seconds that tokens ``start`` to ``stop`` of a request add, ``after`` more follow in any
+        case."""
         step, token, pair, _ = self._fit.weights().tolist()
         steps = -(-(stop - start + after) // self._chunk) - -(-after // self._chunk)
         return float(steps * step + (stop - start) * token + pairs(start, stop) * pair)
 
     def backlog(self, running: Iterable[tuple[int, int]]) -> float:
-        """What is left of requests with (computed, all) tokens, beside each other in one batch."""
+        """Seconds left for requests with (computed, all) tokens, beside each other in one batch."""
         step, token, pair, _ = self._fit.weights().tolist()
         tokens, work = 0, 0.0
         for computed, total in running:

@@ -1,4 +1,4 @@
-"""Which devices are out of use, and which share of new slots the others get."""
+"""Weights of devices: those out of use, and the share of new slots of the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceWeights:
-    """What the workers say of the devices. Used by the scheduler's thread."""
+    """Health and speed of devices as the workers tell them. Used by the scheduler's thread."""
 
     def __init__(self, rebalancer: Rebalancer, paths: Sequence[str]):
         self.paths = tuple(paths)

@@ -78,8 +78,8 @@ class HitVerifier:
         blocks: int,
         usable: Callable[[int], int],
     ) -> int:
-        """How many of a hit's ``blocks``, of which ``first`` is the first, to load: fewer where it
-        is to be verified. ``usable``: how many of so many blocks all layers can go on after."""
+        """Number of a hit's ``blocks``, of which ``first`` is the first, to load: fewer where it is
+        to be verified. ``usable``: how many of so many blocks all layers can go on after."""
         self._offers.pop(request.request_id, None)
         if not self._every or self._hits < self._next or blocks < 2:
             return blocks

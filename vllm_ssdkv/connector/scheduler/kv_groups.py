@@ -26,6 +26,7 @@ from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
@@ -45,7 +46,7 @@ prompt's last whole block."""
 
 
 def held_at_most(manager: SingleTypeKVCacheManager, blocks: int) -> int:
-    """Of so many blocks of a request in a group, those that it holds in HBM at a time."""
+    """Most blocks that a request of so many in a group holds in HBM at a time."""
     most: int | None = manager.max_admission_blocks_per_request
     if isinstance(manager.kv_cache_spec, MambaSpec):
         most = _STATES_HELD
@@ -54,7 +55,7 @@ def held_at_most(manager: SingleTypeKVCacheManager, blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
-    """What the store holds of a request.
+    """Stored blocks of a request, by group.
 
     Attributes:
         slots: Of the blocks of the *chain*, the group that keeps every block, [n].
@@ -82,7 +83,13 @@ class GroupLoad:
 
 
 class BlockGroups:
-    """Keys, needs and hits of each group. Used by the scheduler's thread."""
+    """Keys, needs and hits of each group. Used by the scheduler's thread.
+
+    Attributes:
+        hbm: vLLM's block manager; None before it exists.
+        chain: The group that keeps every block.
+        chain_layers: How many layers it has.
+    """
 
     def __init__(
         self,
@@ -91,9 +98,21 @@ class BlockGroups:
         block_tokens: int,
         speculation: Speculation,
     ):
-        """``managers``: vLLM's, one per group."""
-        self._managers = managers
+        """``managers``: vLLM's, one per group; :meth:`bind` has others take their place."""
         self._index, self._block, self._speculation = index, block_tokens, speculation
+        self.hbm: KVCacheManager | None = None
+        self.chain_layers = 0
+        self._set_managers(managers)
+
+    def bind(self, hbm: KVCacheManager) -> None:
+        """vLLM's block manager exists now."""
+        self.hbm = hbm
+        self._set_managers(hbm.coordinator.single_type_managers)
+        layers = hbm.kv_cache_config.kv_cache_groups[self.chain].layer_names
+        self.chain_layers = len(layers)
+
+    def _set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+        self._managers = managers
         whole = [g for g, m in enumerate(managers) if not m.get_num_skipped_tokens(_FAR)]
         self.chain = whole[0] if whole else 0
         self._others = [g for g in range(len(managers)) if g != self.chain]
@@ -102,7 +121,7 @@ class BlockGroups:
         self._windows = len(whole) < len(managers)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of groups."""
         return len(self._managers)
 
     @property
@@ -124,12 +143,12 @@ class BlockGroups:
 
     @staticmethod
     def _tag(group: int) -> int:
-        """What tells keys of a group from those of the chain, in their last byte."""
+        """Mark in the last byte that tells keys of a group from those of the chain."""
         return group + 1
 
     def _beside(self, keys: Sequence[bytes], first: int, end: int) -> tuple[list[Slots], int]:
-        """What the other groups need at block ``end`` of a request whose first blocks are in HBM;
-        and the first block that one of them lacks, or ``end``. ``keys`` are of all blocks."""
+        """Slots that the other groups need at block ``end`` of a request whose first blocks are in
+        HBM; and the first block that one of them lacks, or ``end``. ``keys`` are of all blocks."""
         found, least = [], end
         for group in self._others:
             begin = max(first, self.first_held(group, end * self._block))
@@ -173,9 +192,9 @@ class BlockGroups:
         return self._beside(keys, first, end)[1] == end
 
     def mark_shared(self, request: Request, hit: GroupHit) -> None:
-        """Where more of a request's chain is stored than its states can follow, others have begun
-        alike: have vLLM end a step there, as it does where HBM's own cache tells it of such a
-        place, so that a state is stored for the next one."""
+        """Have vLLM end a step where others have begun alike, as HBM's own cache does, so that a
+        state is stored for the next one: where more of a request's chain is stored than its states
+        can follow."""
         if self._recurrent:
             boundary = max(request.shared_prefix_boundary, hit.shared * self._block)
             request.shared_prefix_boundary = boundary
@@ -188,8 +207,8 @@ class BlockGroups:
         first: int,
         computed: int,
     ) -> Iterator[tuple[int, bytes, int]]:
-        """What a request has in HBM after a step of blocks ``first`` on, of which ``keys`` are: the
-        block, its key in its group, and where it is. ``computed``: tokens before the step.
+        """Blocks of a request in HBM after a step, from ``first`` on, of which ``keys`` are: the
+        block, its key in its group, and its HBM block. ``computed``: tokens before the step.
 
         vLLM tells of a state in the step that ends with it, or, where its tokens are not known by
         then, in the next one, which does not write where it lies; later it may be gone."""
@@ -222,9 +241,9 @@ class BlockGroups:
         *,
         whole: bool,
     ) -> GroupLoad:
-        """What to load into the HBM blocks that vLLM has allocated, each group's from the
-        request's beginning, for blocks ``first`` to the end. ``whole``: also the slots of blocks
-        that have no place in HBM.
+        """Plan a load into the HBM blocks that vLLM has allocated, each group's from the request's
+        beginning, for blocks ``first`` to the end. ``whole``: also the slots of blocks that have no
+        place in HBM.
 
         Raises:
             RuntimeError: something of it is not stored any more.
@@ -304,7 +323,7 @@ class BlockGroups:
         return not others or needed <= self._managers[0].block_pool.get_num_free_blocks()
 
     def _in_use(self, request: Request, first: int, hit: int) -> int:
-        """Of the blocks that are in HBM and that the request will hold, those that others hold."""
+        """Number of blocks in HBM that the request will hold, and that others hold."""
         pool, count = self._managers[0].block_pool, 0
         for group in range(len(self._managers)):
             held = self.first_held(group, hit * self._block)

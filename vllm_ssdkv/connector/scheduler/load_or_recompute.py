@@ -44,7 +44,7 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What was decided for the request that vLLM asked about last."""
+    """Decision about the request that vLLM asked about last."""
 
     request_id: str
     hits: int
@@ -58,7 +58,7 @@ class _Chosen:
 
 @dataclass(frozen=True, slots=True)
 class HitConstraints:
-    """What a hit is for layers with sliding windows.
+    """Limits of a hit for layers with sliding windows.
 
     Attributes:
         slots: Loaded with any part of the hit, for layers that have windows where others have not.
@@ -130,7 +130,7 @@ class LoadOrRecompute:
         running: Iterable[tuple[int, int]],
         besides: HitConstraints = ALL_ATTEND_TO_ALL,
     ) -> int:
-        """How many of a hit's blocks to load.
+        """Number of a hit's blocks to load.
 
         Args:
             request_id: The request.

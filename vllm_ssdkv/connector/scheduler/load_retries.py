@@ -1,4 +1,8 @@
-"""Requests whose load failed: one more try, then their prompts are computed."""
+"""Requests whose load failed: one more try, then their prompts are computed.
+
+Before a load counts as failed, what was wrong is read again, from another copy where there is one:
+``store/read/prefix_loader.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ if TYPE_CHECKING:
 
 
 class LoadRetries:
-    """Remembers them until they run or end. Used by the scheduler's thread."""
+    """Remembers them until they run or end. Used by the scheduler's thread.
+
+    Attributes:
+        step_blocks: :attr:`Speculation.step_blocks`.
+    """
 
     def __init__(self, block_tokens: int, step_blocks: int = 0) -> None:
-        """``step_blocks``: :attr:`Speculation.step_blocks`."""
-        self._block, self._step_blocks = block_tokens, step_blocks
+        self._block, self.step_blocks = block_tokens, step_blocks
         self._again: set[str] = set()
         """Those that have not asked again yet."""
         self._trying: set[str] = set()
@@ -42,6 +49,10 @@ class LoadRetries:
         """The request has ended."""
         self._again.discard(request_id)
         self._trying.discard(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request's load failed, and it has not run since."""
+        return request_id in self._again or request_id in self._trying
 
     def given_up(self, request_id: str) -> bool:
         """Whether the request is to be computed."""
@@ -76,5 +87,5 @@ class LoadRetries:
         needed = 0
         for manager in hbm.coordinator.single_type_managers:
             blocks = -(-request.num_tokens // self._block)
-            needed += held_at_most(manager, blocks) + self._step_blocks
+            needed += held_at_most(manager, blocks) + self.step_blocks
         return others and needed > hbm.block_pool.get_num_free_blocks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PendingWrites:
-    """Those whose writes were ordered and not reported by every rank. Used by the scheduler's
+    """Slots whose writes were ordered and not reported by every rank. Used by the scheduler's
     thread."""
 
     def __init__(self, ranks: int):
@@ -13,7 +13,7 @@ class PendingWrites:
         self._under_way: dict[int, tuple[int, int]] = {}
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of slots."""
         return len(self._under_way)
 
     def __contains__(self, slot: int) -> bool:

@@ -1,4 +1,5 @@
-"""What requests ask for themselves (``config_request.py``), from their arrival to their end.
+"""Options that requests ask for themselves (``config/request.py``), from their arrival to their
+end.
 
 A connector cannot refuse a request: vLLM asks it for the first time in the engine core, where an
 exception ends the engine. A request that asks for what cannot be is served exactly, which is never
@@ -57,7 +58,7 @@ class RequestOverrides:
             )
 
     def of(self, request_id: str) -> RequestOptions | None:
-        """What a request asks for; None: nothing."""
+        """Options that a request asks for; None: nothing."""
         return self._asked.get(request_id)
 
     def chooses(self, request_id: str, tokens: int) -> bool:

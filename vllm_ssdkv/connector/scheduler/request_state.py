@@ -1,4 +1,4 @@
-"""What the scheduler remembers of one request."""
+"""State of one request in the scheduler."""
 
 from __future__ import annotations
 

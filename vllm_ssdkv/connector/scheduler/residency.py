@@ -1,4 +1,4 @@
-"""Which slots the workers probably hold in DRAM, as the scheduler can tell without asking them."""
+"""Estimate of the slots that workers hold in DRAM, without asking them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What speculative decoding means for the blocks of a request that are stored and found again.
+"""Rules of speculative decoding for blocks that are stored and found again.
 
 A block is stored once all of its tokens are known, so no token that was drafted and rejected is in
 it. What is left are the layers of a drafter that works from the model's hidden states (EAGLE, MTP):
@@ -45,7 +45,7 @@ class Speculation:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, block_tokens: int) -> Speculation:
-        """What this engine does."""
+        """Rules of this engine."""
         speculative = vllm_config.speculative_config
         if speculative is None:
             return NO_SPECULATION
@@ -57,17 +57,17 @@ class Speculation:
         )
 
     def usable(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of a hit's slots, [n], that are to be loaded."""
+        """Slots of a hit, [n], that are to be loaded."""
         return slots[:-1] if self.drops_last else slots
 
     def final(self, computed: int, known: int) -> int:
-        """How many tokens have their last KV when the steps scheduled so far have ended, of
+        """Number of tokens that have their last KV when the steps scheduled so far have ended, of
         ``computed``, drafts among them, of which the first ``known`` are the request's."""
         return max(0, min(computed, known) - self.not_final)
 
 
 def obstacles_to_page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
-    """What keeps these drafts from page mode, each with its way out.
+    """Obstacles that keep these drafts from page mode, each with its way out.
 
     One walk over the context serves all drafts of a step. What is stored lags behind what is
     computed by the drafts of a step, so a window has to hold these. The scheduler has to know where

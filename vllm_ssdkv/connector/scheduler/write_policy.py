@@ -1,4 +1,4 @@
-"""Which blocks are written to the devices: admission, daily budgets, wear."""
+"""Policy of writes to the devices: admission, daily budgets, wear."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WritePolicy:
             self._seen.add(keys)
 
     def admitted(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Which blocks, [n], were seen often enough."""
+        """Mask of blocks, [n], that were seen often enough."""
         if self._seen is None:
             return np.ones(len(keys), dtype=np.bool_)
         enough: NDArray[np.bool_] = self._seen.count(keys) >= _SEEN_ENOUGH
@@ -60,7 +60,7 @@ class WritePolicy:
     # ---- page mode ----
 
     def worth_it(self, keys: Sequence[bytes], slots_under_way: int) -> list[bool]:
-        """Which blocks, [n], are written although their request may never need it."""
+        """Mask of blocks, [n], to write although their request may never need them."""
         if self.used_up(slots_under_way):
             return [False] * len(keys)
         wanted: list[bool] = self.admitted(keys).tolist()

@@ -34,7 +34,7 @@ Call = Callable[[int, object], int]
 
 
 class Amx(StrEnum):
-    """What a process has of AMX."""
+    """Permission of a process to use AMX."""
 
     ABSENT = "absent"
     """The processor or the kernel has none."""

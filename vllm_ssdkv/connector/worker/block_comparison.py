@@ -75,7 +75,7 @@ class BlockComparer:
         self.tolerance = TOLERANCE[dtype]
 
     def deviation(self, block_id: int, frame: NDArray[np.uint8], layers: int) -> float:
-        """How far an HBM block is from the stored one in ``frame``: of the first ``layers`` layers
+        """Distance of an HBM block from the stored one in ``frame``: of the first ``layers`` layers
         the largest median of |computed - stored|, each in units of the layer's own size.
 
         The median does not see single tokens that a mixture of experts sent another way, nor

@@ -142,7 +142,7 @@ def blocks_as_bytes(cache: torch.Tensor, num_blocks: int, page_bytes: int) -> to
 def _blocks_of(
     caches: Sequence[torch.Tensor],
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Of each layer the address of block 0, and the bytes from block to block and of a block."""
+    """Addresses of block 0 of each layer, and the bytes from block to block and of a block."""
     base = [cache.data_ptr() for cache in caches]
     step = [cache.stride(0) * cache.itemsize for cache in caches]
     size = [cache[0].numel() * cache.itemsize for cache in caches]
@@ -161,7 +161,7 @@ def check_overlay(caches: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 
 
 def plain_stretches(caches: Sequence[torch.Tensor], geometry: SlotGeometry) -> _io.Stretches | None:
-    """What :meth:`OpaquePort.load` copies, where plain copies in memory are all that it does."""
+    """Copies of :meth:`OpaquePort.load`, where plain copies in memory are all that it does."""
     if caches[0].device.type != "cpu":
         return None
     base, step, size = _blocks_of(caches)

@@ -30,7 +30,7 @@ MAX_KNOWN: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class SelectorGroup:
-    """How a row that is decoded chooses its pages.
+    """Selector of the rows that choose alike.
 
     Attributes:
         exact_below: Requests of fewer tokens do not choose.

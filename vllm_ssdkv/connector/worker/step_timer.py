@@ -1,4 +1,4 @@
-"""How long the forward pass of a step takes, on the device that computes it."""
+"""Time of a step's forward pass, on the device that computes it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class StreamFence:
         self._event: Any = None
 
     def set(self) -> None:
-        """What is queued on this thread's stream now comes first. Never waits."""
+        """Put the work that is queued on this thread's stream first. Never waits."""
         if self._device is not None:
             cuda: Any = torch.cuda
             event = cuda.Event()
@@ -27,7 +27,7 @@ class StreamFence:
             self._event = event
 
     def follow(self) -> None:
-        """What this thread queues from now on comes after it. Never waits."""
+        """Let the work that this thread queues from now on come after it. Never waits."""
         if self._event is not None:
             cuda: Any = torch.cuda
             cuda.current_stream(self._device).wait_event(self._event)

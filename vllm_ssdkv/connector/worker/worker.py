@@ -114,6 +114,8 @@ class SSDKVWorker:
         self._timer: StepTimer | None = None
         self._fence = StreamFence(torch.device("cpu"))
         self.step: PagedStep | None = None
+        self.began = False
+        """True once a step has begun: vLLM warms up before that, with requests of its own."""
         self._report = RankReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -315,6 +317,7 @@ class SSDKVWorker:
             store.trim(plan.trim)
         if plan.believed:
             store.believe(plan.believed)
+        self.began = True
         if plan.rows:
             self.step = PagedStep(
                 store,
@@ -392,8 +395,8 @@ class SSDKVWorker:
         return spoiled
 
     def _tell_streamed(self, step: PagedStep) -> None:
-        """What this step read from the devices would be in DRAM if there had been room. There may
-        be now: other requests have ended."""
+        """Tell of blocks that this step read from the devices, and that DRAM may have room for now:
+        other requests have ended. There may be now: other requests have ended."""
         if PROMOTION in self._loading or time.monotonic() < self._promoting_from:
             return
         rows, contexts = step.streamed()
@@ -536,7 +539,7 @@ class SSDKVWorker:
         return invalid
 
     def take_report(self) -> RankReport | None:
-        """What the scheduler must hear of, since the last call: what was counted, too."""
+        """Take the report for the scheduler, with the counters since the last call."""
         if self._settled or time.monotonic() >= self._gauges_due:
             self.update_gauges()
         report, self._report = self._report, RankReport()
@@ -576,7 +579,7 @@ class SSDKVWorker:
 
 
 def _among(slots: NDArray[np.int64], others: Sequence[int]) -> NDArray[np.bool_]:
-    """Which of these slots are among the others, [n]; a few of either, as a step saves."""
+    """Mask of these slots that are among the others, [n]; a few of either, as a step saves."""
     known = set(others)
     return np.array([slot in known for slot in slots.tolist()], dtype=np.bool_)
 

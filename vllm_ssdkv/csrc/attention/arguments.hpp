@@ -1,4 +1,4 @@
-// What the binding files of the kernels check their arguments with.
+// Checks of arguments for the binding files of the kernels.
 #pragma once
 
 #include <nanobind/nanobind.h>

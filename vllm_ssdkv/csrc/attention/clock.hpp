@@ -1,4 +1,4 @@
-// Where the time of a step's attention goes: see vllm_ssdkv/kernels/step_clock.py.
+// Clock of a step's attention: see vllm_ssdkv/kernels/step_clock.py.
 #pragma once
 
 #include <array>

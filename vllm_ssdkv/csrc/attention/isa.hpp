@@ -1,4 +1,4 @@
-// Which instruction set the kernels use.
+// Instruction set of the kernels.
 #pragma once
 
 #include <string>

@@ -69,7 +69,7 @@ struct Task {
   float* partial;
 };
 
-// Where finished outputs go.
+// Place of finished outputs.
 struct Output {
   const float* maximum;
   const float* denominator;

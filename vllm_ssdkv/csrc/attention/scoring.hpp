@@ -16,7 +16,7 @@ namespace ssdkv::attention {
 // Scales of a block's channels are float [kv_heads][head_size], where each head has as many bytes
 // as a token's K and V take; those behind its scales are not looked at.
 
-// What is kept of blocks when they leave; all addresses are absolute, one per block, any of the
+// Summaries of blocks that leave; all addresses are absolute, one per block, any of the
 // targets may be null.
 struct Summaries {
   PageLayout layout;

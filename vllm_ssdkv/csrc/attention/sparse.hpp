@@ -41,7 +41,7 @@ struct ChannelChoice {
 
 void choose_channels(const ChannelChoice& choice, std::int64_t rows);
 
-// Which columns each list (row and KV head) takes: the first `sinks`, then those of the highest
+// Columns that each list (row and KV head) takes: the first `sinks`, then those of the highest
 // score, equal ones by number, NaN before all others, until `p` of the mass is covered, but at
 // least `least[row]` and at most `most[row]` in all.
 struct ColumnChoice {

@@ -52,6 +52,7 @@ void bind_cache(nb::module_& m) {
           "count",
           [](const FrameCache& cache, const std::vector<int>& states) {
             std::vector<FrameState> wanted;
+            wanted.reserve(states.size());
             for (const int state : states) wanted.push_back(to_state(state));
             return cache.count(wanted);
           },

@@ -1,4 +1,4 @@
-// Which slot has which DRAM frame, and who may touch its bytes. Tables only: the bytes themselves
+// DRAM frames by slot, and who may touch their bytes. Tables only: the bytes themselves
 // lie in the arena, which this class never looks at.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Where the pages of a selection lie: from what a selector says to what the page cache is asked.
+// Look-up of a selection's pages: from a selector's answer to entries of the page cache.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Which single page lies at which place of the page cache. Tables only: the bytes lie in the arena,
+// Single pages by place of the page cache. Tables only: the bytes lie in the arena,
 // which this class never looks at.
 #pragma once
 
@@ -70,12 +70,12 @@ class PageCache {
   void arrive(std::span<const int64_t> keys, std::span<const int32_t> places,
               std::span<const uint8_t> good, std::span<const uint16_t> devices);
 
-  // Where the pages are that ask() answered, after their reads have ended.
+  // Places of the pages that ask() answered, after their reads have ended.
   FoundPages find(std::span<const int64_t> pages, std::span<const uint64_t> frames,
                   std::span<const int32_t> which, std::span<const int64_t> keys,
                   std::span<const int32_t> places) const;
 
-  // Which of these pages are held; they stay as they are.
+  // Mask of these pages that are held; they stay as they are.
   std::vector<uint8_t> holds(std::span<const int64_t> slots, std::span<const int64_t> pages) const;
 
   // One call per use; kNoPlace is skipped.

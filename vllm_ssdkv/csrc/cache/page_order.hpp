@@ -21,7 +21,7 @@ class PageOrder {
   virtual void remove(int32_t place) = 0;  // it has a user, or holds nothing any more
   virtual int32_t first() const = 0;       // to take next, or -1
 
-  // Of places that are not contained:
+  // For places that are not contained:
   virtual void renew(int32_t place) = 0;  // it is for another page now
   virtual void used(int32_t place) = 0;   // a query chose its page
   virtual void read_from(int32_t place, uint16_t device) = 0;

@@ -1,4 +1,4 @@
-// What a journal says: the newest record of every slot, gathered piece by piece.
+// Replay of a journal: the newest record of every slot, gathered piece by piece.
 #pragma once
 
 #include <cstddef>

@@ -20,7 +20,7 @@ constexpr uint64_t kMaxSlots = (uint64_t{1} << 31) - 2;
 
 enum class State : uint8_t { kFree = 0, kWriting = 1, kReady = 2, kPrivate = 3, kLost = 4 };
 
-// What one walk() may do while everybody waits: a look at a slot in the list costs a cache miss, a
+// Work of one walk() while everybody waits: a look at a slot in the list costs a cache miss, a
 // look at the next number next to nothing. Both come to some tenths of a millisecond.
 constexpr size_t kWalkBudget = 16384;
 constexpr size_t kListCost = 16;
@@ -38,8 +38,9 @@ struct Stored {
   std::vector<Key> keys;
 };
 
-// What has moved: new slots that took the place of old ones, which the journal must be told of in
-// this order, a PUT for each that is journalled and then, after retire(), a DEL for its old one.
+// Slots that have moved: new ones that took the place of old ones, which the journal must be told
+// of in this order, a PUT for each that is journalled and then, after retire(), a DEL for its old
+// one.
 struct Moved {
   std::vector<bool> which;  // of those that were given
   std::vector<int64_t> from;
@@ -78,9 +79,9 @@ class SlotTable {
   bool has_all(Key key, const std::vector<uint8_t>& tags) const;
   int64_t epoch(int64_t slot) const { return static_cast<int64_t>(at(slot).epoch); }
   State state(int64_t slot) const { return at(slot).state; }
-  // What a ready slot holds.
+  // Key of a ready slot.
   const Key& key(int64_t slot) const;
-  // Of the n slots from `first` on.
+  // Usage of the n slots from `first` on.
   Usage usage(int64_t first, size_t n) const;
   // Evictable slots, the least recently used first.
   std::vector<int64_t> order() const;

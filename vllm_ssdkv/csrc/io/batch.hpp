@@ -1,4 +1,4 @@
-// What a caller holds while its requests are on their way. Every engine of this module uses it.
+// Handle of a caller on its requests on their way. Every engine of this module uses it.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// What the Python bindings of all engines share.
+// Common part of the engines' Python bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>

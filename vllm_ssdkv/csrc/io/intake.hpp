@@ -1,4 +1,4 @@
-// What becomes of slots that are being read: as they arrive they are checked and copied to where
+// Intake of slots that are being read: as they arrive they are checked and copied to where
 // they are wanted, beside the reads and without the interpreter.
 #pragma once
 
@@ -20,7 +20,7 @@ struct SlotShape {
   size_t payload_bytes;  // of a page
 };
 
-// Which pages of a read are looked at: first, first + step, ... of those of all slots, one after
+// Pages of a read that are looked at: first, first + step, ... of those of all slots, one after
 // the other.
 struct Sample {
   size_t first = 0;
@@ -45,7 +45,7 @@ class Intake {
     uint64_t block;          // where it goes; 0: nowhere
   };
 
-  // What a request brings.
+  // Bytes that a request brings.
   struct Part {
     int64_t slot;
     uint64_t begin;  // in the slot
@@ -72,11 +72,11 @@ class Intake {
 
   // By slot of the batch; awaited until all of it was looked at.
   const std::vector<State>& states() const { return states_; }
-  // Of slots whose state says that they have some.
+  // Wrong pages of the slots whose state says that they have some.
   std::vector<WrongPage> wrong_pages() const;
 
  private:
-  // What is known of a page.
+  // State of a page.
   enum class Page : uint8_t { kAwaited, kTaken, kWrong };
 
   // Pages [first, last) of a slot that have arrived, and whose header is right.

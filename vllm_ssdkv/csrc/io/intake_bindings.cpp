@@ -67,6 +67,7 @@ std::vector<Stretch> to_stretches(const U64& offsets, const U64& sizes, const U6
   }
   check_addresses(bases);
   std::vector<Stretch> all;
+  all.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     all.push_back({offsets.data()[i], sizes.data()[i], bases.data()[i], steps.data()[i]});
   }

@@ -10,7 +10,7 @@
 
 namespace ssdkv {
 
-// Which request each part is in, and how many bytes of it come before the part; by part.
+// Request of each part, and the bytes of it before the part; by part.
 struct Parts {
   std::vector<int64_t> request;
   std::vector<int64_t> begin;
@@ -32,7 +32,7 @@ struct JoinedRequests {
 // std::invalid_argument where that is 0.
 JoinedRequests join(const RequestArrays& parts, size_t most);
 
-// What a part has of a request's result; of one that was cut short, what there is of the part.
+// Share of a part in a request's result; of one that was cut short, what there is of the part.
 int32_t part_result(int32_t result, int64_t begin, uint32_t length);
 
 }  // namespace ssdkv

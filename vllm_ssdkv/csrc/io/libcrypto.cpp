@@ -21,7 +21,7 @@ Libcrypto load() {
   for (const char* name : kNames) {
     library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (library != nullptr) break;
-    const char* why = dlerror();
+    const char* why = dlerror();  // NOLINT(concurrency-mt-unsafe): glibc keeps it for each thread
     found.error += (found.error.empty() ? "" : "; ") + std::string(why != nullptr ? why : name);
   }
   if (library == nullptr) return found;

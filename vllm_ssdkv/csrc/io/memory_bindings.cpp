@@ -91,7 +91,8 @@ void bind_memory(nb::module_& m) {
   m.def("verify", &py_verify, "addresses"_a.noconvert(), "expected"_a.noconvert(), "nbytes"_a,
         "threads"_a = 0, "Positions whose xxh3-64 differs from the expected one.");
   m.def("digest", &py_digest, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "threads"_a = 0,
-        "Digest of nbytes[i] bytes at each absolute address, as vllm_ssdkv.kernels.tensor_digest has it.");
+        "Digest of nbytes[i] bytes at each absolute address, as vllm_ssdkv.kernels.tensor_digest "
+        "has it.");
   m.def("read_words", &py_read_words, "addresses"_a.noconvert(),
         "The 8 bytes at each absolute address.");
   m.def("populate", &populate, "address"_a, "nbytes"_a, nb::call_guard<Unlocked>(),

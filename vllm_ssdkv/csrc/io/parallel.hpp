@@ -37,15 +37,15 @@ void parallel(size_t n, size_t share, unsigned threads, const Body& body) {
           drain();
         });
       }
-    } catch (const std::system_error&) {
-      // Out of threads: those that exist, and this one, do the work.
+      // NOLINTNEXTLINE(bugprone-empty-catch): those that exist, and this one, do the work.
+    } catch (const std::system_error&) {  // out of threads
     }
   }
   drain();
   for (auto& thread : extra) thread.join();
 }
 
-// How many threads to use for `total_bytes`: `asked`, or a choice for 0; one below `least_bytes`,
+// Number of threads for `total_bytes`: `asked`, or a choice for 0; one below `least_bytes`,
 // because starting threads would cost more than it saves.
 unsigned choose_threads(size_t total_bytes, size_t least_bytes, unsigned asked);
 

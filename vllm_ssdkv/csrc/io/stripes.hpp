@@ -1,4 +1,4 @@
-// Where the bytes of slots lie: from slot numbers to requests for the devices, in one call.
+// Places of the bytes of slots: from slot numbers to requests for the devices, in one call.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace ssdkv {
 
-// One list of lanes, as vllm_ssdkv.store.format.slot_geometry.StripeMap, which makes the tables and says what
-// they mean.
+// One list of lanes, as vllm_ssdkv.store.format.slot_geometry.StripeMap, which makes the tables and
+// says what they mean.
 struct StripeTable {
   int64_t lanes;
   int64_t copies;

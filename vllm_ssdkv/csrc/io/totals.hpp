@@ -1,4 +1,4 @@
-// What an engine counts per device and direction.
+// Counters of an engine per device and direction.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,8 @@ using Statistics = std::vector<std::pair<std::string, uint64_t>>;
 // Adds {"<name>.<number>", value}.
 void append(Statistics& all, std::string name, size_t number, const std::atomic<uint64_t>& value);
 
-// How many values were at most each bound and above the one before; the last counts the rest.
+// Numbers of values that were at most each bound and above the one before; the last counts the
+// rest.
 template <size_t N>
 class Histogram {
  public:
@@ -31,9 +32,10 @@ class Histogram {
   }
   // As {"<name>_<bound>.<number>", count}, the last bound being "inf".
   void append_to(Statistics& all, const std::string& name, size_t number) const {
+    const std::string prefix = name + "_";
     for (size_t i = 0; i <= N; ++i) {
       const std::string bound = i < N ? std::to_string(bounds_[i]) : "inf";
-      append(all, name + "_" + bound, number, counts_[i]);
+      append(all, prefix + bound, number, counts_[i]);
     }
   }
 

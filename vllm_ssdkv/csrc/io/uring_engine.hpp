@@ -33,7 +33,7 @@ class UringEngine {
   // As of the threads engine, and "in_flight_max.<device>", "ring_enters.<ring>" and so on.
   Statistics statistics() const;
 
-  // Of each ring.
+  // Setup of each ring.
   const std::vector<UringRing::Setup>& setups() const { return setups_; }
 
   // Serve what is queued until the deadline, cancel the rest, and give up on requests that the

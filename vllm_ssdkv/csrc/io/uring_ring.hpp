@@ -28,7 +28,7 @@ struct Piece {
 
 class UringRing {
  public:
-  // What the kernel let us have. Not having it costs CPU, nothing else.
+  // Privileges that the kernel granted. To lack one costs CPU, nothing else.
   struct Setup {
     const char* task_run = "";       // "DEFER_TASKRUN", "COOP_TASKRUN" or "default"
     int register_files_errno = 0;    // 0: registered

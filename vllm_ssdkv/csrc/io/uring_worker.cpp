@@ -69,6 +69,7 @@ void UringWorker::serve(std::promise<UringRing::Setup>& started) noexcept {
   std::optional<UringRing> ring;
   try {
     std::vector<int> fds;
+    fds.reserve(files_.size());
     for (const Descriptor& file : files_) fds.push_back(file.get());
     ring.emplace(fds, arena_, static_cast<unsigned>(flights_.size()), wake_.get());
     started.set_value(ring->setup());
@@ -169,10 +170,10 @@ bool UringWorker::take() {
     any = false;
     for (size_t i = 0; i < devices_.size(); ++i) {
       Device& device = devices_[i];
-      Taken taken;
       for (unsigned turn = 0; turn < kTurn; ++turn) {
+        Taken taken;
         if (device.in_flight == queue_depth_ || !device.waiting.pop(taken)) break;
-        start(i, taken);
+        start(i, std::move(taken));
         any = true;
       }
       device.room = device.in_flight < queue_depth_;
@@ -184,7 +185,7 @@ bool UringWorker::take() {
   return true;
 }
 
-void UringWorker::start(size_t device, Taken& taken) {
+void UringWorker::start(size_t device, Taken&& taken) {
   const uint32_t slot = free_.back();
   free_.pop_back();
   flights_[slot] = {std::move(taken), 0, 0, static_cast<uint16_t>(device), {}, {}};

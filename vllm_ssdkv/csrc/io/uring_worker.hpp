@@ -70,7 +70,7 @@ class UringWorker {
 
   void run(UringRing& ring) noexcept;
   bool take();  // fills to_issue_; false when it is time to end
-  void start(size_t device, Taken& taken);
+  void start(size_t device, Taken&& taken);
   void report() noexcept;                // tells the owners of ended_
   bool issue(UringRing& ring) noexcept;  // false when something had no room
   void wait(UringRing& ring, bool all_issued) noexcept;
@@ -91,7 +91,7 @@ class UringWorker {
   bool stopping_ = false;            // under mutex_
   std::atomic<bool> asleep_{false};  // set under mutex_; the thread waits or is about to
 
-  // Of the thread alone.
+  // The thread's alone.
   std::vector<Flight> flights_;     // by slot; the slot is the tag in the ring
   std::vector<uint32_t> free_;      // slots
   uint64_t bytes_taken_ = 0;        // of the requests that have a slot

@@ -1,4 +1,4 @@
-// What a process counts, by key. In C++ because every step counts some fifty numbers behind a model
+// Counters of a process, by key. In C++ because every step counts some fifty numbers behind a model
 // that has emptied the processor's caches: here they are a few lines of memory.
 #pragma once
 
@@ -15,7 +15,7 @@ class Counters {
   // Throws std::invalid_argument where keys and values differ in length or a value is negative or
   // not a number; the values before it are counted.
   void add(nanobind::handle keys, nanobind::handle values);
-  // What was gained since the last call, by key; those that are new also if that is nothing.
+  // Gains since the last call, by key; new keys also if that is nothing.
   nanobind::dict take();
   // Since the start; 0 where nothing was ever counted.
   double total(nanobind::handle key) const;

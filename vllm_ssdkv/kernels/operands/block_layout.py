@@ -35,7 +35,7 @@ HEAD_SIZE_STEP = 8
 
 
 def head_size_problem(head_size: int) -> str:
-    """Why kernels of page mode have no heads of this size; empty if they have."""
+    """Reason for page mode to have no kernels for heads of this size; empty if it has."""
     if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_STEP == 0:
         return ""
     return (
@@ -46,7 +46,7 @@ def head_size_problem(head_size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Where an element of a block of one layer lies. Immutable, any thread.
+    """Layout of a block of one layer, element by element. Immutable, any thread.
 
     Raises ``ValueError`` when the sizes contradict each other.
     """

@@ -8,6 +8,9 @@ The query heads of a KV head share its pages, which Quest does not treat. Here e
 into softmax weights over its pages, and its window where that is known; a page's score is the mean
 of them (``ScoringKernels.weigh``). Sums or maxima of the bounds themselves would let the head with
 the largest logits decide alone.
+
+Which rows select by which selector: ``connector/worker/selector_registry.py``. Pages are taken by
+their scores in ``kernels/scoring.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where frames end, and single pages and summaries begin in DRAM: it moves with what runs.
+"""Balance of DRAM between frames, selected pages and summaries: it moves with what runs.
 
 Single pages and summaries serve requests that choose, frames those that attend to everything: short
 ones, and prompts while they are computed. How many of each there are shows only while they run. So
@@ -125,7 +125,8 @@ class DramBalancer:
         self.make_room(slots[:0])
 
     def arrived(self, request_id: str) -> None:
-        """What was expected for this request, if anything, has come, or will not."""
+        """End the wait for what was expected for this request, if anything: it has come, or will
+        not."""
         self._coming.pop(request_id, None)
 
     def make_room(self, slots: NDArray[np.int64]) -> None:
@@ -233,7 +234,7 @@ class DramBalancer:
     def _by_use(
         self, slots: NDArray[np.int64], contexts: Contexts, choosing: Collection[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which of these frames' slots nobody attends to as a whole, first those that are of no
+        """Frames by use: those whose slots nobody attends to as a whole, first those that are of no
         running context; and the others."""
         for row, context in enumerate(contexts):
             self._kinds[context] |= _CHOSEN if row in choosing else _WHOLE

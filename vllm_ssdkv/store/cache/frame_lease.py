@@ -94,7 +94,7 @@ class FrameLease:
         return len(runs)
 
     def _pieces(self, runs: NDArray[np.int64] | NDArray[np.int32]) -> NDArray[np.int32]:
-        """Of each run, [n, length]."""
+        """Pieces of each run, [n, length]."""
         return self._runs.firsts[runs][:, None] + np.arange(self._runs.length, dtype=np.int32)
 
     def _within(self, runs: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
@@ -119,15 +119,16 @@ class FrameLease:
         return runs[free[np.argsort(held[free], kind="stable")[:count]]]
 
     def _clean(self, frame: NDArray[np.uint8]) -> None:
-        """What is not payload is written to devices as it lies there: nobody else's bytes."""
+        """Zero what is not payload: it is written to devices as it lies there, nobody else's
+        bytes."""
         geometry = self._geometry
         frame[: geometry.header_bytes] = 0
         pages = frame[geometry.header_bytes :].reshape(geometry.kv_pages, geometry.page_bytes)
         pages[:, geometry.payload_bytes :] = 0
 
     def take_back(self, frames: NDArray[np.int32]) -> int:
-        """Those of these frames that nobody uses are what they were before; how many pieces may be
-        used again."""
+        """Turn these frames, where nobody uses them, back into what they were before; number of
+        pieces that may be used again."""
         frames = frames[self._frames.shut(frames)]
         runs = frames - self._first_frame
         self._lent[runs] = False

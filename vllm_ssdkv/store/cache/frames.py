@@ -9,6 +9,9 @@ it, nobody reads it. Whoever takes away the last of them frees it, so the order 
 slot may be forgotten, and get another frame, while the old one is still being written or read.
 
 The tables and what happens to them are native (``csrc/cache``); this class adds addresses.
+
+Frames are evicted in DRAM only: stored blocks are evicted by ``store/index/slot_index.py``, single
+pages by ``store/cache/selected_pages.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ NO_FRAME = -1
 
 
 class FrameState(IntEnum):
-    """What a frame's bytes are."""
+    """State of a frame's bytes."""
 
     FREE = 0
     HELD = 1

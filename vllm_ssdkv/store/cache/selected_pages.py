@@ -22,7 +22,7 @@ NO_PLACE = -1
 
 
 class Memory(Protocol):
-    """Where places live. The tables never look at it."""
+    """Memory of the places. The tables never look at it."""
 
     @property
     def address(self) -> int:
@@ -178,7 +178,7 @@ class SelectedPageCache:
         return address, here.view(np.bool_)
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which of these pages are held, [n]; they count as used no more than before."""
+        """Mask of pages that are held, [n]; they count as used no more than before."""
         return self._tables.holds(pages.slots, pages.numbers).view(np.bool_)
 
     def release(self, places: NDArray[np.int32]) -> None:

@@ -259,7 +259,8 @@ class SummaryTable:
             return free
 
     def _move(self, rows: NDArray[np.int32]) -> None:
-        """What these closed rows hold goes where what is older was, or is forgotten. Lock held."""
+        """Move the content of these closed rows to where older ones were, or forget it. Lock
+        held."""
         held = rows[self._slot_of[rows] >= 0]
         held = held[np.argsort(-self._used[held], kind="stable")]
         place = self._oldest(len(held))

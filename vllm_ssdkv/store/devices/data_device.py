@@ -26,7 +26,7 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """What may change while a device is open.
+    """Facts that may change while a device is open.
 
     Attributes:
         lost: Whether the file was deleted under us: what we write now is gone at the next start.
@@ -59,7 +59,7 @@ class OpenDevice:
     """Whether this call made the file."""
 
     def state(self) -> DeviceState:
-        """What the system says of it now."""
+        """Facts that the system tells of it now."""
         found = os.fstat(self.fd)
         return DeviceState(found.st_nlink == 0, found.st_blocks * _BLOCK)
 
@@ -178,7 +178,11 @@ def _open_or_create(path: Path, what: str) -> tuple[int, bool]:
             fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return _open_existing(path, flags), False
-        _sync_directory(path.parent)
+        try:
+            _sync_directory(path.parent)
+        except BaseException:
+            os.close(fd)
+            raise
     except OSError as error:
         raise DeviceError(
             f"{what}: cannot open {path} for reading and writing ({error.strerror}); check its "

@@ -37,7 +37,7 @@ class OpenFile(Protocol):
 
 
 def read_copies(device: OpenFile) -> list[bytes]:
-    """What lies at each of :data:`COPY_OFFSETS`; less than a block at the end. Blocks on I/O.
+    """Read the bytes at each of :data:`COPY_OFFSETS`; less than a block at the end. Blocks on I/O.
 
     Raises:
         DeviceError: the device cannot be read.

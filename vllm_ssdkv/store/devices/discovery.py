@@ -1,4 +1,4 @@
-"""Which devices are there, and which of them is which: by the names in their data files.
+"""Discovery of devices, by the names in their data files.
 
 A device is recognised by the UUID in a superblock, wherever it is mounted and whatever its place in
 the list of devices. Its path decides only where no data file says who it is.
@@ -29,7 +29,7 @@ _GONE = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.ESHUTDOWN, 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What was seen at one path."""
+    """Findings at one path."""
 
     path: str
     names: frozenset[str]

@@ -1,4 +1,4 @@
-"""Which devices answer: consecutive failures and missed deadlines take a device out of use."""
+"""Health of devices: consecutive failures and missed deadlines take one out of use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DeviceHealth:
         wanted: NDArray[np.uint32],
         operation: str,
     ) -> NDArray[np.bool_]:
-        """Which requests of a batch succeeded, shape [n]; failures are counted per device.
+        """Mask of a batch's requests that succeeded, shape [n]; failures are counted per device.
 
         Args:
             devices: Device of each request, [n].

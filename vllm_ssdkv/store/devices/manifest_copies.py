@@ -237,7 +237,7 @@ class CopySpreader:
         try:
             if holds_data(place, manifest):
                 write_copy(place, manifest)
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the store goes on without
             self.failed(path, str(error))
 
     def failed(self, path: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Whose files are these: every file of a store names it, and a file without its name is no proof.
+"""Ownership of files: every file of a store names it, and a file without its name is no proof.
 
 Only whole names count: that of a superblock, of a journal's header or of a manifest whose checksum
 is right, of whatever version.

@@ -1,4 +1,4 @@
-"""How fast devices read: measured once, before anything is stored on them, through the engine."""
+"""Probe of the devices' read rates: once, before anything is stored on them, through the engine."""
 
 from __future__ import annotations
 

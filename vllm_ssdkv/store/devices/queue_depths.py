@@ -1,4 +1,4 @@
-"""How much each device has still to do, as far as it was asked through one rank's data files."""
+"""Queue depth of each device, as far as it was asked through one rank's data files."""
 
 from __future__ import annotations
 

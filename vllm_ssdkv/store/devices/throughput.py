@@ -1,4 +1,4 @@
-"""How fast each device really is, as seen from the batches that pass: finds the slow one.
+"""Throughput of each device, as seen from the batches that pass: finds the slow one.
 
 A device that still works on the batch before, or has done a first piece of this one, is at work
 until the last piece has ended: bytes per second of that time are its rate, without the latency that
@@ -63,7 +63,7 @@ _NOBODY: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class Moment(NamedTuple):
-    """When something happened, as far as it is known. Seconds of the monotonic clock."""
+    """Time of an event, as far as it is known. Seconds of the monotonic clock."""
 
     earliest: float
     latest: float
@@ -71,7 +71,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one device does for a batch.
+    """Share of one device in a batch.
 
     Attributes:
         nbytes: Its size.
@@ -115,7 +115,7 @@ class ThroughputEstimator:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return len(self._paths)
 
     def telling(self, nbytes: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -127,7 +127,7 @@ class ThroughputEstimator:
         return np.flatnonzero((nbytes >= MIN_PART_BYTES) | (slow & (nbytes > 0)))
 
     def _slow(self) -> NDArray[np.bool_]:
-        """Which devices were said to be slow, or seemed so lately. Lock held."""
+        """Mask of devices that were said to be slow, or seemed so lately. Lock held."""
         slow: NDArray[np.bool_] = np.minimum(self._factor, self._latest) < 1 / TOLERANCE
         return slow
 
@@ -158,7 +158,7 @@ class ThroughputEstimator:
             self._least_s[row, device] += max(0.0, end.earliest - start.latest)
 
     def rates(self) -> NDArray[np.float64]:
-        """What each device was worth lately, [devices], in the unit of the weights."""
+        """Rates of the devices lately, [devices], in the unit of the weights."""
         with self._lock:
             rates: NDArray[np.float64] = self._weights * self._latest
             return rates
@@ -207,7 +207,7 @@ class ThroughputEstimator:
         self._any_slow = bool(self._slow().any())
 
     def _compare(self, device: int, low: float, factor: float, high: float) -> None:
-        """What a window says of a device, between its bounds, with what was said of it last."""
+        """Compare a window of a device, between its bounds, with what was said of it last."""
         said, seen = float(self._factor[device]), self._seen[device]
         near, far = said / TOLERANCE, said * TOLERANCE
         if near <= low and high <= far:
@@ -243,15 +243,18 @@ def _later(one: Moment, other: Moment) -> Moment:
 def _within(
     low: NDArray[np.float64], high: NDArray[np.float64], before: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """What to take devices for: the middle of bounds that are close. Of others, what is nearest to
-    what they were taken for ``before``: so it never passes the truth, and has no reason to return.
+    """Estimate of devices: the middle of bounds that are close. Of others, the nearest to the
+    estimate ``before``: so it never passes the truth, and has no reason to return. Of others, what
+    is nearest to what they were taken for ``before``: so it never passes the truth, and has no
+    reason to return.
     """
     close = high <= TOLERANCE * low
     return np.where(close, np.sqrt(low * high), np.clip(before, low, high))
 
 
 def _verdict(seen: Sequence[tuple[float, float, float]], said: float) -> tuple[float, float]:
-    """What a device is worth by windows that agree that it is not what was ``said``, and at least.
+    """Classification of a device by windows that agree that it is not what was ``said``: its worth,
+    and its least worth.
 
     Who is said to be worth too much has all others wait; who is said to be worth too little costs
     only what is not asked of it. So bounds that are far apart are not taken at the upper one.
@@ -261,7 +264,7 @@ def _verdict(seen: Sequence[tuple[float, float, float]], said: float) -> tuple[f
 
 
 def _upper_median(values: NDArray[np.float64]) -> float:
-    """Of two, the larger one."""
+    """Median; of two, the larger one."""
     return float(np.sort(values)[len(values) // 2])
 
 

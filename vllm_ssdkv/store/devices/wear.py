@@ -33,7 +33,7 @@ MAX_DEVICES = 256
 
 
 class DeviceWear(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What was written to one device."""
+    """Bytes written to one device."""
 
     written: int = 0
     """Bytes over the store's life, all ranks."""
@@ -168,8 +168,8 @@ class WearLedger:
                 continue
             try:
                 replace_file(self._path, sealed(msgspec.json.format(data, indent=1) + b"\n"))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next one may go well
                 self._counters.add("wear_file_errors")
-                logger.warning("ssdkv: %s cannot be written: %s", self._path, error.strerror)
+                logger.warning("ssdkv: %s cannot be written: %s", self._path, error)
                 with self._lock:
                     self._changed = True

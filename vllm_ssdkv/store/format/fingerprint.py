@@ -1,4 +1,4 @@
-"""What must be equal for stored KV to mean the same numbers: model, dtypes, shapes, layout."""
+"""Fingerprint of KV: all that must be equal for it to mean the same numbers, but for its tokens."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<8s3I4x16s16s64x")
 
 
 class Kind(IntEnum):
-    """What a record says."""
+    """Kind of a record."""
 
     PUT = 1
     """From now on the slot holds the key, written in this epoch."""

@@ -404,7 +404,7 @@ def _of_another(path: Path, version: str) -> FormatError:
 
 
 def way_out(state: Path) -> str:
-    """How to go on without a whole ``store.json``."""
+    """Way to go on without a whole ``store.json``."""
     return f"`ssdkv fsck --repair {state}` restores it, `ssdkv rm {state}` gives the store up"
 
 

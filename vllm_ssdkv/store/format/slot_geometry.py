@@ -1,4 +1,4 @@
-"""Where the bytes of a slot lie: geometry of one slot, and striping of slots over devices.
+"""Geometry of a slot: header, pages and tail, and their bytes.
 
 Pure arithmetic: no I/O, no state after construction, safe from any thread. All sizes and offsets
 are bytes. What this file computes is the on-disk format (``docs/format.md``): changing a formula
@@ -56,13 +56,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def format_version(summary_pages: int) -> int:
-    """Of superblock and manifest: 1; 4 where slots have a tail. It was before the pages of KV in
-    version 1, and in 2 and 3, which had channel pages."""
+    """Version of superblock and manifest: 1; 4 where slots have a tail. It was before the pages of
+    KV in version 1, and in 2 and 3, which had channel pages."""
     return 4 if summary_pages else 1
 
 
 def of_another_version(path: Path, version: str, known: str) -> FormatError:
-    """What refuses a file that another release made: it is not damaged, and not ours to replace."""
+    """Error for a file that another release made: it is not damaged, and not ours to replace."""
     return FormatError(
         f"{path} has format version {version}, this release reads {known}: use another directory "
         "or the release that made it, or delete this one's content"
@@ -135,7 +135,7 @@ class SlotGeometry:
 
     @property
     def version(self) -> int:
-        """Of superblock and manifest."""
+        """Version of superblock and manifest."""
         return format_version(self.summary_pages)
 
     @functools.cached_property

@@ -140,7 +140,7 @@ class HeaderFormat:
         return data
 
     def right(self, data: U8, slots: Numbers, epochs: Numbers, keys: U8) -> NDArray[np.bool_]:
-        """Which of n headers, [n, header_bytes], are whole and those of these slots, [n].
+        """Mask of n headers, [n, header_bytes], that are whole and those of these slots, [n].
 
         The tags of encrypted slots are not checked here.
         """
@@ -188,12 +188,12 @@ class HeaderFormat:
         return found.reshape(len(data), self.geometry.pages, TAG_BYTES).copy()
 
     def authenticated(self, data: U8) -> tuple[U8, U8]:
-        """Of n headers of encrypted slots the bytes under the tag, and the tag, [n, 16]."""
+        """Bytes under the tag of n headers of encrypted slots, and the tag, [n, 16]."""
         end = self._used - TAG_BYTES
         return data[:, :end], data[:, end : self._used]
 
     def beginnings(self, slots: Numbers, epochs: Numbers, keys: U8, salts: U8 | None = None) -> U8:
-        """What the headers of n slots begin with, [n, 128]; arguments as :meth:`encode`.
+        """First bytes of the headers of n slots, [n, 128]; arguments as :meth:`encode`.
 
         Raises:
             ValueError: a number does not fit its field.

@@ -38,6 +38,18 @@ _STORE = slice(16, 32)
 """Where every version has the store's UUID."""
 
 
+def _decode_fingerprint(block: bytes, digest: bytes, text_bytes: int) -> Fingerprint:
+    """The text behind the fixed fields. Raises FormatError."""
+    if _FIXED.size + text_bytes > _BODY:
+        raise FormatError(f"superblock: text_bytes is {text_bytes}, too large")
+    fingerprint = Fingerprint.from_json(block[_FIXED.size : _FIXED.size + text_bytes])
+    if fingerprint.digest != digest:
+        raise FormatError("superblock: fingerprint digest is not that of its fields")
+    if len(fingerprint.canonical) != text_bytes:
+        raise FormatError("superblock: fingerprint text is not written as we write it")
+    return fingerprint
+
+
 @dataclass(frozen=True, slots=True)
 class Superblock:
     """Contents of a superblock.
@@ -65,7 +77,7 @@ class Superblock:
 
     @property
     def copy_offset(self) -> int:
-        """Where in the data file this epoch's block is written."""
+        """Offset in the data file at which this epoch's block is written."""
         return COPY_OFFSETS[self.epoch % len(COPY_OFFSETS)]
 
     def encode(self) -> bytes:
@@ -149,13 +161,7 @@ class Superblock:
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
                 raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
-        if _FIXED.size + text_bytes > _BODY:
-            raise FormatError(f"superblock: text_bytes is {text_bytes}, too large")
-        fingerprint = Fingerprint.from_json(block[_FIXED.size : _FIXED.size + text_bytes])
-        if fingerprint.digest != digest:
-            raise FormatError("superblock: fingerprint digest is not that of its fields")
-        if len(fingerprint.canonical) != text_bytes:
-            raise FormatError("superblock: fingerprint text is not written as we write it")
+        fingerprint = _decode_fingerprint(block, digest, text_bytes)
         if kind >= len(_KINDS):
             raise FormatError(f"superblock: kind is {kind}")
         if cipher >= len(_CIPHERS):

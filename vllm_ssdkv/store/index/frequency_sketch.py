@@ -1,4 +1,4 @@
-"""How often keys were seen lately, in little memory: a count-min sketch that ages.
+"""Frequencies of keys lately, in little memory: a count-min sketch that ages.
 
 After TinyLFU (Einziger, Friedman, Manes, 2017): counters are halved after so many additions, so
 that what was popular once is forgotten, and the estimate is never below the truth of what was
@@ -44,7 +44,7 @@ class FrequencySketch:
         return columns + np.arange(ROWS, dtype=np.intp) * self._columns
 
     def count(self, keys: Sequence[bytes]) -> NDArray[np.uint8]:
-        """How often each key was seen, [n]; now and then more, never less."""
+        """Frequency of each key, [n]; now and then more, never less."""
         if not keys:
             return np.zeros(0, dtype=np.uint8)
         least: NDArray[np.uint8] = self._table.ravel()[self._places(keys)].min(axis=1)

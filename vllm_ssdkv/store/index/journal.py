@@ -68,7 +68,7 @@ class LiveRecords(Protocol):
 
     @property
     def journalled(self) -> int:
-        """How many records are live. Called on the scheduler's side."""
+        """Number of live records. Called on the scheduler's side."""
 
     def begin_walk(self) -> None:
         """Start at the beginning. This and :meth:`walk` are called by the thread that rewrites."""
@@ -207,7 +207,11 @@ class Journal:
             self._thread = threading.Thread(
                 target=self._run, args=(sync_interval_s,), name="ssdkv-journal", daemon=True
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:
+                self._file.close()
+                raise
 
     # ---- the scheduler's side ----
 
@@ -405,20 +409,22 @@ class Journal:
             self._dirty = False
         try:
             self._file.sync()
-        except OSError as exc:
+        except Exception as exc:  # noqa: BLE001 - what it is, it is no sync, and the thread goes on
             self._sync_failed(exc)
         else:
             self.counters["syncs"] += 1
             self._sync_failing = False
 
-    def _sync_failed(self, exc: OSError) -> None:
+    def _sync_failed(self, exc: Exception) -> None:
         with self._lock:
             self.counters["sync_errors"] += 1
             # The kernel forgets dirty pages that failed: only a rewrite brings them back.
             self._rewrite_due = True
             self._next_attempt = time.monotonic() + self._retry_interval_s
         if not self._sync_failing:
-            logger.error("journal %s cannot be synced: %s", self.path, exc)
+            logger.error(
+                "journal %s cannot be synced: %s", self.path, exc, exc_info=_unforeseen(exc)
+            )
         self._sync_failing = True
 
     def _rewrite(self) -> None:
@@ -428,16 +434,17 @@ class Journal:
                 return
             self._rewrite_asked = self._rewrite_due = False
             self._tail, self._tail_records, self._tail_overflow = [], 0, False
-            self._owner.begin_walk()
         replacement: Replacement | None = None
         try:
+            with self._lock:
+                self._owner.begin_walk()
             replacement = Replacement(self._file, self._header)
             self._copy_live(self._owner, replacement)
             # From here on to the end the old file is not synced: whatever a caller of sync() was
             # told to be safe is in the new one before that takes its name.
             replacement.sync()
             os.close(self._install(replacement))
-        except OSError as exc:
+        except Exception as exc:  # noqa: BLE001 - what it is, the file in use is whole
             self._rewrite_failed(exc, replacement)
         else:
             self._sync_now()
@@ -485,15 +492,22 @@ class Journal:
             self.counters["rewrites"] += 1
             return old
 
-    def _rewrite_failed(self, exc: OSError, replacement: Replacement | None) -> None:
+    def _rewrite_failed(self, exc: Exception, replacement: Replacement | None) -> None:
         with self._lock:
             self.counters["rewrite_errors"] += 1
             self._tail = None
             self._rewrite_due = True
             self._next_attempt = time.monotonic() + self._retry_interval_s
-        logger.error("journal %s cannot be rewritten: %s", self.path, exc)
+        logger.error(
+            "journal %s cannot be rewritten: %s", self.path, exc, exc_info=_unforeseen(exc)
+        )
         if replacement is not None:
             try:
                 replacement.discard()
             except OSError as left:
                 logger.warning("journal %s: a temporary file is left behind: %s", self.path, left)
+
+
+def _unforeseen(error: Exception) -> Exception | None:
+    """The error, where only its traceback says what it means."""
+    return None if isinstance(error, OSError) else error

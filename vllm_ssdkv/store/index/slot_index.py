@@ -1,4 +1,4 @@
-"""Which slot holds which block: existence, allocation, pins, eviction. Owned by the scheduler.
+"""Index of slots and blocks: existence, allocation, pins, eviction. Owned by the scheduler.
 
 A slot is *free*, *writing* (allocated, not yet findable), *ready* (findable by its key), *private*
 (in use, but not findable: a duplicate, or dropped while pinned) or *lost* (on a device that is out
@@ -42,7 +42,7 @@ I64 = NDArray[np.int64]
 
 
 class SlotState(IntEnum):
-    """What a slot is; see the module's text."""
+    """State of a slot; see the module's text."""
 
     FREE = 0
     WRITING = 1
@@ -52,7 +52,7 @@ class SlotState(IntEnum):
 
 
 class Usage(NamedTuple):
-    """What some slots are in use for: how many of them.
+    """Numbers of slots by their use.
 
     Attributes:
         ready: Can be found.
@@ -148,7 +148,7 @@ class SlotIndex:
         return self._table.key(slot)
 
     def state(self, slot: int) -> SlotState:
-        """What the slot is now."""
+        """State of the slot now."""
         return SlotState(self._table.state(slot))
 
     def holds(self, slot: int, epoch: int) -> bool:
@@ -369,7 +369,7 @@ class SlotIndex:
     # ---- numbers and ends ----
 
     def usage(self, first: int, slots: int) -> Usage:
-        """Of the slots ``[first, first + slots)``."""
+        """Usage of the slots ``[first, first + slots)``."""
         return Usage(*self._table.usage(first, slots))
 
     def free_now(self) -> int:
@@ -388,7 +388,7 @@ class SlotIndex:
 
     @property
     def live_records(self) -> LiveRecords:
-        """What a rewrite of the journal walks over."""
+        """Records that a compaction of the journal walks over."""
         return self._table
 
     @property
@@ -403,7 +403,7 @@ class SlotIndex:
         return counts | {f"journal_{k}": v for k, v in self._journal.counters.items()}
 
     def gauges(self) -> dict[str, int]:
-        """What is now: numbers of slots, ``journal_bytes``, and ``journal_degraded`` (0 or 1)."""
+        """Gauges of now: numbers of slots, ``journal_bytes``, and ``journal_degraded`` (0 or 1)."""
         journal, table = self._journal, self._table
         return {
             "free": table.free + table.deferred,

@@ -93,7 +93,8 @@ class ChecksumTable:
             self._held.update((slot, (seals, i)) for i, slot in enumerate(slots.tolist()))
 
     def adopt(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which slots are known, [n]; those that are being written are remembered from now on."""
+        """Mask of slots that are known, [n]; those that are being written are remembered from now
+        on."""
         with self._lock:
             unknown = dict.fromkeys(slots[self._row_of[slots] == _NO_ROW].tolist())
             found = [slot for slot in unknown if slot in self._held]

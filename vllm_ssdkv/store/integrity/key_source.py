@@ -95,7 +95,8 @@ def _from_environment(name: str) -> bytes:
 
 
 def from_command(command: Sequence[str], deadline_s: float = COMMAND_DEADLINE_S) -> bytes:
-    """What a command writes to its standard output. Its standard error stays the engine's.
+    """Read the key that a command writes to its standard output. Its standard error stays the
+    engine's.
 
     Raises:
         ConfigError: it cannot be run, fails, writes too much, or does not end in time.

@@ -1,4 +1,9 @@
-"""Pages in memory against the checksums in their slot's header: one native call for many pages."""
+"""Pages in memory against the checksums in their slot's header: one native call for many pages.
+
+Pages are checked where they are read: hits in ``store/read/prefix_loader.py``, streamed contexts in
+``store/read/async_verifier.py``, selected pages in ``store/read/page_fetcher.py``, whole slots in
+``store/maintenance/scrubber.py``.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +55,7 @@ def wrong_pages(
 
 
 class PageSampler:
-    """Which pages of a read from a device are checked. Any thread may use it.
+    """Sample of the pages of a read from a device that are checked. Any thread may use it.
 
     A sample begins at a random page: a fixed order could meet the order of reads in such a way that
     some page never has its turn.

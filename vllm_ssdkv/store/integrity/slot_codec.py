@@ -1,4 +1,4 @@
-"""What makes a slot's pages trustworthy, and where the store is encrypted, unreadable.
+"""Codecs of slots: checksums that make pages trustworthy, and encryption where the store has it.
 
 A *seal* is what must be known of a slot to accept its pages: a *mark* per page and an *opening* for
 all of them. Without encryption a mark is the page's checksum and there is no opening
@@ -51,8 +51,8 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainCheck:
-    """What tells native code which of n slots are right, where checksums alone do: the first
-    arguments of :class:`vllm_ssdkv._io.Intake`, and its last ones."""
+    """Arguments by which native code checks n slots, where checksums alone do: the first ones of
+    :class:`vllm_ssdkv._io.Intake`, and its last ones."""
 
     shape: _io.SlotShape
     beginnings: U8
@@ -117,16 +117,16 @@ class SlotCodec(Protocol):
     def plain_check(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8
     ) -> PlainCheck | None:
-        """How native code checks these slots of one read by itself; None: it takes
+        """Arguments for native code to check these slots of one read by itself; None: it takes
         :meth:`read_headers` and :meth:`unseal`. Arguments as there."""
 
     def why_refused(self, slot: int, epoch: int, key: bytes, at: int) -> str:
-        """What is wrong with a header that :meth:`read_headers` refused, naming the field."""
+        """Fault of a header that :meth:`read_headers` refused, naming the field."""
 
     def intact(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: U8, at: U64
     ) -> NDArray[np.bool_]:
-        """Which of n frames that are readable, header included, are what was written, [n].
+        """Mask of n readable frames, header included, that are what was written, [n].
 
         Encrypted pages were all found right when they were decrypted, and have nothing left to be
         checked by: there the header decides.

@@ -77,7 +77,8 @@ class StoreKey:
 
 
 def block_name(names: bytes, block: bytes) -> bytes:
-    """What a store has in place of a block hash, so that a guessed prompt cannot be looked for.
+    """Name of a block in a store, in place of its hash, so that a guessed prompt cannot be looked
+    for.
 
     Args:
         names: :meth:`StoreKey.names`, or empty for a hash that anybody can compute.

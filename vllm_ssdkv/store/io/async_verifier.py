@@ -41,7 +41,7 @@ class Verification(Generic[Found]):
         self._error: Exception | None = None
 
     def take(self, timeout_s: float) -> Found | None:
-        """What the work has found, or None when it was not begun, and never will be.
+        """Take the findings of the work; None when it was not begun, and never will be.
 
         Blocks while it is under way. What the work touches is the caller's again afterwards.
 
@@ -80,6 +80,12 @@ class Verification(Generic[Found]):
         with self._changed:
             self._state = _State.DONE
             self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """The batch cannot be waited for: who takes the work hears of it, unless it has it back."""
+        with self._changed:
+            if self._state is _State.WAITING:
+                self._error, self._state = error, _State.DONE
 
     def wanted(self) -> bool:
         """Whether the work is still to be done."""
@@ -129,5 +135,10 @@ class AsyncVerifier:
                     return
                 asked = self._queue.popleft()
             while asked.wanted() and not self._stopping:
-                if asked.batch.wait(_LOOK_S):
+                try:
+                    ended = asked.batch.wait(_LOOK_S)
+                except Exception as error:  # noqa: BLE001 - as in run()
+                    asked.fail(error)
+                    break
+                if ended:
                     asked.run()

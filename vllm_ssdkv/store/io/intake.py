@@ -25,7 +25,7 @@ def make_intake(
     blocks: U64,
     stretches: _io.Stretches,
 ) -> _io.Intake | None:
-    """What checks and copies the n slots of a batch that reads them whole; for
+    """Make the native checker and copier of the n slots of a batch that reads them whole; for
     :meth:`SlotRequest.feed`. None: it takes more than checksums. Any thread.
 
     Args:

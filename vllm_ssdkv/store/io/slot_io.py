@@ -32,7 +32,7 @@ GROUP_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ReadFrom:
-    """Which copies of slots are meant, where they have two.
+    """Copies of slots to read from, where they have two.
 
     Attributes:
         copy: The first ones, 0, or the second ones, 1.
@@ -66,7 +66,7 @@ class SlotIO:
     replicas: Replicas
 
     def retries(self, slot: int) -> list[ReadFrom | None]:
-        """Where to read a slot that was wrong, one after the other.
+        """Further places to read a slot that was wrong from, one after the other.
 
         Once more in any case: the block layer fails neighbours of a bad sector too. With two
         copies also without each of its devices: a page that lies on two of them accuses neither,

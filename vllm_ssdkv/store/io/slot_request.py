@@ -143,8 +143,8 @@ class SlotRequest:
             pause = min(_LOOK_S, _GROWTH * pause)
 
     def parts(self) -> tuple[NDArray[np.int64], U64, NDArray[np.uint32]]:
-        """Of each request that was sent, the slot it is a part of, by place in the batch, where it
-        begins in it, in bytes, and how many they are."""
+        """Extents of the requests that were sent: the slot, by place in the batch, the first byte
+        in it, and the number of bytes."""
         slot_of = self.extents.slot_index[self.sent]
         begin = self.extents.buffer[self.sent] - slot_of.astype(np.uint64) * np.uint64(self.length)
         return slot_of, begin, self.extents.length[self.sent]

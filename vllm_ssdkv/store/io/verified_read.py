@@ -25,6 +25,7 @@ from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, WRONG_PAGE, make_intake
 from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.thread_errors import ThreadErrors
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,18 @@ class _Checked:
     same: NDArray[np.bool_]
 
 
+Holders = Sequence[tuple[SlotRequest, NDArray[np.bool_]]]
+"""Reads in flight, and the extents, [n], whose memory each may still write to."""
+
+
+def union(holders: Holders, extents: int) -> NDArray[np.bool_]:
+    """Extents, [extents], whose memory any of these reads may still write to."""
+    mask = np.zeros(extents, dtype=np.bool_)
+    for _, held in holders:
+        mask |= held
+    return mask
+
+
 class VerifiedRead:
     """Extents on their way into the arena. One thread uses it, unless a method says otherwise.
 
@@ -59,6 +72,8 @@ class VerifiedRead:
         request: The first read of it.
         good: Extents that are right, bool [n].
         bad: Extents that are wrong, or cannot be read, wherever they were read from, bool [n].
+        hanging: Extents whose read held their memory beyond its deadline, while there is a copy in
+            reach to read elsewhere, bool [n].
 
     Example:
         read = VerifiedRead(files, extents, TableDigests(table, extents))
@@ -75,6 +90,7 @@ class VerifiedRead:
         joined: bool = False,
         merged: bool = True,
         charge: bool = True,
+        errors: ThreadErrors | None = None,
     ):
         """Start to read.
 
@@ -86,6 +102,8 @@ class VerifiedRead:
             joined: As in :meth:`SlotIO.submit`, ``merged`` too.
             charge: Whether devices and copies are told what was found, and the log what is bad. If
                 not, that is for :meth:`charge_devices`.
+            errors: Counts what is raised where a read is asked which memory it holds: then it
+                holds all. Default: that is raised.
 
         Raises:
             ValueError: the extents are not in the slots.
@@ -105,9 +123,11 @@ class VerifiedRead:
             merged=merged,
         )
         self._charge = charge
+        self._errors = errors
         shape = len(extents.slots), extents.pages
         self.good = np.zeros(shape[0], dtype=np.bool_)
         self.bad = np.zeros(shape[0], dtype=np.bool_)
+        self.hanging = np.zeros(shape[0], dtype=np.bool_)
         self._seen = np.zeros(shape[0], dtype=np.bool_)
         """Extents that arrived, and were checked."""
         self._known = np.zeros(shape[0], dtype=np.bool_)
@@ -210,30 +230,31 @@ class VerifiedRead:
         if self._beside is not None:
             self._beside.stop(self._files.deadline_s)
 
-    def holders(self) -> list[tuple[SlotRequest, NDArray[np.bool_]]]:
-        """Reads that may still write to the memory of extents, and of which, [n]."""
+    def holders(self) -> Holders:
+        """Reads that may still write to the memory of extents, and of which, [n]; none twice."""
         found = []
-        every = np.arange(len(self.good), dtype=np.intp)
-        for request, of in ((self.request, every), *self._later):
-            if not request.ended() and (held := request.held()).any():
-                mask = np.zeros(len(self.good), dtype=np.bool_)
-                mask[of[held]] = True
+        rest = np.ones(len(self.good), dtype=np.bool_)
+        # Nothing is read again before the read before it has ended: the latest one counts.
+        for request, of in reversed(self._later):
+            mask = np.zeros(len(rest), dtype=np.bool_)
+            mask[of[self._held_by(request)]] = True
+            if (mask := mask & rest).any():
                 found.append((request, mask))
+            rest[of] = False
+        if (mask := self._held_by(self.request) & rest).any():
+            found.append((self.request, mask))
         return found
 
     def held(self) -> NDArray[np.bool_]:
         """Extents whose memory some read may still write to, [n]."""
-        mask = np.zeros(len(self.good), dtype=np.bool_)
-        for _, held in self.holders():
-            mask |= held
-        return mask
+        return union(self.holders(), len(self.good))
 
-    def hanging(self) -> NDArray[np.bool_]:
-        """Extents whose read holds their memory, while there is a copy in reach to read elsewhere,
-        [n]."""
-        if self.good.all():
-            return np.zeros(len(self.good), dtype=np.bool_)
-        return self.held() & ~self.good & ~self.request.out_of_reach()
+    def _held_by(self, request: SlotRequest) -> NDArray[np.bool_]:
+        if self._errors is None:
+            return request.held()
+        with self._errors.swallowed("the memory of a read is out of use until its end is known"):
+            return request.held()
+        return np.ones(len(request.slots), dtype=np.bool_)
 
     def give_back(self, pool: BufferPool) -> None:
         """Return the memory to the pool that it is from, as soon as no read holds it.
@@ -242,11 +263,10 @@ class VerifiedRead:
             StoreError: as :meth:`stop`.
         """
         self.stop()
-        at, free = self.extents.at, np.ones(len(self.good), dtype=np.bool_)
-        for request, held in self.holders():
+        at, holders = self.extents.at, self.holders()
+        for request, held in holders:
             pool.lend(at[held], held[held], request)
-            free &= ~held
-        pool.give(at[free])
+        pool.give(at[~union(holders, len(at))])
 
     # ---- what was found ----
 
@@ -367,7 +387,20 @@ class VerifiedRead:
         """
         hopeless = self._seen & ~self._known & ~self.good & (not self.extents.headed)
         tried = np.flatnonzero(self._open() & ~hopeless)
-        left = tried
+        in_time = self._try_sources(tried, until)
+        held, in_reach = self.held(), ~self.request.out_of_reach()
+        self.hanging = held & ~self.good & in_reach
+        if not in_time:
+            return
+        # What came, and is wrong, is wrong wherever its device is now.
+        wrong = ~self.good & ~held & (in_reach | self._seen)
+        self.bad[tried] = wrong[tried]
+        self.bad |= hopeless
+        if self._charge and self.bad.any():
+            self._report()
+
+    def _try_sources(self, left: Which, until: float) -> bool:
+        """Read these extents from one source after the other; whether there was time for it."""
         while len(left):
             lacking = self._lacking(left)
             for source in self._sources(left):
@@ -377,15 +410,10 @@ class VerifiedRead:
                 if len(rows) == 0:
                     break
                 if time.monotonic() >= until:
-                    return
+                    return False
                 self._once_more(rows, source)
             left = left[self._open()[left] & (self._lacking(left) < lacking)]
-        # What came, and is wrong, is wrong wherever its device is now.
-        wrong = self._open() | (self._seen & ~self.good & ~self.held())
-        self.bad[tried] = wrong[tried]
-        self.bad |= hopeless
-        if self._charge and self.bad.any():
-            self._report()
+        return True
 
     def _open(self) -> NDArray[np.bool_]:
         """Extents that can be read again: nobody holds their memory, and a copy is in reach."""
@@ -400,7 +428,7 @@ class VerifiedRead:
         """Where to read extents again, one after the other.
 
         Where any of them has two copies, also without each of their devices: a page that lies on
-        two of them accuses neither, and behind a wrong header nothing is known of the pages.
+        two of them charges neither, and behind a wrong header nothing is known of the pages.
         """
         geometry, offset = self._files.geometry, self.extents.offset(self._files.geometry)
         first, second = self._files.placement.copies(

@@ -1,4 +1,4 @@
-"""Which stores there are, and what each of them holds, without touching or locking them."""
+"""Catalog of stores and of their content, without touching or locking them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class DeviceDetails:
 
 @dataclass(frozen=True, slots=True)
 class StoreDetails:
-    """What ``ssdkv inspect`` shows.
+    """Details that ``ssdkv inspect`` shows.
 
     Attributes:
         problem: What is wrong with the manifest or the journal, empty when nothing is.
@@ -151,7 +151,7 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
 
 
 def summarize(store: StoredStore) -> StoreSummary:
-    """What there is to say of a store in one line. Blocks on I/O.
+    """Summarize a store in one line. Blocks on I/O.
 
     Raises:
         StoreError: the journal cannot be read.

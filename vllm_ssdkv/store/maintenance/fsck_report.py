@@ -1,4 +1,4 @@
-"""What ``ssdkv fsck`` found: problems, counted by kind and listed up to a bound."""
+"""Report of ``ssdkv fsck``: problems, counted by kind and listed up to a bound."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Kind:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found.
+    """Findings of a check.
 
     Attributes:
         slots: Slots of the store.
@@ -126,7 +126,7 @@ class Report:
             self.unrepaired -= 1
 
     def repaired_all(self, *kinds: ProblemKind) -> None:
-        """Those of these kinds are gone, also those that are not listed."""
+        """Mark all problems of these kinds as gone, also those that are not listed."""
         for problem in self.problems:
             problem.repaired |= problem.kind in kinds
         self.unrepaired -= sum(self.counts.get(kind, 0) for kind in kinds)

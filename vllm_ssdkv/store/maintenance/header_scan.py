@@ -43,7 +43,7 @@ class Headers:
     keys: U8
 
     def same(self, epochs: I64, keys: U8) -> NDArray[np.bool_]:
-        """Which slots, [n], hold these blocks."""
+        """Mask of slots, [n], that hold these blocks."""
         found: NDArray[np.bool_] = (self.epochs == epochs) & (self.keys == keys).all(axis=1)
         return found
 
@@ -101,7 +101,7 @@ def scan_headers(
 
 
 def _newest_first(found: Sequence[Headers]) -> tuple[tuple[I64, U8], Headers]:
-    """Of each slot the newer header, and the other one."""
+    """Newer header of each slot, and the other one."""
     first = found[0]
     if len(found) == 1:
         return (first.epochs.copy(), first.keys.copy()), Headers(
@@ -200,8 +200,8 @@ class _Reader:
 
 
 def in_doubt(store: StoredStore, entry: Entry) -> NDArray[np.bool_]:
-    """Which blocks, [n], may miss a part that they have one copy of: a device was away, or lost
-    its file, in the opening in which they were stored."""
+    """Mask of blocks, [n], that may miss a part that they have one copy of: a device was away, or
+    lost its file, in the opening in which they were stored."""
     placement = store.placement
     opening = entry.epochs >> EPOCH_COUNTER_BITS
     doubt = np.zeros(len(entry.slots), dtype=np.bool_)

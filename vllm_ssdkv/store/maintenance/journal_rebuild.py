@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_lost(store: StoredStore) -> str:
-    """Why the journal of a store says nothing; empty when it is a journal of this store.
+    """Reason for the journal of a store to say nothing; empty when it is a journal of this store.
 
     Blocks on I/O.
 
@@ -100,14 +100,15 @@ def rebuild_journal(store: StoredStore, *, whole: bool) -> int:
     with contextlib.ExitStack() as stack:
         files: list[list[DataFile | None]] = []
         for rank in range(store.manifest.tp_size):
-            mine = [
-                None if absent[device] else open_data_file(store, device, rank, lock=False)
-                for device in devices
-            ]
-            for file in mine:
+            mine: list[DataFile | None] = []
+            for device in devices:
+                file = None
+                if not absent[device]:
+                    file = open_data_file(store, device, rank, lock=False)
                 if file is not None:
                     stack.callback(file.close)
                     turn_on_direct(file.fd, str(file.path), "auto")
+                mine.append(file)
             files.append(mine)
         entry = scan_headers(store, files, absent, _Progress("headers of slots read"))
         entry = entry.part(np.flatnonzero(~store.placement.lost(absent, entry.slots)))
@@ -124,7 +125,8 @@ def _right(
     entry: Entry,
     doubtful: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
-    """Which blocks, [n], are right, of those that are ``doubtful``; the others are taken to be."""
+    """Mask of blocks, [n], that are right, of those that are ``doubtful``; the others are taken to
+    be."""
     right = np.ones(len(entry.slots), dtype=np.bool_)
     which = np.flatnonzero(doubtful)
     if not len(which):

@@ -42,7 +42,7 @@ from vllm_ssdkv.store.placement.placement import Placement, placement_of
 
 @dataclass(frozen=True, slots=True)
 class StoredStore:
-    """What the manifest says, and where the parts are.
+    """Content of the manifest, and the places of the parts.
 
     Attributes:
         state: The state directory.
@@ -66,7 +66,7 @@ class StoredStore:
 
     @property
     def placement(self) -> Placement:
-        """Where slots lie.
+        """Placement of the slots.
 
         Raises:
             FormatError: the manifest contradicts itself.
@@ -75,7 +75,7 @@ class StoredStore:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What the KV belongs to."""
+        """Fingerprint of the KV."""
         return Fingerprint(self.manifest.fingerprint)
 
     @property
@@ -204,7 +204,7 @@ def _is_device(manifest: Manifest, directory: Path) -> bool:
 
 
 def _placed(manifest: Manifest, directories: Sequence[Path]) -> tuple[Path, ...]:
-    """Which device is where: by the names in data files, else by path, else in this order."""
+    """Paths of the devices: by the names in data files, else by path, else in this order."""
     sights = [look(str(d), manifest.tp_size, manifest.store) for d in directories]
     numbers = matched(manifest.devices, sights)
     unseen = [i for i in range(len(manifest.devices)) if i not in numbers]
@@ -280,7 +280,7 @@ def _check_type(fd: int, path: Path, what: str, *, raw: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredJournal:
-    """What the journal says.
+    """Content of the journal.
 
     Attributes:
         replay: Which slot holds what.

@@ -278,8 +278,8 @@ def _refuse_others(named: Sequence[Path], devices: Sequence[Path], state: Path, 
 
 
 def _not_named(manifest: Manifest, places: Sequence[Path]) -> list[Path]:
-    """Where the manifest saw the devices that are none of these places: a device is known by its
-    data files, wherever it is now."""
+    """Places where the manifest saw devices that are none of these: a device is known by its data
+    files, wherever it is now."""
     seen = [look(str(place), manifest.tp_size, manifest.store).names for place in places]
     names = frozenset[str]().union(*seen)
     paths = [Path(device.path) for device in manifest.devices if not names & set(device.files)]
@@ -287,7 +287,7 @@ def _not_named(manifest: Manifest, places: Sequence[Path]) -> list[Path]:
 
 
 def _known_places(manifests: Sequence[Manifest]) -> list[Path]:
-    """Where these say that state and devices of their store are."""
+    """Places of state and devices that these name."""
     states = [Path(manifest.state) for manifest in manifests if manifest.state]
     devices = [Path(device.path) for m in manifests for device in m.devices]
     return [place for place in _distinct([*states, *devices]) if place.exists()]
@@ -342,7 +342,7 @@ def _sort_out(place: Path, store: str, *, is_state: bool) -> tuple[list[Path], l
 
 
 def _turn(file: Path) -> int:
-    """When a file goes: data first, the manifest last."""
+    """Order of a file's removal: data first, the manifest last."""
     if DATA_NAME.fullmatch(file.name):
         return -2
     return MANIFESTS.index(file.name) if file.name in MANIFESTS else -1

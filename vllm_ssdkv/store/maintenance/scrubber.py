@@ -60,7 +60,7 @@ _MOST_CREDIT = 256
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What is wrong with a slot, or one copy of it, and the read that brought it."""
+    """Fault of a slot, or of one copy of it, and the read that brought it."""
 
     text: str
     read: VerifiedRead | None = None
@@ -323,7 +323,7 @@ class Scrubber:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was seen of one copy of a slot."""
+    """Result of a look at one copy of a slot."""
 
     epoch: int | None
     fault: _Fault | None

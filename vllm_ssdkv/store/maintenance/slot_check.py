@@ -35,13 +35,13 @@ class Entry:
     keys: list[bytes]
 
     def part(self, which: NDArray[np.int64]) -> Entry:
-        """Those at these places."""
+        """Entries at these places."""
         return Entry(self.slots[which], self.epochs[which], [self.keys[i] for i in which.tolist()])
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong with one slot. ``index`` is its place in the :class:`Entry`."""
+    """Fault of one slot. ``index`` is its place in the :class:`Entry`."""
 
     index: int
     kind: Literal["header", "page", "unreadable"]
@@ -49,7 +49,7 @@ class Verdict:
 
 
 class BatchPlan:
-    """How the memory of a check is divided.
+    """Division of a check's memory.
 
     Attributes:
         slots: Slots of one batch.
@@ -82,7 +82,7 @@ class SlotChecker:
         self._plan = plan
 
     def check(self, entry: Entry, progress: Callable[[int], None]) -> Iterator[Verdict]:
-        """What is wrong with each slot that is wrong, while ``progress`` hears of slots done.
+        """Yield the fault of each slot that is wrong, while ``progress`` hears of slots done.
 
         Slots are read in ascending order, as they lie on the devices. What fails is read once more,
         alone: the block layer fails neighbours of a bad sector too.

@@ -1,4 +1,4 @@
-"""How the DRAM of one rank is divided. Pure arithmetic; all sizes and offsets are bytes."""
+"""Division of one rank's DRAM. Pure arithmetic; all sizes and offsets are bytes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class SparseMemory:
         return max(MIN_PLACES, once)
 
     def row_bytes(self, geometry: SlotGeometry) -> int:
-        """What the summaries of one slot take in DRAM."""
+        """Bytes of one slot's summaries in DRAM."""
         return row_bytes(geometry, self.page_tokens, channels=self.channels == "dram")
 
     @property
@@ -176,8 +176,8 @@ class FrameRuns:
 
 
 class MemoryPlan:
-    """How the DRAM of one rank is divided: staging buffer, headers, the scrub's, images, tails,
-    single pages, summaries, frames.
+    """Division of one rank's DRAM: staging buffer, headers, the scrub's, images, tails, single
+    pages, summaries, frames.
 
     Images, of ``image_bytes`` each, are on their way to the devices: encrypted slots, or tails of
     slots. ``tails`` are made for the table of summaries. ``page_runs`` and ``summary_runs`` are
@@ -311,5 +311,5 @@ class MemoryPlan:
 
     @property
     def lent_offsets(self) -> NDArray[np.uint64]:
-        """Where frames in the runs begin in the arena, those of single pages first, [n]."""
+        """Offsets of the frames in the runs, those of single pages first, [n]."""
         return np.concatenate([self.page_runs.offsets, self.summary_runs.offsets])

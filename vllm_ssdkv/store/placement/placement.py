@@ -5,6 +5,10 @@ striped over some devices by a list of lanes of its own; on each of these device
 extent. Devices come and go, and change their speed, segment by segment: one that holds nothing is
 striped anew over the devices of that day (``store/placement/rebalancer.py``), the others stay as
 they are. What this file computes is the on-disk format (``docs/format.md``).
+
+Inside a segment, unit ``u`` of slot ``s`` lies on lane ``(s - first + u) mod n``:
+``store/placement/stripe_map.py``. With two copies, ``store/placement/replica_selector.py`` says
+which is read.
 """
 
 from __future__ import annotations
@@ -218,7 +222,7 @@ class Placement:
         return self._asked(slots, lambda stripes, inside: stripes.touches(device, inside))
 
     def lost(self, out: NDArray[np.bool_], slots: I64) -> NDArray[np.bool_]:
-        """Which slots cannot be had without some devices: a piece has no copy elsewhere.
+        """Mask of slots that cannot be had without some devices: a piece has no copy elsewhere.
 
         A number without a slot has lost nothing.
 
@@ -237,7 +241,7 @@ class Placement:
     def _asked(
         self, slots: I64, ask: Callable[[StripeMap, I64], NDArray[np.bool_]]
     ) -> NDArray[np.bool_]:
-        """What the stripe map of each slot's segment answers; False where there is none."""
+        """Answers of the stripe map of each slot's segment; False where there is none."""
         tables = self._tables
         segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
         answers = np.zeros(len(inside), dtype=np.bool_)
@@ -247,7 +251,7 @@ class Placement:
         return answers
 
     def doubled(self, slots: I64) -> NDArray[np.bool_]:
-        """Which slots, int64, [n], have two copies; bool, [n]."""
+        """Mask of slots, int64, [n], that have two copies; bool, [n]."""
         tables = self._tables
         segment, inside = _find(tables, np.asarray(slots, dtype=np.int64))
         if not tables.maps:

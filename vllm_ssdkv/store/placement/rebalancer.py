@@ -144,7 +144,7 @@ class BackgroundSaver:
 
 @dataclass(slots=True)
 class _Pace:
-    """How fast slots are handed out.
+    """Rate at which slots are handed out.
 
     Attributes:
         begun: Slots ever handed out when segments were last emptied.
@@ -212,7 +212,7 @@ class Rebalancer:
             self._saver.put(self._wanted())
 
     def out_of_use(self) -> NDArray[np.bool_]:
-        """Which devices are not there, or are to be used no more; bool, [devices]."""
+        """Mask of devices that are not there, or are to be used no more; bool, [devices]."""
         return np.array([not weight for weight in self.weights], dtype=np.bool_)
 
     def step(self, *, patient: bool = True) -> None:
@@ -378,7 +378,7 @@ class Rebalancer:
     # ---- how ----
 
     def _judge(self) -> None:
-        """Which segments have the wrong lanes."""
+        """Find the segments that have the wrong lanes."""
         self._stale = [
             s
             for s in self.placement.segments

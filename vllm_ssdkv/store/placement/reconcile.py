@@ -25,7 +25,8 @@ GROWTH_BYTES = 512 << 20
 
 
 class Place(Protocol):
-    """Where a store is to lie, as its options say: see ``StorePlace`` of ``store/open.py``."""
+    """Place that a store is to have, as its options say: see ``StorePlace`` of
+    ``store/open.py``."""
 
     config: SSDKVConfig
     geometry: SlotGeometry
@@ -173,7 +174,7 @@ def division_of(
     replicas: int | None = None,
     capacity: int | None = None,
 ) -> Division:
-    """How the store's devices are divided when it has all the room that it may have.
+    """Division of the store's devices when it has all the room that it may have.
 
     Args:
         manifest: Of the store.

@@ -1,4 +1,4 @@
-"""Which copy of a slot is read: the one that is right, on a device that answers, with least to do.
+"""Selection of the copy to read: one that is right, on a device that answers, with least to do.
 
 Where a slot has two copies, their bytes are the same, so each piece of a read may come from either.
 A copy is in doubt when it was found wrong, could not be written, or was stored while its device was
@@ -32,7 +32,8 @@ _BITS = 64
 
 
 class Replicas:
-    """What is known of the copies of one rank's slots. Thread-safe; never blocks.
+    """Copies of one rank's slots: those in doubt, and the choice among them. Thread-safe; never
+    blocks.
 
     Memory: up to 16 bytes per slot with two copies, none with one.
     """
@@ -104,7 +105,7 @@ class Replicas:
         self._in_flight.add(batch, device, length)
 
     def choose(self, slots: I64, first: Extents, second: Extents) -> NDArray[np.bool_]:
-        """Which pieces, [m], to read from their second copy.
+        """Mask of pieces, [m], to read from their second copy.
 
         Args:
             slots: Slot of each piece, [m].
@@ -133,7 +134,8 @@ class Replicas:
 def shared(
     first: U16, second: U16, length: NDArray[np.uint32], rates: NDArray[np.float64], load: I64
 ) -> NDArray[np.bool_]:
-    """Which pieces, [m], go to their second device so that all devices end at about the same time.
+    """Mask of pieces, [m], that go to their second device so that all devices end at about the same
+    time.
 
     Of each pair of devices, the pieces before a border go to the first; the one on the border goes
     where it makes its device end less late. The borders are found pair by pair, so the cost does

@@ -49,7 +49,7 @@ class _Space:
         return max((high - low for low, high in self._free[device]), default=0)
 
     def take(self, device: int, units: int) -> int | None:
-        """Where so many units begin, from now on taken; None where no range is large enough."""
+        """Take so many units: their beginning; None where no range is large enough."""
         for i, (low, high) in enumerate(self._free[device]):
             if high - low >= units:
                 self._free[device][i : i + 1] = [(low + units, high)] if low + units < high else []
@@ -74,14 +74,14 @@ def lanes_over(
 
 
 class Striping(NamedTuple):
-    """How the slots of a segment lie on its devices."""
+    """Lanes of a segment's slots on its devices."""
 
     lanes: tuple[int, ...]
     copies: int
 
 
 def best_striping(segment: Segment, weights: Sequence[float], replicas: int = 1) -> Striping:
-    """What suits the devices a segment has room on; what it has if that is as good.
+    """Best striping for the devices that a segment has room on; its own if that is as good.
 
     Args:
         segment: The segment.
@@ -99,7 +99,7 @@ def best_striping(segment: Segment, weights: Sequence[float], replicas: int = 1)
 
 
 def speedup(segment: Segment, striping: Striping, weights: Sequence[float]) -> float:
-    """How many times faster slots of the segment would be read if they were striped so.
+    """Factor by which slots of the segment would be read faster if they were striped so.
 
     All devices are read from at once, and the one that ends last decides; of two copies each piece
     is read where there is less to do.

@@ -170,7 +170,7 @@ class StripeMap:
         return column[np.asarray(slots, dtype=np.int64) % len(self.lanes)]
 
     def lost(self, out: NDArray[np.bool_], slots: I64) -> NDArray[np.bool_]:
-        """Which slots cannot be had without some devices: a piece has no copy elsewhere.
+        """Mask of slots that cannot be had without some devices: a piece has no copy elsewhere.
 
         Args:
             out: Whether each device is away, bool, [devices].

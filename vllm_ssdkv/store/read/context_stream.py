@@ -88,7 +88,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What a layer needs: blocks with a frame, and chunks of the others."""
+    """Walk of one layer: blocks with a frame, and chunks of the others."""
 
     frame: NDArray[np.uint64]
     index: NDArray[np.int64]
@@ -304,7 +304,7 @@ class ContextStream:
         base = np.uint64(self._frames.arena.address) + read.extents.at
         late = None
         if not good.all():
-            hanging = read.hanging()
+            hanging = read.hanging
             self._poison(chunk, ~good & ~hanging)
             if hanging.any():
                 late = chunk.part(np.flatnonzero(hanging))

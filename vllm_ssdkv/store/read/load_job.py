@@ -45,7 +45,7 @@ class LoadJob:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """What became of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
+    """Outcome of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
 
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
     for what was found in frames; copies to HBM included. Frames are copied while the first reads

@@ -40,7 +40,7 @@ class _Read:
     read: VerifiedRead
 
     def devices(self) -> NDArray[np.uint16]:
-        """Where the first byte of each page comes from."""
+        """Device of the first byte of each page."""
         return _first_devices(self.read.request.extents, len(self.keys))
 
 
@@ -158,13 +158,12 @@ class PageFetcher:
             mine, fetch._read = fetch._read, None
             good = mine.read.finish()
             fetch.used += int(np.count_nonzero(good))
-            hanging = mine.places[mine.read.hanging()]
-            lent = self._take_in(mine)
-            self._blame(mine.read)
-            if len(lent):
+            hanging = mine.places[mine.read.hanging]
+            if len(hanging):
                 entries = np.flatnonzero(np.isin(fetch.asked.places, hanging))
                 again |= np.isin(fetch.asked.which, entries)
-                self._withhold(fetch, lent)
+            self._withhold(fetch, self._take_in(mine))
+            self.bad += np.unique(mine.read.extents.slots[mine.read.bad]).tolist()
         fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
         missing = np.flatnonzero(again & ~here)
         if len(missing):
@@ -239,10 +238,6 @@ class PageFetcher:
             lent.append(mine.places[held])
             self._cache.lend(lent[-1], request)
         return np.concatenate(lent)
-
-    def _blame(self, read: VerifiedRead) -> None:
-        if read.bad.any():
-            self.bad.extend(np.unique(read.extents.slots[read.bad]).tolist())
 
 
 def _first_devices(extents: Extents, pages: int) -> NDArray[np.uint16]:

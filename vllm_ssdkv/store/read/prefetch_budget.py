@@ -1,4 +1,4 @@
-"""How much devices can read beside what was asked for, and still be done when more is asked for.
+"""Budget of prefetch: reads of a device beside what was asked for, done before more is asked for.
 
 Pages that queries choose are not spread evenly, so the other devices wait for the busiest one; then
 all of them wait until the next layer has chosen. Reads that may be in vain belong there: then they
@@ -40,7 +40,7 @@ class PrefetchBudget:
         self._load = load
 
     def arrived(self) -> None:
-        """Who fetches has waited for it."""
+        """Note that the fetch has waited for its reads."""
         self._end = self._clock()
         most = int(self._load.max(initial=0))
         if most:

@@ -22,7 +22,8 @@ from vllm_ssdkv.store.io.digest_source import HeaderDigests, SlotExtents
 from vllm_ssdkv.store.io.engines.protocol import U64
 from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
-from vllm_ssdkv.store.io.verified_read import VerifiedRead
+from vllm_ssdkv.store.io.thread_errors import ThreadErrors
+from vllm_ssdkv.store.io.verified_read import VerifiedRead, union
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
 
@@ -69,6 +70,7 @@ class PrefixLoader:
         """``headers`` are pieces of ``header_bytes`` each; only the loader uses them.
         ``stretches`` are what ``copy_in`` copies, if they are all that it does."""
         self._files = files
+        self._errors = ThreadErrors(files.counters, "loader")
         self._frames = frames
         self._seals = seals
         self._headers = headers
@@ -113,7 +115,7 @@ class PrefixLoader:
         return self._active
 
     def running(self) -> int:
-        """Those of them that have not ended."""
+        """Number of jobs that have not ended."""
         return self._active - self._outcomes.qsize()
 
     def close(self, timeout_s: float) -> bool:
@@ -154,6 +156,7 @@ class PrefixLoader:
         try:
             work(hit)
         except Exception:  # whatever it is, the request must not wait for ever
+            self._files.counters.add("thread_errors", 1, thread="loader")
             logger.exception("ssdkv: load of request %s failed", hit.job.request_id)
             hit.outcome.complete = False
 
@@ -223,7 +226,7 @@ class PrefixLoader:
             self._files.counters.add("header_mismatches", 1)
             why = codec.why_refused(slot, int(epochs[at]), job.keys[index], int(places[at]))
             logger.error("ssdkv: slot %d is dropped: %s", slot, why)
-        self._blame(hit, which[~good])
+        self._invalidate(hit, which[~good])
 
     def _copy(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Copy frames into the HBM blocks of slots ``which``, where they have one, as long as
@@ -309,7 +312,7 @@ class PrefixLoader:
         which = hit.todo[first:end]
         try:
             read = self._submit(hit, which, self._frames.buffer_offset(frames), whole=True)
-        except ValueError:
+        except Exception:
             self._frames.settle(frames, FrameState.FREE)
             raise
         hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
@@ -318,7 +321,7 @@ class PrefixLoader:
     def _start_headers(self, hit: Hit, which: NDArray[np.int64], pieces: U64) -> LoadRead:
         try:
             return LoadRead(which, None, self._submit(hit, which, pieces, whole=False))
-        except ValueError:
+        except Exception:
             self._headers.give(pieces)
             raise
 
@@ -334,7 +337,7 @@ class PrefixLoader:
         source = HeaderDigests(files.codec, extents, epochs, hit.keys[which], self._keep_digests)
         # Native code checks and copies what has arrived while its neighbours are being read.
         merged = self._stretches is None or files.geometry.encrypted
-        return VerifiedRead(files, extents, source, merged=merged)
+        return VerifiedRead(files, extents, source, merged=merged, errors=self._errors)
 
     def _keep_digests(self, slots: NDArray[np.int64], digests: Digests) -> None:
         """Keep the digests of slots where a context needs them."""
@@ -369,9 +372,10 @@ class PrefixLoader:
                     again = np.flatnonzero(read.good & ~first)
                     self._copy(hit, which[again], frames[again])
             finally:
-                held = read.held()
-                self._overdue += [(request, frames[mask]) for request, mask in read.holders()]
-            self._settle(hit, entry)
+                overdue = read.holders()
+                held = union(overdue, len(which))
+                self._overdue += [(request, frames[mask]) for request, mask in overdue]
+            self._take_failures(hit, entry)
             good = read.good
             self._keep(hit, which[good], frames[good])
             geometry = self._files.geometry
@@ -388,25 +392,23 @@ class PrefixLoader:
         try:
             if not read.finish(beside, again=False).all():
                 read.read_again(hit.retry_until(self._files.deadline_s))
-            self._settle(hit, entry)
+            self._take_failures(hit, entry)
         finally:
             read.give_back(self._headers)
 
-    def _settle(self, hit: Hit, entry: LoadRead) -> None:
-        """What becomes of the slots of a read that are not good."""
+    def _take_failures(self, hit: Hit, entry: LoadRead) -> None:
+        """Read slots that hang once more, elsewhere; fail the hit for others that are not good."""
         read = entry.read
         if read.good.all():
             return
-        # Where a read hangs and holds its memory, another copy is read elsewhere.
-        hanging = read.hanging()
-        if not (read.good | hanging).all():
+        if not (read.good | read.hanging).all():
             hit.outcome.complete = False
         if hit.outcome.complete:
-            hit.todo = np.union1d(hit.todo, entry.which[hanging])
-        self._blame(hit, entry.which[read.bad])
+            hit.todo = np.union1d(hit.todo, entry.which[read.hanging])
+        self._invalidate(hit, entry.which[read.bad])
 
-    def _blame(self, hit: Hit, which: NDArray[np.int64]) -> None:
-        """These slots must not be found again."""
+    def _invalidate(self, hit: Hit, which: NDArray[np.int64]) -> None:
+        """Have slots ``which`` not found again; the hit fails."""
         if len(which):
             slots, epochs = hit.job.slots[which].tolist(), hit.job.epochs[which].tolist()
             hit.outcome.complete = False
@@ -425,6 +427,9 @@ class PrefixLoader:
                 entry.read.prepare(self._frames.address(entry.frames), blocks, self._stretches)
 
     def _collect_overdue(self) -> None:
-        for entry in [e for e in self._overdue if e[0].ended()]:
-            self._overdue.remove(entry)
-            self._frames.settle(entry[1], FrameState.FREE)
+        """Take back the frames of overdue reads that have ended."""
+        for entry in list(self._overdue):
+            with self._errors.swallowed("frames of an overdue read are out of use"):
+                if entry[0].ended():
+                    self._overdue.remove(entry)
+                    self._frames.settle(entry[1], FrameState.FREE)

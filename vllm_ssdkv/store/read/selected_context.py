@@ -158,7 +158,7 @@ class SelectedContexts:
         self._poison(which[rows == NO_ROW])
 
     def _make_summaries(self, blocks: NDArray[np.int64]) -> None:
-        """Of blocks in frames, of distinct slots."""
+        """Make the summaries of blocks in frames, of distinct slots."""
         for start in range(0, len(blocks), len(self._tails)):
             part = blocks[start : start + len(self._tails)]
             tails = self._tails[: len(part)]
@@ -167,7 +167,7 @@ class SelectedContexts:
         self.fetched_summaries.frame += len(blocks) * len(self._summaries.pages)
 
     def _read_summaries(self, blocks: NDArray[np.int64]) -> None:
-        """Of blocks that are on the devices only, of distinct slots."""
+        """Read the summaries of blocks that are on the devices only, of distinct slots."""
         count = len(self._summaries.pages)
         most = max(1, self._fetcher.room // count)
         for start in range(0, len(blocks), most):

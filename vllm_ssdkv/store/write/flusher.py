@@ -20,6 +20,7 @@ from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.thread_errors import ThreadErrors
 from vllm_ssdkv.store.memory.memory_plan import IN_FLIGHT
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 from vllm_ssdkv.store.write.trim import SlotTrimmer
@@ -62,6 +63,18 @@ class _Group:
         """Some of them, whose images are somebody else's business."""
         items = [item for item, wanted in zip(self.items, which.tolist(), strict=True) if wanted]
         return _Group(items, self.frames[which], None, batch, stored)
+
+
+@dataclass(slots=True, eq=False)
+class _Outcome:
+    """Result of a group's writes, as far as it is known: masks, [items]."""
+
+    good: NDArray[np.bool_]
+    """A copy of every byte is written."""
+    held: NDArray[np.bool_]
+    """An I/O may still touch the slot's memory."""
+    late: list[tuple[NDArray[np.bool_], SlotRequest]]
+    """These I/Os, and the items of each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,13 +121,14 @@ class Flusher:
         self._summarizer = summarizer
         self._trimmer = trimmer
         self._files = files
+        self._errors = ThreadErrors(files.counters, "writer")
         self._frames = frames
         self._seals = seals
         self._images = images
         self._wake = threading.Condition()
         """Guards everything below; notified of every change."""
         self._queue: collections.deque[Pending] = collections.deque()
-        self._under_way = 0
+        self._under_way: set[Pending] = set()
         """Items taken from the queue and not reported yet."""
         self._groups: list[_Group] = []
         self._overdue: list[_Group] = []
@@ -154,7 +168,7 @@ class Flusher:
     def pending(self) -> int:
         """Slots queued or in flight, whose outcome is not known yet."""
         with self._wake:
-            return len(self._queue) + self._under_way
+            return len(self._queue) + len(self._under_way)
 
     def writes(self, slot: int) -> bool:
         """Whether a slot is queued, or an I/O may still write to it."""
@@ -165,7 +179,7 @@ class Flusher:
         """Have ``work`` done while no write of the slot is queued or in flight. Blocks.
 
         It is done in the writer's thread when there is nothing to write, so no write begins before
-        its end. It must end by itself, and raise nothing.
+        its end. It must end by itself; where it raises, that is counted, and it was not done.
 
         Returns:
             Whether it was done; not if the slot is being written, or the time ran out before.
@@ -207,25 +221,44 @@ class Flusher:
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                trim = self._wait()
-                self._collect_overdue()
-                if self._stopping and not (self._queue or self._groups or trim is not None):
+            with self._errors.swallowed("what is queued has failed"):
+                if not self._turn():
                     return
-                items = self._next_items() if len(self._groups) < IN_FLIGHT else []
-                visit = None if items or self._groups else self._next_visit()
-            if visit is not None:
-                visit.work()
-                with self._wake:
-                    visit.over = visit.done = True
-                    self._wake.notify_all()
-            if self._trimmer is not None and trim is not None:
-                # In this thread: no write of such a slot can be started before it is over.
-                self._trimmer.discard(trim)
-            if items:
-                self._start(items)
-            elif self._groups:
-                self._finish_one()
+                continue
+            with self._wake:  # whatever it was, nobody must wait for ever
+                self._failed += [(item.slot, item.epoch) for item in self._queue]
+                self._queue.clear()
+                self._wake.notify_all()
+                self._wake.wait(_LOOK_S)
+
+    def _turn(self) -> bool:
+        """Do what is next; False when the thread is to end."""
+        with self._wake:
+            trim = self._wait()
+            self._collect_overdue()
+            if self._stopping and not (self._queue or self._groups or trim is not None):
+                return False
+            items = self._next_items() if len(self._groups) < IN_FLIGHT else []
+            visit = None if items or self._groups else self._next_visit()
+        if visit is not None:
+            self._make(visit)
+        if self._trimmer is not None and trim is not None:
+            # In this thread: no write of such a slot can be started before it is over.
+            self._trimmer.discard(trim)
+        if items:
+            self._start(items)
+        elif self._groups:
+            self._finish_one()
+        return True
+
+    def _make(self, visit: _Visit) -> None:
+        done = False
+        with self._errors.swallowed(f"slot {visit.slot} was not visited"):
+            visit.work()
+            done = True
+        with self._wake:
+            visit.over, visit.done = True, done
+            self._wake.notify_all()
 
     def _wait(self) -> NDArray[np.int64] | None:
         """Wait for something to do; slots to trim, if it is that. Lock held."""
@@ -273,12 +306,12 @@ class Flusher:
                 items.append(item)
                 self._busy.add(item.slot)
         self._queue.extendleft(reversed(kept))
-        self._under_way += len(items)
+        self._under_way.update(items)
         self._wake.notify_all()
         return items
 
     def _most_items(self) -> int:
-        """How many slots to write at once: half of the images, so that two groups fit."""
+        """Number of slots to write at once: half of the images, so that two groups fit."""
         if self._images is None:
             return self._files.group
         most = min(self._files.group, self._images.free(), self._images.pieces // IN_FLIGHT)
@@ -286,6 +319,13 @@ class Flusher:
         return most or (0 if self._groups else self._files.group)
 
     def _start(self, items: list[Pending]) -> None:
+        # Whatever it is, the scheduler must not wait for these slots for ever.
+        with self._errors.swallowed(f"{len(items)} slot(s) cannot be written"):
+            self._start_group(items)
+            return
+        self._report_failed([item for item in items if item in self._under_way])
+
+    def _start_group(self, items: list[Pending]) -> None:
         frames = self._frames.start_writing(_slots(items))
         here = frames != NO_FRAME
         if not here.all():  # discarded between queueing and now
@@ -299,12 +339,14 @@ class Flusher:
             images = self._take_images(frames)
             self._seal(items, frames, images)
             batch = self._submit(items, frames, images)
-        except Exception:  # whatever it is, the scheduler must not wait for these slots for ever
-            logger.exception("ssdkv: %d slot(s) cannot be written", len(items))
+        except BaseException as error:
             self._frames.settle(frames, FrameState.HELD)
             self._seals.settle(_slots(items))
             if self._images is not None and images is not None:
                 self._images.give(images)
+            if not isinstance(error, StoreError):
+                raise
+            logger.error("ssdkv: %d slot(s) cannot be written: %s", len(items), error)  # noqa: TRY400
             self._report_failed(items)
             return
         with self._wake:
@@ -356,16 +398,49 @@ class Flusher:
     def _finish_one(self) -> None:
         """Finish a group, whichever is first, or return soon: there may be more to start."""
         for group in self._groups:
-            if group.batch.over(0.0):
+            if self._is_over(group, 0.0):
                 self._finish(group)
                 return
         if self._groups:
-            self._groups[0].batch.over(_PAUSE_S)
+            self._is_over(self._groups[0], _PAUSE_S)
+
+    def _is_over(self, group: _Group, timeout_s: float) -> bool:
+        with self._errors.swallowed("a write is given up"):
+            return group.batch.over(timeout_s)
+        return True
 
     def _finish(self, group: _Group) -> None:
-        good = group.batch.wait()
-        held = group.batch.held()
-        late = [(held, group.batch)] if held.any() else []
+        none = np.zeros(len(group.items), dtype=np.bool_)
+        outcome = _Outcome(none, none.copy(), [])
+        awaited = False
+        with self._errors.swallowed("slots that are not known to be written have failed"):
+            self._await(group, outcome)
+            awaited = True
+        if not (awaited or outcome.late) and self._may_run(group.batch):
+            outcome.held = ~none
+            outcome.late = [(outcome.held, group.batch)]
+        with self._errors.swallowed("the memory of a write stays out of use"):
+            self._settle(group, outcome)
+        good, overdue = outcome.good, self._parts(group, outcome)
+        if not good.all():
+            logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
+        with self._wake:
+            self._groups.remove(group)
+            self._overdue += overdue
+            self._report(group.items, good, outcome.held)
+
+    def _may_run(self, batch: SlotRequest) -> bool:
+        """Ask if the I/O of a batch may still touch memory; true where nobody knows."""
+        with self._errors.swallowed("the memory of a write is out of use until its end is known"):
+            return not batch.ended()
+        return True
+
+    def _await(self, group: _Group, outcome: _Outcome) -> None:
+        """Wait for a group's I/O, and try once more, alone, what failed."""
+        outcome.good = good = group.batch.wait()
+        outcome.held = held = group.batch.held()
+        if held.any():
+            outcome.late.append((held.copy(), group.batch))
         missing = ~good if group.batch.twin is None else group.batch.incomplete()
         end = time.monotonic() + self._files.deadline_s
         failed = ~good & ~held
@@ -378,33 +453,36 @@ class Flusher:
             alone[i] = True
             images = None if group.images is None else group.images[alone]
             again = self._submit([group.items[i]], group.frames[alone], images)
-            good[i] = again.wait()[0] or again.readable()[0]
-            missing[i] = again.incomplete()[0]
-            if not again.ended():
-                held[i] = True
-                late.append((alone, again))
+            try:
+                good[i] = again.wait()[0] or again.readable()[0]
+                missing[i] = again.incomplete()[0]
+            finally:
+                if self._may_run(again):
+                    held[i] = True
+                    outcome.late.append((alone, again))
         if group.batch.twin is not None:
             good |= group.batch.readable()
             self._files.counters.add("single_copies", int((good & missing).sum()))
-        overdue = [
-            group.part(which & (good == stored), batch, stored=stored)
-            for which, batch in late
-            for stored in (False, True)
-        ]
-        overdue = [part for part in overdue if part.items]
+
+    def _settle(self, group: _Group, outcome: _Outcome) -> None:
+        """Give back what no I/O touches any more."""
+        good, held = outcome.good, outcome.held
         self._frames.settle(group.frames[good & ~held], FrameState.CLEAN)
         self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
         self._seals.settle(group.slots)
         if self._images is not None and group.images is not None:
             self._images.give(group.images[~held])
-            for which, batch in late:
+            for which, batch in outcome.late:
                 self._images.lend(group.images[which], np.ones(int(which.sum()), np.bool_), batch)
-        if not good.all():
-            logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
-        with self._wake:
-            self._groups.remove(group)
-            self._overdue += overdue
-            self._report(group.items, good, held)
+
+    def _parts(self, group: _Group, outcome: _Outcome) -> list[_Group]:
+        """Writes that are overdue, those apart of which another copy is written."""
+        parts = [
+            group.part(which & (outcome.good == stored), batch, stored=stored)
+            for which, batch in outcome.late
+            for stored in (False, True)
+        ]
+        return [part for part in parts if part.items]
 
     def _report(
         self,
@@ -420,7 +498,7 @@ class Flusher:
             (self._durable if written else self._failed).append((item.slot, item.epoch))
             if not late:
                 self._busy.discard(item.slot)
-        self._under_way -= len(items)
+        self._under_way.difference_update(items)
         self._wake.notify_all()
 
     def _report_failed(self, items: Sequence[Pending]) -> None:
@@ -430,8 +508,8 @@ class Flusher:
 
     def _collect_overdue(self) -> None:
         """Take back the frames of overdue writes that have ended. Lock held."""
-        for group in [g for g in self._overdue if g.batch.ended()]:
+        for group in [g for g in self._overdue if not self._may_run(g.batch)]:
             self._overdue.remove(group)
+            self._busy.difference_update(item.slot for item in group.items)
             # What was reported as failed stays the only copy until discarded.
             self._frames.settle(group.frames, FrameState.CLEAN if group.stored else FrameState.HELD)
-            self._busy.difference_update(item.slot for item in group.items)

@@ -1,4 +1,4 @@
-"""What the store asks of the kernels: to make from K and V what selectors must know of them.
+"""Interface of the kernels to the store: they make from K and V what selectors must know of them.
 
 The tail of a slot, its summary and channel pages, follows from its pages of KV, bit by bit and
 wherever it is made. So no memory is spent on it: who packs a block makes it once, for the tables in

@@ -1,4 +1,4 @@
-"""What the engines of the native module promise beyond the protocol: order, affinity, forks."""
+"""Promises of the native engines beyond the protocol: order, affinity, forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine promises, tried on each engine and each twin."""
+"""Promises of every engine, tried on each engine and each twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the native thread engine promises: a thread per request, and some that hang."""
+"""Promises of the native thread engine alone: a thread per request, and some that hang."""
 
 from __future__ import annotations
 

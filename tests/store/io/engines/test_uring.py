@@ -1,4 +1,4 @@
-"""What only the io_uring engine promises: rings, registration, requests that hang in the kernel."""
+"""Promises of the io_uring engine alone: rings, registration, requests that hang in the kernel."""
 
 from __future__ import annotations
 

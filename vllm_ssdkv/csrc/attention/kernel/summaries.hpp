@@ -1,4 +1,4 @@
-// What is kept in memory of a block whose K and V leave: page bounds, channel-major K, sums of V.
+// Summaries of a block whose K and V leave memory: page bounds, channel-major K, sums of V.
 #pragma once
 
 #include "attention/kernel/vector.hpp"
@@ -74,7 +74,7 @@ void write_bounds(const PageLayout& layout, const std::byte* page, std::byte* to
   });
 }
 
-// Where `Count` keys of one head of a block lie, from `token` on; behind the last one it stands in
+// Places of `Count` keys of one head of a block, from `token` on; behind the last one it stands in
 // for those that are missing. Any may be read kLanes channels at a time, even where a head has
 // fewer: behind the last key of a page lies V.
 template <int Count>

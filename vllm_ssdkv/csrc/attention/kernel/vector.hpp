@@ -180,7 +180,7 @@ inline void store<Float16>(std::byte* to, Vec v) {
   std::memcpy(to, &halves, sizeof(halves));
 }
 
-// Of whole numbers within -128 .. 127.
+// Vector of whole numbers within -128 .. 127.
 template <>
 inline void store<Int8>(std::byte* to, Vec v) {
   const IntVec whole = __builtin_convertvector(v, IntVec);

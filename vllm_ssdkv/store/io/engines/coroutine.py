@@ -131,12 +131,15 @@ class Transfers(ABC, Generic[Memory]):
             for fd in fds:
                 copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
                 self._devices.append(Device(copy, DaemonExecutor(queue_depth)))
+            self._thread = threading.Thread(target=self._loop.run_forever, name="ssdkv-loop")
+            self._thread.daemon = True
+            self._thread.start()
         except OSError as error:
             self._release()
             raise EngineUnavailableError(f"duplicating a descriptor: {error}") from error
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ssdkv-loop")
-        self._thread.daemon = True
-        self._thread.start()
+        except BaseException:
+            self._release()
+            raise
 
     @abstractmethod
     async def move(self, device: Device[Memory], op: Op, offset: int, memory: Memory) -> int:
@@ -301,7 +304,7 @@ class CoroutineEngine:
 
 
 def check_arguments(fds: Sequence[int], queue_depth: int) -> None:
-    """What every engine checks.
+    """Check the arguments of a submission.
 
     Raises:
         ValueError: no devices, or a depth out of range.

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 
 class OnGpu(Protocol):
-    """What torch, cupy and others hand out for memory of a GPU."""
+    """Interface of torch, cupy and others to memory of a GPU."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

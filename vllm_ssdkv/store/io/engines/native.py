@@ -1,4 +1,4 @@
-"""What the engines of the native module share: batches in, memory that outlives hung requests."""
+"""Base of the native engines: batches in, memory that outlives hung requests."""
 
 from __future__ import annotations
 

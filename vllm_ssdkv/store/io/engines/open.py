@@ -1,4 +1,4 @@
-"""Which engine runs: the one place that turns options into an engine."""
+"""Choice of the I/O engine: the one place that turns options into an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every I/O engine offers: batches of reads or writes given as flat arrays.
+"""Interface of every I/O engine: batches of reads or writes given as flat arrays.
 
 The protocol is fixed: callers submit one array entry per request (device, device offset,
 length, buffer offset) and get a handle. Nothing in it knows about slots, pages or vLLM.

@@ -1,4 +1,4 @@
-"""Which faults to inject: rules from the options, or from a file that may change while we run."""
+"""Rules of faults to inject: from the options, or from a file that may change while we run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RuleState:
         self._fired = 0
 
     def fire(self, matching: int) -> NDArray[np.bool_]:
-        """Which of the next ``matching`` requests are hit, shape [matching]."""
+        """Mask of the next ``matching`` requests that are hit, shape [matching]."""
         hit = self._seen + np.arange(matching) >= self.rule.after
         self._seen += matching
         if self.rule.probability < 1:

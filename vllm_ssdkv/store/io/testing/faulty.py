@@ -121,7 +121,7 @@ class FaultyEngine:
         return self._inner.close(max(deadline - time.monotonic(), 0.0)) and not abandoned
 
     def _inject(self, requests: Requests) -> FaultyBatch | None:
-        """What the rules make of these requests; None if nothing happens to any of them."""
+        """Apply the rules to these requests; None if nothing happens to any of them."""
         rule_of = self._judge(requests)
         now = time.monotonic()
         self._stalls = {d: hold for d, hold in self._stalls.items() if hold.until > now}

@@ -34,14 +34,14 @@ class Requests:
         return self.device, self.offset, self.length, self.buffer
 
     def take(self, which: NDArray[np.int64]) -> Requests:
-        """Those at the given positions."""
+        """Requests at the given positions."""
         arrays = self.device[which], self.offset[which], self.length[which], self.buffer[which]
         return Requests(self.op, *arrays)
 
 
 @dataclass(slots=True)
 class Hold:
-    """Why requests do not start yet. The engine may bring ``until`` forward."""
+    """Reason that keeps requests from starting. The engine may bring ``until`` forward."""
 
     state: RuleState
     until: float

@@ -92,7 +92,7 @@ class ThrottledEngine:
         self._costs = _Costs(devices, rules)
 
     def change(self, rules: Sequence[ThrottleRule]) -> None:
-        """What is submitted from now on takes as long as these rules say.
+        """Let requests that are submitted from now on take as long as these rules say.
 
         Raises:
             ConfigError: a rule names a device that does not exist; nothing is changed.

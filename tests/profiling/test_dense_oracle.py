@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention.reference import (
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.profiling.dense_oracle import (
     dense_attention,
     paged_attention,
     read_block,
     write_block,
 )
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 
 
 @given(

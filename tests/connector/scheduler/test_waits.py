@@ -1,0 +1,206 @@
+"""Every reason for which a request waits: a situation in which it is given, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+
+from tests.connector.events import begin, end, prompt, stored
+from tests.connector.simulation import SEATS, Simulation, engine_config
+from tests.e2e.models import make_llama
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.wait_reason import WaitReason
+from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait
+from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
+
+Configs = dict[str, VllmConfig]
+
+
+def waits(run: Simulation) -> dict[str, float]:
+    """How often requests have begun to wait, by reason."""
+    counters = run.ours.counters
+    counts = {r.label: counters.total("waits", reason=r.label) for r in WaitReason}
+    return {label: count for label, count in counts.items() if count}
+
+
+def steps(run: Simulation, count: int) -> None:
+    for _ in range(count):
+        run.step()
+        run.end_io()
+
+
+def fail_load(run: Simulation) -> None:
+    """Of the request that was added last."""
+    while not run.ranks[0].loads:
+        run.step()
+    run.ranks[0].end_load(False, run.hbm, run.content)
+    run.step()  # which tells of it
+
+
+# ---- situations, each at a time when the request "waits" has waited for some steps ----
+
+
+def slots(configs: Configs) -> Simulation:
+    run = Simulation(configs["page"], slots=17, hbm_blocks=40)
+    run.add("holds", prompt(150), 20)
+    begin(run, "holds")
+    run.add("waits", prompt(150, 1), 20)
+    steps(run, 5)
+    assert run.ours.counters.total("slot_waits") > 1, "it was asked for again"
+    return run
+
+
+def new_slots(configs: Configs) -> Simulation:
+    """Segments are striped anew, and the manifest has not got the first one yet."""
+    run = Simulation(configs["page"], slots=20)
+    run.manifest.late = True
+    run.ranks[0].report.speeds.append((0, 0.5))
+    run.add("tells", prompt(20), 4)
+    run.run()
+    run.add("waits", prompt(150), 20)
+    steps(run, 5)
+    run.manifest.late = False
+    return run
+
+
+def seats(configs: Configs) -> Simulation:
+    run = Simulation(configs["priority"], slots=400, hbm_blocks=400)
+    stored(run, *(prompt(40, seed) for seed in range(SEATS + 1)))
+    running = [f"running {n}" for n in range(SEATS)]
+    for n, name in enumerate(running):
+        run.add(name, prompt(10, -1 - n), 30 if n else 8)
+    begin(run, *running)
+    for n in range(SEATS):
+        run.add(f"ahead {n}", prompt(40, n), 4, priority=1)
+    run.add("waits", prompt(40, SEATS), 4, priority=2)
+    while "running 0" not in run.finished:
+        run.step()
+    for _ in range(5):  # in which the hits are loaded
+        run.step()
+    return run
+
+
+def hbm(configs: Configs, *behind: str) -> Simulation:
+    """A hit with a window in HBM that others fill, and requests behind it."""
+    run = Simulation(configs["reuse"], windows=(None, 8), hbm_blocks=26, slots=3000)
+    head = prompt(160)
+    stored(run, [*head, 5])
+    run.add("holds", prompt(100, 1), 30)
+    begin(run, "holds")
+    run.add("waits", head + prompt(40, 7), 2)
+    for name in behind:
+        run.add(name, prompt(20, 9), 2)
+    steps(run, 3)
+    return run
+
+
+def hbm_turn(configs: Configs) -> Simulation:
+    return hbm(configs, "behind")
+
+
+def retry_turn(configs: Configs) -> Simulation:
+    """A load has failed, and the second one is under way."""
+    run = Simulation(configs["reuse"], slots=60, hbm_blocks=60)
+    stored(run, prompt(100))
+    run.add("fails", prompt(100), 4)
+    fail_load(run)
+    run.add("waits", prompt(40, 1), 4)
+    for _ in range(5):
+        run.step()
+    return run
+
+
+def retry_hbm(configs: Configs) -> Simulation:
+    """While the load was under way another request has taken more of HBM."""
+    run = Simulation(configs["reuse"], slots=60, hbm_blocks=18)
+    stored(run, prompt(100))
+    run.add("holds", prompt(150, 1), 30)
+    begin(run, "holds")
+    run.add("waits", prompt(100), 4)
+    for _ in range(12):
+        run.step()
+    fail_load(run)
+    steps(run, 5)
+    return run
+
+
+def adapter(configs: Configs) -> Simulation:
+    """vLLM holds it, and no worker has told of it."""
+    run = Simulation(configs["reuse"], slots=60, hbm_blocks=60)
+    run.files[1] = 0
+    run.load_adapter(1)
+    run.add("waits", prompt(40), 4, lora_request=LoRARequest("helpful", 1, "/adapter"))
+    run.step()
+    return run
+
+
+SITUATIONS: dict[WaitReason, Callable[[Configs], Simulation]] = {
+    WaitReason.ADAPTER: adapter,
+    WaitReason.HBM: hbm,
+    WaitReason.HBM_TURN: hbm_turn,
+    WaitReason.RETRY_TURN: retry_turn,
+    WaitReason.RETRY_HBM: retry_hbm,
+    WaitReason.NEW_SLOTS: new_slots,
+    WaitReason.SLOTS: slots,
+    WaitReason.SEATS: seats,
+}
+BESIDE = {WaitReason.HBM_TURN: WaitReason.HBM}
+"""A reason that another request has for one to have it."""
+
+
+@pytest.fixture(scope="module")
+def all_configs(configs: Configs, tmp_path_factory: pytest.TempPathFactory) -> Configs:
+    model: Path = make_llama(tmp_path_factory.mktemp("model") / "llama", layers=1)
+    priority = engine_config(model, "reuse")
+    priority.scheduler_config.policy = "priority"
+    return {**configs, "priority": priority}
+
+
+def test_every_reason_has_a_situation() -> None:
+    assert set(SITUATIONS) == set(WaitReason)
+
+
+@pytest.mark.parametrize("reason", SITUATIONS, ids=lambda reason: reason.label)
+def test_a_wait_is_counted_once_and_ends(all_configs: Configs, reason: WaitReason) -> None:
+    run = SITUATIONS[reason](all_configs)
+    waiting = "behind" if reason is WaitReason.HBM_TURN else "waits"
+    assert not run.delivered[waiting], "it has not begun"
+    others = [BESIDE[reason]] if reason in BESIDE else []
+    assert waits(run) == {r.label: 1 for r in (reason, *others)}
+    end(run, *(name for name in run.requests if not name.startswith("stored")))
+
+
+def test_who_is_given_up_while_it_waits_is_forgotten(all_configs: Configs) -> None:
+    run = slots(all_configs)
+    assert run.ours.remembers()["waits"] == 1
+    run.abort("waits")
+    assert "waits" not in run.ours.remembers()
+    end(run, "holds")
+
+
+ANSWERS = st.one_of(
+    st.sampled_from(WaitReason).map(Wait), st.just(Miss()), st.integers(1, 9).map(Hit)
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), ANSWERS)))
+def test_a_wait_begins_when_the_last_answer_was_another_one(
+    answers: list[tuple[str, Match]],
+) -> None:
+    counters = Counters()
+    counter, last = WaitCounter(counters), dict[str, Match]()
+    begun = dict.fromkeys(WaitReason, 0)
+    for name, answer in answers:
+        if isinstance(answer, Wait) and last.get(name) != answer:
+            begun[answer.reason] += 1
+        last[name] = answer
+        counter.answered(name, answer)
+    for reason, count in begun.items():
+        assert counters.total("waits", reason=reason.label) == count
+    assert len(counter) == sum(isinstance(answer, Wait) for answer in last.values())

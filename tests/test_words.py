@@ -1,0 +1,224 @@
+"""One vocabulary: a word that was retired does not come back, in code or in documents."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("vllm_ssdkv", "profiling", "triton_kernels")
+LINKED = ("triton_kernels", "profiling", "grafana", "fpga_offload")
+"""Folders of the repository that are links in a package that is installed in place."""
+
+CLASSES = {
+    "ArenaPlan": "MemoryPlan",
+    "ArrivingContexts": "PendingContextLoads",
+    "AskedOptions": "RequestOverrides",
+    "Besides": "HitConstraints",
+    "Border": "DramBalancer",
+    "ChecksumSealer": "ChecksumCodec",
+    "ChoiceMemory": "SparseMemory",
+    "Choices": "SelectorRegistry",
+    "ChosenContexts": "SelectedContexts",
+    "CipherSealer": "CipherCodec",
+    "Deviation": "SparseDeviation",
+    "DeviceShares": "DeviceWeights",
+    "DeviceSpeed": "ThroughputEstimator",
+    "FailedLoads": "LoadRetries",
+    "Guess": "Prediction",
+    "Guesses": "SelectionHistory",
+    "HotFetch": "GpuFetch",
+    "HotPages": "GpuPageCache",
+    "IdleTime": "PrefetchBudget",
+    "InFlight": "QueueDepths",
+    "JoinedBatch": "CoalescedBatch",
+    "KeptSelections": "SelectionReuse",
+    "Lender": "FrameLease",
+    "LoadChoice": "LoadOrRecompute",
+    "MeanValues": "RunningMeanV",
+    "PageCache": "SelectedPageCache",
+    "ReadAhead": "Prefetcher",
+    "Recomputations": "ContextRecovery",
+    "Restriper": "Rebalancer",
+    "SealTable": "ChecksumTable",
+    "Sealer": "SlotCodec",
+    "Seals": "Digests",
+    "Seats": "AdmissionSlots",
+    "SlotBatch": "SlotRequest",
+    "SlotFiles": "SlotIO",
+    "SlotLoader": "PrefixLoader",
+    "SlotSummaries": "SummaryBuilder",
+    "SlotWriter": "Flusher",
+    "Staging": "BufferPool",
+    "Summarizer": "SummaryBuilder",
+    "Unsealer": "AsyncVerifier",
+    "Writes": "PendingWrites",
+}
+"""Retired names of classes, and the terms in their place."""
+
+MODULES = {
+    "answering": "endpoint_protocol",
+    "arena_plan": "memory_plan",
+    "arriving": "pending_context_loads",
+    "asked": "request_overrides",
+    "border": "dram_balancer",
+    "choosing": "selector_registry",
+    "chosen": "selected_context",
+    "device_shares": "device_weights",
+    "deviation": "sparse_deviation",
+    "durable": "durable_file",
+    "failed_loads": "load_retries",
+    "file_space": "preallocate",
+    "findings": "check_result",
+    "further": "next_best",
+    "guesses": "prefetch",
+    "hot_pages": "gpu_pages",
+    "idle_time": "prefetch_budget",
+    "in_flight": "queue_depths",
+    "inventory": "discovery",
+    "joined": "coalescing",
+    "joining": "concat",
+    "kept": "selection_reuse",
+    "lender": "frame_lease",
+    "page_cache": "selected_pages",
+    "partial": "output_log",
+    "preflight": "compatibility",
+    "recomputation": "context_recovery",
+    "removal": "remove",
+    "restripe": "rebalancer",
+    "seal_table": "checksum_table",
+    "sealer": "slot_codec",
+    "seats": "admission_slots",
+    "selection": "sparse",
+    "slot_batch": "slot_request",
+    "staging": "buffer_pool",
+    "stored": "offline_store",
+    "summarizer": "summary_builder",
+    "turns": "round_robin",
+    "unsealer": "async_verifier",
+}
+"""Retired names of modules and folders, and the terms in their place."""
+
+PHRASES = (
+    *("design[.]md", "restriper", "lender", "unsealer", "sealer", "summarizer", "seal table"),
+    *("moving room", "page_cache[.]py", "hot_pages[.]py", "selection/"),
+)
+"""Patterns that mean one thing only, wherever a document has them."""
+
+
+def sources() -> dict[str, ast.Module]:
+    """Every module of ours, by its path in the repository."""
+    found: dict[str, ast.Module] = {}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            name = path.relative_to(ROOT)
+            if folder == "vllm_ssdkv" and name.parts[1] in LINKED:
+                continue
+            found[str(name)] = ast.parse(path.read_text())
+    return found
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Names that the code itself uses; strings, comments and native classes are free."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="_io" | "_index" | "_kernels")):
+                pass
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.ImportFrom(names=names) | ast.Import(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+
+
+def documents() -> list[Path]:
+    """Pages for people; the changelog may name what went."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    return [page for page in pages if page.name != "CHANGELOG.md"]
+
+
+def retired(tree: ast.AST) -> set[str]:
+    return {f"{name}: now {CLASSES[name]}" for name in identifiers(tree) if name in CLASSES}
+
+
+def test_no_class_has_a_retired_name() -> None:
+    found = {file: names for file, tree in sources().items() if (names := retired(tree))}
+    assert found == {}
+
+
+def test_no_module_has_a_retired_name() -> None:
+    found = {
+        f"{file}: now {MODULES[part]}"
+        for file in sources()
+        for part in (*Path(file).parent.parts, Path(file).stem)
+        if part in MODULES
+    }
+    assert found == set()
+
+
+def test_terms_are_of_today() -> None:
+    """A table that leads to a name that is gone helps nobody."""
+    trees = sources()
+    classes = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    parts = {part for file in trees for part in (*Path(file).parent.parts, Path(file).stem)}
+    assert set(CLASSES.values()) <= classes
+    assert set(MODULES.values()) <= parts
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_document_has_a_retired_word(page: Path) -> None:
+    pattern = re.compile(rf"\b(?:{'|'.join(PHRASES)})", re.IGNORECASE)
+    names = re.compile(rf"`(?:{'|'.join(CLASSES)})`")
+    text = page.read_text()
+    assert pattern.findall(text) + names.findall(text) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("class Border: pass", {"Border: now DramBalancer"}),
+        ("from x import Sealer", {"Sealer: now SlotCodec"}),
+        ("x = store.Staging(1)", {"Staging: now BufferPool"}),
+        ("border = 'Border'  # Border", set()),
+    ],
+)
+def test_retired_names_are_seen(source: str, found: set[str]) -> None:
+    assert retired(ast.parse(source)) == found
+
+
+CLAUSES = {"What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "That", "Of", "Why"}
+"""First words of a clause in place of a noun."""
+
+GOING = ("scheduler/relocator.py", "placement/move.py", "placement/relocation_quota.py")
+GOING += ("placement/rebalancer.py",)
+"""Modules that rewrite on read replaces, or changes."""
+
+
+def clauses(tree: ast.Module) -> list[str]:
+    """First lines of docstrings that are a relative clause instead of a noun or a deed."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    lines = [text.splitlines()[0] for text in texts if text]
+    return [line for line in lines if line.split()[0].rstrip(":,") in CLAUSES]
+
+
+def test_docstrings_begin_with_a_noun_or_a_deed() -> None:
+    found = {
+        file: lines
+        for file, tree in sources().items()
+        if not file.endswith(GOING) and (lines := clauses(tree))
+    }
+    assert found == {}
+
+
+def test_clauses_are_seen() -> None:
+    source = '"""Which slot."""\ndef f():\n    """Slot."""\nclass A:\n    """What it is."""'
+    assert clauses(ast.parse(source)) == ["Which slot.", "What it is."]

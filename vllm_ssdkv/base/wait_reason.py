@@ -1,0 +1,81 @@
+"""Reasons for which a request waits before vLLM may run it: one list for code, metric and docs."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class WaitReason(Enum):
+    """One reason. ``docs/operations.md`` has them as a table, made from here.
+
+    Attributes:
+        label: Value of the label ``reason`` of ``vllm:ssdkv_waits_total``.
+        mode: The mode in which it is given; "both".
+        meaning: The shortage, for users.
+        end: The event that ends the wait.
+        remedy: Setting that makes it rarer.
+    """
+
+    ADAPTER = (
+        "adapter",
+        "both",
+        "The workers may hold its LoRA adapter, and have not told of its weights yet.",
+        "They tell, or three steps have passed.",
+        "none",
+    )
+    HBM = (
+        "hbm",
+        "reuse",
+        "HBM has no room for its hit beside hits that are loaded and do not run yet (models with "
+        "sliding windows or states).",
+        "Requests that run give blocks back.",
+        "more KV memory, lower `--max-num-seqs`",
+    )
+    HBM_TURN = (
+        "hbm_turn",
+        "reuse",
+        "A request before it in line waits for `hbm`: nobody takes the blocks that it waits for.",
+        "That request has been admitted.",
+        "as for `hbm`",
+    )
+    RETRY_TURN = (
+        "retry_turn",
+        "both",
+        "The load of another request failed, and that one goes first.",
+        "The other one runs, or has ended.",
+        "the drives: see `load_failures`",
+    )
+    RETRY_HBM = (
+        "retry_hbm",
+        "both",
+        "Its own load failed, and HBM has no room for all of it: requests that hold blocks pass.",
+        "There is room, or no other request holds blocks.",
+        "the drives: see `load_failures`",
+    )
+    NEW_SLOTS = (
+        "new_slots",
+        "page",
+        "Slots for its context are on their way: the store grows, or segments are being striped "
+        "anew.",
+        "They can be had, or the store finds no more space.",
+        "none",
+    )
+    SLOTS = (
+        "slots",
+        "page",
+        "The store has too few slots for its whole context: other requests hold them, or they are "
+        "being written.",
+        "Other requests end, or writes do.",
+        "raise capacities, lower `--max-num-seqs`",
+    )
+    SEATS = (
+        "seats",
+        "both",
+        "As many hits are loaded ahead as vLLM has seats (`--scheduling-policy priority`).",
+        "One of them runs.",
+        "raise `--max-num-seqs`",
+    )
+
+    def __init__(self, label: str, mode: str, meaning: str, end: str, remedy: str):
+        self.label, self.mode, self.meaning = label, mode, meaning
+        self.end, self.remedy = end, remedy

@@ -1,0 +1,137 @@
+"""Reports of the workers: loads and writes that ended, and everything that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from vllm_ssdkv.connector.messages import FETCH, RankReport
+from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
+from vllm_ssdkv.connector.scheduler.relocator import Moves
+from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.store.index.slot_index import SlotState
+
+
+class ReportIntake:
+    """Brings reports to whom they concern. Used by the scheduler's thread."""
+
+    def __init__(self, parts: SchedulerParts, policy: ModePolicy, moves: Moves):
+        self._parts, self._policy, self._moves = parts, policy, moves
+        self._index, self._suspension = parts.store.index, parts.store.suspension
+        self._counters, self._requests = parts.store.counters, parts.requests
+        self._slots, self._loads, self._verifier = parts.slots, parts.loads, parts.verifier
+
+    def take(self, reports: Sequence[tuple[int, RankReport]], received: Iterable[str]) -> None:
+        """Take in what the workers say, and the loads of requests that have ended."""
+        self._parts.identities.told(reports, self._requests.values())
+        self._compared(reports)
+        written: list[int] = []
+        for rank, report in reports:
+            self._parts.store.write_policy.wrote(report.written)
+            received = [*received, *self._loads.reported(rank, report)]
+            self._of_devices(rank, report)
+            written += self._of_writes(report)
+            self._of_reads(report)
+        self._written_by_all(written)
+        for name in received:
+            self._load_ended(name)
+
+    def load_failed(self, request_ids: Iterable[str]) -> None:
+        """Loads that failed: vLLM asks again. Comes before :meth:`take` of their end."""
+        for _ in self._loads.failed(request_ids):
+            self._counters.add("recomputed_requests", 1, cause="hit")
+
+    def _of_devices(self, rank: int, report: RankReport) -> None:
+        weights = self._parts.weights
+        for device in report.lost_devices:
+            dropped = weights.lose(device, self._index)
+            self._counters.add("slots_dropped", dropped, cause="device_lost")
+        weights.value(rank, report.speeds)
+
+    def _of_writes(self, report: RankReport) -> list[int]:
+        """Slots of which this rank's was the last write."""
+        writing = self._slots.writing
+        written = [slot for slot, epoch in report.durable if writing.done(slot, epoch)]
+        for slot, epoch in report.failed_writes:
+            self._write_failed(slot, epoch)
+        for slot, epoch in report.skipped:
+            self._write_failed(slot, epoch)
+            self._policy.slot_never_filled(slot, epoch)
+        return written
+
+    def _of_reads(self, report: RankReport) -> None:
+        told = [pair for pair in (*report.bad, *report.mended) if self._index.holds(*pair)]
+        self._parts.draft.believed.extend(told)
+        for slot, epoch in report.bad:
+            if epoch in (-1, self._index.epoch(slot)):
+                self._slots.drop(slot, "read_error")
+        for request_id in report.poisoned:
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._policy.context_unreadable(state)
+
+    def _load_ended(self, name: str) -> None:
+        slots = self._loads.end(name)
+        if slots is not None:
+            if not self._loads.retries.failed(name):
+                self._policy.load_ended(name)
+            self._moves.read(slots, fetched=name == FETCH)
+            self._slots.unpin(slots.tolist())
+
+    def _written_by_all(self, slots: Sequence[int]) -> None:
+        """One write into the journal for all of them."""
+        slots = self._moves.written(slots)
+        # While the store is suspended nobody looks for them; a later start would keep them.
+        if slots and not self._suspension:
+            self._index.durable(np.array(slots, dtype=np.int64))
+        for slot in slots:  # not as a chain: these are of any requests
+            self._slots.unpin([slot])
+
+    def _write_failed(self, slot: int, epoch: int) -> None:
+        if self._index.epoch(slot) != epoch or self._moves.failed(slot):
+            return
+        self._slots.write_failed(slot)
+        self._policy.slot_write_failed(slot)
+
+    # ---- verified hits ----
+
+    def _compared(self, reports: Sequence[tuple[int, RankReport]]) -> None:
+        """A stored block was compared with what the engine computes, or is of other weights."""
+        for _, report in reports:
+            for slot, epoch in report.unbound:
+                if self._index.holds(slot, epoch):
+                    self._slots.drop(slot, "weights")
+            for request_id, deviation, differs in report.compared:
+                self._verifier.result(request_id, deviation, differs=differs)
+                if differs:
+                    self._suspend(request_id, deviation)
+                elif deviation == deviation and not self._suspension:  # noqa: PLR0124 - not NaN
+                    self._slots.unverified.clear()
+
+    def _suspend(self, request_id: str, deviation: float) -> None:
+        """A stored block is not what this engine computes: have everybody who runs with stored
+        blocks compute anew, as far as vLLM can.
+
+        What this run stored unverified goes: if the engine is wrong, it must not be found when the
+        store is taken back; if the store is, all of it is given up."""
+        if not self._suspension:
+            for slot in self._slots.unverified.slots().tolist():
+                self._slots.drop(slot, "unverified")
+            self._parts.identities.keys.suspended = True
+            hbm = self._parts.groups.hbm
+            if hbm is not None:  # where blocks may be that were loaded, and not verified
+                hbm.evict_blocks(set(range(hbm.block_pool.num_gpu_blocks)))
+        users = [state for state in self._requests.values() if state.loaded_from >= 0]
+        in_use = {*self._policy.context_slots(), *self._loads.slots()}
+        ready = [slot for slot in in_use if self._index.state(slot) is SlotState.READY]
+        self._index.pin(np.array(ready, dtype=np.int64))
+        self._suspension.begin(
+            f"a stored block of request {request_id} is {deviation:.2g} from what this engine "
+            f"computes, which is more than rounding; requests that run with stored blocks: "
+            f"{', '.join(state.request_id for state in users) or 'none'}"
+        )
+        for state in users:
+            # Of the one whose block it is, the worker has told already.
+            self._policy.compute_anew(state, told=state.request_id == request_id)
+            state.loaded_from = -1

@@ -1,0 +1,109 @@
+"""Weights and adapters that requests compute with: which blocks are theirs to find and to store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.messages import Adapter, RankReport
+from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
+from vllm_ssdkv.connector.scheduler.identities import TELLING_STEPS, HbmIdentities, RankIdentities
+from vllm_ssdkv.connector.scheduler.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class RequestIdentities:
+    """Identities of requests and of their blocks in HBM. Used by the scheduler's thread.
+
+    Attributes:
+        ranks: Weights and adapters as the workers have told them.
+        keys: Keys of blocks in the store.
+        hbm: Identities of blocks in vLLM's own cache.
+    """
+
+    def __init__(self, ranks: RankIdentities, name_key: bytes, counters: Counters, *, drafts: bool):
+        """``name_key``: :meth:`StorePlace.name_key`. ``drafts``: :attr:`Speculation.drafts`."""
+        self.ranks = ranks
+        self.keys = BlockKeys(ranks.namespace, name_key, apart=drafts, adapter=ranks.adapter_digest)
+        self.hbm = HbmIdentities(ranks.namespace)
+        self._counters = counters
+        # Requests that have ended since the workers last told of their step.
+        self._ended: list[RequestState] = []
+        # Step in which a request first waited for its adapter.
+        self._waits_since: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is remembered of a request that has not ended."""
+        return bool(self.keys or self._waits_since)
+
+    def awaits_adapter(self, request: Request, step: int) -> bool:
+        """Whether workers may hold the request's adapter and have not told of it: they do with the
+        next step. One that they do not hold is loaded when its first request runs."""
+        adapter = request.lora_request
+        if adapter is None or self.ranks.adapter(adapter.lora_int_id) is not None:
+            self._waits_since.pop(request.request_id, None)
+            return False
+        since = self._waits_since.setdefault(request.request_id, step)
+        return step - since < TELLING_STEPS
+
+    def began_alike(self, request: Request, blocks: int) -> bool:
+        """Whether a request's first blocks, which are in HBM, were computed with what it has."""
+        identity = self.keys.identity(request)
+        hashes = request.block_hashes[:blocks]
+        return bool(identity) and not self.hbm.began_with(hashes, identity)
+
+    def adapter_of(self, request: Request) -> Adapter | None:
+        """Digests of a request's adapter; None where it has none, or workers have not told."""
+        if request.lora_request is None:
+            return None
+        return self.ranks.adapter(request.lora_request.lora_int_id)
+
+    def to_store(self, request: Request) -> bytes:
+        """Identity of the blocks that a request computes; empty: of several, or not known yet."""
+        return b"" if self.keys.private(request) else self.keys.identity(request)
+
+    def allocated(self, request: Request, first: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """A request has HBM blocks, of which it computes those from ``first`` on. vLLM takes them
+        for cached from now on: others find them in this very step."""
+        self._waits_since.pop(request.request_id, None)
+        self.hbm.holds(request.block_hashes[first:], self.to_store(request), block_ids)
+
+    def told(
+        self, reports: Sequence[tuple[int, RankReport]], states: Collection[RequestState]
+    ) -> None:
+        """Take in which weights and adapters have changed under the running requests."""
+        weights, adapters = self.ranks.told(reports)
+        running = [state.request for state in states]
+        for state in (*states, *self._ended):
+            adapter = state.request.lora_request
+            if weights or (adapter is not None and adapter.lora_int_id in adapters):
+                # Some of them, this step's at least, are not what the scheduler took them for.
+                self.hbm.holds(state.request.block_hashes[state.hit :], b"")
+        self._ended.clear()
+        if weights:
+            self._counters.add("weights_changed")
+            logger.warning(
+                "ssdkv: the weights in memory have changed: what was stored before is not found "
+                "any more, and what the %d running request(s) compute is not stored",
+                len(running),
+            )
+            self.keys.rebind(self.ranks.namespace, running)
+            self.hbm.weights_changed(self.ranks.namespace)
+        for number in adapters:
+            users = [r for r in running if r.lora_request and r.lora_request.lora_int_id == number]
+            self.keys.adapter_changed(users)
+
+    def ended(self, state: RequestState) -> None:
+        """An admitted request has ended; what it computed last may still be told of."""
+        self._ended.append(state)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._waits_since.pop(request_id, None)
+        self.keys.forget(request_id)

@@ -1,0 +1,149 @@
+"""Mode ``reuse``: a hit goes to HBM, and blocks are stored as soon as their tokens are known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from vllm_ssdkv.base.errors import StoreFullError
+from vllm_ssdkv.base.wait_reason import WaitReason
+from vllm_ssdkv.connector.metadata import SSDKVMetadata
+from vllm_ssdkv.connector.scheduler.context_recovery import disown_steps
+from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
+from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class ReusePolicy:
+    """A :class:`ModePolicy`. A request reads nothing from the store once it runs."""
+
+    whole_hits = False
+
+    def __init__(self, parts: SchedulerParts):
+        self._index, self._write_policy = parts.store.index, parts.store.write_policy
+        self._suspension = parts.store.suspension
+        self._block, self._speculation = parts.engine.block_tokens, parts.engine.speculation
+        self._reuses = parts.engine.reuses
+        self._groups, self._identities = parts.groups, parts.identities
+        self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
+        self._no_room = False
+
+    def bind(self, hbm: KVCacheManager) -> None:
+        """Nothing: the groups have it."""
+
+    # ---- admission ----
+
+    def admit(self, request: Request) -> WaitReason | None:
+        """Nobody overtakes a request that waits for HBM: its room would be gone again."""
+        return WaitReason.HBM_TURN if self._no_room else None
+
+    def admit_hit(self, request: Request, first: int, end: int) -> WaitReason | None:
+        """Wait until HBM has room for the hit; see :meth:`BlockGroups.has_room`."""
+        states = self._requests.values()
+        self._no_room = not self._groups.has_room(request, first, end, states)
+        return WaitReason.HBM if self._no_room else None
+
+    def answered(self, request_id: str, *, waits: bool) -> None:
+        """Nothing: vLLM listens."""
+
+    def allocated(self, state: RequestState) -> None:
+        """Nothing: no slots are set aside, a block without a slot is not stored."""
+
+    def load_begins(self, state: RequestState, load: GroupLoad, blocks: int) -> None:
+        """Nothing: when the load has ended, HBM has it all."""
+
+    def load_ended(self, request_id: str) -> None:
+        """Nothing, as :meth:`load_begins`."""
+
+    # ---- steps ----
+
+    def begin_step(self) -> None:
+        """Let the request that waits for HBM ask again, before others."""
+        self._no_room = False
+
+    def schedule(
+        self,
+        plan: SSDKVMetadata,
+        state: RequestState,
+        computed: int,
+        count: int,
+        output: SchedulerOutput,
+    ) -> None:
+        """Store blocks that are computed, whose tokens are known and that are not stored."""
+        request = state.request
+        final = self._speculation.final(computed + count, request.num_tokens)
+        first, end = state.published, final // self._block
+        if first >= end:
+            return
+        identity = self._identities.to_store(request)
+        hashes = request.block_hashes[max(first, state.hit) : end]
+        self._identities.hbm.holds(hashes, identity, state.block_ids)
+        if not (identity and self._reuses) or self._suspension:
+            return
+        keys = self._identities.keys.to_store(request, end, first)
+        if not request.num_preemptions:
+            self._write_policy.see(keys)
+        admitted = self._write_policy.admitted(keys).tolist()
+        state.published = first + len(keys)  # the last tokens may still be on their way here
+        blocks = self._groups.completed(state, output, keys, first, computed)
+        for block, key, block_id in blocks:
+            if self._index.find(key) is None:
+                self._save(block_id, key, admitted[block - first])
+
+    def _save(self, block_id: int, key: bytes, admitted: bool) -> None:
+        if not admitted:
+            self._write_policy.skip(1, "admission")
+        elif self._write_policy.used_up(len(self._slots.writing)):
+            self._write_policy.skip(1, "budget")
+        else:
+            try:
+                slot = self._slots.allocate(block_id)
+            except StoreFullError:
+                self._write_policy.skip(1, "store_full")
+                return
+            self._slots.publish(slot, key, needed=False)
+
+    def end_step(self) -> None:
+        """Nothing: blocks are published when they are allocated."""
+
+    # ---- the end of a request ----
+
+    def finished(self, state: RequestState) -> None:
+        """Keep its blocks longest: the next turn of a conversation begins with them."""
+        self._groups.touch(self._identities.keys.of(state.request), state.hit)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is remembered."""
+
+    def release(self, state: RequestState) -> None:
+        """Nothing: a request holds no slots."""
+
+    # ---- what goes wrong ----
+
+    def context_slots(self) -> Collection[int]:
+        """None: requests read HBM."""
+        return ()
+
+    def slot_write_failed(self, slot: int) -> None:
+        """Nothing: no request needs the slot."""
+
+    def slot_never_filled(self, slot: int, epoch: int) -> None:
+        """Nothing, as :meth:`slot_write_failed`."""
+
+    def context_unreadable(self, state: RequestState) -> None:
+        """Nothing: workers of this mode read no contexts."""
+
+    def compute_anew(self, state: RequestState, *, told: bool) -> None:
+        """Tell vLLM of an invalid block: it computes the request from there."""
+        disown_steps(state)
+        if len(state.block_ids) == 1 and state.running and not told:
+            self._draft.invalid.append(state.block_ids[0][state.loaded_from])
+
+    def remembers(self) -> dict[str, int]:
+        """Nothing."""
+        return {}

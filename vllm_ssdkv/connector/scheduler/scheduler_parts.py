@@ -1,0 +1,105 @@
+"""The scheduler's surroundings, and the parts that its core and its policy share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
+from vllm_ssdkv.connector.scheduler.hit_verifier import HitVerifier
+from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
+from vllm_ssdkv.connector.scheduler.load_queue import LoadQueue
+from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
+from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
+from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
+from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
+from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
+from vllm_ssdkv.connector.scheduler.suspension import Suspension
+from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Facts of the engine that do not change while it runs.
+
+    Attributes:
+        block_tokens: Tokens of a block.
+        max_model_len: Tokens of a request, at most.
+        ranks: Workers.
+        speculation: Its drafts.
+        reuses: Whether requests may begin with stored blocks; there are models that need all
+            tokens of a request in one step.
+    """
+
+    block_tokens: int
+    max_model_len: int
+    ranks: int
+    speculation: Speculation = NO_SPECULATION
+    reuses: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStore:
+    """The store as the scheduler holds it: numbers of slots, no bytes.
+
+    Attributes:
+        index: Key to slot, and the journal.
+        rebalancer: Segments, and how they lie on the devices.
+        device_paths: Of each device.
+        suspension: Whether the store is to be left alone.
+        write_policy: Admission and budgets of writes.
+        counters: Metrics of this process.
+        name_key: :meth:`StorePlace.name_key`.
+    """
+
+    index: SlotIndex
+    rebalancer: Rebalancer
+    device_paths: Sequence[str]
+    suspension: Suspension
+    write_policy: WritePolicy
+    counters: Counters
+    name_key: bytes = b""
+
+    def close(self) -> None:
+        """Make journal, manifest and the count of what was written durable."""
+        self.rebalancer.close()
+        self.index.close()
+        self.write_policy.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """Parts that the core and the policy work with; all live as long as the scheduler.
+
+    Attributes:
+        config: Options of the engine.
+        engine: Facts of it.
+        store: The open store.
+        weights: Shares of the devices in new slots.
+        requests: Requests that hold HBM blocks, by id.
+        asked: Options of requests.
+        draft: The next plan.
+        identities: Weights and adapters.
+        groups: KV cache groups of the model.
+        slots: Slots of new blocks.
+        loads: Loads under way.
+        verifier: Comparison of hits with computed blocks.
+    """
+
+    config: SSDKVConfig
+    engine: EngineFacts
+    store: SchedulerStore
+    weights: DeviceWeights
+    requests: dict[str, RequestState]
+    asked: RequestOverrides
+    draft: StepDraft
+    identities: RequestIdentities
+    groups: BlockGroups
+    slots: SlotLedger
+    loads: LoadQueue
+    verifier: HitVerifier

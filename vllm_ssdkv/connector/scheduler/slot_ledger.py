@@ -1,0 +1,91 @@
+"""Slots of new blocks, from their allocation until every rank has written them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
+from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
+from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
+from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
+
+
+class SlotLedger:
+    """Owner of slots that are not published yet, or not written. Used by the scheduler's thread.
+
+    Attributes:
+        writing: Published slots on their way to the devices.
+        unverified: Marks of this run's blocks.
+    """
+
+    def __init__(self, index: SlotIndex, ranks: int, draft: StepDraft, counters: Counters):
+        """``draft`` takes the orders to workers."""
+        self.writing = PendingWrites(ranks)
+        self.unverified = UnverifiedBlocks(index.num_slots)
+        self._index, self._draft, self._counters = index, draft, counters
+        # Slot -> epoch, of slots with a copy in DRAM and without a key.
+        self._held: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Allocated slots without a key."""
+        return len(self._held)
+
+    def allocate(self, block_id: int, *, reserved: bool = False) -> int:
+        """A slot for a block that this step copies from HBM to DRAM.
+
+        Raises:
+            StoreFullError: no slot can be had.
+        """
+        slot = int(self._index.allocate(1, reserved=reserved)[0])
+        self._held[slot] = self._index.epoch(slot)
+        self._draft.copies.append((slot, self._held[slot], block_id))
+        return slot
+
+    def publish(self, slot: int, key: bytes, *, needed: bool) -> None:
+        """Have an allocated slot found under ``key`` and written to the devices.
+
+        Where another slot has this key, the new one is written only if it is ``needed``: a running
+        request reads it, and DRAM has no room to keep it.
+        """
+        epoch = self._held.pop(slot)
+        if not self._index.publish(slot, key) and not needed:
+            self.unpin([slot])
+            return
+        self.unverified.add(slot)
+        self.writing.add(slot, epoch)
+        self._draft.flushes.append((slot, epoch, key))
+
+    def abandon(self, slot: int) -> None:
+        """Nobody will need an allocated slot's block."""
+        self._held.pop(slot, None)
+        self._index.drop(slot)
+        self.unpin([slot])
+
+    def replace(self, slot: int) -> None:
+        """A published slot's block has been computed anew: another slot gets its key."""
+        self._index.drop(slot)
+        if self._index.state(slot) is SlotState.FREE:
+            self._draft.discard.append(slot)
+
+    def drop(self, slot: int, cause: str) -> None:
+        """A slot's block is not to be found any more. Several ranks, or a load and the scrub, may
+        tell of the same slot: it is counted once."""
+        if self._index.holds(slot, self._index.epoch(slot)):
+            self._index.drop(slot)
+            self._counters.add("slots_dropped", 1, cause=cause)
+
+    def write_failed(self, slot: int) -> None:
+        """A rank could not write a slot, or had no frame for it."""
+        self.drop(slot, "write_error")
+        if self.writing.drop(slot) or self._held.pop(slot, None) is not None:
+            self.unpin([slot])
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """Undo one pin of slots; workers forget those that are free then."""
+        self._index.unpin(np.array(slots, dtype=np.int64))
+        # What became free without having been evicted holds nothing that anybody will read.
+        gone = (SlotState.FREE, SlotState.LOST)
+        self._draft.discard.extend(slot for slot in slots if self._index.state(slot) in gone)
