@@ -352,10 +352,10 @@ class TieredStore:
         """(slot, epoch) pairs of which the scrub found a copy bad, since the last call."""
         return [] if self._scrubber is None else self._scrubber.take_mended()
 
-    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
         """Confirm that these pairs, of those that the scrub has told, are stored: it was right."""
         if self._scrubber is not None:
-            self._scrubber.believe(stored)
+            self._scrubber.confirm(stored)
 
     # ---- contexts (page mode) ----
 

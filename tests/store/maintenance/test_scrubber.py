@@ -117,7 +117,7 @@ def one_pass(rig: StoreRig, wrong: int = 0, **options: object) -> list[tuple[int
         counted = faults(rig)
         bad = scrubber.take_bad()
         assert faults(rig) == counted, "nobody has said yet that they are stored"
-        scrubber.believe(bad)
+        scrubber.confirm(bad)
         return bad
 
 
@@ -191,10 +191,10 @@ def test_a_bad_slot_is_said_once(rig: StoreRig) -> None:
         bad = scrubber.take_bad()
         assert bad == [(9, 1)]
         assert scrubber.take_bad() == []
-        scrubber.believe([(9, 2), (8, 1)])
+        scrubber.confirm([(9, 2), (8, 1)])
         assert faults(rig) == [0, 0, 0]
-        scrubber.believe(bad)
-        scrubber.believe(bad)
+        scrubber.confirm(bad)
+        scrubber.confirm(bad)
         assert rig.total("scrub_bad_pages") == 1
         assert rig.total("checksum_failures") == 1
         # The slot's next life is looked at again.
@@ -278,7 +278,7 @@ def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
     with scrubbing(rig) as scrubber:
 
         def believed() -> bool:
-            scrubber.believe(scrubber.take_bad())
+            scrubber.confirm(scrubber.take_bad())
             return 0 in rig.files.health.quarantined
 
         until(believed, "the end of the device")
@@ -300,7 +300,7 @@ def test_what_was_right_between_faults_counts(make_store: MakeStore) -> None:
             rig.flip(slot, PAGED.page_offset(1))
         bad = scrubber.take_bad()
         assert len(bad) == 12
-        scrubber.believe(bad)
+        scrubber.confirm(bad)
     assert rig.total("scrub_bad_pages") == 12
     assert not rig.files.health.quarantined
 

@@ -69,14 +69,14 @@ def test_a_bad_copy_is_mended(
     assert bytes_of(here, 4, 0) == bytes_of(here, 4, 1)
     assert here.load(NAMES, list(range(1, len(NAMES) + 1))).complete
     assert here.store.take_scrubbed() == []
-    assert len(here.files.replicas.in_doubt()) == 0
-    # The device that it came from is accused when the scheduler knows that the slot is stored.
+    assert len(here.files.replicas.suspects()) == 0
+    # The device that it came from is charged when the scheduler knows that the slot is stored.
     assert here.total("scrub_bad_pages") == 0
     mended = here.store.take_mended()
     assert mended == [(4, 1)]
-    here.store.believe([(4, 2), (5, 1)])
+    here.store.confirm([(4, 2), (5, 1)])
     assert here.total("scrub_bad_pages") == 0
-    here.store.believe(mended)
+    here.store.confirm(mended)
     found = here.total("scrub_bad_pages"), here.total("header_mismatches")
     # Without its magic it is no header of ours.
     assert found == {"page": (1, 0), "magic": (0, 0)}.get(where, (0, 1))
@@ -113,7 +113,7 @@ def test_pages_wrong_in_different_copies_are_mended_in_both(
     assert here.load(NAMES, list(range(1, len(NAMES) + 1))).complete
     mended = here.store.take_mended()
     assert set(mended) == {(6, 1)}
-    here.store.believe(mended)
+    here.store.confirm(mended)
     assert here.total("scrub_bad_pages") > 0
 
 

@@ -168,14 +168,14 @@ def test_doubt_and_trust() -> None:
     on_b = np.full(3, 1, dtype=np.uint16)
     slots = array([1, 2, 3])
     replicas.stored_in(slots, array([1 << 40, (2 << 40) + 5, (3 << 40) + 9]))
-    assert replicas.doubted(slots, on_b).tolist() == [False, True, True]
-    assert replicas.doubt(slots, on_b).tolist() == [True, False, False]
-    replicas.trust(array([2]), on_b[:1])
+    assert replicas.suspect(slots, on_b).tolist() == [False, True, True]
+    assert replicas.mark_suspect(slots, on_b).tolist() == [True, False, False]
+    replicas.mark_valid(array([2]), on_b[:1])
     # It is known by now, whatever the epoch says.
     replicas.stored_in(slots, array([2 << 40] * 3))
-    assert replicas.doubted(slots, on_b).tolist() == [True, False, True]
-    assert replicas.in_doubt().tolist() == [1, 3]
-    assert not replicas.doubted(slots, on_b + 1).any()
+    assert replicas.suspect(slots, on_b).tolist() == [True, False, True]
+    assert replicas.suspects().tolist() == [1, 3]
+    assert not replicas.suspect(slots, on_b + 1).any()
 
 
 # ---- reads ----
@@ -427,7 +427,7 @@ def test_a_second_try_that_hangs_is_not_the_last(make_store: MakeStore) -> None:
     assert here.load(NAMES, []).complete
     here.store.frames.forget(array(SLOTS))
     here.deadline(SHORT_S)
-    here.files.replicas.doubt(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
+    here.files.replicas.mark_suspect(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
     here.faults(
         {"kind": "eio", "op": "read", "device": 0, "count": 2},
         {"kind": "stall", "op": "read", "device": 1},
@@ -461,7 +461,7 @@ def test_what_was_stored_while_a_device_was_away(make_store: MakeStore) -> None:
     here = make_store(PAGED, devices=3, replicas=2, gaps=[(0, 0), (4, 6), (0, 0)])
     epoch = (5 << 40) + 1
     here.write(NAMES, epoch)
-    here.files.replicas.doubt(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
+    here.files.replicas.mark_suspect(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
     for slot in SLOTS:
         for copy in (0, 1):
             for offset in (70, PAGED.page_offset(2)):

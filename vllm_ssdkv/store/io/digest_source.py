@@ -1,4 +1,4 @@
-"""What a verified read brings, and where the digests come from by which it is checked."""
+"""Extents of a verified read, and the sources of the digests that check it."""
 
 from __future__ import annotations
 
@@ -65,18 +65,17 @@ class PageCodec(Protocol):
 
 
 class DigestSource(Protocol):
-    """Where the digests of a read's extents come from, and by which pages are checked. Any
-    thread."""
+    """Source of the digests of a read's extents, by which its pages are checked. Any thread."""
 
     @property
     def codec(self) -> PageCodec:
-        """What checks pages by them."""
+        """Check of pages by them."""
 
     def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
         """Digests of the pages of some extents that have arrived, [k], and which are known."""
 
     def why_refused(self, which: int) -> str:
-        """Why the digests of an extent are not known."""
+        """Reason why the digests of an extent are not known."""
 
 
 class TableDigests:

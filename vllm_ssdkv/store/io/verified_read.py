@@ -285,7 +285,7 @@ class VerifiedRead:
         self.request.verified(self.good, *self._wrong_at(_ALL))
 
     def why(self, which: int) -> str:
-        """What is wrong with an extent that is not good."""
+        """Fault of an extent that is not good."""
         if not self._seen[which]:
             return "it cannot be read"
         if not self._known[which]:
@@ -420,12 +420,12 @@ class VerifiedRead:
         return ~self.good & ~self.held() & ~self.request.out_of_reach()
 
     def _lacking(self, which: Which) -> NDArray[np.int64]:
-        """How much of each extent has not been right yet."""
+        """Count the parts of each extent that have not been right yet."""
         lacking: NDArray[np.int64] = self._left[which].sum(axis=1) + ~self._known[which]
         return lacking
 
     def _sources(self, which: Which) -> list[ReadFrom | None]:
-        """Where to read extents again, one after the other.
+        """Sources to read extents from again, one after the other.
 
         Where any of them has two copies, also without each of their devices: a page that lies on
         two of them charges neither, and behind a wrong header nothing is known of the pages.

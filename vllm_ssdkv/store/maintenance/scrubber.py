@@ -4,8 +4,8 @@ A bit that has flipped on a drive is found before a request asks for the block, 
 fails is noticed while it is idle. Which slots hold a block is the scheduler's knowledge; here a
 slot counts if its header is one of this store's. What is wrong is reported with the epoch that the
 header names, so that a report about an older life of a slot has no effect: a free slot of a segment
-that was striped anew may have its old header, and other bytes behind it. So no device is accused
-before the scheduler has said that the slot is stored (:meth:`Scrubber.believe`).
+that was striped anew may have its old header, and other bytes behind it. So no device is charged
+before the scheduler has said that the slot is stored (:meth:`Scrubber.confirm`).
 
 Of slots with two copies both are read. One that is wrong, or older than the other, is written anew
 from the one that is right: so a drive that was away, or was replaced, is filled again.
@@ -48,7 +48,7 @@ _LOOK_S = 0.05
 """How often the thread looks whether the devices are idle."""
 
 _MOST_SUSPECTS = 256
-"""Slots with faults that nobody has believed; the oldest are forgotten."""
+"""Slots with faults that nobody has confirmed; the oldest are forgotten."""
 
 _MOST_UNTOLD = 32
 """So many faults are found before the engine, which may be idle, hears of them: whether the devices
@@ -66,7 +66,7 @@ class _Fault:
     read: VerifiedRead | None = None
     header: bool = False
 
-    def accuse(self, files: SlotIO) -> None:
+    def charge(self, files: SlotIO) -> None:
         """The slot is stored: count it, and hold it against the devices it came from."""
         files.counters.add("header_mismatches", int(self.header))
         if self.read is not None and (pages := int(self.read.wrong.sum())):
@@ -131,7 +131,7 @@ class Scrubber:
         self._bad: list[tuple[int, int]] = []
         self._mended: list[tuple[int, int]] = []
         self._suspects: dict[int, _Suspect] = {}
-        """By slot, until they are believed."""
+        """By slot, until they are confirmed."""
         self._right = np.zeros(len(files.health.paths), dtype=np.int64)
         """Pieces of each device that were right since the last fault."""
         self._known: dict[int, int] = {}
@@ -153,7 +153,7 @@ class Scrubber:
             mended, self._mended = self._mended, []
             return mended
 
-    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
         """These (slot, epoch) pairs, of those that were told, are stored. Any thread; never
         blocks."""
         for slot, epoch in stored:
@@ -166,7 +166,7 @@ class Scrubber:
             credit = np.repeat(devices, suspect.credit)
             self._files.health.judge_content(credit, devices[:0])
             for fault in suspect.faults:
-                fault.accuse(self._files)
+                fault.charge(self._files)
             if suspect.lost:
                 text = suspect.faults[0].text
                 logger.error("ssdkv: slot %d is dropped by the scrub: %s", slot, text)
@@ -226,7 +226,7 @@ class Scrubber:
         """Read a slot, and report it if it is wrong twice.
 
         A slot that is written meanwhile proves nothing. If a write begins after we have looked, the
-        second read sees a header of the old epoch, which nobody believes any more, or a new one.
+        second read sees a header of the old epoch, which nobody confirms any more, or a new one.
         """
         epoch = reader.epoch() if reader.read_header() else None
         if epoch is None or self._known.get(slot) == epoch:
@@ -352,7 +352,7 @@ class _Claims:
         self._epoch = epoch
 
     def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
-        """Of the only extent, or of none."""
+        """Digests of the only extent, or of none."""
         count, pages = len(self._extents.slots[which]), self._extents.pages
         marks = np.zeros((count, pages, 1), dtype=np.uint64)
         known = np.zeros(count, dtype=np.bool_)
@@ -481,9 +481,9 @@ class _Reader:
         devices = request.extents.device
         slots = np.full(len(devices), int(self._slots[0]), dtype=np.int64)
         if right:
-            self._files.replicas.trust(slots, devices)
+            self._files.replicas.mark_valid(slots, devices)
         else:
-            self._files.replicas.doubt(slots, devices)
+            self._files.replicas.mark_suspect(slots, devices)
 
     def hopeless(self) -> bool:
         """Whether the last read did not end, or went to a device out of use."""

@@ -190,7 +190,7 @@ class ContextStream:
         which: NDArray[np.int64],
         per_chunk: int,
     ) -> _Walk:
-        """Of blocks ``which``, ascending, of all blocks of the step."""
+        """Walk over blocks ``which``, ascending, of all blocks of the step."""
         here = self._borrowed[which] != NO_FRAME
         resident, away = which[here], which[~here]
         blocks = _Chunk.of(slots[away], index[away], row[away])

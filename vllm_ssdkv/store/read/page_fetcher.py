@@ -200,7 +200,7 @@ class PageFetcher:
     def _settle_ahead(self, *, wait: bool) -> None:
         """Take in what was read ahead: all of it, or what has arrived by now.
 
-        What failed is not read again and accuses nobody: who needs it reads it.
+        What failed is not read again and charges no device: who needs it reads it.
         """
         while self._ahead and (wait or self._ahead[0].read.over()):
             ahead = self._ahead.popleft()
