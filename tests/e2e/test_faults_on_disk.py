@@ -31,7 +31,7 @@ QUIET = ("checksum_failures", "header_mismatches", "load_failures", "journal_cor
 
 def test_pages_that_change_under_running_requests(bench: StartBench, log: list[str]) -> None:
     here = bench()
-    geometry = here.scheduler._rebalancer.placement.geometry
+    geometry = here.scheduler.rebalancer.placement.geometry
     struck: list[int] = []
 
     def strike(step: int) -> None:
@@ -103,7 +103,7 @@ def filled(bench: StartBench, mode: str = "page") -> tuple[Bench, list[int]]:
 @pytest.mark.parametrize("part", ["header", "page"])
 def test_slots_that_changed(bench: StartBench, mode: str, part: str, log: list[str]) -> None:
     here, slots = filled(bench, mode)
-    geometry = here.scheduler._rebalancer.placement.geometry
+    geometry = here.scheduler.rebalancer.placement.geometry
     struck = (3, 40, 70)
     for number in struck:
         page = geometry.page_offset(number % geometry.pages)
