@@ -65,7 +65,7 @@ class Verification(Generic[Found]):
                 self._state = _State.TAKEN
             ended = self._changed.wait_for(lambda: self._state is not _State.RUNNING, timeout_s)
         if not ended:
-            raise StoreError(f"pages were not checked within {timeout_s:g} s")
+            raise StoreError(f"streamed pages were not checked within {timeout_s:g} s")
 
     def run(self) -> None:
         """Do the work unless it was taken back. The batch has ended."""

@@ -502,16 +502,20 @@ class VerifiedRead:
         wrong = self._wrong[self.bad].sum()
         if wrong:
             counters.add("checksum_failures", int(wrong))
+        headed = np.flatnonzero(self.bad & self.extents.headed)
+        counters.add("header_mismatches", int((self._seen & ~self._known)[headed].sum()))
+        for which in headed[:_NAMED].tolist():
+            slot, pages = int(slots[which]), int(self._wrong[which].sum())
+            if pages:
+                logger.error(
+                    "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
+                    slot,
+                    pages,
+                )
+            else:
+                logger.error("ssdkv: slot %d is dropped: %s", slot, self.why(which))
         bad = np.unique(slots[self.bad]).tolist()
-        reasons: list[str] = []
-        for which in np.flatnonzero(self.bad).tolist() if self.extents.headed else ():
-            if self._seen[which] and not self._known[which]:
-                counters.add("header_mismatches", 1)
-            if len(reasons) < _NAMED:
-                reasons.append(f"slot {int(slots[which])} is dropped: {self.why(which)}")
-        for reason in reasons:
-            logger.error("ssdkv: %s", reason)
-        if len(bad) > len(reasons):
+        if len(bad) > len(headed[:_NAMED]):
             logger.error(
                 "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are "
                 "dropped: %s",
