@@ -227,6 +227,31 @@ def test_with_all_of_the_budget_it_is_dense_attention(
     chosen.close()
 
 
+@pytest.mark.parametrize("places", [16, 64])
+def test_rows_that_share_their_context_read_it_once(
+    make_rows: Callable[..., Rows], places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where not all of a layer's pages have room at a time."""
+    rows = make_rows(places)
+    away(rows)
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (LENGTHS[0],) * 3)
+    for shared in (rows.keys, rows.values, rows.blocks):
+        shared[1:] = [shared[0]] * 2  # type: ignore[list-item]
+    chosen = choose(rows)
+    rig = rows.rig
+    before = sum(rig.total("bytes_read", device=path) for path in rig.paths)
+    for layer in range(LAYERS):
+        queries = queries_of(layer)
+        out, _ = rows.attend(chosen, Budget(share=1.0), layer, queries)
+        torch.testing.assert_close(out.double(), dense(rows, layer, queries), atol=1e-5, rtol=1e-5)
+    pages = LAYERS * len(rows.contexts()[0]) * GEOMETRY.pages_per_layer
+    assert pages == LAYERS * 5 * 4
+    read = sum(rig.total("bytes_read", device=path) for path in rig.paths) - before
+    assert read == pages * GEOMETRY.page_bytes
+    assert chosen.fetched.ssd == pages
+    chosen.close()
+
+
 def test_where_pages_are_changes_no_bit(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows()
     outs: list[list[torch.Tensor]] = []

@@ -85,3 +85,12 @@ def read_ahead(chosen: SelectedContexts, layer: int, blocks: int) -> None:
     """Page 0 of the first blocks, as a list of its own."""
     pages = chosen.pages(layer, array(range(blocks)), array([0] * blocks))
     chosen.ahead(pages, np.array([0, blocks], dtype=np.int32), idle=False)
+
+
+def cross(here: StoreRig, slot: int, pages: tuple[int, int]) -> None:
+    """Spoil one page on one device and another one on another: each has a good copy."""
+    first, second = (here.geometry.page_offset(page) + 9 for page in pages)
+    here.flip(slot, first, copy=0)
+    spoiled = here.place(slot, first)[0]
+    (copy,) = (c for c in (0, 1) if here.place(slot, second, c)[0] != spoiled)
+    here.flip(slot, second, copy=copy)

@@ -105,7 +105,7 @@ def test_a_device_that_went_away_and_came_back(
     slots = array(sorted({**keys, **new}))
     store.files.replicas.stored_in(slots, index.epochs(slots))
     on = np.full(len(slots), away, dtype=np.uint16)
-    doubted = slots[store.files.replicas.doubted(slots, on)]
+    doubted = slots[store.files.replicas.suspect(slots, on)]
     assert set(doubted.tolist()) == set(new)
     index.close()
 
@@ -123,7 +123,7 @@ def test_a_drive_that_was_replaced_by_an_empty_one(tmp_devices: Devices, opened:
     slots = array(sorted(keys))
     store.files.replicas.stored_in(slots, index.epochs(slots))
     on = np.full(len(slots), 1, dtype=np.uint16)
-    assert store.files.replicas.doubted(slots, on).all()
+    assert store.files.replicas.suspect(slots, on).all()
     assert gaps(twice(devices)) == [(0, 0), (0, 2)]
     index.close()
 

@@ -171,20 +171,19 @@ class SparseDecode:
         selection = self._select(clock, layer, now, batch, cache, mine, scale, seen)
         wanted, starts = self._locate(layer, alive, selection.pages, selection.begin)
         clock.lap(SELECT)
-        room = max(1, self.contexts.room)
-        for first in range(0, len(starts), room):
-            part = slice(first, first + room)
+        turns = self.contexts.turns(wanted.pages)
+        for left, part in zip(reversed(range(len(turns))), turns, strict=True):
             fetch = self.contexts.fetch_hot(wanted.part(part))
             clock.lap(FETCH)
             try:
-                if first + room >= len(starts):
+                if left == 0:
                     self._read_ahead(layer, now, selection, reads=fetch.from_ssd > 0)
                 clock.lap(AHEAD)
                 self.contexts.settle(fetch)
                 clock.lap(WAIT)
                 self.contexts.arrive(fetch, wanted.blocks[part])
                 clock.lap(FETCH)
-                begin, end = self._lists(alive, selection.begin, first, len(fetch.address))
+                begin, end = self._lists(alive, selection.begin, part)
                 listed = PageList(
                     now.token,
                     now.position,
@@ -237,12 +236,16 @@ class SparseDecode:
         return self._choosing
 
     def _lists(
-        self, alive: NDArray[np.int64], edges: NDArray[np.int32], first: int, count: int
+        self,
+        alive: NDArray[np.int64],
+        edges: NDArray[np.int32],
+        part: slice | NDArray[np.int64],
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Begin and end of all lists of a selection in its pages ``first .. first + count``."""
+        """Begin and end of all lists of a selection in this part of its pages."""
         begin, end = edges[:-1], edges[1:]
-        if first or count < edges[-1]:
-            begin, end = np.clip(begin - first, 0, count), np.clip(end - first, 0, count)
+        if not isinstance(part, slice):
+            begin = np.searchsorted(part, begin).astype(np.int32)
+            end = np.searchsorted(part, end).astype(np.int32)
         still = self.contexts.alive()
         if len(still) < len(alive):
             # A row that lacks a page is lost, and its pages must not be looked at.

@@ -20,13 +20,13 @@ from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
 from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PagePolicy
-from vllm_ssdkv.store.read.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
@@ -356,10 +356,10 @@ class TieredStore:
         """(slot, epoch) pairs of which the scrub found a copy bad, since the last call."""
         return [] if self._scrubber is None else self._scrubber.take_mended()
 
-    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
         """Confirm that these pairs, of those that the scrub has told, are stored: it was right."""
         if self._scrubber is not None:
-            self._scrubber.believe(stored)
+            self._scrubber.confirm(stored)
 
     # ---- contexts (page mode) ----
 

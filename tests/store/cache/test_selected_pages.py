@@ -288,6 +288,23 @@ def test_each_device_reads_no_more_than_its_quota() -> None:
         cache.guess(pages([25, 26]), begin[:1], 8, np.array([0], dtype=np.uint16), quota)
 
 
+def test_a_page_that_lists_share_takes_one_place_and_one_read() -> None:
+    """Eight rows over one prefix leave as much for the others as one row would."""
+    for quota in (None, np.array([4], dtype=np.int64)):
+        cache, _ = make(8)
+        shared, begin = [4, 5, 6, 20] * 8, np.arange(0, 33, 4, dtype=np.int32)
+        devices = None if quota is None else np.zeros(len(shared), dtype=np.uint16)
+        keys, places = cache.guess(pages(shared), begin, 4, devices, quota)
+        assert keys.tolist() == [4, 5, 6, 20]
+        assert len(set(places.tolist())) == 4
+        cache, _ = make(8)
+        # What one list has for nothing, because another one wants it too, costs it no turn.
+        lists, edges = [4, 5, 6, 4, 5, 7], np.array([0, 3, 6], dtype=np.int32)
+        devices = None if quota is None else np.zeros(len(lists), dtype=np.uint16)
+        keys, _ = cache.guess(pages(lists), edges, 4, devices, quota)
+        assert keys.tolist() == [4, 5, 6, 7]
+
+
 def test_a_guess_counts_once() -> None:
     cache, _ = make(8)
     keys, places = cache.guess(pages([4, 5]), np.array([0, 2], dtype=np.int32), 8)

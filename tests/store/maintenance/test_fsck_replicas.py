@@ -17,6 +17,7 @@ from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.manifest import Manifest
 from vllm_ssdkv.store.maintenance.catalog import inspect_store
+from vllm_ssdkv.store.maintenance.journal_rebuild import rebuild_journal
 from vllm_ssdkv.store.maintenance.offline_store import find_store
 
 PAGE = GEOMETRY.page_offset(2) + 100
@@ -88,6 +89,37 @@ def test_both_copies_bad(store: FilledStore) -> None:
     assert report.bad == 1
     assert check(store).clean
     assert store.served() == set(SLOTS) - {8}
+
+
+@pytest.mark.parametrize("pages", [(0, 1), (3, 0)])
+def test_pages_wrong_in_different_copies_are_mended_in_both(
+    store: FilledStore, pages: tuple[int, int]
+) -> None:
+    """No copy is right, and of every page one is."""
+    for copy, page in enumerate(pages):
+        strike(store, 8, copy, rank=1, offset=GEOMETRY.page_offset(page) + 100)
+    strike(store, 5, 0)
+    report = check(store)
+    assert (report.counts, report.bad) == ({"copy": 2}, 0)
+    mended = check(store, mend=True)
+    assert (mended.counts, mended.unrepaired) == ({"copy": 2}, 0)
+    assert check(store).clean
+    assert store.served() == set(SLOTS)
+    strike(store, 8, 1, rank=1, offset=GEOMETRY.page_offset(2) + 100)
+    strike(store, 8, 0, rank=1, offset=GEOMETRY.page_offset(1) + 100)
+    assert check(store).bad == 0  # as each copy was mended
+
+
+def test_a_rebuilt_journal_has_blocks_that_are_right_in_both_copies_together(
+    store: FilledStore,
+) -> None:
+    for copy in (0, 1):
+        strike(store, 8, copy, offset=GEOMETRY.page_offset(copy) + 100)
+        strike(store, 13, copy)
+    (store.state / "journal").unlink()
+    found = find_store(store.devices, store.state)
+    assert rebuild_journal(found, whole=True) == len(SLOTS) - 1
+    assert store.served() == set(SLOTS) - {13}
 
 
 def test_a_replaced_drive_is_filled(store: FilledStore) -> None:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.conftest import (
     OPAQUE,
@@ -26,8 +28,9 @@ from vllm_ssdkv.store import tiered_store
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.maintenance import scrubber as scrubbing_module
-from vllm_ssdkv.store.maintenance.scrubber import Scrubber, _Reader
+from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.memory_plan import PIECES
 from vllm_ssdkv.store.placement.segments import Striping, restriped
 
@@ -114,7 +117,7 @@ def one_pass(rig: StoreRig, wrong: int = 0, **options: object) -> list[tuple[int
         counted = faults(rig)
         bad = scrubber.take_bad()
         assert faults(rig) == counted, "nobody has said yet that they are stored"
-        scrubber.believe(bad)
+        scrubber.confirm(bad)
         return bad
 
 
@@ -188,10 +191,10 @@ def test_a_bad_slot_is_said_once(rig: StoreRig) -> None:
         bad = scrubber.take_bad()
         assert bad == [(9, 1)]
         assert scrubber.take_bad() == []
-        scrubber.believe([(9, 2), (8, 1)])
+        scrubber.confirm([(9, 2), (8, 1)])
         assert faults(rig) == [0, 0, 0]
-        scrubber.believe(bad)
-        scrubber.believe(bad)
+        scrubber.confirm(bad)
+        scrubber.confirm(bad)
         assert rig.total("scrub_bad_pages") == 1
         assert rig.total("checksum_failures") == 1
         # The slot's next life is looked at again.
@@ -242,17 +245,17 @@ def test_unreadable_twice_is_bad_and_once_is_not(
 ) -> None:
     """Its header could be read: that says whose report it is."""
     left = failures
-    read = _Reader.read
+    finish = VerifiedRead.finish
 
-    def unreadable(self: _Reader, nbytes: int) -> bool:
+    def unreadable(self: VerifiedRead, *, again: bool = True) -> NDArray[np.bool_]:
         nonlocal left
-        if self._slot == 5 and nbytes == PAGED.slot_bytes and left:
+        good = finish(self, again=again)
+        if self.extents.slots.tolist() == [5] and self.extents.pages and left:
             left -= 1
-            read(self, nbytes)
-            return False
-        return read(self, nbytes)
+            self.good[:] = self.arrived[:] = False
+        return good
 
-    monkeypatch.setattr(_Reader, "read", unreadable)
+    monkeypatch.setattr(VerifiedRead, "finish", unreadable)
     assert one_pass(rig, wrong=1) == ([] if failures == 1 else [(5, 1)])
 
 
@@ -275,7 +278,7 @@ def test_a_device_that_garbles_is_given_up(make_store: MakeStore) -> None:
     with scrubbing(rig) as scrubber:
 
         def believed() -> bool:
-            scrubber.believe(scrubber.take_bad())
+            scrubber.confirm(scrubber.take_bad())
             return 0 in rig.files.health.quarantined
 
         until(believed, "the end of the device")
@@ -297,7 +300,7 @@ def test_what_was_right_between_faults_counts(make_store: MakeStore) -> None:
             rig.flip(slot, PAGED.page_offset(1))
         bad = scrubber.take_bad()
         assert len(bad) == 12
-        scrubber.believe(bad)
+        scrubber.confirm(bad)
     assert rig.total("scrub_bad_pages") == 12
     assert not rig.files.health.quarantined
 

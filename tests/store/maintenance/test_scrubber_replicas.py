@@ -69,14 +69,14 @@ def test_a_bad_copy_is_mended(
     assert bytes_of(here, 4, 0) == bytes_of(here, 4, 1)
     assert here.load(NAMES, list(range(1, len(NAMES) + 1))).complete
     assert here.store.take_scrubbed() == []
-    assert len(here.files.replicas.in_doubt()) == 0
-    # The device that it came from is accused when the scheduler knows that the slot is stored.
+    assert len(here.files.replicas.suspects()) == 0
+    # The device that it came from is charged when the scheduler knows that the slot is stored.
     assert here.total("scrub_bad_pages") == 0
     mended = here.store.take_mended()
     assert mended == [(4, 1)]
-    here.store.believe([(4, 2), (5, 1)])
+    here.store.confirm([(4, 2), (5, 1)])
     assert here.total("scrub_bad_pages") == 0
-    here.store.believe(mended)
+    here.store.confirm(mended)
     found = here.total("scrub_bad_pages"), here.total("header_mismatches")
     # Without its magic it is no header of ours.
     assert found == {"page": (1, 0), "magic": (0, 0)}.get(where, (0, 1))
@@ -92,6 +92,29 @@ def test_what_is_bad_twice_is_reported(make_store: MakeStore) -> None:
     assert bad == [(6, 1)]
     pass_over(here)
     assert here.store.take_scrubbed() == []
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("pages", [(0, 1), (3, 0)])
+def test_pages_wrong_in_different_copies_are_mended_in_both(
+    make_store: MakeStore, devices: int, pages: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy is right, and of every page one is."""
+    monkeypatch.setattr(slot_geometry, "STRIPE_UNIT", 16384)
+    monkeypatch.setattr(tiered_store, "QUIET_S", 3600.0)
+    here = make_store(PAGED, slots=SLOTS, devices=devices, replicas=2, scrub_rate=FAST)
+    here.write(NAMES)
+    for copy, page in enumerate(pages):
+        here.flip(6, PAGED.page_offset(page) + 9, copy=copy)
+    monkeypatch.setattr(tiered_store, "QUIET_S", 0.0)
+    until(lambda: bytes_of(here, 6, 0) == bytes_of(here, 6, 1), "the repair of both")
+    pass_over(here)
+    assert here.store.take_scrubbed() == []
+    assert here.load(NAMES, list(range(1, len(NAMES) + 1))).complete
+    mended = here.store.take_mended()
+    assert set(mended) == {(6, 1)}
+    here.store.confirm(mended)
+    assert here.total("scrub_bad_pages") > 0
 
 
 @pytest.mark.parametrize("unit", [slot_geometry.STRIPE_UNIT, 16384], ids=["whole", "striped"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store import chosen_pages
+from tests.store.chosen_pages import bring, context, cross
 from tests.store.conftest import (
     ALL,
     OPAQUE,
     PAGED,
     PAGED_ENCRYPTED,
     SHORT_S,
+    SUMMED,
     MakeStore,
     StoreRig,
     array,
@@ -31,6 +35,8 @@ from vllm_ssdkv.store.placement.lanes import lanes_for, partners
 from vllm_ssdkv.store.placement.replica_selector import Replicas, shared
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
+LONG = SlotGeometry("opaque", layers=4, heads=1, groups=1, payload_bytes=8192)
+LONG_ENCRYPTED = replace(LONG, encrypted=True)
 NAMES = {slot: 100 + slot for slot in range(12)}
 SLOTS = list(NAMES)
 
@@ -162,14 +168,14 @@ def test_doubt_and_trust() -> None:
     on_b = np.full(3, 1, dtype=np.uint16)
     slots = array([1, 2, 3])
     replicas.stored_in(slots, array([1 << 40, (2 << 40) + 5, (3 << 40) + 9]))
-    assert replicas.doubted(slots, on_b).tolist() == [False, True, True]
-    assert replicas.doubt(slots, on_b).tolist() == [True, False, False]
-    replicas.trust(array([2]), on_b[:1])
+    assert replicas.suspect(slots, on_b).tolist() == [False, True, True]
+    assert replicas.mark_suspect(slots, on_b).tolist() == [True, False, False]
+    replicas.mark_valid(array([2]), on_b[:1])
     # It is known by now, whatever the epoch says.
     replicas.stored_in(slots, array([2 << 40] * 3))
-    assert replicas.doubted(slots, on_b).tolist() == [True, False, True]
-    assert replicas.in_doubt().tolist() == [1, 3]
-    assert not replicas.doubted(slots, on_b + 1).any()
+    assert replicas.suspect(slots, on_b).tolist() == [True, False, True]
+    assert replicas.suspects().tolist() == [1, 3]
+    assert not replicas.suspect(slots, on_b + 1).any()
 
 
 # ---- reads ----
@@ -234,6 +240,51 @@ def test_header_of_one_copy_and_page_of_the_other(make_store: MakeStore) -> None
         if here.place(slot, last, copy=1)[0] != here.place(slot, 0, copy=1)[0]:
             here.flip(slot, last, copy=1)
     assert_loaded(here, NAMES)
+
+
+@pytest.mark.parametrize("pages", [(0, 1), (0, 3), (3, 1)])
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED, LONG, LONG_ENCRYPTED])
+def test_pages_wrong_in_different_copies_are_read_from_the_others(
+    make_store: MakeStore,
+    geometry: SlotGeometry,
+    pages: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No device has all of the slot, and of every byte there is a good copy."""
+    monkeypatch.setattr(slot_geometry, "STRIPE_UNIT", 16384)
+    here = make_store(geometry, devices=2, replicas=2)
+    here.write(NAMES)
+    for slot in SLOTS[:5]:
+        cross(here, slot, pages)
+    for _ in range(3):
+        assert_loaded(here, NAMES)
+    assert here.total("checksum_failures") == here.total("header_mismatches") == 0
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_chosen_pages_and_streams_find_them_too(
+    make_store: MakeStore, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_geometry, "STRIPE_UNIT", 16384)
+    geometry = replace(SUMMED, encrypted=encrypted)
+    here = make_store(geometry, devices=2, replicas=2)
+    names = context(here, SLOTS)
+    for slot in SLOTS[:3]:
+        cross(here, slot, (0, 1))
+        cross(here, slot, (4, 6))
+    here.assert_rows(here.walk(SLOTS), list(names.values()))
+    here.store.choose([array(SLOTS)], [0]).close()
+    chosen = here.store.choose([array(SLOTS)], [0])
+    for layer in range(2):
+        wanted = {0: [(block, page) for block in SLOTS for page in range(4)]}
+        found = bring(here, chosen, layer, wanted)
+        assert len(found) == len(SLOTS) * 4
+        chosen_pages.assert_right(here, found, [SLOTS], names, layer)
+    assert (chosen.poisoned, chosen.bad) == (set(), [])
+    chosen.close()
+    assert here.total("checksum_failures") == 0
+    here.store.drop_context("r")
+    here.assert_no_leak()
 
 
 @pytest.mark.parametrize("geometry", ALL)
@@ -376,7 +427,7 @@ def test_a_second_try_that_hangs_is_not_the_last(make_store: MakeStore) -> None:
     assert here.load(NAMES, []).complete
     here.store.frames.forget(array(SLOTS))
     here.deadline(SHORT_S)
-    here.files.replicas.doubt(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
+    here.files.replicas.mark_suspect(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
     here.faults(
         {"kind": "eio", "op": "read", "device": 0, "count": 2},
         {"kind": "stall", "op": "read", "device": 1},
@@ -410,7 +461,7 @@ def test_what_was_stored_while_a_device_was_away(make_store: MakeStore) -> None:
     here = make_store(PAGED, devices=3, replicas=2, gaps=[(0, 0), (4, 6), (0, 0)])
     epoch = (5 << 40) + 1
     here.write(NAMES, epoch)
-    here.files.replicas.doubt(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
+    here.files.replicas.mark_suspect(array(SLOTS), np.full(len(SLOTS), 1, dtype=np.uint16))
     for slot in SLOTS:
         for copy in (0, 1):
             for offset in (70, PAGED.page_offset(2)):

@@ -81,6 +81,25 @@ def test_pages_with_a_chosen_channel_are_read_and_the_rest_of_them_is_dropped(
     rig.assert_no_leak()
 
 
+@pytest.mark.parametrize("places", [16, 64])
+def test_rows_that_share_their_context_read_its_channels_once(
+    make_store: MakeStore, places: int
+) -> None:
+    rig, names = store(make_store, places)
+    rows = [list(range(8))] * 4
+    chosen, reader = choose(rig, rows)
+    before = rig.total("bytes_read", device=rig.paths[0])
+    channels = np.tile(np.array([[0, 9], [24, 31]], np.int32), (4, 1, 1))
+    base = reader.bring(0, np.arange(4), channels, zeros)
+    for block, slot in enumerate(slot for slots in rows for slot in slots):
+        got = kept(base, block, (HEADS, 2))
+        np.testing.assert_array_equal(got, wanted(names[slot], 0, channels[0]))
+    # Two pages of head 0 and one of head 1.
+    read = rig.total("bytes_read", device=rig.paths[0]) - before
+    assert read == 8 * 3 * SHAPE.page_bytes
+    chosen.close()
+
+
 def test_all_channels_are_all_of_k(make_store: MakeStore) -> None:
     rig, names = store(make_store)
     assert rig.load({0: names[0]}, [], request="r").complete  # in a frame

@@ -50,11 +50,14 @@ def test_settling_waits_for_what_was_guessed_too(make_store: MakeStore) -> None:
     read_ahead(chosen, 1, 4)
     blocks = array(range(8))
     fetch = chosen.fetch(chosen.pages(1, blocks, array([0] * 8)))
-    guessed = [read.batch for read in rig.store._fetcher._ahead]
     assert fetch._read is not None
-    assert [fetch._read.batch.ended(), *(batch.ended() for batch in guessed)] == [False, False]
+    begun = [mine.read.request for mine in (fetch._read, *rig.store._fetcher._ahead)]
+    assert [request.ended() for request in begun] == [
+        False,
+        False,
+    ]
     chosen.settle(fetch)
-    assert [fetch._read.batch.ended(), *(batch.ended() for batch in guessed)] == [True, True]
+    assert [request.ended() for request in begun] == [True, True]
     assert not fetch.address.any()
     rig.faults()
     assert chosen.arrive(fetch, blocks).all()

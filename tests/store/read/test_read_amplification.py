@@ -38,6 +38,19 @@ def test_what_a_stream_uses_is_what_it_read(make_store: MakeStore) -> None:
     assert stream.pages_used < stream.pages_on_ssd
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_rows_that_share_their_context_read_it_once(make_store: MakeStore, rows: int) -> None:
+    """In every layer each block, however many rows attend to it, and each gets all of it."""
+    rig = make_store(FULL, slots=48, frames=8, staging=16, devices=2)
+    names = context(rig, range(41))
+    contexts = [[*range(40), *([40] if row == 3 else [])] for row in range(rows)]
+    before = read(rig)
+    walk = rig.walk(*contexts)
+    rig.assert_rows(walk, *[[names[slot] for slot in slots] for slots in contexts])
+    distinct = len({slot for slots in contexts for slot in slots})
+    assert read(rig) - before == distinct * FULL.layers * FULL.layer_bytes
+
+
 @pytest.mark.parametrize("fault", ["eio", "corrupt"])
 def test_what_fails_is_not_used(make_store: MakeStore, fault: str) -> None:
     rig = make_store(FULL, slots=16, frames=12, staging=4, devices=2)

@@ -316,7 +316,7 @@ class SSDKVWorker:
         if plan.trim is not None:
             store.trim(plan.trim)
         if plan.believed:
-            store.believe(plan.believed)
+            store.confirm(plan.believed)
         self.began = True
         if plan.rows:
             self.step = PagedStep(

@@ -4,6 +4,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace ssdkv {
 namespace {
@@ -133,8 +134,16 @@ AskedPages PageCache::guess(std::span<const int64_t> slots, std::span<const int6
       missing.push_back({wanted, i, rank++});
     }
   }
-  std::stable_sort(missing.begin(), missing.end(),
-                   [](const Missing& a, const Missing& b) { return a.rank < b.rank; });
+  // Lists share pages: each counts once, where a list names it soonest.
+  std::sort(missing.begin(), missing.end(), [](const Missing& a, const Missing& b) {
+    return std::tie(a.key, a.rank, a.asked) < std::tie(b.key, b.rank, b.asked);
+  });
+  missing.erase(std::unique(missing.begin(), missing.end(),
+                            [](const Missing& a, const Missing& b) { return a.key == b.key; }),
+                missing.end());
+  std::sort(missing.begin(), missing.end(), [](const Missing& a, const Missing& b) {
+    return std::tie(a.rank, a.asked) < std::tie(b.rank, b.asked);
+  });
   std::vector<int64_t> left(quota.begin(), quota.end());
   AskedPages asked;
   for (const Missing& page : missing) {
@@ -143,7 +152,6 @@ AskedPages PageCache::guess(std::span<const int64_t> slots, std::span<const int6
     asked.keys.push_back(page.key);
   }
   std::sort(asked.keys.begin(), asked.keys.end());
-  asked.keys.erase(std::unique(asked.keys.begin(), asked.keys.end()), asked.keys.end());
   bring(asked, true);
   while (!asked.places.empty() && asked.places.back() == kNoPlace) {
     asked.places.pop_back();

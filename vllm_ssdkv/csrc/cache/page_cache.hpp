@@ -58,8 +58,9 @@ class PageCache {
 
   // Pages that queries may soon need: of those without a place up to `limit` get one, as many for
   // each list of pages begin[i] .. begin[i + 1] as for the others, as long as it has any. Nothing
-  // that is held is touched. Entries are those to be read alone, all with a place. If `devices`, of
-  // each page, is not empty, device d reads quota[d] of them at most.
+  // that is held is touched. Entries are those to be read alone, all with a place. A page in
+  // several lists counts once. If `devices`, of each page, is not empty, device d reads quota[d] at
+  // most.
   AskedPages guess(std::span<const int64_t> slots, std::span<const int64_t> pages,
                    std::span<const uint64_t> frames, std::span<const int32_t> begin, size_t limit,
                    std::span<const uint16_t> devices, std::span<const int64_t> quota);

@@ -140,7 +140,7 @@ class SelectedPageCache:
         Args:
             pages: In lists, int32 [lists + 1] edges ``begin``: each list gets as much as the
                 others, while it has any.
-            limit: Places to take at most.
+            limit: Places to take at most. A page in several lists takes one.
             devices: Of each page, [n]; with ``quota``, [devices]: how many each may read.
 
         Returns:

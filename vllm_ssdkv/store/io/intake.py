@@ -13,7 +13,8 @@ from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 RIGHT: Final = 1
 WRONG_HEADER: Final = 2
-"""States of an intake's slots, beside 0, not there, and 3, a wrong page."""
+WRONG_PAGE: Final = 3
+"""States of an intake's slots, beside 0, not there."""
 
 
 def make_intake(

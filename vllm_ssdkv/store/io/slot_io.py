@@ -65,24 +65,10 @@ class SlotIO:
     codec: SlotCodec
     replicas: Replicas
 
-    def retries(self, slot: int) -> list[ReadFrom | None]:
-        """Further places to read a slot that was wrong from, one after the other.
-
-        Once more in any case: the block layer fails neighbours of a bad sector too. With two
-        copies also without each of its devices: a page that lies on two of them accuses neither,
-        and behind a wrong header nothing is known of the pages.
-        """
-        slots = np.array([slot], dtype=np.int64)
-        first, second = self.placement.copies(slots, 0, self.geometry.slot_bytes)
-        if second is None or bool((first.device == second.device).all()):
-            return [None]
-        devices = np.union1d(first.device, second.device).tolist()
-        return [None, *(ReadFrom(without=(device,)) for device in devices)]
-
-    def doubt(self, slots: NDArray[np.int64], devices: U16) -> NDArray[np.bool_]:
+    def mark_suspect(self, slots: NDArray[np.int64], devices: U16) -> NDArray[np.bool_]:
         """Copies of slots, [n], on devices, [n], are wrong or out of date, but there are others;
-        which of them were believed, [n]. Counted and logged once."""
-        new = self.replicas.doubt(slots, devices)
+        which of them were not suspect before, [n]. Counted and logged once."""
+        new = self.replicas.mark_suspect(slots, devices)
         for copy in np.unique(slots[new] << 16 | devices[new]).tolist():
             slot, path = copy >> 16, self.health.paths[copy & 0xFFFF]
             self.counters.add("bad_copies", 1, device=path)

@@ -242,19 +242,19 @@ class SlotRequest:
             return
         at = wrong_slot * self.length + wrong_offset
         begin, end = self._piece_at(at), self._piece_at(at + self.files.geometry.page_bytes - 1)
-        # A page that begins on one device may end on another: then neither is accused.
-        accused = np.unique(begin[begin == end])
-        new = self._doubt(accused)
+        # A page that begins on one device may end on another: then neither is charged.
+        charged = np.unique(begin[begin == end])
+        new = self._mark_suspect(charged)
         if right.any():
             # It was wrong before, and all that has changed is where these devices' pieces are from.
             slots = self.slots[right]
             for avoided in self.without:
-                self.files.doubt(slots, np.full(len(slots), avoided, dtype=np.uint16))
+                self.files.mark_suspect(slots, np.full(len(slots), avoided, dtype=np.uint16))
         if final:
-            alone = accused[self.extents.device[accused] == self.other[accused]]
+            alone = charged[self.extents.device[charged] == self.other[charged]]
             new = np.concatenate([new, alone])
-        accused = np.intersect1d(accused, new)
-        self.files.health.judge_content(device[right[self.extents.slot_index]], device[accused])
+        charged = np.intersect1d(charged, new)
+        self.files.health.judge_content(device[right[self.extents.slot_index]], device[charged])
 
     def wrong_headers(self, slots: NDArray[np.intp]) -> None:
         """The headers of these slots, by place in the batch, are not those that were looked for."""
@@ -264,19 +264,21 @@ class SlotRequest:
         last = begin + min(self.length, self.files.geometry.header_bytes) - 1
         first, last = self._piece_at(begin), self._piece_at(last)
         pieces = [np.arange(a, b + 1) for a, b in zip(first, last, strict=True)]
-        self._doubt(np.concatenate(pieces))
+        self._mark_suspect(np.concatenate(pieces))
 
     def _piece_at(self, at: NDArray[np.int64]) -> NDArray[np.intp]:
         """Piece that each byte of the batch, counted over all slots, belongs to (of a read)."""
         return np.searchsorted(self.extents.buffer.astype(np.int64), at, side="right") - 1
 
-    def _doubt(self, pieces: NDArray[np.intp]) -> NDArray[np.intp]:
+    def _mark_suspect(self, pieces: NDArray[np.intp]) -> NDArray[np.intp]:
         """These pieces are wrong where they have been read; those of which nobody knew."""
         pieces = pieces[self.extents.device[pieces] != self.other[pieces]]
         if not len(pieces):
             return pieces
         slots = self.slots[self.extents.slot_index[pieces]]
-        found: NDArray[np.intp] = pieces[self.files.doubt(slots, self.extents.device[pieces])]
+        found: NDArray[np.intp] = pieces[
+            self.files.mark_suspect(slots, self.extents.device[pieces])
+        ]
         return found
 
     def _all_moved(self, found: _io.SlotPieces) -> bool:
@@ -291,9 +293,9 @@ class SlotRequest:
         slots = self.slots[self.extents.slot_index]
         if self.op is Op.WRITE:
             there = doubled & good
-            self.files.replicas.trust(slots[there], self.extents.device[there])
+            self.files.replicas.mark_valid(slots[there], self.extents.device[there])
         gone = doubled & ~good
-        self.files.replicas.doubt(slots[gone], self.extents.device[gone])
+        self.files.replicas.mark_suspect(slots[gone], self.extents.device[gone])
 
     def ended(self) -> bool:
         """Whether all buffers are free again."""

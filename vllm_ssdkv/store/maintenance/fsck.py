@@ -97,6 +97,7 @@ class Examination:
         stale: Problems of the manifest.
         orphans: Data files of ranks that the store does not have.
         bad_copies: Of slots whose other copy is right.
+        crossed: Rank, and slots of which no copy is right, but one of each page is.
     """
 
     store: StoredStore
@@ -109,6 +110,7 @@ class Examination:
     stale: list[Problem] = field(default_factory=list)
     orphans: list[tuple[Path, Problem]] = field(default_factory=list)
     bad_copies: list[BadCopy] = field(default_factory=list)
+    crossed: list[tuple[int, Entry]] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -355,6 +357,8 @@ def _check_slots(this: Examination, progress: Progress) -> None:
         for checked in mine:
             on_it = this.store.placement.touches(checked.device, entry.slots)
             on_it &= ~np.isin(entry.slots, [bad.slot for bad in this.bad_copies])
+            for _, crossed in this.crossed:
+                on_it &= ~np.isin(entry.slots, crossed.slots)
             checked.proven = bool((right & on_it).any())
         this.good[inside] &= right
     this.report.bad = int((~this.good & ~this.found).sum())
@@ -402,7 +406,11 @@ def _check_rank(
             heard = (lambda _: None) if again else count
             return {int(which[v.index]): v for v in checker.check(entry.part(which), heard)}
 
-        _judge_copies(this, rank, entry, right, found, wrong)
+        def gather(which: NDArray[np.int64]) -> NDArray[np.int64]:
+            parts = SlotChecker(files, plan).gather(entry.part(which))
+            return np.concatenate([which[:0], *(which[whole] for whole, _ in parts)])
+
+        _judge_copies(this, rank, entry, right, found, wrong, gather)
         this.report.checked_slots += len(entry.slots)
     for checked in mine:
         if checked.file is not None:
@@ -416,6 +424,7 @@ def _judge_copies(
     right: NDArray[np.bool_],
     found: NDArray[np.bool_],
     wrong: Callable[..., Verdicts],
+    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> None:
     """Report what is wrong with the copies of slots; a slot is right if one source of it is. Those
     ``found`` by a header alone are no findings when they are not."""
@@ -440,6 +449,12 @@ def _judge_copies(
             this.bad_copies += [BadCopy(rank, slot, copy, device) for copy in (0, 1)]
             text = f"what {path} has of it: {verdict.text}; the rest is right"
             this.report.add("copy", f"slot {slot}, rank {rank}", text, cure)
+    whole = gather(np.array(sorted(i for i in lost if twice[i]), dtype=np.int64))
+    if len(whole):
+        this.crossed.append((rank, entry.part(whole)))
+    for index in whole.tolist():
+        text = f"{lost.pop(index).text}; of each page one copy is right"
+        this.report.add("copy", f"slot {entry.slots[index]}, rank {rank}", text, cure)
     for index, verdict in sorted(lost.items()):
         right[index] = False
         if not found[index]:

@@ -149,6 +149,9 @@ def _right(
                     for verdict in checker.check(entry.part(which[left]), lambda _: None)
                 ]
                 wrong[np.delete(left, bad)] = False
+            left = np.flatnonzero(wrong & store.placement.doubled(entry.slots[which]))
+            for whole, _ in SlotChecker(slots, plan).gather(entry.part(which[left])):
+                wrong[left[whole]] = False
         right[which[wrong]] = False
         progress((rank + 1) * len(which), len(files) * len(which))
     return right

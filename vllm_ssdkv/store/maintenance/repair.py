@@ -23,8 +23,11 @@ from vllm_ssdkv.store.devices.data_file import is_empty, write_both
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
 from vllm_ssdkv.store.devices.preallocate import reserve_space
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
+from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.maintenance.fsck import CheckedFile, Examination, is_orphan
 from vllm_ssdkv.store.maintenance.journal_rebuild import write_journal
+from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker, refuse_hanging
+from vllm_ssdkv.store.maintenance.slot_reader import open_slots
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
 
@@ -112,7 +115,7 @@ def _repair_size(this: Examination, checked: CheckedFile) -> None:
 def _mend_copies(this: Examination) -> None:
     """Write what is wrong in one copy from the other, which was read and verified just now."""
     geometry = this.store.manifest.geometry
-    left = 0
+    left = sum(_mend_crossed(this, rank, entry) for rank, entry in this.crossed)
     with mmap.mmap(-1, geometry.unit_bytes) as buffer:  # page-aligned, as O_DIRECT wants
         for bad in this.bad_copies:
             slots = np.array([bad.slot], dtype=np.int64)
@@ -128,6 +131,27 @@ def _mend_copies(this: Examination) -> None:
             left += not _mend_copy(mine, source, target, which, buffer)
     if not left:
         this.report.repaired_all("copy")
+
+
+def _mend_crossed(this: Examination, rank: int, entry: Entry) -> int:
+    """Write both copies of slots from what is right in either; how many were not written.
+
+    Raises:
+        DeadlineError: a device does not answer.
+    """
+    geometry = this.store.manifest.geometry
+    plan, mended = BatchPlan(geometry), 0
+    files = [checked.file for checked in this.files if checked.rank == rank]
+    with open_slots(this.store, rank, files, plan.nbytes) as (slots, _):
+        for which, at in SlotChecker(slots, plan).gather(entry):
+            if len(which):
+                request = slots.submit(Op.WRITE, entry.slots[which], 0, geometry.slot_bytes, at)
+                mended += int(np.count_nonzero(request.wait()))
+                refuse_hanging(slots, request.held(), "write")
+    for file in files:
+        if file is not None:
+            os.fdatasync(file.fd)
+    return len(entry.slots) - mended
 
 
 def _mend_copy(

@@ -4,8 +4,8 @@ A bit that has flipped on a drive is found before a request asks for the block, 
 fails is noticed while it is idle. Which slots hold a block is the scheduler's knowledge; here a
 slot counts if its header is one of this store's. What is wrong is reported with the epoch that the
 header names, so that a report about an older life of a slot has no effect: a free slot of a segment
-that was striped anew may have its old header, and other bytes behind it. So no device is accused
-before the scheduler has said that the slot is stored (:meth:`Scrubber.believe`).
+that was striped anew may have its old header, and other bytes behind it. So no device is charged
+before the scheduler has said that the slot is stored (:meth:`Scrubber.confirm`).
 
 Of slots with two copies both are read. One that is wrong, or older than the other, is written anew
 from the one that is right: so a drive that was away, or was replaced, is filled again.
@@ -18,18 +18,21 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import FormatError
-from vllm_ssdkv.store.format.slot_header import decode, epoch_of
+from vllm_ssdkv.store.format.slot_header import SlotHeader, decode, epoch_of
 from vllm_ssdkv.store.integrity.page_verification import wrong_pages
+from vllm_ssdkv.store.integrity.slot_codec import Digests
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
-from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.digest_source import SlotExtents, Which
+from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import PIECES
 
@@ -45,7 +48,7 @@ _LOOK_S = 0.05
 """How often the thread looks whether the devices are idle."""
 
 _MOST_SUSPECTS = 256
-"""Slots with faults that nobody has believed; the oldest are forgotten."""
+"""Slots with faults that nobody has confirmed; the oldest are forgotten."""
 
 _MOST_UNTOLD = 32
 """So many faults are found before the engine, which may be idle, hears of them: whether the devices
@@ -54,28 +57,22 @@ are to be trusted is for it to say."""
 _MOST_CREDIT = 256
 """Right pieces of each device that count for it before a fault: more make up for any."""
 
-_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
-
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
     """Fault of a slot, or of one copy of it, and the read that brought it."""
 
     text: str
-    batch: SlotRequest | None = None
-    pages: NDArray[np.intp] = field(default_factory=lambda: _NO_PAGE)
+    read: VerifiedRead | None = None
     header: bool = False
 
-    def accuse(self, files: SlotIO) -> None:
+    def charge(self, files: SlotIO) -> None:
         """The slot is stored: count it, and hold it against the devices it came from."""
         files.counters.add("header_mismatches", int(self.header))
-        if self.batch is not None and len(self.pages):
-            geometry = files.geometry
-            offsets = geometry.header_bytes + self.pages * geometry.page_bytes
-            wrong = np.zeros(len(self.pages), dtype=np.intp)
-            self.batch.verified(np.zeros(1, dtype=np.bool_), wrong, offsets)
-            files.counters.add("checksum_failures", len(self.pages))
-            files.counters.add("scrub_bad_pages", len(self.pages))
+        if self.read is not None and (pages := int(self.read.wrong.sum())):
+            self.read.charge_devices()
+            files.counters.add("checksum_failures", pages)
+            files.counters.add("scrub_bad_pages", pages)
 
 
 _UNREADABLE = _Fault("it cannot be read")
@@ -134,7 +131,7 @@ class Scrubber:
         self._bad: list[tuple[int, int]] = []
         self._mended: list[tuple[int, int]] = []
         self._suspects: dict[int, _Suspect] = {}
-        """By slot, until they are believed."""
+        """By slot, until they are confirmed."""
         self._right = np.zeros(len(files.health.paths), dtype=np.int64)
         """Pieces of each device that were right since the last fault."""
         self._known: dict[int, int] = {}
@@ -156,7 +153,7 @@ class Scrubber:
             mended, self._mended = self._mended, []
             return mended
 
-    def believe(self, stored: Iterable[tuple[int, int]]) -> None:
+    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
         """These (slot, epoch) pairs, of those that were told, are stored. Any thread; never
         blocks."""
         for slot, epoch in stored:
@@ -169,7 +166,7 @@ class Scrubber:
             credit = np.repeat(devices, suspect.credit)
             self._files.health.judge_content(credit, devices[:0])
             for fault in suspect.faults:
-                fault.accuse(self._files)
+                fault.charge(self._files)
             if suspect.lost:
                 text = suspect.faults[0].text
                 logger.error("ssdkv: slot %d is dropped by the scrub: %s", slot, text)
@@ -229,24 +226,19 @@ class Scrubber:
         """Read a slot, and report it if it is wrong twice.
 
         A slot that is written meanwhile proves nothing. If a write begins after we have looked, the
-        second read sees a header of the old epoch, which nobody believes any more, or a new one.
+        second read sees a header of the old epoch, which nobody confirms any more, or a new one.
         """
-        if not reader.read(self._files.geometry.header_bytes):
-            return
-        epoch = epoch_of(reader.view, slot)
+        epoch = reader.epoch() if reader.read_header() else None
         if epoch is None or self._known.get(slot) == epoch:
             return
-        if reader.read_whole() and reader.judge() is None:
+        if reader.read_whole() is None:
             return
         if reader.hopeless() or self._writing(slot):
             return
-        fault = _UNREADABLE
-        if reader.read_whole():
-            found = reader.judge()
-            if found is None or epoch_of(reader.view, slot) != epoch:
-                return
-            fault = found
-        elif reader.hopeless():
+        fault = reader.read_whole()
+        if fault is None or reader.hopeless():
+            return
+        if fault is not _UNREADABLE and reader.epoch() != epoch:
             return
         self._report(slot, epoch, [fault], lost=True)
 
@@ -290,27 +282,32 @@ class Scrubber:
         found = reader.look(COPIES)
         if any(look.hopeless for look in found):
             return
-        sources = list(COPIES)
-        if all(look.fault for look in found):
-            # Each copy may lie on several devices, of which one alone is bad.
-            sources += [ReadFrom(0, without=(device,)) for device in reader.devices()]
-            found += reader.look(sources[len(COPIES) :])
         epoch = _newest(found)
         if epoch is None:
             return
         right = [look.right(epoch) for look in found]
-        faults = [look.fault for look in found[: len(COPIES)] if look.fault is not None]
         if not any(right):
-            self._report(slot, epoch, faults, lost=True)
-            return
+            # One copy may have one page wrong, and the other one another.
+            claimed = sorted({look.epoch for look in found if look.epoch is not None}, reverse=True)
+            whole = next((claim for claim in claimed if reader.gather(claim)), None)
+            if whole is None and reader.hopeless():
+                return
+            epoch = epoch if whole is None else whole
+            right += [whole is not None]
+        faults = [look.fault for look in found if look.fault is not None]
         if faults:
-            self._report(slot, epoch, faults, lost=False)
-        good = right.index(True)
+            self._report(slot, epoch, faults, lost=not any(right))
+        if any(right):
+            self._write_anew(slot, epoch, reader, found)
+
+    def _write_anew(self, slot: int, epoch: int, reader: _Reader, found: Sequence[_Look]) -> None:
+        """Write the copies that are wrong from the one that is right, or from both."""
+        source = next((copy for copy in COPIES if found[copy.copy].right(epoch)), None)
         for copy in COPIES:
             look = found[copy.copy]
             if look.right(epoch):
                 continue
-            if not reader.fetch(sources[good], epoch):
+            if source is not None and not reader.fetch(source, epoch):
                 return  # no longer right: the next pass looks again
             if not reader.write(copy):
                 self._known[slot] = epoch  # its device takes no writes
@@ -342,6 +339,51 @@ def _newest(looks: Sequence[_Look]) -> int | None:
     return max(right or [look.epoch for look in looks if look.epoch is not None], default=None)
 
 
+class _Claims:
+    """Digests in a slot's header, whichever block that names: checksums of what lies on devices,
+    which need no key. See :class:`~vllm_ssdkv.store.io.verified_read.DigestSource`."""
+
+    def __init__(self, files: SlotIO, arena: Arena, extents: SlotExtents, epoch: int | None):
+        """``epoch``: the only one that is looked for; None: any."""
+        self.codec = self
+        self._files = files
+        self._arena = arena
+        self._extents = extents
+        self._epoch = epoch
+
+    def digests(self, which: Which | slice) -> tuple[Digests, NDArray[np.bool_]]:
+        """Digests of the only extent, or of none."""
+        count, pages = len(self._extents.slots[which]), self._extents.pages
+        marks = np.zeros((count, pages, 1), dtype=np.uint64)
+        known = np.zeros(count, dtype=np.bool_)
+        if count and not self.why_refused(0):
+            marks[0, :, 0] = self._header().checksums[:pages]
+            known[0] = True
+        return Digests(np.zeros((count, 0), dtype=np.uint64), marks), known
+
+    def why_refused(self, which: int) -> str:
+        """See ``DigestSource``; empty if it is not."""
+        try:
+            epoch = self._header().epoch
+        except FormatError as error:
+            return str(error)
+        return "" if self._epoch in (None, epoch) else f"slot header: its epoch is {epoch}"
+
+    def _header(self) -> SlotHeader:
+        geometry, slot = self._files.geometry, int(self._extents.slots[0])
+        view = self._arena.view(int(self._extents.at[0]), geometry.header_bytes)
+        return decode(view, geometry, self._files.fingerprint, slot=slot, rank=self._files.rank)
+
+    def unseal(
+        self, seals: Digests, first_page: int, at: U64, *, final: bool = False
+    ) -> NDArray[np.bool_]:
+        """See ``PageCodec``: nothing is decrypted, and all of it is checked."""
+        same = np.ones(seals.marks.shape[:2], dtype=np.bool_)
+        base = np.uint64(self._arena.address) + at
+        same[wrong_pages(self._files.geometry, base, seals.marks[:, :, 0])] = False
+        return same
+
+
 class _Reader:
     """Reads one slot into one piece of memory, one read after the other."""
 
@@ -356,110 +398,103 @@ class _Reader:
         """``right`` counts the pieces that are, [devices]."""
         self._right = right
         self._files = files
-        self._slot = slot
+        self._arena = arena
+        self._slots = np.array([slot], dtype=np.int64)
         self._piece = piece
-        self._batch: SlotRequest | None = None
-        self.view = arena.view(int(piece[0]), files.geometry.slot_bytes)
-        self._address = np.uint64(arena.address) + piece
+        self._read: VerifiedRead | None = None
+        self._written: SlotRequest | None = None
+        self._view = arena.view(int(piece[0]), files.geometry.slot_bytes)
         self.nbytes = 0
 
-    def read(self, nbytes: int, source: ReadFrom | None = None) -> bool:
-        """Read the first bytes of the slot; whether they arrived. Blocks up to the deadline."""
-        slots = np.array([self._slot], dtype=np.int64)
-        self._batch = self._files.submit(Op.READ, slots, 0, nbytes, self._piece, source=source)
-        self.nbytes += nbytes
-        return bool(self._batch.wait()[0])
+    def _start(self, pages: int, source: ReadFrom | None, epoch: int | None) -> VerifiedRead:
+        """Read the header of the slot and so many pages. Devices are charged by nobody until it is
+        known that the slot is stored."""
+        files = self._files
+        extents = SlotExtents(self._slots, 0, pages, self._piece, headed=True)
+        claims = _Claims(files, self._arena, extents, epoch)
+        self._read = VerifiedRead(files, extents, claims, read_from=source, charge=False)
+        self.nbytes += extents.nbytes(files.geometry)
+        return self._read
 
-    def devices(self) -> list[int]:
-        """Devices that hold parts of the slot."""
-        slots = np.array([self._slot], dtype=np.int64)
-        copies = self._files.placement.copies(slots, 0, self._files.geometry.slot_bytes)
-        return sorted({int(d) for extents in copies if extents is not None for d in extents.device})
+    def epoch(self) -> int | None:
+        """Epoch that the header in memory names."""
+        return epoch_of(self._view, int(self._slots[0]))
+
+    def read_header(self, source: ReadFrom | None = None) -> bool:
+        """Read the header; whether it arrived, right or not. Blocks up to the deadline."""
+        read = self._start(0, source, None)
+        read.finish(again=False)
+        return bool(read.arrived[0])
+
+    def read_whole(self, source: ReadFrom | None = None, epoch: int | None = None) -> _Fault | None:
+        """Read all of the slot; what is wrong with it. None: nothing, which its devices are given
+        credit for. Blocks up to the deadline."""
+        read = self._start(self._files.geometry.pages, source, epoch)
+        if read.finish(again=False)[0]:
+            read.charge_devices()
+            self._right += np.bincount(read.request.extents.device, minlength=len(self._right))
+            return None
+        if not read.arrived[0]:
+            return _UNREADABLE
+        return _Fault(read.why(0), read, header=not read.wrong.any())
 
     def look(self, sources: Sequence[ReadFrom]) -> list[_Look]:
         """Read and verify the slot from each of these; none is read while the memory hangs."""
         return [self._look_at(source) for source in sources]
 
     def _look_at(self, source: ReadFrom) -> _Look:
-        if self._batch is not None and bool(self._batch.held().any()):
+        if self._read is not None and bool(self._read.held().any()):
             return _Look(None, _UNREADABLE, True)
-        if not self.read(self._files.geometry.header_bytes, source):
+        if not self.read_header(source):
             return _Look(None, _UNREADABLE, self.hopeless())
-        epoch = epoch_of(self.view, self._slot)
+        epoch = self.epoch()
         if epoch is None:
             return _Look(None, _Fault("it has no header"), False)
-        if not self.read(self._files.geometry.slot_bytes, source):
-            return _Look(epoch, _UNREADABLE, self.hopeless())
-        fault = self.judge()
-        if fault is None:
-            self._remember(right=True)
+        fault = self.read_whole(source)
+        if fault is _UNREADABLE:
+            return _Look(epoch, fault, self.hopeless())
+        if fault is None and self._read is not None:
+            self._remember(self._read.request, right=True)
         return _Look(epoch, fault, False)
 
     def fetch(self, source: ReadFrom, epoch: int) -> bool:
         """Read the whole slot from this source; whether this epoch's content arrived, right."""
-        return (
-            self.read(self._files.geometry.slot_bytes, source)
-            and self.judge() is None
-            and epoch_of(self.view, self._slot) == epoch
-        )
+        return self.read_whole(source, epoch) is None
+
+    def gather(self, epoch: int) -> bool:
+        """Read the slot from all copies, page by page; whether this epoch's content is there."""
+        if self._read is not None and bool(self._read.held().any()):
+            return False
+        return bool(self._start(self._files.geometry.pages, None, epoch).finish()[0])
 
     def write(self, copy: ReadFrom) -> bool:
         """Write what was fetched to this copy; False if a device does not take it."""
         size = self._files.geometry.slot_bytes
-        slots = np.array([self._slot], dtype=np.int64)
-        self._batch = self._files.submit(Op.WRITE, slots, 0, size, self._piece, source=copy)
-        written = bool(self._batch.wait()[0])
-        self._remember(right=written)
+        request = self._files.submit(Op.WRITE, self._slots, 0, size, self._piece, source=copy)
+        self._written = request
+        written = bool(request.wait()[0])
+        self._remember(request, right=written)
         return written
 
-    def _remember(self, *, right: bool) -> None:
+    def _remember(self, request: SlotRequest, *, right: bool) -> None:
         """Tell those who choose between copies what became of the one just read or written."""
-        if self._batch is None:
-            return
-        devices = self._batch.extents.device
-        slots = np.full(len(devices), self._slot, dtype=np.int64)
+        devices = request.extents.device
+        slots = np.full(len(devices), int(self._slots[0]), dtype=np.int64)
         if right:
-            self._files.replicas.trust(slots, devices)
+            self._files.replicas.mark_valid(slots, devices)
         else:
-            self._files.replicas.doubt(slots, devices)
-
-    def read_whole(self) -> bool:
-        """As :meth:`read`, all of it."""
-        return self.read(self._files.geometry.slot_bytes)
+            self._files.replicas.mark_suspect(slots, devices)
 
     def hopeless(self) -> bool:
         """Whether the last read did not end, or went to a device out of use."""
-        return self._batch is not None and bool(
-            (self._batch.held() | self._batch.out_of_reach()).any()
-        )
+        read = self._read
+        return read is not None and bool((read.held() | read.request.out_of_reach()).any())
 
     def give_back(self, pieces: BufferPool) -> None:
-        """Return the memory, when the last read has ended."""
-        if self._batch is None:
-            pieces.give(self._piece)
+        """Return the memory, when the last read, or write, has ended."""
+        if self._written is not None and not self._written.ended():
+            pieces.lend(self._piece, self._written.held(), self._written)
+        elif self._read is not None:
+            self._read.give_back(pieces)
         else:
-            pieces.lend(self._piece, self._batch.held(), self._batch)
-
-    def judge(self) -> _Fault | None:
-        """Judge the slot that was read; None: it is right, which its devices are given credit
-        for."""
-        geometry = self._files.geometry
-        try:
-            header = decode(
-                self.view,
-                geometry,
-                self._files.fingerprint,
-                slot=self._slot,
-                rank=self._files.rank,
-            )
-        except FormatError as error:
-            return _Fault(str(error), header=True)
-        first = self._address + np.uint64(geometry.header_bytes)
-        _, wrong = wrong_pages(geometry, first, header.checksums[None, :])
-        if not len(wrong):
-            if self._batch is not None:
-                self._batch.verified(np.ones(1, dtype=np.bool_), wrong, wrong)
-                self._right += np.bincount(self._batch.extents.device, minlength=len(self._right))
-            return None
-        text = f"{len(wrong)} page(s) do not match their checksums"
-        return _Fault(text, self._batch, wrong)
+            pieces.give(self._piece)

@@ -7,6 +7,7 @@ checksums; memory is bounded by :data:`MEMORY_BYTES`, or one slot where slots ar
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import DeadlineError
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
+from vllm_ssdkv.store.io.digest_source import HeaderDigests, SlotExtents
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
 from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 
 MEMORY_BYTES = 192 << 20
 _BATCH_BYTES = 32 << 20
@@ -71,6 +74,15 @@ class _Reading:
     batch: SlotRequest
 
 
+def refuse_hanging(files: SlotIO, held: NDArray[np.bool_], what: str = "read") -> None:
+    """Raise DeadlineError where an I/O that nobody waits for any more ``held`` its memory."""
+    if held.any():
+        raise DeadlineError(
+            f"a {what} did not end within {files.deadline_s:g} s on "
+            f"{', '.join(files.health.paths)}: check the drives"
+        )
+
+
 class SlotChecker:
     """Checks slots of one rank's open files. Used by one thread; blocks on I/O."""
 
@@ -104,6 +116,30 @@ class SlotChecker:
         while reading:
             yield from self._finish(entry, reading.popleft(), progress)
 
+    def gather(self, entry: Entry) -> Iterator[tuple[NDArray[np.int64], U64]]:
+        """Read slots of which no copy is right, page by page from both; those that are whole then.
+
+        Yields:
+            Batch by batch: places in the entry, [n], and the arena offset of each one's bytes.
+
+        Raises:
+            DeadlineError: a device does not answer.
+        """
+        geometry = self._files.geometry
+        for begin in range(0, len(entry.slots), self._plan.slots):
+            which = np.arange(begin, min(begin + self._plan.slots, len(entry.slots)))
+            part = entry.part(which)
+            at = np.arange(len(which), dtype=np.uint64) * np.uint64(geometry.slot_bytes)
+            extents = SlotExtents(part.slots, 0, geometry.pages, at, headed=True)
+            source = HeaderDigests(
+                self._files.codec, extents, part.epochs, key_rows(part.keys), lambda *_: None
+            )
+            read = VerifiedRead(self._files, extents, source, charge=False)
+            if not read.finish(again=False).all():
+                read.read_again(math.inf)
+            refuse_hanging(self._files, read.held())
+            yield which[read.good], at[read.good]
+
     def _read(self, entry: Entry, which: NDArray[np.int64], pieces: U64) -> _Reading:
         size = self._files.geometry.slot_bytes
         slots = entry.slots[which]
@@ -126,11 +162,7 @@ class SlotChecker:
     def _verify(self, entry: Entry, reading: _Reading) -> dict[int, Verdict]:
         """Verdicts by place in the batch."""
         arrived = reading.batch.wait()
-        if reading.batch.held().any():
-            raise DeadlineError(
-                f"a read did not end within {self._files.deadline_s:g} s on "
-                f"{', '.join(self._files.health.paths)}: check the drives"
-            )
+        refuse_hanging(self._files, reading.batch.held())
         found: dict[int, Verdict] = {}
         for at in np.flatnonzero(~arrived).tolist():
             found[at] = Verdict(int(reading.which[at]), "unreadable", "cannot be read")

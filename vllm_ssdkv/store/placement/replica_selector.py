@@ -1,7 +1,7 @@
 """Selection of the copy to read: one that is right, on a device that answers, with least to do.
 
 Where a slot has two copies, their bytes are the same, so each piece of a read may come from either.
-A copy is in doubt when it was found wrong, could not be written, or was stored while its device was
+A copy is suspect when it was found wrong, could not be written, or was stored while its device was
 away; it is read only where there is nothing better, and checksums decide as always.
 """
 
@@ -32,7 +32,7 @@ _BITS = 64
 
 
 class Replicas:
-    """Copies of one rank's slots: those in doubt, and the choice among them. Thread-safe; never
+    """Copies of one rank's slots: suspect ones, and the choice among them. Thread-safe; never
     blocks.
 
     Memory: up to 16 bytes per slot with two copies, none with one.
@@ -57,7 +57,7 @@ class Replicas:
         ]
         self._lock = threading.Lock()
         # Bit d: the copy on device d. Zeros that were never written take no memory.
-        self._doubt = np.zeros(num_slots, dtype=np.uint64)
+        self._suspect = np.zeros(num_slots, dtype=np.uint64)
         # Likewise: it was written, or found right, since a device was away.
         self._proven = np.zeros(num_slots if self._gaps else 0, dtype=np.uint64)
 
@@ -67,38 +67,38 @@ class Replicas:
             missed = slots[(epochs >= begin) & (epochs < end)]
             bit = _bits(np.full(1, device, dtype=np.uint16))
             with self._lock:
-                np.bitwise_or.at(self._doubt, missed[(self._proven[missed] & bit) == 0], bit)
+                np.bitwise_or.at(self._suspect, missed[(self._proven[missed] & bit) == 0], bit)
 
-    def doubt(self, slots: I64, devices: U16) -> NDArray[np.bool_]:
-        """The copies of slots, [n], on devices, [n], are wrong; which of them were believed, [n].
+    def mark_suspect(self, slots: I64, devices: U16) -> NDArray[np.bool_]:
+        """Note that copies of slots, [n], on devices, [n], are wrong; those that are new, [n].
 
         Entries for one copy count as new together.
         """
         bits = _bits(devices)
         with self._lock:
-            new: NDArray[np.bool_] = (self._doubt[slots] & bits) == 0
-            np.bitwise_or.at(self._doubt, slots, bits)
+            new: NDArray[np.bool_] = (self._suspect[slots] & bits) == 0
+            np.bitwise_or.at(self._suspect, slots, bits)
             if self._gaps:
                 np.bitwise_and.at(self._proven, slots, ~bits)
         return new
 
-    def trust(self, slots: I64, devices: U16) -> None:
+    def mark_valid(self, slots: I64, devices: U16) -> None:
         """The copies of slots, [n], on devices, [n], were written, or found right."""
         with self._lock:
-            np.bitwise_and.at(self._doubt, slots, ~_bits(devices))
+            np.bitwise_and.at(self._suspect, slots, ~_bits(devices))
             if self._gaps:
                 np.bitwise_or.at(self._proven, slots, _bits(devices))
 
-    def doubted(self, slots: I64, devices: U16) -> NDArray[np.bool_]:
-        """Whether the copies of slots, [n], on devices, [n], are in doubt."""
+    def suspect(self, slots: I64, devices: U16) -> NDArray[np.bool_]:
+        """Whether the copies of slots, [n], on devices, [n], are suspect."""
         with self._lock:
-            found: NDArray[np.bool_] = (self._doubt[slots] & _bits(devices)) != 0
+            found: NDArray[np.bool_] = (self._suspect[slots] & _bits(devices)) != 0
         return found
 
-    def in_doubt(self) -> I64:
-        """Slots with a copy in doubt, ascending."""
+    def suspects(self) -> I64:
+        """Slots with a suspect copy, ascending."""
         with self._lock:
-            return np.flatnonzero(self._doubt)
+            return np.flatnonzero(self._suspect)
 
     def submitted(self, batch: Batch, device: U16, length: U32) -> None:
         """Devices were asked for these requests, [n]: what is read next goes where less is left."""
@@ -113,7 +113,7 @@ class Replicas:
             second: Where the second ones are; the same place for a piece that has none.
         """
         rank = [
-            2 * self._health.out_of_use(e.device).astype(np.int8) + self.doubted(slots, e.device)
+            2 * self._health.out_of_use(e.device).astype(np.int8) + self.suspect(slots, e.device)
             for e in (first, second)
         ]
         taken: NDArray[np.bool_] = rank[0] > rank[1]
@@ -175,5 +175,5 @@ def shared(
 
 
 def _bits(devices: U16) -> NDArray[np.uint64]:
-    # More devices than bits share them: doubt decides which copy is tried first, and no more.
+    # More devices than bits share them: that decides which copy is tried first, and no more.
     return np.uint64(1) << (devices.astype(np.uint64) % np.uint64(_BITS))

@@ -115,17 +115,18 @@ class ChannelReader:
         A run begins at byte ``sources`` of the page at ``pairs`` of these, and goes to byte
         ``targets`` of what is kept.
         """
-        contexts, room = self._contexts, max(1, self._contexts.room)
+        contexts = self._contexts
         kept = np.uint64(self._kept.ctypes.data) + targets.astype(np.uint64)
-        for first in range(0, len(asked), room):
-            part = slice(first, first + room)
-            wanted = contexts.channel_pages(layer, asked[part], numbers[part])
-            fetch = contexts.fetch_channels(wanted)
+        every = contexts.channel_pages(layer, asked, numbers)
+        for part in contexts.turns(every.pages):
+            place = np.zeros(len(asked), dtype=np.int64)
+            place[part] = np.arange(len(asked[part]))
+            fetch = contexts.fetch_channels(every.part(part))
             try:
                 good = np.zeros(len(asked), dtype=np.bool_)
                 good[part] = contexts.arrive(fetch, asked[part])
                 runs = np.flatnonzero(good[pairs])
-                address = fetch.address[pairs[runs] - first] + sources[runs].astype(np.uint64)
+                address = fetch.address[place[pairs[runs]]] + sources[runs].astype(np.uint64)
                 _io.copy(address, kept[runs], self._run_bytes)
             finally:
                 contexts.release(fetch)

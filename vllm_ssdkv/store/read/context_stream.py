@@ -4,8 +4,9 @@ Rows that choose their pages (``store/read/page_fetcher.py``) take part in the f
 
 Blocks whose frames are in DRAM are attended to where they lie. The others are read in chunks of
 one layer into staging buffers; while one chunk is attended to, the next ones are being read, across
-layer borders, so layer i's reads overlap layer i - 1's compute. What has arrived is checked and
-unsealed in a thread beside the compute (:mod:`vllm_ssdkv.store.read.async_verifier`).
+layer borders, so layer i's reads overlap layer i - 1's compute. A block that several rows share is
+read once for all of them. What has arrived is checked and decrypted in a thread beside the compute
+(:mod:`vllm_ssdkv.store.io.async_verifier`).
 
 Blocks whose read hangs, and that have a copy on a device in use, come at the end of their layer:
 that copy is read into other pieces. Waiting for reads that do not end is bounded by one deadline
@@ -19,19 +20,18 @@ import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
-from vllm_ssdkv.store.io.engines.protocol import U64, Op
+from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
 from vllm_ssdkv.store.io.slot_io import SlotIO
-from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
-from vllm_ssdkv.store.read.async_verifier import AsyncVerifier, Unsealing
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Piece:
     """Context blocks of one layer that are in memory now, grouped by row.
 
     Row r owns ``base[row_begin[r]:row_end[r]]``: absolute addresses of the blocks' pages of this
-    layer. ``index`` is each block's index in its request.
+    layer, which rows may share. ``index`` is each block's index in its request.
     """
 
     base: NDArray[np.uint64]
@@ -52,12 +52,38 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
+    """Distinct ``slots`` [n], and the blocks of rows that they are, [m], row after row.
+
+    Attributes:
+        slots: In the order in which rows first name them.
+        which: Position in ``slots`` of each block.
+        index: Its index in its request.
+        row: Its row.
+    """
+
     slots: NDArray[np.int64]
+    which: NDArray[np.int64]
     index: NDArray[np.int64]
     row: NDArray[np.int32]
 
-    def part(self, which: NDArray[np.int64]) -> _Chunk:
-        return _Chunk(self.slots[which], self.index[which], self.row[which])
+    @classmethod
+    def of(
+        cls, slots: NDArray[np.int64], index: NDArray[np.int64], row: NDArray[np.int32]
+    ) -> _Chunk:
+        """Blocks, [m], of which some may be the same slot."""
+        distinct, first, which = np.unique(slots, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        return cls(distinct[order], place[which], index, row)
+
+    def part(self, slots: NDArray[np.int64]) -> _Chunk:
+        """The blocks that are some of the slots, by ascending position, [k]."""
+        place = np.full(len(self.slots), -1, dtype=np.int64)
+        place[slots] = np.arange(len(slots))
+        kept = np.flatnonzero(place[self.which] >= 0)
+        which = place[self.which[kept]]
+        return _Chunk(self.slots[slots], which, self.index[kept], self.row[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +95,18 @@ class _Walk:
     begin: NDArray[np.int32]
     end: NDArray[np.int32]
     chunks: list[_Chunk]
+    frames: int
+    """Distinct ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """Result of the check of blocks ``which`` [n] of a chunk: pages that match, ``same`` [n,
-    pages], and whether their seals are ``known`` [n]."""
-
-    which: NDArray[np.int64]
-    same: NDArray[np.bool_]
-    known: NDArray[np.bool_]
-
-
-@dataclass(slots=True)
 class _Read:
-    """One chunk of one layer; ``pieces`` are its blocks' places in the arena."""
+    """One chunk of one layer on its way to the arena; None where nothing needs to be read: every
+    row is poisoned."""
 
     chunk: _Chunk
     layer: int
-    pieces: U64
-    batch: SlotRequest | None
-    """None where nothing needs to be read: every row is poisoned."""
-    unsealing: Unsealing[_Checked] | None = None
-    """Touches the pieces until it is taken or stopped."""
-    retry: tuple[NDArray[np.int64], SlotRequest] | None = None
-    """Positions in the chunk that were read again, and that read."""
+    read: VerifiedRead | None
 
 
 def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -143,22 +156,23 @@ class ContextStream:
         every = files.geometry.layers
         layers = range(every) if layers is None else layers
         self._borrowed = frames.borrow(slots)
-        everything = _Chunk(slots, index, row)
         per_chunk = max(1, staging.usable() // CHUNKS)
-        walk = self._walk(everything, np.arange(len(slots)), per_chunk)
+        walk = self._walk(slots, index, row, np.arange(len(slots)), per_chunk)
         self._walks = [walk] * every
         if len(layers) < every:
-            nothing = self._walk(everything, np.zeros(0, dtype=np.int64), per_chunk)
+            nothing = self._walk(slots, index, row, np.zeros(0, dtype=np.int64), per_chunk)
             for layer in set(range(every)).difference(layers):
                 self._walks[layer] = nothing
         if sparse and dense_layers:
-            exact = self._walk(everything, np.flatnonzero(~np.isin(row, list(sparse))), per_chunk)
+            which = np.flatnonzero(~np.isin(row, list(sparse)))
+            exact = self._walk(slots, index, row, which, per_chunk)
             for layer in layers[dense_layers:]:
                 self._walks[layer] = exact
-        in_dram = sum(len(w.index) for w in self._walks)
-        away = sum(len(chunk.slots) for w in self._walks for chunk in w.chunks)
-        self.pages_in_dram = in_dram * files.geometry.pages_per_layer
-        self.pages_on_ssd = away * files.geometry.pages_per_layer
+        pages = files.geometry.pages_per_layer
+        self.pages_in_dram = sum(w.frames for w in self._walks) * pages
+        """Pages of the step's contexts in DRAM; those that rows share count once."""
+        self.pages_on_ssd = sum(len(c.slots) for w in self._walks for c in w.chunks) * pages
+        """Likewise on devices, when the step began."""
         self.pages_used = 0
         """Of those, pages that have been read, and are right."""
         self._todo = collections.deque(
@@ -168,14 +182,25 @@ class ContextStream:
         self._reads: collections.deque[_Read] = collections.deque()
         self._read_ahead()
 
-    def _walk(self, blocks: _Chunk, which: NDArray[np.int64], per_chunk: int) -> _Walk:
+    def _walk(
+        self,
+        slots: NDArray[np.int64],
+        index: NDArray[np.int64],
+        row: NDArray[np.int32],
+        which: NDArray[np.int64],
+        per_chunk: int,
+    ) -> _Walk:
+        """Walk over blocks ``which``, ascending, of all blocks of the step."""
         here = self._borrowed[which] != NO_FRAME
         resident, away = which[here], which[~here]
+        blocks = _Chunk.of(slots[away], index[away], row[away])
+        every = np.arange(len(blocks.slots))
         return _Walk(
             self._frames.address(self._borrowed[resident]),
-            blocks.index[resident],
-            *_by_row(blocks.row[resident], self._rows),
-            [blocks.part(away[i : i + per_chunk]) for i in range(0, len(away), per_chunk)],
+            index[resident],
+            *_by_row(row[resident], self._rows),
+            [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)],
+            len(np.unique(self._borrowed[resident])) if self._rows > 1 else len(resident),
         )
 
     def pieces(self, layer: int) -> Iterator[Piece]:
@@ -232,7 +257,7 @@ class ContextStream:
         while self._todo:
             layer, chunk = self._todo[0]
             if self._hopeless(chunk):
-                self._reads.append(_Read(chunk, layer, np.zeros(0, dtype=np.uint64), None))
+                self._reads.append(_Read(chunk, layer, None))
                 self._todo.popleft()
                 continue
             if not self._reads:  # what the last step left in flight ends soon
@@ -243,15 +268,17 @@ class ContextStream:
                     self._todo[0] = (layer, chunk.part(every[room:]))
                     chunk = chunk.part(every[:room])
                     self._todo.appendleft((layer, chunk))
-            pieces = self._staging.take(len(chunk.slots))
-            if pieces is None:
+            places = self._staging.take(len(chunk.slots))
+            if places is None:
                 return
-            size = self._files.geometry.layer_bytes
-            offset = self._files.geometry.layer_offset(layer)
-            batch = self._files.submit(Op.READ, chunk.slots, offset, size, pieces)
-            read = _Read(chunk, layer, pieces, batch)
-            read.unsealing = self._verifier.after(batch.batch, partial(self._check_all, read))
-            self._reads.append(read)
+            geometry = self._files.geometry
+            first, pages = geometry.first_page(layer), geometry.pages_per_layer
+            extents = SlotExtents(chunk.slots, first, pages, places)
+            read = VerifiedRead(
+                self._files, extents, TableDigests(self._files.codec, self._seals, extents)
+            )
+            read.verify_beside(self._verifier)
+            self._reads.append(_Read(chunk, layer, read))
             self._todo.popleft()
 
     def _hopeless(self, chunk: _Chunk) -> bool:
@@ -265,120 +292,33 @@ class ContextStream:
         self._poison(chunk, np.ones(len(chunk.slots), dtype=np.bool_))
         self._read_ahead()
 
-    def _arrive(self, read: _Read) -> tuple[Piece | None, _Chunk | None]:
+    def _arrive(self, mine: _Read) -> tuple[Piece | None, _Chunk | None]:
         """Wait for a read: what of it can be attended to, and blocks whose read hangs while another
-        copy of them is in reach. Rows of all others are poisoned."""
-        chunk = read.chunk
-        if read.batch is None or self._hopeless(chunk):
+        copy of them is in reach. Rows that need any of the others are poisoned."""
+        chunk, read = mine.chunk, mine.read
+        if read is None or self._hopeless(chunk):
             return None, None
-        checked = None
-        if read.unsealing is not None:
-            checked = read.unsealing.take(self._files.deadline_s)
-        good = read.batch.wait()
-        base = np.uint64(self._frames.arena.address) + read.pieces
-        if checked is None:
-            checked = self._check(read, np.flatnonzero(good), final=False)
-        self._verify(read.batch, np.arange(len(good)), good, checked, final=False)
-        held = read.batch.held()
-        hanging = held & ~good
-        again = np.flatnonzero(~good & ~held & ~read.batch.out_of_reach())
-        if len(again):
-            hanging[again] = self._read_again(read, again, good)
-        hanging &= ~read.batch.out_of_reach()
-        self._poison(chunk, ~good & ~hanging)
+        good = read.finish()
+        self.pages_used += int(np.count_nonzero(good)) * self._files.geometry.pages_per_layer
+        self.bad += np.unique(chunk.slots[read.bad]).tolist()
+        base = np.uint64(self._frames.arena.address) + read.extents.at
         late = None
-        if hanging.any():
-            base, late = base[~hanging], chunk.part(np.flatnonzero(hanging))
-            chunk = chunk.part(np.flatnonzero(~hanging))
+        if not good.all():
+            hanging = read.hanging
+            self._poison(chunk, ~good & ~hanging)
+            if hanging.any():
+                late = chunk.part(np.flatnonzero(hanging))
+                base, chunk = base[~hanging], chunk.part(np.flatnonzero(~hanging))
         begin, end = _by_row(chunk.row, self._rows)
         for row in self.poisoned:
             end[row] = begin[row]
-        return Piece(base, chunk.index, begin, end), late
+        return Piece(base[chunk.which], chunk.index, begin, end), late
 
-    def _read_again(
-        self,
-        read: _Read,
-        which: NDArray[np.int64],
-        good: NDArray[np.bool_],
-    ) -> NDArray[np.bool_]:
-        """Once more, only what failed: a neighbour's bad sector may have failed it.
-
-        Sets ``good``, [chunk]; returns which of the others hang, as ``which``, [n].
-        """
-        size = self._files.geometry.layer_bytes
-        offset = self._files.geometry.layer_offset(read.layer)
-        slots = read.chunk.slots[which]
-        batch = self._files.submit(Op.READ, slots, offset, size, read.pieces[which])
-        read.retry = (which, batch)
-        good[which] = batch.wait()
-        checked = self._check(read, which[good[which]], final=True)
-        self._verify(batch, which, good, checked, final=True)
-        hanging = batch.held() & ~good[which]
-        blamed = slots[~good[which] & ~hanging & ~batch.out_of_reach()].tolist()
-        if blamed:
-            self.bad.extend(blamed)
-            logger.error(
-                "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are "
-                "dropped: %s",
-                len(blamed),
-                blamed[:8],
-            )
-        return hanging
-
-    def _check_all(self, read: _Read) -> _Checked:
-        """Check a chunk that has been read; in the unsealer's thread."""
-        arrived = np.zeros(0, dtype=np.int64)
-        if read.batch is not None:
-            arrived = np.flatnonzero(read.batch.readable())
-        return self._check(read, arrived, final=False)
-
-    def _check(self, read: _Read, which: NDArray[np.int64], *, final: bool) -> _Checked:
-        """Check the pages of blocks that arrived, and unseal them."""
-        pages = self._files.geometry.pages_per_layer
-        first = self._files.geometry.first_page(read.layer)
-        seals, known = self._seals.get(read.chunk.slots[which], first, pages)
-        same = self._files.codec.unseal(seals, first, read.pieces[which], final=final)
-        return _Checked(which, same, known)
-
-    def _verify(
-        self,
-        batch: SlotRequest,
-        asked: NDArray[np.int64],
-        good: NDArray[np.bool_],
-        checked: _Checked,
-        *,
-        final: bool,
-    ) -> None:
-        """Believe of the blocks ``asked``, which ``batch`` read in this order, those that match.
-
-        Clears ``good``, [chunk], for the others.
-        """
-        known, which = checked.known, checked.which
-        position = np.flatnonzero(np.isin(asked, which))  # in the batch
-        good[which] = checked.same.all(axis=1) & known
-        right = np.zeros(len(asked), dtype=np.bool_)
-        right[position] = good[which]
-        self.pages_used += int(np.count_nonzero(right)) * self._files.geometry.pages_per_layer
-        row, page = np.nonzero(~checked.same & known[:, None])
-        if final:
-            self._files.counters.add("checksum_failures", len(row))
-        offsets = page * self._files.geometry.page_bytes
-        batch.verified(right, position[row], offsets, final=final)
-
-    def _give_back(self, read: _Read) -> None:
-        if read.batch is None:
-            return
-        if read.unsealing is not None:
-            read.unsealing.stop(self._files.deadline_s)
-        held = read.batch.held()
-        if read.retry is not None:
-            which, batch = read.retry
-            again = np.zeros(len(held), dtype=np.bool_)
-            again[which] = batch.held()
-            self._staging.lend(read.pieces[again], again[again], batch)
-            self._staging.lend(read.pieces[~again], held[~again], read.batch)
-            return
-        self._staging.lend(read.pieces, held, read.batch)
+    def _give_back(self, mine: _Read) -> None:
+        if mine.read is not None:
+            mine.read.give_back(self._staging)
 
     def _poison(self, chunk: _Chunk, which: NDArray[np.bool_]) -> None:
-        self.poisoned.update(np.unique(chunk.row[which]).tolist())
+        """Rows that need these slots, [n], of a chunk are lost."""
+        if which.any():
+            self.poisoned.update(np.unique(chunk.row[which[chunk.which]]).tolist())

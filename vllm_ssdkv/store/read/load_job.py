@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv import _io
-from vllm_ssdkv.store.io.engines.protocol import U64
-from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +70,12 @@ class LoadOutcome:
 
 @dataclass(slots=True, eq=False)
 class LoadRead:
-    """Slots ``which`` of a job on their way to arena offsets ``places``: whole, into ``frames``
-    that are ``LOADING``, or their headers."""
+    """Slots ``which`` of a job on their way: whole, into ``frames`` that are ``LOADING``, or their
+    headers."""
 
     which: NDArray[np.int64]
-    places: U64
     frames: NDArray[np.int32] | None
-    batch: SlotRequest
-    intake: _io.Intake | None = None
-    """What checks and copies the slots while they arrive; made while the first are on their way."""
+    read: VerifiedRead
 
 
 @dataclass(slots=True)
@@ -102,9 +97,9 @@ class Hit:
     """In the order in which they were started."""
     last_retry: float | None = None
 
-    def may_read_again(self, deadline_s: float) -> bool:
-        """Whether slots that failed are still read again: all of them have one deadline."""
-        now = time.monotonic()
+    def retry_until(self, deadline_s: float) -> float:
+        """Until when slots that failed are read again, of the monotonic clock: all of them have one
+        deadline."""
         if self.last_retry is None:
-            self.last_retry = now + deadline_s
-        return now < self.last_retry
+            self.last_retry = time.monotonic() + deadline_s
+        return self.last_retry

@@ -13,7 +13,6 @@ place. Waiting for reads that do not end is bounded as in ``store/read/context_s
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,16 +22,13 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
-from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
 from vllm_ssdkv.store.io.slot_io import SlotIO
-from vllm_ssdkv.store.io.slot_request import SlotRequest
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.prefetch_budget import PrefetchBudget
 
-logger = logging.getLogger(__name__)
-
-_ALL = slice(None)
-_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+_NO_PLACES: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -40,16 +36,12 @@ class _Read:
     """Distinct pages on their way into places that are taken for them; all arrays [n]."""
 
     keys: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    numbers: NDArray[np.int64]
     places: NDArray[np.int32]
-    buffers: NDArray[np.uint64]
-    """Arena offsets of the places."""
-    batch: SlotRequest
+    read: VerifiedRead
 
     def devices(self) -> NDArray[np.uint16]:
         """Device of the first byte of each page."""
-        return _first_devices(self.batch.extents, len(self.keys))
+        return _first_devices(self.read.request.extents, len(self.keys))
 
 
 @dataclass(slots=True)
@@ -143,10 +135,10 @@ class PageFetcher:
         """Block until :meth:`finish` has nothing to wait for, unless something must be read again;
         for at most the deadline of I/O. Who measures time knows waiting from work by it."""
         if fetch.asked.coming:
-            for read in self._ahead:
-                read.batch.settle()
+            for ahead in self._ahead:
+                ahead.read.request.settle()
         if fetch._read is not None:
-            fetch._read.batch.settle()
+            fetch._read.read.request.settle()
         self._idle.arrived()
 
     def finish(self, fetch: Fetch) -> NDArray[np.bool_]:
@@ -163,14 +155,15 @@ class PageFetcher:
             self._settle_ahead(wait=True)
         again = np.full(len(fetch.pages), fetch.asked.coming > 0)
         if fetch._read is not None:
-            read, fetch._read = fetch._read, None
-            lent, right = self._arrive(read)
-            fetch.used += right
-            if lent.any():
-                hanging = lent & ~read.batch.out_of_reach()
-                entries = np.flatnonzero(np.isin(fetch.asked.places, read.places[hanging]))
+            mine, fetch._read = fetch._read, None
+            good = mine.read.finish()
+            fetch.used += int(np.count_nonzero(good))
+            hanging = mine.places[mine.read.hanging]
+            if len(hanging):
+                entries = np.flatnonzero(np.isin(fetch.asked.places, hanging))
                 again |= np.isin(fetch.asked.which, entries)
-                self._withhold(fetch, read.places[lent])
+            self._withhold(fetch, self._take_in(mine))
+            self.bad += np.unique(mine.read.extents.slots[mine.read.bad]).tolist()
         fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
         missing = np.flatnonzero(again & ~here)
         if len(missing):
@@ -186,10 +179,8 @@ class PageFetcher:
     def release(self, fetch: Fetch) -> None:
         """The pages are not read any more. Also ends a fetch that nobody waits for."""
         if fetch._read is not None:
-            read, fetch._read = fetch._read, None
-            held = read.batch.held()
-            self._take_in(read, np.zeros_like(held), held)
-            self._withhold(fetch, read.places[held])
+            mine, fetch._read = fetch._read, None
+            self._withhold(fetch, self._take_in(mine))
         if fetch._again is not None:
             self.release(fetch._again)
         self._cache.release(fetch.asked.places)
@@ -209,26 +200,22 @@ class PageFetcher:
     def _settle_ahead(self, *, wait: bool) -> None:
         """Take in what was read ahead: all of it, or what has arrived by now.
 
-        What failed is not read again and accuses nobody: who needs it reads it.
+        What failed is not read again and charges no device: who needs it reads it.
         """
-        while self._ahead and (wait or self._ahead[0].batch.over(0.0)):
-            read = self._ahead.popleft()
-            good = self._verify(read, final=False)
-            lent = read.batch.held() & ~good
-            self._take_in(read, good, lent)
-            self._cache.release(read.places[~lent])
+        while self._ahead and (wait or self._ahead[0].read.over()):
+            ahead = self._ahead.popleft()
+            ahead.read.finish(again=False)
+            lent = self._take_in(ahead)
+            kept = ahead.places
+            self._cache.release(kept[~np.isin(kept, lent)] if len(lent) else kept)
 
     # ---- reading ----
 
     def _submit(self, keys: NDArray[np.int64], places: NDArray[np.int32]) -> _Read:
-        geometry = self._files.geometry
         slots, numbers = self._cache.slot_and_number(keys)
-        offset = self._offset(numbers)
-        buffers = self._cache.buffer_offset(places)
-        batch = self._files.submit(
-            Op.READ, slots, offset, geometry.page_bytes, buffers, joined=True
-        )
-        return _Read(keys, slots, numbers, places, buffers, batch)
+        extents = SlotExtents(slots, numbers, 1, self._cache.buffer_offset(places))
+        source = TableDigests(self._files.codec, self._seals, extents)
+        return _Read(keys, places, VerifiedRead(self._files, extents, source, joined=True))
 
     def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the slot before each page."""
@@ -239,73 +226,18 @@ class PageFetcher:
         """Pages, or parts of them, that each device reads, [devices]."""
         load = np.zeros(self._files.placement.devices, dtype=np.int64)
         for read in reads:
-            load += np.bincount(read.batch.extents.device, minlength=len(load))
+            device = read.read.request.extents.device
+            load += np.bincount(device, minlength=len(load))
         return load
 
-    def _arrive(self, read: _Read) -> tuple[NDArray[np.bool_], int]:
-        """Wait for a read, and hand what is right to the cache; which places are lent, [n], and how
-        many pages are right."""
-        good = self._verify(read, final=False)
-        lent = np.zeros(len(good), dtype=np.bool_)
-        if good.all():
-            self._take_in(read, good, lent)
-            return lent, len(good)
-        lent = read.batch.held() & ~good
-        again = np.flatnonzero(~good & ~lent & ~read.batch.out_of_reach())
-        if len(again):
-            # Once more, only what failed: a neighbour's bad sector may have failed it.
-            second = self._submit(read.keys[again], read.places[again])
-            right = self._verify(second, final=True)
-            held = second.batch.held() & ~right
-            self._blame(second.slots[~right & ~held & ~second.batch.out_of_reach()])
-            self._cache.lend(second.places[held], second.batch)
-            good[again] = right
-            self._take_in(read, good, lent)
-            lent[again] = held
-        else:
-            self._take_in(read, good, lent)
-        return lent, int(np.count_nonzero(good))
-
-    def _take_in(self, read: _Read, good: NDArray[np.bool_], lent: NDArray[np.bool_]) -> None:
-        """A read is over: the cache holds what is good; the read may still write to ``lent``."""
-        self._cache.arrive(read.keys, read.places, good, read.devices())
-        self._cache.lend(read.places[lent], read.batch)
-
-    def _verify(self, read: _Read, *, final: bool) -> NDArray[np.bool_]:
-        """Wait, check the pages that arrived, and unseal them; which may be used, [n]."""
-        good = read.batch.wait()
-        at = _ALL if good.all() else np.flatnonzero(good)
-        numbers, buffers = read.numbers[at], read.buffers[at]
-        seals, known = self._seals.get_pages(read.slots[at], numbers)
-        codec = self._files.codec
-        same = np.zeros(len(known), dtype=np.bool_)
-        if self._files.geometry.encrypted:
-            # A page's number is in its nonce, and one call opens pages of one number.
-            for page in np.unique(numbers).tolist():
-                mine = np.flatnonzero(numbers == page)
-                opened = codec.unseal(seals.part(mine), page, buffers[mine], final=final)
-                same[mine] = opened[:, 0]
-        elif len(known):
-            same = codec.unseal(seals, 0, buffers, final=final)[:, 0]
-        wrong = _NO_PAGE
-        if not (right := same & known).all():
-            wrong = np.arange(len(good))[at][~same & known]
-        good[at] = right
-        if final:
-            self._files.counters.add("checksum_failures", len(wrong))
-        read.batch.verified(good, wrong, np.zeros(len(wrong), dtype=np.int64), final=final)
-        return good
-
-    def _blame(self, slots: NDArray[np.int64]) -> None:
-        if len(slots) == 0:
-            return
-        blamed = np.unique(slots).tolist()
-        self.bad.extend(blamed)
-        logger.error(
-            "ssdkv: %d slot(s) cannot be read or do not match their checksums, and are dropped: %s",
-            len(blamed),
-            blamed[:8],
-        )
+    def _take_in(self, mine: _Read) -> NDArray[np.int32]:
+        """A read is over: the cache holds what is good; places that it may still write to."""
+        self._cache.arrive(mine.keys, mine.places, mine.read.good, mine.devices())
+        lent = [_NO_PLACES]
+        for request, held in mine.read.holders():
+            lent.append(mine.places[held])
+            self._cache.lend(lent[-1], request)
+        return np.concatenate(lent)
 
 
 def _first_devices(extents: Extents, pages: int) -> NDArray[np.uint16]:

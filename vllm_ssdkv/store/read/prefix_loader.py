@@ -18,11 +18,12 @@ from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.integrity.slot_codec import Digests
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
-from vllm_ssdkv.store.io.engines.protocol import U64, Op
-from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, make_intake
-from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, ReadFrom, SlotIO
+from vllm_ssdkv.store.io.digest_source import HeaderDigests, SlotExtents
+from vllm_ssdkv.store.io.engines.protocol import U64
+from vllm_ssdkv.store.io.slot_io import GROUP_BYTES, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.io.thread_errors import ThreadErrors
+from vllm_ssdkv.store.io.verified_read import VerifiedRead, union
 from vllm_ssdkv.store.memory.memory_plan import GROUP
 from vllm_ssdkv.store.read.load_job import Hit, LoadJob, LoadOutcome, LoadRead
 
@@ -33,8 +34,6 @@ READ_AHEAD = 4
 """Pieces in flight: when the oldest is over, the devices work on the others."""
 
 _BYTES_USED = (counter_key("bytes_used"),)
-
-_NO_PAGE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 _LOOK_S = 0.1
 """How often the thread looks whether an overdue read has ended."""
@@ -166,6 +165,7 @@ class PrefixLoader:
         outcome = hit.outcome
         hit.begun = time.monotonic()
         outcome.queued_s = hit.begun - hit.since
+        hit.keys = key_rows(hit.job.keys)
         # All at once: what the hit reads must not take the frames that it finds.
         hit.frames = self._frames.borrow(hit.job.slots)
         hit.todo = np.flatnonzero(hit.frames == NO_FRAME)
@@ -176,7 +176,6 @@ class PrefixLoader:
     def _load_all(self, hit: Hit) -> None:
         outcome, frames = hit.outcome, hit.frames
         try:
-            hit.keys = key_rows(hit.job.keys)
             self._prepare(hit)
             found = np.flatnonzero(frames != NO_FRAME)
             outcome.tokens_from_dram = len(found) * self._block_tokens
@@ -218,8 +217,16 @@ class PrefixLoader:
         for at in np.flatnonzero(wanted).tolist():
             wanted[at] = self._frames.state(int(frames[at])) is FrameState.CLEAN
         which, places = which[wanted], self._frames.buffer_offset(frames[wanted])
-        _, good = self._read_seals(hit, which, places, final=True)
-        self._blame(hit, which[~good])
+        job, codec = hit.job, self._files.codec
+        slots, epochs = job.slots[which], job.epochs[which]
+        digests, good = codec.read_headers(slots, epochs, hit.keys[which], places)
+        self._seals.put(slots[good], digests.part(good))
+        for at in np.flatnonzero(~good).tolist():
+            index, slot = int(which[at]), int(slots[at])
+            self._files.counters.add("header_mismatches", 1)
+            why = codec.why_refused(slot, int(epochs[at]), job.keys[index], int(places[at]))
+            logger.error("ssdkv: slot %d is dropped: %s", slot, why)
+        self._invalidate(hit, which[~good])
 
     def _copy(self, hit: Hit, which: NDArray[np.int64], frames: NDArray[np.int32]) -> None:
         """Copy frames into the HBM blocks of slots ``which``, where they have one, as long as
@@ -303,290 +310,121 @@ class PrefixLoader:
         ``LOADING``."""
         end = first + len(frames)
         which = hit.todo[first:end]
-        places = self._frames.buffer_offset(frames)
         try:
-            batch = self._submit(hit, which, self._files.geometry.frame_bytes, places)
+            read = self._submit(hit, which, self._frames.buffer_offset(frames), whole=True)
         except Exception:
             self._frames.settle(frames, FrameState.FREE)
             raise
         hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
-        hit.reads.append(LoadRead(which, places, frames, batch))
+        hit.reads.append(LoadRead(which, frames, read))
 
     def _start_headers(self, hit: Hit, which: NDArray[np.int64], pieces: U64) -> LoadRead:
         try:
-            batch = self._submit(hit, which, self._files.geometry.header_bytes, pieces)
+            return LoadRead(which, None, self._submit(hit, which, pieces, whole=False))
         except Exception:
             self._headers.give(pieces)
             raise
-        return LoadRead(which, pieces, None, batch)
 
     def _submit(
-        self,
-        hit: Hit,
-        which: NDArray[np.int64],
-        nbytes: int,
-        places: U64,
-        source: ReadFrom | None = None,
-    ) -> SlotRequest:
-        slots = hit.job.slots[which]
-        self._files.replicas.stored_in(slots, hit.job.epochs[which])
-        # An intake checks and copies what has arrived while its neighbours are being read.
-        merged = self._stretches is None or self._files.geometry.encrypted
-        return self._files.submit(Op.READ, slots, 0, nbytes, places, source=source, merged=merged)
+        self, hit: Hit, which: NDArray[np.int64], places: U64, *, whole: bool
+    ) -> VerifiedRead:
+        """Read slots ``which``, as frames have them, or their headers."""
+        files = self._files
+        slots, epochs = hit.job.slots[which], hit.job.epochs[which]
+        files.replicas.stored_in(slots, epochs)
+        pages = files.geometry.kv_pages if whole else 0
+        extents = SlotExtents(slots, 0, pages, places, headed=True)
+        source = HeaderDigests(files.codec, extents, epochs, hit.keys[which], self._keep_digests)
+        # Native code checks and copies what has arrived while its neighbours are being read.
+        merged = self._stretches is None or files.geometry.encrypted
+        return VerifiedRead(files, extents, source, merged=merged, errors=self._errors)
+
+    def _keep_digests(self, slots: NDArray[np.int64], digests: Digests) -> None:
+        """Keep the digests of slots where a context needs them."""
+        wanted = self._frames.referenced(slots)
+        if wanted.any():
+            self._seals.put(slots[wanted], digests.part(wanted))
 
     def _finish(self, hit: Hit) -> None:
         """Wait for the oldest read, check what it brought, and copy it into HBM."""
-        read = hit.reads.popleft()
-        beside = [later.batch for later in hit.reads]
-        if read.frames is None:
-            self._finish_headers(hit, read, self._arrived(read, beside))
+        entry = hit.reads.popleft()
+        beside = [later.read.request for later in hit.reads]
+        if entry.frames is None:
+            self._finish_headers(hit, entry, beside)
         else:
-            self._finish_whole(hit, read, read.frames, beside)
+            self._finish_whole(hit, entry, entry.frames, beside)
 
     def _finish_whole(
-        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], beside: Sequence[SlotRequest]
+        self, hit: Hit, entry: LoadRead, frames: NDArray[np.int32], beside: Sequence[SlotRequest]
     ) -> None:
-        which, batch = read.which, read.batch
-        good = np.zeros(len(which), dtype=np.bool_)
+        which, read = entry.which, entry.read
         held = np.ones(len(which), dtype=np.bool_)
         try:
             try:
-                if read.intake is not None:
-                    batch.feed(read.intake, beside)
-                    good = self._taken_in(hit, read, frames, read.intake)
-                else:
-                    for part in batch.arriving(beside):
-                        good |= self._check(hit, which, frames, batch, part, final=False)
-                        right = part[good[part]]
-                        self._copy(hit, which[right], frames[right])
+                for part in read.parts(beside):
+                    if read.prepared:
+                        read.find_digests(part[self._frames.referenced(hit.job.slots[which[part]])])
+                    else:
+                        self._copy(hit, which[part], frames[part])
+                first = read.finish(beside, again=False).copy()
+                if not first.all():
+                    read.read_again(hit.retry_until(self._files.deadline_s))
+                    again = np.flatnonzero(read.good & ~first)
+                    self._copy(hit, which[again], frames[again])
             finally:
-                try:
-                    batch.wait(beside)
-                finally:
-                    held = self._held(batch)
-                    if held.any():
-                        self._overdue.append((batch, frames[held]))
-            if not good.all():
-                self._mend(hit, read, frames, good, held)
+                overdue = read.holders()
+                held = union(overdue, len(which))
+                self._overdue += [(request, frames[mask]) for request, mask in overdue]
+            self._take_failures(hit, entry)
+            good = read.good
             self._keep(hit, which[good], frames[good])
             geometry = self._files.geometry
             used = int(np.count_nonzero(good)) * geometry.kv_pages * geometry.payload_bytes
             self._files.counters.add_keyed(_BYTES_USED, (used,))
         finally:
+            good = read.good
             self._frames.abandon(frames[held])
             self._frames.settle(frames[good], FrameState.CLEAN)
             self._frames.settle(frames[~good & ~held], FrameState.FREE)
 
-    def _mend(
-        self,
-        hit: Hit,
-        read: LoadRead,
-        frames: NDArray[np.int32],
-        good: NDArray[np.bool_],
-        held: NDArray[np.bool_],
-    ) -> None:
-        """Read again what is not ``good``; brings both masks, [n], up to date."""
-        which, batch = read.which, read.batch
-        for i in np.flatnonzero(~good & ~held & ~batch.out_of_reach()).tolist():
-            if not hit.may_read_again(self._files.deadline_s):
-                break
-            good[i], held[i] = self._read_again(hit, which[i : i + 1], frames[i : i + 1])
-            if good[i]:
-                self._copy(hit, which[i : i + 1], frames[i : i + 1])
-        # Where a read hangs and holds its frame, another copy is read into another one.
-        hanging = held & ~good & ~batch.out_of_reach()
-        if not (good | hanging).all():
+    def _finish_headers(self, hit: Hit, entry: LoadRead, beside: Sequence[SlotRequest]) -> None:
+        read = entry.read
+        try:
+            if not read.finish(beside, again=False).all():
+                read.read_again(hit.retry_until(self._files.deadline_s))
+            self._take_failures(hit, entry)
+        finally:
+            read.give_back(self._headers)
+
+    def _take_failures(self, hit: Hit, entry: LoadRead) -> None:
+        """Read slots that hang once more, elsewhere; fail the hit for others that are not good."""
+        read = entry.read
+        if read.good.all():
+            return
+        if not (read.good | read.hanging).all():
             hit.outcome.complete = False
         if hit.outcome.complete:
-            hit.todo = np.union1d(hit.todo, which[hanging])
+            hit.todo = np.union1d(hit.todo, entry.which[read.hanging])
+        self._invalidate(hit, entry.which[read.bad])
 
-    def _prepare(self, hit: Hit) -> None:
-        """Give reads that are under way what checks and copies their slots without the interpreter,
-        where checksums and plain copies are all that it takes."""
-        for read in hit.reads:
-            if read.intake is None and read.frames is not None and self._stretches is not None:
-                read.intake = self._intake(hit, read, read.frames, self._stretches)
-
-    def _intake(
-        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], stretches: _io.Stretches
-    ) -> _io.Intake | None:
-        job, which = hit.job, read.which
-        blocks = np.zeros(len(which), dtype=np.uint64)
-        if hit.outcome.complete:
-            inside = which >= job.first_in_hbm
-            blocks[inside] = job.block_ids[which[inside] - job.first_in_hbm]
-        addresses, keys = self._frames.address(frames), hit.keys[which]
-        return make_intake(read.batch, job.epochs[which], keys, addresses, blocks, stretches)
-
-    def _taken_in(
-        self, hit: Hit, read: LoadRead, frames: NDArray[np.int32], intake: _io.Intake
-    ) -> NDArray[np.bool_]:
-        """As :meth:`_check`, of all that an intake has looked at."""
-        which, batch, states = read.which, read.batch, intake.states()
-        good: NDArray[np.bool_] = states == RIGHT
-        if good.all():
-            self._tell_pages(batch, good, _NO_PAGE, _NO_PAGE, final=False)
-        else:
-            batch.wrong_headers(np.flatnonzero(states == WRONG_HEADER))
-            self._tell_pages(batch, good, *intake.wrong_pages().reshape(-1, 2).T, final=False)
-        kept = good & self._frames.referenced(hit.job.slots[which])
-        if kept.any():
-            places = self._frames.buffer_offset(frames[kept])
-            self._read_seals(hit, which[kept], places, final=False)
-        return good
-
-    def _read_again(
-        self, hit: Hit, which: NDArray[np.int64], frame: NDArray[np.int32]
-    ) -> tuple[bool, bool]:
-        """Read one slot alone: the block layer fails neighbours of a bad sector too.
-
-        Returns whether it is good, and whether the read is overdue and holds the frame.
-        """
-        place = self._frames.buffer_offset(frame)
-        sources = self._files.retries(int(hit.job.slots[which[0]]))
-        for source in sources:
-            batch = self._submit(hit, which, self._files.geometry.frame_bytes, place, source)
-            here: NDArray[np.intp] | None = None
-            # Not further up, where nobody knows of this read, and its frame would be free.
-            with self._errors.swallowed(f"slot {hit.job.slots[which[0]]} is not read again"):
-                here = np.flatnonzero(batch.wait())
-            hit.outcome.complete &= here is not None
-            if self._held(batch).any():
-                self._overdue.append((batch, frame))
-                return False, True
-            if here is None:
-                return False, False
-            if self._check(hit, which, frame, batch, here, final=source is sources[-1])[0]:
-                return True, False
-        self._blame(hit, which)
-        return False, False
-
-    def _blame(self, hit: Hit, which: NDArray[np.int64]) -> None:
-        """These slots must not be found again."""
+    def _invalidate(self, hit: Hit, which: NDArray[np.int64]) -> None:
+        """Have slots ``which`` not found again; the hit fails."""
         if len(which):
             slots, epochs = hit.job.slots[which].tolist(), hit.job.epochs[which].tolist()
             hit.outcome.complete = False
             hit.outcome.bad.extend(zip(slots, epochs, strict=True))
 
-    def _check(
-        self,
-        hit: Hit,
-        which: NDArray[np.int64],
-        frames: NDArray[np.int32],
-        batch: SlotRequest,
-        here: NDArray[np.intp],
-        *,
-        final: bool,
-    ) -> NDArray[np.bool_]:
-        """Mask of frames [n], of those ``here`` that have arrived with the batch, that hold slots
-        ``which`` [n] of the job; their pages are unsealed. Failures are counted if ``final``.
-        """
-        geometry = self._files.geometry
-        good = np.zeros(len(which), dtype=np.bool_)
-        places = self._frames.buffer_offset(frames[here])
-        seals, headed = self._read_seals(hit, which[here], places, final=final)
-        if not headed.all():
-            batch.wrong_headers(here[~headed])
-            here, places, seals = here[headed], places[headed], seals.part(headed)
-        if len(here) == 0:
-            return good
-        first = places + np.uint64(geometry.header_bytes)
-        right = self._files.codec.unseal(seals.of_frames(geometry), 0, first, final=final)
-        good[here] = right.all(axis=1)
-        row, page = np.nonzero(~right)
-        self._tell_pages(batch, good, here[row], page, final=final)
-        if final and len(row):
-            self._files.counters.add("checksum_failures", len(row))
-            logger.error(
-                "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",
-                int(hit.job.slots[which[0]]),
-                len(row),
-            )
-        return good
-
-    def _tell_pages(
-        self,
-        batch: SlotRequest,
-        good: NDArray[np.bool_],
-        row: NDArray[np.intp],
-        page: NDArray[np.intp],
-        *,
-        final: bool,
-    ) -> None:
-        """Slots of a batch that are ``good``, and pages of others that are wrong."""
-        geometry = self._files.geometry
-        offsets = geometry.header_bytes + page * geometry.page_bytes if len(page) else page
-        batch.verified(good, row, offsets, final=final)
-
-    def _read_seals(
-        self, hit: Hit, which: NDArray[np.int64], places: U64, *, final: bool
-    ) -> tuple[Digests, NDArray[np.bool_]]:
-        """Seals in the headers at arena offsets [n], and which are those of slots ``which`` [n].
-
-        They are kept where a context needs them. When ``final``, failures are counted.
-        """
-        job, codec = hit.job, self._files.codec
-        slots = job.slots[which]
-        seals, good = codec.read_headers(slots, job.epochs[which], hit.keys[which], places)
-        keep = good & self._frames.referenced(slots)
-        if keep.any():
-            self._seals.put(slots[keep], seals.part(keep))
-        for at in np.flatnonzero(~good).tolist() if final else ():
-            index, slot = int(which[at]), int(slots[at])
-            self._files.counters.add("header_mismatches", 1)
-            why = codec.why_refused(slot, int(job.epochs[index]), job.keys[index], int(places[at]))
-            logger.error("ssdkv: slot %d is dropped: %s", slot, why)
-        return seals, good
-
-    def _finish_headers(self, hit: Hit, read: LoadRead, arrived: NDArray[np.bool_]) -> None:
-        which = self._check_headers(hit, read, arrived, final=False)
-        if len(which) == 0:
-            return
-        # Once more for each copy, only what failed: a neighbour's bad sector may have failed it.
-        for left in reversed(range(self._files.placement.most_copies)):
-            pieces = self._headers.take(len(which))
-            if pieces is None:
-                hit.outcome.complete = False
-                return
-            again = self._start_headers(hit, which, pieces)
-            which = self._check_headers(hit, again, self._arrived(again), final=left == 0)
-            if len(which) == 0:
-                return
-        self._blame(hit, which)
-
-    def _arrived(self, read: LoadRead, beside: Sequence[SlotRequest] = ()) -> NDArray[np.bool_]:
-        """Mask of headers, [n], that a read has brought. Where waiting raises, their memory goes
-        back."""
-        try:
-            return read.batch.wait(beside)
-        except Exception:
-            self._headers.lend(read.places, self._held(read.batch), read.batch)
-            raise
-
-    def _check_headers(
-        self, hit: Hit, read: LoadRead, good: NDArray[np.bool_], *, final: bool
-    ) -> NDArray[np.int64]:
-        """Check headers that arrived, ``good``, and give their memory back; slots that failed.
-
-        None of them, and an incomplete outcome, when a device does not answer.
-        """
-        held = self._held(read.batch)
-        try:
-            _, right = self._read_seals(hit, read.which[good], read.places[good], final=final)
-            read.batch.wrong_headers(np.flatnonzero(good)[~right])
-            good[good] = right
-        finally:
-            self._headers.lend(read.places, held, read.batch)
-        if read.batch.out_of_reach().any():
-            hit.outcome.complete = False
-            return read.which[:0]
-        return read.which[~good]
-
-    def _held(self, batch: SlotRequest) -> NDArray[np.bool_]:
-        """Slots, [slots], whose memory a read may still touch: all, where nobody knows."""
-        with self._errors.swallowed("the memory of a read is out of use until its end is known"):
-            return batch.held()
-        return np.ones(len(batch.slots), dtype=np.bool_)
+    def _prepare(self, hit: Hit) -> None:
+        """Give reads that are under way what checks and copies their slots without the interpreter,
+        where checksums and plain copies are all that it takes."""
+        for entry in hit.reads:
+            if not entry.read.prepared and entry.frames is not None and self._stretches is not None:
+                job, which = hit.job, entry.which
+                blocks = np.zeros(len(which), dtype=np.uint64)
+                if hit.outcome.complete:
+                    inside = which >= job.first_in_hbm
+                    blocks[inside] = job.block_ids[which[inside] - job.first_in_hbm]
+                entry.read.prepare(self._frames.address(entry.frames), blocks, self._stretches)
 
     def _collect_overdue(self) -> None:
         """Take back the frames of overdue reads that have ended."""

@@ -51,7 +51,7 @@ class BlockPages:
     pages: Pages
     blocks: NDArray[np.int32]
 
-    def part(self, which: slice) -> BlockPages:
+    def part(self, which: slice | NDArray[np.int64]) -> BlockPages:
         """Some of them."""
         return BlockPages(self.pages.part(which), self.blocks[which])
 
@@ -224,8 +224,23 @@ class SelectedContexts:
 
     @property
     def room(self) -> int:
-        """Pages that one :meth:`fetch` may be asked for."""
+        """Distinct pages that one :meth:`fetch` may be asked for."""
         return self._fetcher.room
+
+    def turns(self, pages: Pages) -> list[slice | NDArray[np.int64]]:
+        """Parts of these pages, each for one :meth:`fetch`, that together are all of them.
+
+        A page that is named several times is in one part, so that it is read once: all that name it
+        have it then. Parts are ascending positions, cut where distinct pages are :attr:`room`.
+        """
+        room = max(1, self.room)
+        if len(pages) <= room:
+            return [slice(None)] if len(pages) else []
+        keys = pages.slots * self._geometry.pages + pages.numbers
+        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        turn = np.empty(len(first), dtype=np.int64)
+        turn[np.argsort(first)] = np.arange(len(first)) // room
+        return [np.flatnonzero(turn[which] == i) for i in range(-(-len(first) // room))]
 
     def alive(self) -> NDArray[np.int64]:
         """Positions in :attr:`rows` of those that are not poisoned."""

@@ -1,4 +1,4 @@
-"""Checks and unseals what is streamed as soon as it has arrived, beside the forward pass.
+"""Checks what is streamed as soon as it has arrived, in a thread beside the forward pass.
 
 The thread that runs the forward pass never waits for this one to begin: what it needs and finds
 untouched, it takes back and does itself, as if there were no other thread.
@@ -28,7 +28,7 @@ class _State(Enum):
     TAKEN = auto()
 
 
-class Unsealing(Generic[Found]):
+class Verification(Generic[Found]):
     """Work that is to be done once a batch has ended; made by :meth:`AsyncVerifier.after`."""
 
     def __init__(self, batch: Batch, work: Callable[[], Found], changed: threading.Condition):
@@ -99,20 +99,20 @@ class AsyncVerifier:
     def __init__(self) -> None:
         self._wake = threading.Condition()
         """Guards everything below."""
-        self._queue: collections.deque[Unsealing[Any]] = collections.deque()
+        self._queue: collections.deque[Verification[Any]] = collections.deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def after(self, batch: Batch, work: Callable[[], Found]) -> Unsealing[Found]:
+    def after(self, batch: Batch, work: Callable[[], Found]) -> Verification[Found]:
         """Have work done when ``batch`` has ended, in the order of these calls."""
-        asked = Unsealing(batch, work, self._wake)
+        asked = Verification(batch, work, self._wake)
         with self._wake:
             if not self._stopping:
                 self._queue.append(asked)
                 self._wake.notify_all()
                 if self._thread is None:
                     self._thread = threading.Thread(
-                        target=self._run, name="ssdkv-unsealer", daemon=True
+                        target=self._run, name="ssdkv-verifier", daemon=True
                     )
                     self._thread.start()
         return asked

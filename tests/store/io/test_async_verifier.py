@@ -10,8 +10,8 @@ import pytest
 
 from tests.store.conftest import PATIENCE_S, until
 from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.engines.protocol import I32
-from vllm_ssdkv.store.read.async_verifier import AsyncVerifier
 
 
 class Reading:
