@@ -132,11 +132,11 @@ class Bench:
         self.epoch += 1
         done = 0
         while done < self.blocks:
-            frames = self.store.hold(self.slots[done:], wait=True)
+            frames = self.store.reserve_frames(self.slots[done:], wait=True)
             if len(frames) == 0:
                 raise RuntimeError("no frame in time")
             part = slice(done, done + len(frames))
-            self.store.commit(self.slots[part], self._epochs(len(frames)), self.keys[part])
+            self.store.flush(self.slots[part], self._epochs(len(frames)), self.keys[part])
             done += len(frames)
         if not self.store.drain(PATIENCE_S):
             raise RuntimeError("writes did not end")

@@ -150,12 +150,12 @@ class Bench:
             piece[:] = random.integers(0, 256, len(piece), np.uint8)
         done = 0
         while done < len(self.slots):
-            frames = self.store.hold(self.slots[done:], wait=True)
+            frames = self.store.reserve_frames(self.slots[done:], wait=True)
             if len(frames) == 0:
                 raise RuntimeError("no frame in time")
             part = slice(done, done + len(frames))
             slots = self.slots[part]
-            self.store.commit(slots, np.ones(len(slots), np.int64), self._keys[part])
+            self.store.flush(slots, np.ones(len(slots), np.int64), self._keys[part])
             done += len(frames)
         if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
             raise RuntimeError("a block was not written")

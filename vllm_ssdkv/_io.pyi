@@ -114,12 +114,12 @@ class PageCache:
         pages: int,
         policy: str,
     ) -> None: ...
-    def ask(
+    def acquire(
         self, slots: NDArray[np.int64], pages: NDArray[np.int64], frames: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], int, int, int, int]:
         """The fields of ``Asked``, in order."""
 
-    def guess(
+    def prefetch(
         self,
         slots: NDArray[np.int64],
         pages: NDArray[np.int64],
@@ -129,7 +129,7 @@ class PageCache:
         devices: NDArray[np.uint16],
         quota: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
-    def arrive(
+    def complete(
         self,
         keys: NDArray[np.int64],
         places: NDArray[np.int32],

@@ -141,9 +141,9 @@ class LiveStore:
         segments = self._rebalancer.take_segments()
         if segments is not None:
             self._files.placement.change(segments)
-        self._shares.value(0, self._files.speed.take_news())
+        self._shares.update(0, self._files.speed.drain_events())
         durable, failed = self._tiers.take_write_results()
-        if failed or self._files.health.take_news():
+        if failed or self._files.health.drain_events():
             raise BenchError(f"{len(failed)} slots could not be written, or a device is out of use")
         slots = self._rewriter.written(
             [slot for slot, epoch in durable if self._writes.done(slot, epoch)]
@@ -166,16 +166,16 @@ class LiveStore:
         """As a step of scheduler and worker does."""
         rewrites = self._rewriter.plan(self._running, self._tiers.frames.frames)
         slots = np.array([item.new for item in rewrites], dtype=np.int64)
-        held = len(self._tiers.hold(slots, wait=False))
+        held = len(self._tiers.reserve_frames(slots, wait=False))
         for item in rewrites[held:]:
             self._rewriter.failed(item.new)
         epochs = np.array([item.epoch for item in rewrites[:held]], dtype=np.int64)
-        self._tiers.commit(slots[:held], epochs, [item.key for item in rewrites[:held]])
+        self._tiers.flush(slots[:held], epochs, [item.key for item in rewrites[:held]])
 
     def _unpin(self, slots: Sequence[int]) -> None:
         self._index.unpin(np.array(slots, dtype=np.int64))
         gone = [slot for slot in slots if self._index.state(slot) is SlotState.FREE]
-        self._tiers.discard(np.array(gone, dtype=np.int64))
+        self._tiers.abandon(np.array(gone, dtype=np.int64))
 
     def store(self, most: int) -> None:
         """Have up to ``most`` slots with new content in flight."""
@@ -183,7 +183,7 @@ class LiveStore:
         if count <= 0:
             return
         slots = self._index.allocate(min(count, self._index.available()))
-        held = len(self._tiers.hold(slots, wait=False))
+        held = len(self._tiers.reserve_frames(slots, wait=False))
         self._index.unpin(slots[held:])
         slots = slots[:held]
         keys = [(self._names + i).to_bytes(32, "little") for i in range(held)]
@@ -192,7 +192,7 @@ class LiveStore:
             self._index.publish(slot, key)
             self._writing[slot] = key
             self._writes.add(slot, self._index.epoch(slot))
-        self._tiers.commit(slots, self._index.epochs(slots), keys)
+        self._tiers.flush(slots, self._index.epochs(slots), keys)
 
     def load(self, keys: Sequence[bytes]) -> int:
         """Begin to read what the store has of these, as one job; how many it has.

@@ -484,7 +484,7 @@ def _choose_pages(case: Case, rig: PagedRig) -> None:
             for start in range(0, len(blocks), chosen.room):
                 block, number = (part[start : start + chosen.room] for part in (blocks, numbers))
                 fetch = chosen.fetch_hot(chosen.pages(layer, block, number))
-                good = chosen.arrive(fetch, block)
+                good = chosen.complete(fetch, block)
                 if not good.all():
                     raise BenchError(f"{(~good).sum()} of {len(good)} pages did not come")
                 found = bytes_at(fetch.address, rig.geometry.payload_bytes, rig.device)

@@ -126,14 +126,14 @@ class PagedRig:
         done, tails = 0, self.store.tails
         while done < len(self.slots):
             wanted = self.slots[done : done + len(tails)]
-            frames = self.store.hold(wanted, wait=True)
+            frames = self.store.reserve_frames(wanted, wait=True)
             if len(frames) == 0:
                 raise BenchError("no frame became free")
             part = slice(done, done + len(frames))
             self._port.save(self.slots[part], frames, tails[: len(frames)])
             self.store.filled(self.slots[part], tails[: len(frames)])
             epochs = np.ones(len(frames), np.int64)
-            self.store.commit(self.slots[part], epochs, self._keys[part])
+            self.store.flush(self.slots[part], epochs, self._keys[part])
             done += len(frames)
         if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
             raise BenchError("a block was not written")

@@ -59,8 +59,8 @@ def shares(
     port = PagedPort(select_kernels(CPU), [cache], layout, geometry, rig.store.frames)
     rig.store.extend_context("r", 0, slots)
     tails = np.zeros((count, geometry.tail_bytes), dtype=np.uint8)
-    port.save(slots, rig.store.hold(slots, wait=False), addresses(tails))
-    rig.store.commit(slots, array([1] * count), [key_of(slot) for slot in slots.tolist()])
+    port.save(slots, rig.store.reserve_frames(slots, wait=False), addresses(tails))
+    rig.store.flush(slots, array([1] * count), [key_of(slot) for slot in slots.tolist()])
     assert rig.store.drain(30)
     rig.store.frames.forget(slots)
 

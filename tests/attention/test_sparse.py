@@ -172,14 +172,14 @@ def store_contexts(rows: Rows) -> None:
     port = PagedPort(select_kernels(CPU), rows.caches, LAYOUT, rig.geometry, rig.store.frames)
     for row, slots in enumerate(rows.contexts()):
         rig.store.extend_context(str(row), 0, slots)
-        frames = rig.store.hold(slots, wait=False)
+        frames = rig.store.reserve_frames(slots, wait=False)
         assert len(frames) == len(slots)
         tails = np.zeros((len(slots), max(1, rig.geometry.tail_bytes)), dtype=np.uint8)
         port.save(slots, frames, addresses(tails))
         if rig.geometry.tail_pages:
             rig.store.filled(slots, addresses(tails))
         keys = [key_of(slot) for slot in slots.tolist()]
-        rig.store.commit(slots, array([1] * len(slots)), keys)
+        rig.store.flush(slots, array([1] * len(slots)), keys)
     assert rig.store.drain(30)
 
 

@@ -174,6 +174,6 @@ def warm(rows: Rows, slots: set[int], seed: int) -> None:
     for layer in range(LAYERS):
         some = blocks[: chosen.room]
         fetch = chosen.fetch(chosen.pages(layer, some, draw.integers(0, per_layer, len(some))))
-        chosen.arrive(fetch, some)
+        chosen.complete(fetch, some)
         chosen.release(fetch)
     chosen.close()

@@ -156,13 +156,13 @@ class Victim:
         slots = self.index.allocate(len(numbers))
         done = 0
         while done < len(slots):
-            frames = self.store.hold(slots[done:], wait=True)
+            frames = self.store.reserve_frames(slots[done:], wait=True)
             assert len(frames), "no frame in time"
             part = slice(done, done + len(frames))
             for frame, number in zip(frames.tolist(), numbers[part], strict=True):
                 self._payloads(frame)[:] = content(number)
             keys = [key_of(n) for n in numbers[part]]
-            self.store.commit(slots[part], self.index.epochs(slots[part]), keys)
+            self.store.flush(slots[part], self.index.epochs(slots[part]), keys)
             done += len(frames)
         for slot, number in zip(slots.tolist(), numbers, strict=True):
             assert self.index.publish(slot, key_of(number))

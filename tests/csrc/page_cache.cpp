@@ -38,9 +38,9 @@ void use_cache(PagePolicy policy) {
     }
     if (random(3) == 0) {
       const std::vector<int32_t> begin{0, static_cast<int32_t>(slots.size())};
-      running.push_back({{}, {}, cache.guess(slots, pages, frames, begin, random(6), {}, {})});
+      running.push_back({{}, {}, cache.prefetch(slots, pages, frames, begin, random(6), {}, {})});
     } else {
-      AskedPages asked = cache.ask(slots, pages, frames);
+      AskedPages asked = cache.acquire(slots, pages, frames);
       running.push_back({std::move(pages), std::move(frames), std::move(asked)});
     }
     if (random(10) == 0) {
@@ -67,8 +67,8 @@ void use_cache(PagePolicy policy) {
         good[i] = random(8) != 0;
         devices[i] = static_cast<uint16_t>(random(4));
       }
-      cache.arrive(std::span(asked.keys).subspan(asked.held),
-                   std::span(asked.places).subspan(asked.held), good, devices);
+      cache.complete(std::span(asked.keys).subspan(asked.held),
+                     std::span(asked.places).subspan(asked.held), good, devices);
       const FoundPages found =
           cache.find(ended.pages, ended.frames, asked.which, asked.keys, asked.places);
       for (size_t i = 0; i < found.here.size(); ++i) {
@@ -92,9 +92,10 @@ void use_cache(PagePolicy policy) {
     slots[i] = static_cast<int64_t>(i / kPages);
     pages[i] = static_cast<int64_t>(i % kPages);
   }
-  const AskedPages all = cache.ask(slots, pages, std::vector<uint64_t>(kPlaces));
+  const AskedPages all = cache.acquire(slots, pages, std::vector<uint64_t>(kPlaces));
   check(std::ranges::count(all.places, kNoPlace) == 0, "and every place can be had");
-  cache.arrive(all.keys, all.places, std::vector<uint8_t>(kPlaces), std::vector<uint16_t>(kPlaces));
+  cache.complete(all.keys, all.places, std::vector<uint8_t>(kPlaces),
+                 std::vector<uint16_t>(kPlaces));
   cache.release(all.places);
 }
 
@@ -102,9 +103,9 @@ void refuse_nonsense() {
   PageCache cache(kLayout, kPlaces, kSlots, kPages, PagePolicy::kRecent);
   const std::vector<int64_t> slot{0}, beyond{kSlots};
   const std::vector<uint64_t> frame{0};
-  check_throws<std::out_of_range>([&] { cache.ask(beyond, slot, frame); }, "a slot too far");
+  check_throws<std::out_of_range>([&] { cache.acquire(beyond, slot, frame); }, "a slot too far");
   check_throws<std::out_of_range>([&] { cache.forget(beyond); }, "a slot too far");
-  check_throws<std::invalid_argument>([&] { cache.ask(slot, slot, {}); }, "too few frames");
+  check_throws<std::invalid_argument>([&] { cache.acquire(slot, slot, {}); }, "too few frames");
   check_throws<std::out_of_range>([&] { cache.release(std::vector<int32_t>{kPlaces}); }, "a place");
   for (const int32_t bad : {-1, static_cast<int32_t>(kPlaces) - 3, INT32_MAX}) {
     const std::vector<int32_t> runs{0, bad};

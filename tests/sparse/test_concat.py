@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ssdkv.sparse.concat import joined
+from vllm_ssdkv.sparse.concat import concat
 from vllm_ssdkv.sparse.protocol import Selection
 
 HEADS, QUERY_HEADS, PAGE = 2, 4, 16
@@ -38,7 +38,7 @@ def test_each_row_has_what_was_chosen_for_it(
         which = np.flatnonzero(np.array(owner) == number)
         mask, alpha = kinds[number]
         parts.append((which, made(len(which), seed + number, mask=mask, alpha=alpha)))
-    whole = joined(parts, HEADS, PAGE)
+    whole = concat(parts, HEADS, PAGE)
     assert len(whole.begin) == len(owner) * HEADS + 1
     for which, part in parts:
         for place, row in enumerate(which.tolist()):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
-from vllm_ssdkv.sparse.next_best import further
+from vllm_ssdkv.sparse.next_best import next_best
 from vllm_ssdkv.sparse.protocol import Selection
 from vllm_ssdkv.sparse.scores import Scores
 from vllm_ssdkv.sparse.sizes import offsets
@@ -34,7 +34,7 @@ def test_the_best_of_those_that_were_passed_over(seed: int) -> None:
     found = scores(seed)
     most = np.array([16, 3], dtype=np.int32)
     chosen = CpuScoringKernels().choose(found, most, most, sinks=2)
-    behind = further(chosen)
+    behind = next_best(chosen)
     assert behind.mass.shape == chosen.mass.shape
     table = np.asarray(found.score)
     for number, (taken, mine) in enumerate(zip(lists(chosen), lists(behind), strict=True)):
@@ -51,9 +51,9 @@ def test_behind_everything_and_behind_tokens_there_is_nothing() -> None:
     found = scores(5)
     most = np.array([40, 7], dtype=np.int32)
     everything = CpuScoringKernels().choose(found, most, most)
-    assert lists(further(everything)) == [[], [], [], []]
+    assert lists(next_best(everything)) == [[], [], [], []]
     unscored = Selection(everything.pages, everything.begin, everything.mass)
-    assert lists(further(unscored)) == [[], [], [], []]
+    assert lists(next_best(unscored)) == [[], [], [], []]
 
 
 SETS = st.lists(

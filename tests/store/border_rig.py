@@ -96,14 +96,14 @@ class Rig:
         frames = self.frames.take(array(slots), FrameState.LOADING)
         for frame, slot in zip(frames.tolist(), slots, strict=False):
             self.frames.view(frame)[:] = slot
-        self.frames.settle(frames, FrameState.CLEAN)
+        self.frames.finish_io(frames, FrameState.CLEAN)
         return slots[: len(frames)]
 
     def choose(self, pages: Sequence[tuple[int, int]]) -> None:
         """A layer's queries choose these pages, which are read and used."""
-        asked = self.pages.ask(wanted(pages))
+        asked = self.pages.acquire(wanted(pages))
         read, places = asked.keys[asked.held :], asked.places[asked.held :]
-        self.pages.arrive(
+        self.pages.complete(
             read, places, np.ones(len(read), np.bool_), np.zeros(len(read), np.uint16)
         )
         self.pages.release(asked.places)

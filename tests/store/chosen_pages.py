@@ -49,7 +49,7 @@ def bring(
         part = asked[start : start + chosen.room]
         blocks = array([int(chosen.begin[rows.index(row)]) + block for row, block, _ in part])
         fetch = chosen.fetch(chosen.pages(layer, blocks, array([page for _, _, page in part])))
-        good = chosen.arrive(fetch, blocks)
+        good = chosen.complete(fetch, blocks)
         for entry, ok, address in zip(part, good.tolist(), fetch.address.tolist(), strict=True):
             if ok:
                 data = rig.store.arena.view(
@@ -84,7 +84,7 @@ def read_requests(rig: StoreRig) -> int:
 def read_ahead(chosen: SelectedContexts, layer: int, blocks: int) -> None:
     """Page 0 of the first blocks, as a list of its own."""
     pages = chosen.pages(layer, array(range(blocks)), array([0] * blocks))
-    chosen.ahead(pages, np.array([0, blocks], dtype=np.int32), idle=False)
+    chosen.prefetch(pages, np.array([0, blocks], dtype=np.int32), idle=False)
 
 
 def cross(here: StoreRig, slot: int, pages: tuple[int, int]) -> None:

@@ -269,14 +269,14 @@ class StoreRig:
     def hold(self, names: dict[int, int], *, wait: bool = True) -> list[int]:
         """Hold and fill frames for slots (slot to key name); the slots that found a frame."""
         slots = list(names)
-        frames = self.store.hold(array(slots), wait=wait)
+        frames = self.store.reserve_frames(array(slots), wait=wait)
         for slot, frame in zip(slots, frames.tolist(), strict=False):
             self.page_view(frame)[:] = self.kv(names[slot])
         return slots[: len(frames)]
 
     def commit(self, names: dict[int, int], epoch: int = 1) -> None:
         keys = [key_of(name) for name in names.values()]
-        self.store.commit(array(list(names)), array([epoch] * len(names)), keys)
+        self.store.flush(array(list(names)), array([epoch] * len(names)), keys)
 
     def write(self, names: dict[int, int], epoch: int = 1) -> None:
         """Slots on their devices, and nothing of them in DRAM."""
@@ -375,7 +375,7 @@ class StoreRig:
         """Every frame and every staging piece comes back once nothing refers to it."""
         frames = self.store.frames
         bound = [s for s in range(frames.slots) if frames.frame_of(s) >= 0]
-        self.store.discard(array(bound if self.store._pages is None else range(frames.slots)))
+        self.store.abandon(array(bound if self.store._pages is None else range(frames.slots)))
         there = self.store.open_frames
         until(lambda: frames.count(FrameState.FREE) == there, "the return of all frames")
         frames.audit()

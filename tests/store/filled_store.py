@@ -170,11 +170,13 @@ class _Rank:
             self.hbm[block] = self._pages(frame)[:, : GEOMETRY.payload_bytes].copy()
 
     def write(self, slots: Slots, epochs: Slots, keys: list[bytes]) -> None:
-        for frame, slot in zip(self.store.hold(slots, wait=True), slots.tolist(), strict=True):
+        for frame, slot in zip(
+            self.store.reserve_frames(slots, wait=True), slots.tolist(), strict=True
+        ):
             pages = self._pages(int(frame))
             pages[:] = 0xEE
             pages[:, : GEOMETRY.payload_bytes] = content(GEOMETRY, name_of(slot, self.rank))
-        self.store.commit(slots, epochs, keys)
+        self.store.flush(slots, epochs, keys)
         assert self.store.drain(PATIENCE_S)
         durable, failed = self.store.take_write_results()
         assert (len(durable), failed) == (len(slots), [])

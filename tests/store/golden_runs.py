@@ -36,9 +36,9 @@ def fill(run: Run, names: range) -> None:
     """Store blocks as an engine does."""
     for name in names:
         slots = run.index.allocate(1)
-        (frame,) = run.store.hold(slots, wait=True).tolist()
+        (frame,) = run.store.reserve_frames(slots, wait=True).tolist()
         run.pages(frame)[:] = payloads(name)
-        run.store.commit(slots, run.index.epochs(slots), [key_of(name)])
+        run.store.flush(slots, run.index.epochs(slots), [key_of(name)])
         assert run.index.publish(int(slots[0]), key_of(name))
         run.index.durable(array(written(run)))
         run.index.unpin(slots)

@@ -75,8 +75,8 @@ class Work:
 
     def give_up(self, slots: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Blocks that are held and never written."""
-        assert len(self.victim.store.hold(slots, wait=True))
-        self.victim.store.discard(slots)
+        assert len(self.victim.store.reserve_frames(slots, wait=True))
+        self.victim.store.abandon(slots)
         self.victim.index.unpin(slots)
 
     def read(self, known: list[tuple[int, int]]) -> None:

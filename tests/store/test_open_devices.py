@@ -332,7 +332,7 @@ def test_what_is_given_up_for_a_segment_stays_gone(
     assert index.flush()
     unsynced.clear()
     rebalancer.reweigh([3.0, 1.0])
-    rebalancer.settle(PATIENCE_S)
+    rebalancer.step_and_wait(PATIENCE_S)
     assert index.counters["quarantined"] > 0
     assert unsynced
     assert not any(unsynced)

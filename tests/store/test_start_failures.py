@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_open(
         (CopySpreader, "spread"),
         (opening, "BackgroundSaver"),
         (opening, "Rebalancer"),
-        (Rebalancer, "settle"),
+        (Rebalancer, "step_and_wait"),
     ],
 )
 def test_an_index_that_does_not_open(

@@ -141,7 +141,7 @@ class Store:
 
     def take_reports(self) -> None:
         durable, failed = self.tiers.take_write_results()
-        for device in self.opened.files.health.take_news():
+        for device in self.opened.files.health.drain_events():
             slots = np.arange(self.index.num_slots, dtype=np.int64)
             weights = list(self.rebalancer.weights)
             weights[device] = 0.0
@@ -163,9 +163,9 @@ class Store:
                 old = np.array([self.rewriting.pop(slot)])
                 self.index.unpin(old)
                 if self.index.state(int(old[0])) is SlotState.FREE:
-                    self.tiers.discard(old)
+                    self.tiers.abandon(old)
             if (slot, self.index.epoch(slot)) in failed:
-                self.tiers.discard(np.array([slot], dtype=np.int64))
+                self.tiers.abandon(np.array([slot], dtype=np.int64))
 
     def restripe(self) -> None:
         """What a step of the scheduler begins with."""
@@ -193,14 +193,14 @@ class Store:
             except StoreFullError:
                 continue
             slot = int(slots[0])
-            frames = self.tiers.hold(slots, wait=True)
+            frames = self.tiers.reserve_frames(slots, wait=True)
             if len(frames) == 0:
                 self.index.unpin(slots)
                 continue
             self._payloads(int(frames[0]))[:] = content(name)
             assert self.index.publish(slot, key_of(name))
             self.writing[slot] = name
-            self.tiers.commit(slots, self.index.epochs(slots), [key_of(name)])
+            self.tiers.flush(slots, self.index.epochs(slots), [key_of(name)])
 
     def rewrite(self, names: Sequence[int]) -> None:
         """Store blocks that are in DRAM again, in other slots."""
@@ -221,7 +221,7 @@ class Store:
                 continue
             self.writing[int(new[0])] = name
             self.rewriting[int(new[0])] = int(old[0])
-            self.tiers.commit(new, epochs, keys)
+            self.tiers.flush(new, epochs, keys)
 
     def load(self, names: Sequence[int]) -> LoadOutcome:
         """Bring blocks that are found into HBM blocks 1, 2, ..."""

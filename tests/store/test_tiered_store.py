@@ -19,10 +19,10 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 def test_hold_gives_what_there_is(make_store: MakeStore) -> None:
     rig = make_store(frames=8)
-    assert len(rig.store.hold(array([]), wait=True)) == 0
-    assert len(rig.store.hold(array(range(6)), wait=True)) == 6
-    assert len(rig.store.hold(array(range(6, 12)), wait=True)) == 2
-    assert len(rig.store.hold(array(range(8, 12)), wait=False)) == 0
+    assert len(rig.store.reserve_frames(array([]), wait=True)) == 0
+    assert len(rig.store.reserve_frames(array(range(6)), wait=True)) == 6
+    assert len(rig.store.reserve_frames(array(range(6, 12)), wait=True)) == 2
+    assert len(rig.store.reserve_frames(array(range(8, 12)), wait=False)) == 0
     assert rig.total("write_stalls") == 0
 
 
@@ -43,7 +43,7 @@ def test_hold_waits_for_writes_only_when_it_has_to(
         return wait(*arguments)
 
     monkeypatch.setattr(rig.store.frames, "wait_for_frames", go_on)
-    assert len(rig.store.hold(array([9]), wait=True)) == 1
+    assert len(rig.store.reserve_frames(array([9]), wait=True)) == 1
     assert rig.total("write_stalls") == before + 1
     assert rig.total("write_stall_seconds") > 0
 
@@ -51,9 +51,9 @@ def test_hold_waits_for_writes_only_when_it_has_to(
 def test_hold_gives_up_at_the_deadline(make_store: MakeStore) -> None:
     rig = make_store(frames=8)
     rig.deadline(SHORT_S)
-    rig.store.hold(array(range(8)), wait=True)
+    rig.store.reserve_frames(array(range(8)), wait=True)
     begin = time.monotonic()
-    assert len(rig.store.hold(array([9]), wait=True)) == 0
+    assert len(rig.store.reserve_frames(array([9]), wait=True)) == 0
     assert SHORT_S <= time.monotonic() - begin < PATIENCE_S
 
 

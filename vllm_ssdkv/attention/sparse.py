@@ -26,8 +26,8 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, 
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
-from vllm_ssdkv.sparse.concat import joined
-from vllm_ssdkv.sparse.next_best import further
+from vllm_ssdkv.sparse.concat import concat
+from vllm_ssdkv.sparse.next_best import next_best
 from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selector
 from vllm_ssdkv.sparse.selection_reuse import RowSizes, SelectionReuse
@@ -179,9 +179,9 @@ class SparseDecode:
                 if left == 0:
                     self._read_ahead(layer, now, selection, reads=fetch.from_ssd > 0)
                 clock.lap(AHEAD)
-                self.contexts.settle(fetch)
+                self.contexts.wait_for_io(fetch)
                 clock.lap(WAIT)
-                self.contexts.arrive(fetch, wanted.blocks[part])
+                self.contexts.complete(fetch, wanted.blocks[part])
                 clock.lap(FETCH)
                 begin, end = self._lists(alive, selection.begin, part)
                 listed = PageList(
@@ -287,7 +287,7 @@ class SparseDecode:
                     self._count_channels(selector.needs, summaries)
                     parts.append((place, chosen))
             self._parts = parts if len(those) == len(alive) else []
-            return joined(parts, self._layout.kv_heads, self._layout.page_tokens)
+            return concat(parts, self._layout.kv_heads, self._layout.page_tokens)
 
         self._parts = []
         sizes = self._sizes(alive, rows, batch)
@@ -420,20 +420,20 @@ class SparseDecode:
             return
         following = self._next[layer]
 
-        def guess(memory: SelectionHistory, latest: Selection, *, idle: bool) -> None:
+        def prefetch(memory: SelectionHistory, latest: Selection, *, idle: bool) -> None:
             memory.remember(layer, now.requests, now.blocks, latest.pages, latest.begin)
             if self.contexts.in_frames:
                 return
             found = memory.recall(following, now.requests, now.blocks)
             if found is not None:
                 ahead, _ = self._locate(following, now.alive[found.rows], found.pages, found.begin)
-                self.contexts.ahead(ahead, found.begin, idle=idle)
+                self.contexts.prefetch(ahead, found.begin, idle=idle)
 
-        guess(self._guesses.likely, selection, idle=False)
+        prefetch(self._guesses.likely, selection, idle=False)
         if reads and self._parts:
-            parts = [(rows, further(part)) for rows, part in self._parts]
-            behind = joined(parts, self._layout.kv_heads, self._layout.page_tokens)
-            guess(self._guesses.possible, behind, idle=True)
+            parts = [(rows, next_best(part)) for rows, part in self._parts]
+            behind = concat(parts, self._layout.kv_heads, self._layout.page_tokens)
+            prefetch(self._guesses.possible, behind, idle=True)
 
     def _count(self, selection: Selection, pages: int) -> None:
         """``pages``: of the rows' contexts, for one KV head."""

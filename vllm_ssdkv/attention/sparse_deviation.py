@@ -178,7 +178,7 @@ def _read(
         part = slice(first, first + max(1, contexts.room))
         fetch = contexts.fetch(contexts.pages(layer, each[part], numbers[part]))
         try:
-            for i in np.flatnonzero(contexts.arrive(fetch, each[part])).tolist():
+            for i in np.flatnonzero(contexts.complete(fetch, each[part])).tolist():
                 place = pages.data_ptr() + (first + i) * nbytes
                 ctypes.memmove(place, int(fetch.address[i]), nbytes)
         finally:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.sparse.protocol import Selection
 
 
-def joined(
+def concat(
     parts: Sequence[tuple[NDArray[np.int64], Selection]], kv_heads: int, page_tokens: int
 ) -> Selection:
     """The selection of all R rows, in their order.
@@ -65,7 +65,7 @@ def rows_of(selection: Selection, rows: NDArray[np.int64], kv_heads: int) -> Sel
     )
 
 
-def carried_on(
+def extend(
     selection: Selection, pages: NDArray[np.int64], more: NDArray[np.int64], kv_heads: int
 ) -> Selection:
     """The selection with the pages by which its rows' contexts have become longer.

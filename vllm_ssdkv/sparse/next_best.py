@@ -26,7 +26,7 @@ class Ranked:
     kernels: ScoringKernels
     scores: Scores
 
-    def further(self, selection: Selection) -> Selection:
+    def next_best(self, selection: Selection) -> Selection:
         """The pages by these scores behind those of ``selection``, which was made from them.
 
         Lists, rows and order are as there; ``mass`` is NaN.
@@ -39,9 +39,9 @@ class Ranked:
         return Selection(pages, begin, np.full((rows, heads), np.nan, np.float32))
 
 
-def further(selection: Selection) -> Selection:
+def next_best(selection: Selection) -> Selection:
     """As :meth:`Ranked.further`; nothing, where pages were not chosen by scores of pages."""
     if selection.ranked is not None:
-        return selection.ranked.further(selection)
+        return selection.ranked.next_best(selection)
     mass = np.full_like(selection.mass, np.nan)
     return Selection(selection.pages[:0], np.zeros_like(selection.begin), mass)

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.sparse.concat import carried_on, joined, rows_of
+from vllm_ssdkv.sparse.concat import concat, extend, rows_of
 from vllm_ssdkv.sparse.protocol import Selection
 
 I64 = NDArray[np.int64]
@@ -130,7 +130,7 @@ class SelectionReuse:
             now = _Kept(selection, query.clone(), sizes.position, sizes.pages, tokens)
         else:
             more = sizes.pages[stay] - kept.pages
-            parts = [(stay, carried_on(kept.selection, kept.pages, more, layout.kv_heads))]
+            parts = [(stay, extend(kept.selection, kept.pages, more, layout.kv_heads))]
             position, tokens = sizes.position.copy(), np.empty_like(sizes.position)
             position[stay] = kept.position
             tokens[stay] = kept.tokens + more * layout.page_tokens
@@ -140,7 +140,7 @@ class SelectionReuse:
                 chosen = choose(again)
                 tokens[again] = _most_tokens(chosen, layout)
                 parts.append((again, chosen))
-            selection = joined(parts, layout.kv_heads, layout.page_tokens)
+            selection = concat(parts, layout.kv_heads, layout.page_tokens)
             now = _Kept(selection, by, position, sizes.pages, tokens)
         where = self._where[layer]
         for row, request in enumerate(requests):
@@ -167,7 +167,7 @@ class SelectionReuse:
         order = np.argsort(np.concatenate(places))
         selections = [(place, part.selection) for place, part in zip(places, parts, strict=True)]
         return known, _Kept(
-            joined(selections, heads, self._layout.page_tokens),
+            concat(selections, heads, self._layout.page_tokens),
             torch.cat([part.query for part in parts])[order],
             np.concatenate([part.position for part in parts])[order],
             np.concatenate([part.pages for part in parts])[order],

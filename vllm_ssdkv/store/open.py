@@ -640,7 +640,7 @@ def _open_index(
     stack.callback(saver.close, LOCK_TIMEOUT_S / 2)
     replicas = place.config.replicas
     rebalancer = Rebalancer(index, placement, manifest.weights(), saver, counters, replicas)
-    rebalancer.settle(LOCK_TIMEOUT_S)
+    rebalancer.step_and_wait(LOCK_TIMEOUT_S)
     if manifest.grows:
         rebalancer.growth = _growth(place, manifest, index, rebalancer, counters)
     return index, rebalancer

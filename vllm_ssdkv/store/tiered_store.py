@@ -52,9 +52,10 @@ _LEAST_ROOM = 8
 class TieredStore:
     """The store of one rank.
 
-    ``load``, ``take_load_outcomes``, ``hold``, ``stream`` and the context methods belong to the
-    thread that runs the forward pass; the rest is thread-safe. Only ``hold``, ``choose``,
-    ``drain``, ``close`` and, if asked to, ``take_load_outcomes`` block, with a deadline.
+    ``load``, ``take_load_outcomes``, ``reserve_frames``, ``stream`` and the context methods belong
+    to the thread that runs the forward pass; the rest is thread-safe. Only ``reserve_frames``,
+    ``choose``, ``drain``, ``close`` and, if asked to, ``take_load_outcomes`` block, with a
+    deadline.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class TieredStore:
 
     # ---- write path ----
 
-    def hold(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
+    def reserve_frames(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
         """Frames for the first of these slots, [k], k <= n, for the caller to fill.
 
         They are ``HELD`` until written or discarded. Fewer than asked for is normal: commit those,
@@ -240,11 +241,11 @@ class TieredStore:
         self.files.counters.add("write_stall_seconds", time.monotonic() - started)
         return held
 
-    def commit(
+    def flush(
         self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
     ) -> None:
         """Write held slots to the devices in the background."""
-        self._writer.commit(
+        self._writer.flush(
             Pending(slot, epoch, key)
             for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
         )
@@ -256,7 +257,7 @@ class TieredStore:
         new: NDArray[np.int64],
         keys: Sequence[bytes],
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Copy frames of ``old`` slots into frames of ``new`` ones, ``HELD`` for :meth:`commit`.
+        """Copy frames of ``old`` slots into frames of ``new`` ones, ``HELD`` for :meth:`flush`.
 
         Each source is checked first, all of it: the copy gets checksums of its own, which would say
         that it is right. No frame of a running context is evicted.
@@ -291,10 +292,10 @@ class TieredStore:
     def _is_clean(self, frame: int) -> bool:
         return frame != NO_FRAME and self.frames.state(frame) is FrameState.CLEAN
 
-    def discard(self, slots: NDArray[np.int64]) -> None:
+    def abandon(self, slots: NDArray[np.int64]) -> None:
         """Forget what is held for these slots; queued writes are dropped."""
         self._forget_content(slots)
-        self._writer.discard(slots)
+        self._writer.abandon(slots)
 
     def _forget_content(self, slots: NDArray[np.int64]) -> None:
         self._seals.forget(slots)
@@ -305,8 +306,8 @@ class TieredStore:
             self._hot.forget(slots)
 
     def filled(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
-        """The frames that :meth:`hold` gave for these slots are filled, and these are the absolute
-        addresses of their tails, [n], if they have any: keep what selectors look at."""
+        """Keep what selectors look at: the frames of :meth:`reserve_frames` for these slots are
+        filled. ``tails``: absolute addresses of their sparse sections, [n], if they have any."""
         if self._summaries is not None:
             self._summaries.put_tails(slots, tails)
 
@@ -420,7 +421,7 @@ class TieredStore:
         )
         return self._stream
 
-    def settle(
+    def rebalance_dram(
         self,
         contexts: Sequence[NDArray[np.int64]],
         choosing: Collection[int],
@@ -429,7 +430,7 @@ class TieredStore:
         """A step has ended, with these slots of its rows, some of which chose, and others will
         ``later``: DRAM may be divided anew."""
         if self._balancer is not None:
-            self._balancer.settle(contexts, choosing, later)
+            self._balancer.rebalance(contexts, choosing, later)
 
     def choose(
         self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]

@@ -33,7 +33,7 @@ def test_nobody_waits_for_a_request_that_runs(failures: int) -> None:
         assert loads.failed("a")
         assert loads.must_wait(OTHER, HBM, others=True)
         if not loads.given_up("a"):
-            loads.ask("a")
+            loads.record_lookup("a")
     assert loads.must_wait(OTHER, HBM, others=True)
     loads.scheduled("a")
     assert not loads.must_wait(OTHER, HBM, others=True)

@@ -56,17 +56,17 @@ def keys(*names: int) -> list[bytes]:
 def test_everything_is_admitted_unless_asked(tmp_path: Path) -> None:
     policy = Rig(tmp_path).policy
     assert policy.admitted(keys(1, 2)).all()
-    assert policy.worth_it(keys(1, 2), 10**9) == [True, True]
+    assert policy.should_write(keys(1, 2), 10**9) == [True, True]
     assert not policy.used_up(10**9)
 
 
 def test_the_second_use_is_admitted(tmp_path: Path) -> None:
     policy = Rig(tmp_path, "second_use").policy
-    policy.see(keys(1, 2))
+    policy.record_access(keys(1, 2))
     assert not policy.admitted(keys(1, 2, 3)).any()
-    policy.see(keys(2, 3))
+    policy.record_access(keys(2, 3))
     assert policy.admitted(keys(1, 2, 3)).tolist() == [False, True, False]
-    assert policy.worth_it(keys(1, 2, 3), 0) == [False, True, False]
+    assert policy.should_write(keys(1, 2, 3), 0) == [False, True, False]
 
 
 def test_a_budget_counts_what_is_under_way(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_budget_counts_what_is_under_way(tmp_path: Path) -> None:
     rig.policy.wrote([(1, BUDGET - 1500)])
     assert not rig.policy.used_up(0)
     assert rig.policy.used_up(1)
-    assert rig.policy.worth_it(keys(1), 1) == [False]
+    assert rig.policy.should_write(keys(1), 1) == [False]
 
 
 def test_the_first_device_without_budget_counts_for_all(tmp_path: Path) -> None:

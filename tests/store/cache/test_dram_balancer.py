@@ -76,7 +76,7 @@ def test_large_memory_is_lent_in_portions(monkeypatch: pytest.MonkeyPatch) -> No
     every = [(slot, page) for slot in range(SLOTS) for page in range(GEOMETRY.pages)]
     chosen = every[: (rig.pages.open_places - rig.plan.page_runs.length) * 4 // 5]
     rig.choose(chosen)
-    rig.balancer.settle([array(range(20))], {0})
+    rig.balancer.rebalance([array(range(20))], {0})
     left = rig.balancer.spare
     assert 0 < left < portion
     rig.balancer.make_room(array([30]))
@@ -95,9 +95,9 @@ def test_hits_that_are_queued_together_get_frames_for_all_of_them(rig: Rig) -> N
     assert rig.balancer.lent == 4
     rig.balancer.expect("shared", array([*second, 30]))
     assert rig.balancer.lent == 5
-    rig.frames.settle(rig.frames.take(array(first), FrameState.LOADING), FrameState.CLEAN)
+    rig.frames.finish_io(rig.frames.take(array(first), FrameState.LOADING), FrameState.CLEAN)
     rig.frames.retain(array(first))
-    rig.frames.settle(rig.frames.take(array(second), FrameState.LOADING), FrameState.CLEAN)
+    rig.frames.finish_io(rig.frames.take(array(second), FrameState.LOADING), FrameState.CLEAN)
     rig.frames.retain(array(second))
     rig.balancer.make_room(array([]))
     assert rig.balancer.lent == 5
@@ -119,7 +119,7 @@ def test_a_frame_is_lent_empty(rig: Rig) -> None:
 def test_pages_that_are_chosen_are_not_given_away(rig: Rig) -> None:
     chosen = many(rig, range(20))[: rig.pages.places // 2]
     rig.choose(chosen)
-    rig.balancer.settle([array(range(20))], {0})
+    rig.balancer.rebalance([array(range(20))], {0})
     rig.fill(range(20, SLOTS))
     assert rig.balancer.lent > 0
     assert rig.pages.open_places >= len(chosen) * 5 // 4
@@ -139,7 +139,7 @@ def test_who_chooses_gets_back_what_nobody_attends_to_as_a_whole(rig: Rig) -> No
     assert lent == 20 - rig.plan.frames
     for turn in range(200):
         rig.choose(many(rig, range(20 + turn % 3, 40)))
-        rig.balancer.settle(contexts, {1})
+        rig.balancer.rebalance(contexts, {1})
     # Frames that are always frames are not given up for pages, whoever uses them.
     assert rig.in_frames(exact) == 8
     assert rig.in_frames(ended) + rig.in_frames(choosing) <= rig.plan.frames
@@ -147,7 +147,7 @@ def test_who_chooses_gets_back_what_nobody_attends_to_as_a_whole(rig: Rig) -> No
     assert rig.balancer.lent == sum(frame >= rig.plan.frames for frame in kept)
     # They share a slot with somebody who chooses: it is still attended to as a whole.
     rig.choose(many(rig, range(15, 35)))
-    rig.balancer.settle([contexts[0], array(range(40))], {1})
+    rig.balancer.rebalance([contexts[0], array(range(40))], {1})
     assert rig.in_frames(exact) == 8
 
 
@@ -161,17 +161,17 @@ def test_frames_of_ended_requests_go_before_those_of_choosing_ones(rig: Rig) -> 
     contexts = [array([*choosing, *range(20, 30)])]
     pages = iter([(slot, page) for slot in range(20, 40) for page in range(GEOMETRY.pages)])
     rig.choose([next(pages) for _ in range(rig.pages.open_places)])
-    rig.balancer.settle(contexts, {0})
+    rig.balancer.rebalance(contexts, {0})
     assert rig.balancer.lent == 10
     for lent in reversed(range(10)):
         assert rig.pages.held() == rig.pages.open_places
         rig.choose([next(pages)])
-        rig.balancer.settle(contexts, {0})
+        rig.balancer.rebalance(contexts, {0})
         assert rig.balancer.lent == lent
         assert rig.in_frames(ended) == max(0, lent - 6)
         assert rig.in_frames(choosing) == rig.plan.frames + min(lent, 6)
         rig.choose([next(pages) for _ in range(rig.plan.page_runs.length)])
-        rig.balancer.settle(contexts, {0})
+        rig.balancer.rebalance(contexts, {0})
         assert rig.balancer.lent == lent
 
 
@@ -202,7 +202,7 @@ def test_blocks_of_requests_that_choose_are_lent_nothing(rig: Rig) -> None:
     rig.fill(first)
     rig.frames.retain(array(first))
     rig.choose([(0, 0)])
-    rig.balancer.settle([array([*first, 20, 21])], {0})
+    rig.balancer.rebalance([array([*first, 20, 21])], {0})
     rig.fill([20, 21])  # the newest of its context
     assert rig.balancer.lent == 0
     assert rig.in_frames([20, 21]) == 2
@@ -214,7 +214,7 @@ def test_blocks_of_requests_that_choose_are_lent_nothing(rig: Rig) -> None:
 def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
     """A frame that is read or written is not taken back, nor a place that is."""
     rig.fill(range(rig.plan.frames))
-    coming = rig.pages.ask(wanted([(30, 0)]))
+    coming = rig.pages.acquire(wanted([(30, 0)]))
     rig.balancer.make_room(array(range(SLOTS)))
     lent = rig.balancer.lent
     # Runs are as many as they can be, without the one that is being read into.
@@ -226,11 +226,11 @@ def test_what_is_in_use_is_passed_over(rig: Rig) -> None:
     rig.pages.release(coming.places)
     rig.choose(many(rig, range(20)))
     rig.choose(many(rig, range(20, 40)))
-    rig.balancer.settle(NONE, ())
+    rig.balancer.rebalance(NONE, ())
     assert rig.balancer.lent == lent
-    rig.frames.settle(frames, FrameState.CLEAN)
+    rig.frames.finish_io(frames, FrameState.CLEAN)
     rig.choose(many(rig, range(20)))
-    rig.balancer.settle(NONE, ())
+    rig.balancer.rebalance(NONE, ())
     assert rig.balancer.lent < lent
 
 
@@ -256,7 +256,7 @@ def test_it_is_not_looked_in_vain_in_each_step(rig: Rig) -> None:
         rig.balancer.choose(rows, choosing)
         first = 20 + turn % 2 * 10
         rig.choose([(slot, page) for slot in range(first, first + 10) for page in range(9)])
-        rig.balancer.settle(rows, choosing)
+        rig.balancer.rebalance(rows, choosing)
 
     for turn in range(64):
         step(contexts, turn)
@@ -367,18 +367,18 @@ def test_rows_are_there_before_they_are_needed(deep: Rig) -> None:
     deep.balancer.reserve(few + 1)
     assert few < deep.summaries.open_rows <= few + deep.plan.summary_runs.length
     for _ in range(40):
-        deep.balancer.settle(NONE, ())
+        deep.balancer.rebalance(NONE, ())
     deep.frames.forget(array(range(SLOTS)))
     deep.fill(range(SLOTS))
     assert deep.summaries.open_rows == few
     prompt = array(range(20))
-    deep.balancer.settle([prompt], (), later={0})
+    deep.balancer.rebalance([prompt], (), later={0})
     assert deep.summaries.open_rows >= 25  # and room to grow
     deep.frames.forget(array(range(SLOTS)))
     deep.fill(range(SLOTS))
     assert deep.summaries.open_rows >= 25
     # Rows that share their blocks need them once.
-    deep.balancer.settle([prompt] * 4, (), later={0, 1, 2, 3})
+    deep.balancer.rebalance([prompt] * 4, (), later={0, 1, 2, 3})
     deep.balancer.choose([prompt] * 4, [0, 1, 2, 3])
     assert deep.summaries.open_rows < 30
 
@@ -386,7 +386,7 @@ def test_rows_are_there_before_they_are_needed(deep: Rig) -> None:
 def test_prompts_that_will_be_chosen_from_are_lent_places_and_no_rows(deep: Rig) -> None:
     deep.summarize(range(SLOTS))
     prompt, exact = array(range(30)), array(range(30, SLOTS))
-    deep.balancer.settle([prompt], (), later={0})
+    deep.balancer.rebalance([prompt], (), later={0})
     deep.balancer._rows_needed = 0  # as if there were rows for many more
     deep.fill(prompt.tolist())
     assert deep.balancer.lent == len(deep.plan.page_runs.firsts)
@@ -420,7 +420,7 @@ def test_frames_in_use_are_waited_for_as_long_as_something_is_under_way(
     assert deep.summaries.open_rows == few
 
     def end() -> None:
-        deep.frames.settle(frames, FrameState.CLEAN)
+        deep.frames.finish_io(frames, FrameState.CLEAN)
         deep.busy = False
 
     loader = threading.Timer(0.02, end)
@@ -457,7 +457,7 @@ def test_short_requests_find_frames_until_others_choose(make_store: MakeStore) -
         for layer in range(SUMMED.layers):
             assert len(bring(rig, chosen, layer, every)) == 80
         chosen.close()
-        store.settle(contexts, [row])
+        store.rebalance_dram(contexts, [row])
 
     for _ in range(10):
         choose(contexts, 1)

@@ -58,7 +58,7 @@ class Bytes(RuleBasedStateMachine):
         ended, self.loading = self.loading[:count], self.loading[count:]
         for frame, slot in ended:
             assert (self.rig.frames.view(frame) == 100 + slot).all()
-        self.rig.frames.settle(np.array([f for f, _ in ended], dtype=np.int32), FrameState.CLEAN)
+        self.rig.frames.finish_io(np.array([f for f, _ in ended], dtype=np.int32), FrameState.CLEAN)
 
     @rule(slots=st.lists(st.integers(0, SLOTS - 1), max_size=6))
     def borrow(self, slots: list[int]) -> None:
@@ -76,7 +76,7 @@ class Bytes(RuleBasedStateMachine):
     def ask(self, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.integers(0, SLOTS - 1), max_size=6))
         pages = wanted([(slot, page) for slot in slots for page in range(self.rig.geometry.pages)])
-        asked = self.rig.pages.ask(pages)
+        asked = self.rig.pages.acquire(pages)
         for key, place in zip(asked.keys.tolist(), asked.places.tolist(), strict=True):
             if place == NO_PLACE:
                 continue
@@ -91,7 +91,7 @@ class Bytes(RuleBasedStateMachine):
         new = slice(asked.held, None)  # type: ignore[attr-defined]
         keys, places = asked.keys[new], asked.places[new]  # type: ignore[attr-defined]
         right = np.full(len(keys), good)
-        self.rig.pages.arrive(keys, places, right, np.zeros(len(keys), np.uint16))
+        self.rig.pages.complete(keys, places, right, np.zeros(len(keys), np.uint16))
         address, here = self.rig.pages.find(asked, pages)  # type: ignore[arg-type]
         every = pages.slots * self.rig.geometry.pages + pages.numbers
         for key, at, there in zip(every.tolist(), address.tolist(), here.tolist(), strict=True):
@@ -113,7 +113,7 @@ class Bytes(RuleBasedStateMachine):
     @rule(contexts=st.lists(st.sets(st.integers(0, SLOTS - 1)), max_size=3), data=st.data())
     def settle(self, contexts: list[set[int]], data: st.DataObject) -> None:
         rows = data.draw(st.sets(st.sampled_from(range(len(contexts))))) if contexts else set()
-        self.rig.balancer.settle([array(sorted(context)) for context in contexts], rows)
+        self.rig.balancer.rebalance([array(sorted(context)) for context in contexts], rows)
 
     @rule(slots=st.sets(st.integers(0, SLOTS - 1), min_size=1))
     def summarize(self, slots: set[int]) -> None:

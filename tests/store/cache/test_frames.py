@@ -40,7 +40,7 @@ def cache() -> Iterator[FrameCache]:
 def clean(cache: FrameCache, *slots: int) -> list[int]:
     """Frames that hold these slots, as after a load."""
     frames = cache.take(array(slots), FrameState.LOADING)
-    cache.settle(frames, FrameState.CLEAN)
+    cache.finish_io(frames, FrameState.CLEAN)
     return frames.tolist()
 
 
@@ -101,17 +101,17 @@ def test_bad_batches_are_refused_and_change_nothing(cache: FrameCache) -> None:
             with pytest.raises(IndexError, match=f"frame {frame} of {FRAMES}"):
                 frames_method(wrong)
         with pytest.raises(IndexError, match=f"frame {frame} of {FRAMES}"):
-            cache.settle(wrong, FrameState.FREE)
+            cache.finish_io(wrong, FrameState.FREE)
         with pytest.raises(IndexError, match=f"frame {frame} of {FRAMES}"):
             cache.state(frame)
     with pytest.raises(IndexError, match="frame -1"):  # a reader may have none, an I/O may not
-        cache.settle(np.array([NO_FRAME], dtype=np.int32), FrameState.FREE)
+        cache.finish_io(np.array([NO_FRAME], dtype=np.int32), FrameState.FREE)
     for state in (FrameState.FREE, FrameState.WRITING, FrameState.CLEAN, FrameState.LOST):
         with pytest.raises(ValueError, match="filled or read into"):
             cache.take(array([0]), state)
     for state in (FrameState.WRITING, FrameState.LOADING, FrameState.LOST):
         with pytest.raises(ValueError, match="after its I/O"):
-            cache.settle(np.array([0], dtype=np.int32), state)
+            cache.finish_io(np.array([0], dtype=np.int32), state)
     with pytest.raises(TypeError):
         cache.borrow(np.array([3], dtype=np.int32))  # type: ignore[arg-type]  # the error
     with pytest.raises(TypeError):
@@ -156,7 +156,7 @@ def test_contexts_are_evicted_last_and_never_when_spared(cache: FrameCache) -> N
     cache.retain(array([1]))
     assert cache.referenced(array([0, 1, 2])).tolist() == [True, True, False]
     taken = cache.take(array([6, 7, 8, 9]), FrameState.LOADING, spare_contexts=True)
-    cache.settle(taken, FrameState.CLEAN)
+    cache.finish_io(taken, FrameState.CLEAN)
     assert cached(cache) >= {0, 1}
     assert cache.release_references(array([0, 1])).tolist() == [0]
     cache.forget(array([6, 7, 8, 9]))
@@ -200,7 +200,7 @@ def test_a_slot_forgotten_in_flight_gets_another_frame(
     (new,) = cache.take(array([0]), FrameState.HELD).tolist()
     assert new != old
     assert cache.state(old) is FrameState.LOST
-    cache.settle(array([old]).astype(np.int32), state)
+    cache.finish_io(array([old]).astype(np.int32), state)
     assert cache.state(old) is FrameState.FREE
     assert cache.frame_of(0) == new
     assert cache.state(new) is FrameState.HELD
@@ -221,7 +221,7 @@ def test_an_abandoned_frame_is_out_of_use_until_it_is_settled(cache: FrameCache)
     cache.abandon(frames[:1])
     assert cached(cache) == {1}
     assert len(cache.take(array(range(2, 9)), FrameState.HELD)) == FRAMES - 2
-    cache.settle(frames[:1], FrameState.FREE)
+    cache.finish_io(frames[:1], FrameState.FREE)
     assert cache.take(array([0]), FrameState.HELD).tolist() == frames[:1].tolist()
 
 
@@ -239,7 +239,7 @@ def test_waiting_ends_when_a_frame_is_free(cache: FrameCache) -> None:
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
-    cache.settle(frames, FrameState.CLEAN)
+    cache.finish_io(frames, FrameState.CLEAN)
     thread.join(PATIENCE_S)
     assert results == [frames.tolist()]
 
@@ -310,7 +310,7 @@ class Frames(RuleBasedStateMachine):
     def written(self, frame: int, good: bool) -> None:
         self.use(frame, -1)
         state = FrameState.CLEAN if good else FrameState.HELD
-        self.cache.settle(np.array([frame], np.int32), state)
+        self.cache.finish_io(np.array([frame], np.int32), state)
 
     @rule(frame=consumes(loading), good=st.booleans(), late=st.booleans())
     def loaded(self, frame: int, good: bool, late: bool) -> None:
@@ -318,7 +318,7 @@ class Frames(RuleBasedStateMachine):
         if late:
             self.cache.abandon(frames)
         self.use(frame, -1)
-        self.cache.settle(frames, FrameState.CLEAN if good and not late else FrameState.FREE)
+        self.cache.finish_io(frames, FrameState.CLEAN if good and not late else FrameState.FREE)
 
     @rule(target=borrowed, slots=st.lists(st.integers(0, SLOTS - 1)))
     def borrow(self, slots: list[int]) -> object:

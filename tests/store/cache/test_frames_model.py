@@ -221,7 +221,7 @@ class LikeTheModel(RuleBasedStateMachine):
         before = len(self.in_flight)
         self.take(slots, FrameState.LOADING, False)
         loaded, self.in_flight = self.in_flight[before:], self.in_flight[:before]
-        self.cache.settle(frame_array(loaded), FrameState.CLEAN)
+        self.cache.finish_io(frame_array(loaded), FrameState.CLEAN)
         self.model.settle(loaded, FrameState.CLEAN)
 
     @rule(slots=distinct_slots)
@@ -249,7 +249,7 @@ class LikeTheModel(RuleBasedStateMachine):
         if late:
             self.cache.abandon(frame_array(frames))
             self.model.abandon(frames)
-        self.cache.settle(frame_array(frames), state)
+        self.cache.finish_io(frame_array(frames), state)
         self.model.settle(frames, state)
 
     @rule(slots=slot_lists)

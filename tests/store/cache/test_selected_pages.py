@@ -40,12 +40,12 @@ def arrive(
     bad: frozenset[int] = frozenset(),
 ) -> None:
     right = np.array([key not in bad for key in keys.tolist()], dtype=np.bool_)
-    cache.arrive(keys, places, right, (keys % len(RATES)).astype(np.uint16))
+    cache.complete(keys, places, right, (keys % len(RATES)).astype(np.uint16))
 
 
 def bring(cache: SelectedPageCache, keys: list[int]) -> Asked:
     """Ask for pages, read what has to be read, and use them."""
-    asked = cache.ask(pages(keys))
+    asked = cache.acquire(pages(keys))
     arrive(cache, asked.keys[asked.held :], asked.places[asked.held :])
     return asked
 
@@ -133,7 +133,7 @@ def test_the_model_agrees(policy: PagePolicy, places: int, data: st.DataObject) 
         bad = data.draw(st.frozensets(every, max_size=2))
         outside = {key for key in wanted if key not in framed}
         found = outside & set(model.held)
-        asked = cache.ask(pages(wanted, framed))
+        asked = cache.acquire(pages(wanted, framed))
         assert asked.framed == len(framed & set(wanted))
         assert set(asked.keys[: asked.held].tolist()) == found
         read = asked.keys[asked.held :].tolist()
@@ -203,7 +203,7 @@ def test_places_that_somebody_uses_stay_open() -> None:
     cache, arena = make(6)
     cache.release(bring(cache, [0, 1]).places)
     used = bring(cache, [2])
-    coming = cache.ask(pages([3]))
+    coming = cache.acquire(pages([3]))
     runs = np.array([0, 2, 4], dtype=np.int32)
     taken = {used.places[0] // 2, coming.places[0] // 2}
     assert [number == -1 for number in cache.held_in(runs, 2).tolist()] == [
@@ -217,9 +217,9 @@ def test_places_that_somebody_uses_stay_open() -> None:
     cache.release(coming.places)
     assert cache.close(runs, 2).all()
     assert (cache.held(), cache.open_places) == (0, 0)
-    assert cache.ask(pages([2])).places.tolist() == [NO_PLACE]
+    assert cache.acquire(pages([2])).places.tolist() == [NO_PLACE]
     cache.open(runs, 2)
-    assert (cache.ask(pages([2, 3])).places != NO_PLACE).all()
+    assert (cache.acquire(pages([2, 3])).places != NO_PLACE).all()
     for bad in (-1, 5):
         with pytest.raises(IndexError):
             cache.close(np.array([bad], dtype=np.int32), 2)
@@ -228,8 +228,8 @@ def test_places_that_somebody_uses_stay_open() -> None:
 
 def test_a_page_on_its_way_is_not_read_twice() -> None:
     cache, _ = make(4)
-    first = cache.ask(pages([3, 5]))
-    second = cache.ask(pages([5, 3, 9]))
+    first = cache.acquire(pages([3, 5]))
+    second = cache.acquire(pages([5, 3, 9]))
     assert (second.held, second.coming, second.keys.tolist()[2:]) == (2, 2, [9])
     assert set(second.places[:2].tolist()) == set(first.places.tolist())
     assert not cache.find(second, pages([5, 3, 9]))[1].any()
@@ -244,9 +244,9 @@ def test_a_page_on_its_way_is_not_read_twice() -> None:
 
 def test_what_is_forgotten_while_it_is_read_is_not_served() -> None:
     cache, _ = make(4)
-    asked = cache.ask(pages([3]))
+    asked = cache.acquire(pages([3]))
     cache.forget(np.array([0], dtype=np.int64))
-    again = cache.ask(pages([3]))
+    again = cache.acquire(pages([3]))
     assert (again.held, again.places[0] != asked.places[0]) == (0, True)
     arrive(cache, asked.keys, asked.places)
     assert cache.find(again, pages([3]))[1].tolist() == [False]
@@ -263,12 +263,12 @@ def test_guesses_take_what_nobody_uses_and_share_it() -> None:
     cache.release(bring(cache, [2, 3]).places)
     greedy, modest = [*range(4, 14), 2], [20, 21, 0]
     begin = np.array([0, len(greedy), len(greedy) + len(modest)], dtype=np.int32)
-    keys, places = cache.guess(pages(greedy + modest), begin, 5)
+    keys, places = cache.prefetch(pages(greedy + modest), begin, 5)
     # Equal shares, and nothing for what DRAM has.
     assert keys.tolist() == [4, 5, 6, 20, 21]
     assert not set(places.tolist()) & set(used.places.tolist())
     # Nobody who is in use makes room for guesses.
-    keys, _ = cache.guess(pages([25, 26, 27, 28]), np.array([0, 4], dtype=np.int32), 10)
+    keys, _ = cache.prefetch(pages([25, 26, 27, 28]), np.array([0, 4], dtype=np.int32), 10)
     assert len(keys) == 1
 
 
@@ -279,13 +279,13 @@ def test_each_device_reads_no_more_than_its_quota() -> None:
     numbers, devices = [2, 10, 11, 20, 21, 22], [1, 1, 0, 1, 1, 0]
     begin = np.array([0, 3, 6], dtype=np.int32)
     quota = np.array([1, 2, 5], dtype=np.int64)
-    keys, _ = cache.guess(pages(numbers), begin, 8, np.array(devices, dtype=np.uint16), quota)
+    keys, _ = cache.prefetch(pages(numbers), begin, 8, np.array(devices, dtype=np.uint16), quota)
     assert keys.tolist() == [10, 11, 20]
     assert quota.tolist() == [1, 2, 5]
     with pytest.raises(IndexError):
-        cache.guess(pages([25]), begin[:1], 8, np.array([3], dtype=np.uint16), quota)
+        cache.prefetch(pages([25]), begin[:1], 8, np.array([3], dtype=np.uint16), quota)
     with pytest.raises(ValueError, match="device"):
-        cache.guess(pages([25, 26]), begin[:1], 8, np.array([0], dtype=np.uint16), quota)
+        cache.prefetch(pages([25, 26]), begin[:1], 8, np.array([0], dtype=np.uint16), quota)
 
 
 def test_a_page_that_lists_share_takes_one_place_and_one_read() -> None:
@@ -294,20 +294,20 @@ def test_a_page_that_lists_share_takes_one_place_and_one_read() -> None:
         cache, _ = make(8)
         shared, begin = [4, 5, 6, 20] * 8, np.arange(0, 33, 4, dtype=np.int32)
         devices = None if quota is None else np.zeros(len(shared), dtype=np.uint16)
-        keys, places = cache.guess(pages(shared), begin, 4, devices, quota)
+        keys, places = cache.prefetch(pages(shared), begin, 4, devices, quota)
         assert keys.tolist() == [4, 5, 6, 20]
         assert len(set(places.tolist())) == 4
         cache, _ = make(8)
         # What one list has for nothing, because another one wants it too, costs it no turn.
         lists, edges = [4, 5, 6, 4, 5, 7], np.array([0, 3, 6], dtype=np.int32)
         devices = None if quota is None else np.zeros(len(lists), dtype=np.uint16)
-        keys, _ = cache.guess(pages(lists), edges, 4, devices, quota)
+        keys, _ = cache.prefetch(pages(lists), edges, 4, devices, quota)
         assert keys.tolist() == [4, 5, 6, 7]
 
 
 def test_a_guess_counts_once() -> None:
     cache, _ = make(8)
-    keys, places = cache.guess(pages([4, 5]), np.array([0, 2], dtype=np.int32), 8)
+    keys, places = cache.prefetch(pages([4, 5]), np.array([0, 2], dtype=np.int32), 8)
     arrive(cache, keys, places)
     cache.release(places)
     for guessed in (1, 0):
@@ -323,7 +323,7 @@ def test_a_guess_counts_once() -> None:
 def test_pages_that_do_not_exist_are_refused(keys: list[int], places: int) -> None:
     cache, _ = make(places)
     with pytest.raises(IndexError):
-        cache.ask(pages(keys))
+        cache.acquire(pages(keys))
     assert cache.taken() == 0
     with pytest.raises(IndexError):
         cache.release(np.array([places], dtype=np.int32))
@@ -335,7 +335,7 @@ def test_looking_whether_pages_are_held_changes_nothing() -> None:
     cache, arena = make(2)
     cache.release(bring(cache, [1]).places)
     cache.release(bring(cache, [2]).places)
-    coming = cache.ask(pages([3]))  # in the place of 1
+    coming = cache.acquire(pages([3]))  # in the place of 1
     assert cache.holds(pages([1, 2, 3, 2])).tolist() == [False, True, False, True]
     arrive(cache, coming.keys, coming.places)
     cache.release(coming.places)

@@ -120,10 +120,10 @@ def test_a_device_is_lost_once(health: DeviceHealth, counters: Counters) -> None
         health.quarantine(1, "of a test")
         judge(health, (1, PENDING))
     assert counters.total("device_lost", device="/ssd1") == 1
-    assert health.take_news() == [1]
-    assert health.take_news() == []
+    assert health.drain_events() == [1]
+    assert health.drain_events() == []
     health.quarantine(0, "of a test")
-    assert health.take_news() == [0]
+    assert health.drain_events() == [0]
 
 
 def content(health: DeviceHealth, right: list[int], wrong: list[int]) -> frozenset[int]:

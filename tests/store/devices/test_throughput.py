@@ -70,9 +70,11 @@ class Clock:
                     begin, at_first, at_end = (
                         Moment(t - self.unseen * (t - self.now), t) for t in ends
                     )
-                    self.speed.served(device, Part(parts[device], begin, at_first, first, at_end))
+                    self.speed.record_completion(
+                        device, Part(parts[device], begin, at_first, first, at_end)
+                    )
             self.now += max(took) + 1e-4
-        return dict(self.speed.take_news())
+        return dict(self.speed.drain_events())
 
 
 SLOW_ENOUGH = (WINDOWS + 2) * WINDOW_S
@@ -106,8 +108,10 @@ def test_a_slow_device_is_found_beside_others_that_are_done_at_once() -> None:
         for device, seconds in ((0, 0.01), (2, 0.01), (1, 0.1)):
             end = Moment(at.latest + seconds, at.latest + seconds)
             begun = Moment(at.latest + 0.01, at.latest + 0.01)
-            speed.served(device, Part(MB, at, begun, MB // 10 if device == 1 else MB, end))
-    assert [device for device, _ in speed.take_news()] == [1]
+            speed.record_completion(
+                device, Part(MB, at, begun, MB // 10 if device == 1 else MB, end)
+            )
+    assert [device for device, _ in speed.drain_events()] == [1]
 
 
 # The slow one alone is seen at work; and nothing is known of it but that it is slow.
@@ -149,7 +153,7 @@ def test_whenever_somebody_looks_what_is_said_is_true(
                 if not watch.done:
                     watch.look(results, devices, lengths, now)
             batches = [(watch, ends) for watch, ends in batches if ends.max() > now]
-        verdicts += speed.take_news()
+        verdicts += speed.drain_events()
     # It never recovers, and gets no more than it is worth, however late somebody looks; and no less
     # but for blur, what is spared and steps, where it is known how fast the others are.
     for device, share in verdicts:
@@ -264,8 +268,8 @@ def test_waiting_behind_the_batch_before_is_not_the_device_s_time() -> None:
                 end = begin + (batch + 1) * 0.02
                 at = begin + 0.001 * batch
                 begun = Moment(at, at)
-                speed.served(device, Part(2 * MB, begun, begun, 0, Moment(end, end)))
-    assert speed.take_news() == []
+                speed.record_completion(device, Part(2 * MB, begun, begun, 0, Moment(end, end)))
+    assert speed.drain_events() == []
     # A window has at most its own length of busy time.
     assert speed._most_s.max() <= WINDOW_S
 
@@ -382,12 +386,12 @@ def test_new_slots_soon_use_the_devices_as_they_are(
 
     for _ in range(2):
         turn(64)
-    news: dict[int, float] = dict(rig.files.speed.take_news())
+    news: dict[int, float] = dict(rig.files.speed.drain_events())
     end = time.monotonic() + PATIENCE_S
     while not news:
         assert time.monotonic() < end, "nobody noticed"
         turn(64)
-        news |= dict(rig.files.speed.take_news())
+        news |= dict(rig.files.speed.drain_events())
     assert list(news) == [1]
     assert news[1] == pytest.approx(0.2, abs=0.051)
     rebalancer.reweigh([news.get(d, 1.0) for d in range(devices)])

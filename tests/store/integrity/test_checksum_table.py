@@ -76,7 +76,7 @@ def test_it_says_what_was_put_last(
                     model[slot] = held[slot]
                 assert table.adopt(array(slots)).tolist() == [slot in model for slot in slots]
             case "settle":
-                table.settle(array(slots))
+                table.end_write(array(slots))
                 for slot in slots:
                     held.pop(slot, None)
     found, known = table.get(array(wanted), first, PAGES - first)

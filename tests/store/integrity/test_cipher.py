@@ -380,10 +380,10 @@ def test_nothing_readable_lies_on_the_devices(
     rig = make_store(geometry)
     marker = os.urandom(24)
     slots = array([2, 5, 11])
-    for frame in rig.store.hold(slots, wait=True).tolist():
+    for frame in rig.store.reserve_frames(slots, wait=True).tolist():
         view = rig.store.frames.view(frame)  # pages and their padding
         view[:] = np.frombuffer(marker * (view.size // 24 + 1), dtype=np.uint8)[: view.size]
-    rig.store.commit(slots, array([1, 1, 1]), [key_of(1)] * 3)
+    rig.store.flush(slots, array([1, 1, 1]), [key_of(1)] * 3)
     assert rig.store.drain(PATIENCE_S)
     assert rig.store.take_write_results()[1] == []
     everything = b"".join(device.path.read_bytes() for device in rig.devices)

@@ -92,7 +92,7 @@ def test_what_is_not_in_dram_or_not_written_is_not_copied(make_store: MakeStore)
     rig.hold({5: 15})
     assert copy(rig, {**NAMES, 5: 15}, [*NEW, 23]) == ([True, False, True, False], [False] * 4)
     assert rig.store.frames.frame_of(21) == NO_FRAME
-    rig.store.discard(array([5, *NEW]))
+    rig.store.abandon(array([5, *NEW]))
     rig.assert_no_leak()
 
 
@@ -116,7 +116,7 @@ def test_no_frame_of_a_running_context_is_taken(make_store: MakeStore) -> None:
     assert copy(rig, {1: 101}, [20]) == ([True], [False])
     assert rig.store.frames.state(rig.store.frames.frame_of(20)) is FrameState.HELD
     assert (rig.store.frames.frames_of(array(range(1, 8))) != NO_FRAME).all()
-    rig.store.discard(array([20]))
+    rig.store.abandon(array([20]))
     rig.store.drop_context("r")
     rig.assert_no_leak()
 
@@ -135,7 +135,7 @@ def test_wrong_bytes_get_no_checksum_that_says_they_are_right(
         if rig.load(NAMES, [1, 2, 3]).complete:
             break
     assert copy(rig, NAMES, NEW) == ([True, False, True], [False, True, False])
-    rig.store.discard(array(NEW))
+    rig.store.abandon(array(NEW))
 
 
 @pytest.mark.parametrize("what", ["epoch", "key"])

@@ -152,7 +152,7 @@ def test_memory_of_a_write_that_still_runs_is_not_given_away(
     assert results(rig, 1) == (set(), {0})
     frames = rig.store.frames
     assert frames.state(frames.frame_of(0)) is FrameState.WRITING
-    rig.store.discard(array([0]))
+    rig.store.abandon(array([0]))
     assert frames.count(FrameState.LOST) == 1
     rig.faults()
     until(lambda: frames.count(FrameState.LOST) == 0, "the return of the frame")
@@ -204,7 +204,7 @@ def test_second_attempts_that_hang_are_overdue_once(
     assert frames.state(frames.frame_of(1)) is FrameState.WRITING
     rig.faults()
     until(lambda: frames.count(FrameState.WRITING) == 0, "the end of the second attempt")
-    rig.store.discard(array([0, 1]))
+    rig.store.abandon(array([0, 1]))
     rig.assert_no_leak()
 
 
@@ -220,7 +220,7 @@ def test_an_overdue_write_that_raises_is_looked_at_again(
     with monkeypatch.context() as patch:
         raised = broken(patch, "ended", Op.WRITE, times=1000)
         until(lambda: len(raised) > 2, "some looks at the overdue write")
-    rig.store.discard(array([0]))
+    rig.store.abandon(array([0]))
     rig.faults()
     until(lambda: rig.store.frames.count(FrameState.LOST) == 0, "the return of the frame")
     assert counted(rig, "writer") >= 3

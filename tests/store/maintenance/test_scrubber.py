@@ -409,7 +409,7 @@ def test_it_waits_for_a_while_after_the_last_request(
 ) -> None:
     rig = make_store(slots=SLOTS)
     monkeypatch.setattr(tiered_store, "QUIET_S", 3600.0)
-    rig.store.hold(array([1]), wait=False)
+    rig.store.reserve_frames(array([1]), wait=False)
     assert not rig.store.idle()
     monkeypatch.setattr(tiered_store, "QUIET_S", 0.0)
     assert rig.store.idle()

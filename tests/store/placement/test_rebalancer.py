@@ -382,10 +382,10 @@ def test_slots_are_handed_out_after_the_manifest_has_them() -> None:
 
 def test_settling_waits_for_the_manifest() -> None:
     store = Store(saver=Saver(at_once=False))
-    store.rebalancer.settle(0.0)  # nothing to do
+    store.rebalancer.step_and_wait(0.0)  # nothing to do
     store.rebalancer.reweigh([0.0, 1.0, 1.0])
     with pytest.raises(StoreError, match=r"store\.json could not be saved within 0\.5 s"):
-        store.rebalancer.settle(0.5)
+        store.rebalancer.step_and_wait(0.5)
 
 
 # ---- the thread that saves ----

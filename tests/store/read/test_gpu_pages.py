@@ -50,7 +50,7 @@ class Hot:
     def bring(self, chosen: SelectedContexts, pages: Sequence[Page]) -> list[bool]:
         """Which of the pages came; of these, which are in the device's memory."""
         fetch = self.start(chosen, pages)
-        good = chosen.arrive(fetch, array([block for block, _ in pages]))
+        good = chosen.complete(fetch, array([block for block, _ in pages]))
         inside = []
         for (block, page), ok, address in zip(
             pages, good.tolist(), fetch.address.tolist(), strict=True

@@ -241,7 +241,7 @@ def test_frames_that_are_copied_to_hbm_cannot_be_taken(make_store: MakeStore) ->
     stolen: list[int] = []
 
     def steal() -> None:
-        for frame in rig.store.hold(array(range(20, 32)), wait=False).tolist():
+        for frame in rig.store.reserve_frames(array(range(20, 32)), wait=False).tolist():
             rig.store.frames.view(frame)[:] = 0x55
             stolen.append(frame)
 
@@ -555,7 +555,7 @@ def test_a_slot_forgotten_while_it_is_loaded_stays_forgotten(make_store: MakeSto
     rig.faults({"kind": "stall", "op": "read"})
     rig.start_load({0: 1}, [5])
     until(lambda: rig.store.frames.count(FrameState.LOADING) == 1, "the start of the read")
-    rig.store.discard(array([0]))
+    rig.store.abandon(array([0]))
     rig.hold({0: 2})
     rig.faults()
     rig.finish_load()

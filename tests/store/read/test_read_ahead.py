@@ -56,11 +56,11 @@ def test_settling_waits_for_what_was_guessed_too(make_store: MakeStore) -> None:
         False,
         False,
     ]
-    chosen.settle(fetch)
+    chosen.wait_for_io(fetch)
     assert [request.ended() for request in begun] == [True, True]
     assert not fetch.address.any()
     rig.faults()
-    assert chosen.arrive(fetch, blocks).all()
+    assert chosen.complete(fetch, blocks).all()
     assert_right(rig, bring(rig, chosen, 1, {0: [(5, 0)]}), [list(range(8))], names, 1)
     chosen.release(fetch)
     chosen.close()
@@ -94,7 +94,7 @@ def test_guesses_about_slots_that_are_given_away_harm_nobody(make_store: MakeSto
     read_ahead(chosen, 1, 6)
     chosen.close()
     rig.store.drop_context("r")
-    rig.store.discard(array(range(6)))
+    rig.store.abandon(array(range(6)))
     rig.write({2: 999}, epoch=2)
     rig.store.extend_context("s", 0, array([2]))
     assert rig.load({2: 999}, [], epoch=2, request="s").complete
@@ -170,7 +170,7 @@ def test_requests_of_a_batch_share_what_can_be_read_ahead(make_store: MakeStore)
     chosen = rig.store.choose([array(row) for row in rows], [0, 1])
     blocks = array([*range(12), *range(12, 16)])
     pages = chosen.pages(1, blocks, array([0] * 12 + [1] * 4))
-    chosen.ahead(pages, np.array([0, 12, 16], dtype=np.int32), idle=False)
+    chosen.prefetch(pages, np.array([0, 12, 16], dtype=np.int32), idle=False)
     assert chosen.fetched.ahead == 8
     found = bring(rig, chosen, 1, {1: [(block, 1) for block in range(4)]})
     assert chosen.fetched.hits == 4

@@ -452,7 +452,7 @@ def test_pages_that_are_late_find_room_beside_guesses(make_store: MakeStore) -> 
     blocks = array(range(16))
     fetch = chosen.fetch(chosen.pages(0, blocks, array([0] * 16)))
     read_ahead(chosen, 1, 16)
-    assert chosen.arrive(fetch, blocks).all()
+    assert chosen.complete(fetch, blocks).all()
     cache = rig.store._pages
     assert cache is not None
     assert 16 <= cache.usable() < 32

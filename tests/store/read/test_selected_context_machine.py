@@ -69,7 +69,7 @@ class ChoosingMachine(StoreMachine):
             assert not chosen.poisoned or self.damaged, "a healthy store did not deliver"
             lost = chosen.bad
             chosen.close()
-            tiers.settle([slots], [0])
+            tiers.rebalance_dram([slots], [0])
         self.store.faults()
         tiers.drop_context("row")
         for slot in set(lost):
@@ -109,7 +109,7 @@ class ChoosingMachine(StoreMachine):
             for start in range(0, len(entries), chosen.room):
                 part = np.array(entries[start : start + chosen.room], dtype=np.int64)
                 fetch = chosen.fetch(chosen.pages(layer, part[:, 0], part[:, 1]))
-                good = chosen.arrive(fetch, part[:, 0])
+                good = chosen.complete(fetch, part[:, 0])
                 there = fetch.address[good].tolist()
                 for (block, page), at in zip(part[good].tolist(), there, strict=True):
                     held = arena.view(at - arena.address, geometry.payload_bytes)

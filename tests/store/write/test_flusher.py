@@ -117,9 +117,9 @@ def test_a_write_that_fails_twice_stays_held(
     label = kind if kind in {"eio", "enospc", "short"} else "other"
     assert rig.total("io_errors", device=rig.paths[device], kind=label) == 2
     # It is the only copy, so not even need evicts it; only a discard does.
-    assert len(rig.store.hold(array(range(4, 32)), wait=False)) == 15
+    assert len(rig.store.reserve_frames(array(range(4, 32)), wait=False)) == 15
     assert state_of(rig, 1) is FrameState.HELD
-    rig.store.discard(array([1]))
+    rig.store.abandon(array([1]))
     assert state_of(rig, 1) is None
     rig.faults()
     rig.assert_no_leak()
@@ -154,10 +154,10 @@ def test_a_hung_device_fails_its_slots_and_no_others(make_store: MakeStore) -> N
     for slot in mine:
         frame = rig.store.frames.frame_of(slot)
         np.testing.assert_array_equal(rig.page_view(frame), content(rig.geometry, names[slot]))
-    rig.store.discard(array(sorted(mine)))
+    rig.store.abandon(array(sorted(mine)))
     frames = rig.store.frames
     assert frames.count(FrameState.LOST) == len(mine)
-    assert len(rig.store.hold(array(range(24, 64)), wait=False)) == 32 - len(mine)
+    assert len(rig.store.reserve_frames(array(range(24, 64)), wait=False)) == 32 - len(mine)
     rig.faults()
     until(lambda: frames.count(FrameState.LOST) == 0, "the end of the stalled writes")
     rig.assert_no_leak()
@@ -247,7 +247,7 @@ def test_a_slot_given_anew_waits_for_its_older_write(
     rig.hold({0: 1})
     rig.commit({0: 1}, epoch=1)
     started(rig, 1)
-    rig.store.discard(array([0]))
+    rig.store.abandon(array([0]))
     rig.hold({0: 2})
     rig.commit({0: 2}, epoch=2)
     writer, looks = rig.store._writer, []
@@ -283,7 +283,7 @@ def test_queued_writes_are_discarded_without_a_report(make_store: MakeStore) -> 
     rig.hold({1: 11, 2: 12, 3: 13})
     rig.commit({1: 11, 2: 12, 3: 13})
     assert rig.store.busy()
-    rig.store.discard(array([1, 3]))
+    rig.store.abandon(array([1, 3]))
     assert state_of(rig, 1) is None
     rig.faults()
     assert results(rig, 3) == ({(0, 1), (4, 1), (2, 1)}, set())
@@ -369,7 +369,7 @@ def test_random_lives_of_slots(make_store: MakeStore, data: st.DataObject) -> No
         slots = data.draw(st.sets(st.integers(0, 11), min_size=1, max_size=5))
         action = data.draw(st.sampled_from(["write", "write", "hold", "discard", "collect"]))
         if action == "discard":
-            rig.store.discard(array(sorted(slots)))
+            rig.store.abandon(array(sorted(slots)))
             for slot in slots:
                 names.pop(slot, None)
         elif action == "collect":

@@ -58,7 +58,7 @@ class PageAdmission:
             return WaitReason.NEW_SLOTS
         if self._index.available() >= needed:  # what was striped anew has come back
             return None
-        if not (soon or self._weights.even_out()):
+        if not (soon or self._weights.reset()):
             if self._suspension:
                 raise self._suspension.no_room()
             raise StoreFailedError(

@@ -29,7 +29,7 @@ class ContextRecovery:
         # How often a request's context was lost in a row, and how far it had got by then.
         self._lost: dict[str, tuple[int, int]] = {}
 
-    def send_back(self, state: RequestState) -> None:
+    def force_preempt(self, state: RequestState) -> None:
         """Have vLLM preempt a request, so that it starts again from what the store still has."""
         preempted = state.request.status == RequestStatus.PREEMPTED
         if self.manager is None or not state.running or preempted:
@@ -61,7 +61,7 @@ class ContextRecovery:
         self.wait(request_id, waits=False)
 
 
-def disown_steps(state: RequestState) -> None:
+def discard_in_flight_output(state: RequestState) -> None:
     """Have vLLM drop what a request samples in steps that are under way.
 
     They attend to what could not be read, as the step did that told of it. vLLM recognises that one

@@ -25,7 +25,7 @@ class DeviceWeights:
         self._worth: dict[tuple[int, int], float] = {}
         self._even = False
 
-    def lose(self, device: int, index: SlotIndex) -> int:
+    def mark_lost(self, device: int, index: SlotIndex) -> int:
         """A device is out of use: what lies nowhere else is dropped. How many blocks that were; 0
         when it was known. Takes time that grows with the store, once."""
         if device in self._lost:
@@ -39,7 +39,7 @@ class DeviceWeights:
         logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
         return dropped
 
-    def value(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
+    def update(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
         """A rank says which part of their weight (device, part) devices are worth."""
         if self._even:
             return
@@ -48,7 +48,7 @@ class DeviceWeights:
         if worth:
             self.reweigh()
 
-    def even_out(self) -> bool:
+    def reset(self) -> bool:
         """Give slow devices their configured share back, until restart: what they are spared is
         room that a request needs. False when that changes nothing.
         """

@@ -58,7 +58,7 @@ class LoadRetries:
         """Whether the request is to be computed."""
         return request_id in self._trying
 
-    def ask(self, request_id: str) -> None:
+    def record_lookup(self, request_id: str) -> None:
         """The request asks what the store holds.
 
         After a failure that is one more try. If it fails too, or vLLM has no room for it, the

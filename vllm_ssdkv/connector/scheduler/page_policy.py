@@ -14,7 +14,10 @@ from vllm_ssdkv.connector.kv_cache_spec import TieredManager
 from vllm_ssdkv.connector.messages import ContextDelta
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.scheduler.admission import PageAdmission
-from vllm_ssdkv.connector.scheduler.context_recovery import ContextRecovery, disown_steps
+from vllm_ssdkv.connector.scheduler.context_recovery import (
+    ContextRecovery,
+    discard_in_flight_output,
+)
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
@@ -130,7 +133,7 @@ class PagePolicy:
                     slot = self._slots.allocate(state.block_ids[0][block], reserved=reserved)
                 except StoreFullError:  # as when a lost device took reserved slots with it
                     state.cut_off = True
-                    self._recovery.send_back(state)
+                    self._recovery.force_preempt(state)
                     break
                 state.private[block] = slot
             self._index.pin(np.array([slot], dtype=np.int64))
@@ -163,12 +166,12 @@ class PagePolicy:
         state.published = max(ready) + 1
         policy = self._parts.store.write_policy
         if not state.request.num_preemptions:
-            policy.see(new)
+            policy.record_access(new)
         if hold_back:
             # What has left the window must be written: it is read from there.
             left = (state.known - self._parts.config.window_tokens + 1) // self._block
             under_way = len(self._slots.writing)
-            wanted = policy.worth_it([keys[b - first] for b in ready], under_way)
+            wanted = policy.should_write([keys[b - first] for b in ready], under_way)
             ready = [b for b, worth in zip(ready, wanted, strict=True) if worth or b < left]
         for block in ready:
             key = keys[block - first]
@@ -203,7 +206,7 @@ class PagePolicy:
         contexts = [c for c in self._draft.contexts if c.request_id != state.request_id]
         self._draft.contexts = contexts
         policy = self._parts.store.write_policy
-        policy.held_back(len(state.private), len(self._slots.writing))
+        policy.count_skipped(len(state.private), len(self._slots.writing))
         for slot in state.private.values():
             self._slots.abandon(slot)
         state.private.clear()
@@ -236,12 +239,12 @@ class PagePolicy:
         if slot in self._in_contexts and self._index.epoch(slot) == epoch:
             for state in self._requests.values():
                 if slot in state.slots:
-                    self._recovery.send_back(state)
+                    self._recovery.force_preempt(state)
 
     def context_unreadable(self, state: RequestState) -> None:
         """Send the request back, and drop what it samples in steps under way."""
-        disown_steps(state)
-        self._recovery.send_back(state)
+        discard_in_flight_output(state)
+        self._recovery.force_preempt(state)
 
     def compute_anew(self, state: RequestState, *, told: bool) -> None:
         """As :meth:`context_unreadable`."""

@@ -30,7 +30,7 @@ class PrefixLookup:
         # Blocks that the request that was asked for last has in HBM.
         self._in_hbm = 0
 
-    def ask(self, request: Request, computed: int, step: int) -> Match:
+    def match(self, request: Request, computed: int, step: int) -> Match:
         """Part that the store holds of a request beyond ``computed`` tokens, before step ``step``.
 
         Raises:
@@ -86,7 +86,7 @@ class PrefixLookup:
         reason = self._policy.admit_hit(request, first, first + blocks) if blocks else None
         if reason is not None:
             return Wait(reason)
-        self._loads.retries.ask(request.request_id)
+        self._loads.retries.record_lookup(request.request_id)
         return Hit(blocks * self._block) if blocks else Miss()
 
     def _usable(self, keys: Sequence[bytes], first: int, count: int) -> int:

@@ -45,9 +45,9 @@ class ReportIntake:
     def _of_devices(self, rank: int, report: RankReport) -> None:
         weights = self._parts.weights
         for device in report.lost_devices:
-            dropped = weights.lose(device, self._index)
+            dropped = weights.mark_lost(device, self._index)
             self._counters.add("slots_dropped", dropped, cause="device_lost")
-        weights.value(rank, report.speeds)
+        weights.update(rank, report.speeds)
 
     def _of_writes(self, report: RankReport) -> list[int]:
         """Slots of which this rank's was the last write."""

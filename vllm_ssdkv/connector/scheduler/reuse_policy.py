@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.connector.scheduler.context_recovery import disown_steps
+from vllm_ssdkv.connector.scheduler.context_recovery import discard_in_flight_output
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
@@ -92,7 +92,7 @@ class ReusePolicy:
             return
         keys = self._identities.keys.to_store(request, end, first)
         if not request.num_preemptions:
-            self._write_policy.see(keys)
+            self._write_policy.record_access(keys)
         admitted = self._write_policy.admitted(keys).tolist()
         state.published = first + len(keys)  # the last tokens may still be on their way here
         blocks = self._groups.completed(state, output, keys, first, computed)
@@ -145,7 +145,7 @@ class ReusePolicy:
 
     def compute_anew(self, state: RequestState, *, told: bool) -> None:
         """Tell vLLM of an invalid block: it computes the request from there."""
-        disown_steps(state)
+        discard_in_flight_output(state)
         if len(state.block_ids) == 1 and state.running and not told:
             self._draft.invalid.append(state.block_ids[0][state.loaded_from])
 

@@ -140,7 +140,7 @@ class SSDKVScheduler:
             self._release(earlier)
         self.keys.forget(request_id)
         self.verifier.forget(request_id)
-        match = self._lookup.ask(request, computed, self._step)
+        match = self._lookup.match(request, computed, self._step)
         self._policy.answered(request_id, waits=isinstance(match, Wait))
         self._waits.answered(request_id, match)
         return match

@@ -45,7 +45,7 @@ class WritePolicy:
 
     # ---- admission ----
 
-    def see(self, keys: Sequence[bytes]) -> None:
+    def record_access(self, keys: Sequence[bytes]) -> None:
         """A request computes or finds blocks with these distinct keys, for the first time."""
         if self._seen is not None:
             self._seen.add(keys)
@@ -59,14 +59,14 @@ class WritePolicy:
 
     # ---- page mode ----
 
-    def worth_it(self, keys: Sequence[bytes], slots_under_way: int) -> list[bool]:
+    def should_write(self, keys: Sequence[bytes], slots_under_way: int) -> list[bool]:
         """Mask of blocks, [n], to write although their request may never need them."""
         if self.used_up(slots_under_way):
             return [False] * len(keys)
         wanted: list[bool] = self.admitted(keys).tolist()
         return wanted
 
-    def held_back(self, blocks: int, slots_under_way: int) -> None:
+    def count_skipped(self, blocks: int, slots_under_way: int) -> None:
         """A request ended with blocks that were not written."""
         if self.used_up(slots_under_way):
             self.skip(blocks, "budget")

@@ -207,4 +207,4 @@ class PagedStep:
             self._decode.contexts.close()
         # With their blocks in HBM: nobody reads those, until they leave it.
         known = [self._store.context_from(row.request_id, 0) for row in self._rows]
-        self._store.settle(known, self._choosing, self._later)
+        self._store.rebalance_dram(known, self._choosing, self._later)

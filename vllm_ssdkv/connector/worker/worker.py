@@ -312,7 +312,7 @@ class SSDKVWorker:
                 self._forget_choices(delta.request_id)
             store.extend_context(delta.request_id, delta.start, delta.slots)
         if plan.discard:
-            store.discard(np.array(plan.discard, dtype=np.int64))
+            store.abandon(np.array(plan.discard, dtype=np.int64))
         if plan.trim is not None:
             store.trim(plan.trim)
         if plan.believed:
@@ -416,7 +416,7 @@ class SSDKVWorker:
         at_once = len(self.store.tails) or len(save.slots)
         while done < len(save.slots):
             wanted = save.slots[done : done + at_once]
-            frames = self.store.hold(wanted, wait=self.config.mode == "page")
+            frames = self.store.reserve_frames(wanted, wait=self.config.mode == "page")
             if len(frames) == 0 or self._port is None:
                 break
             part = slice(done, done + len(frames))
@@ -436,7 +436,7 @@ class SSDKVWorker:
     def _commit(self, commit: Flush, which: NDArray[np.bool_]) -> None:
         if which.any():
             keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
-            self.store.commit(commit.slots[which], commit.epochs[which], keys)
+            self.store.flush(commit.slots[which], commit.epochs[which], keys)
 
     def _copy_frames(self, plan: CopyFrames) -> None:
         """Write copies of frames into other slots."""
@@ -505,8 +505,8 @@ class SSDKVWorker:
         self._report_writes()
         self._report.bad.extend(self._store.take_scrubbed())
         self._report.mended.extend(self._store.take_mended())
-        self._report.lost_devices.extend(self._opened.files.health.take_news())
-        self._report.speeds.extend(self._opened.files.speed.take_news())
+        self._report.lost_devices.extend(self._opened.files.health.drain_events())
+        self._report.speeds.extend(self._opened.files.speed.drain_events())
 
     def _background_ended(self, outcome: LoadOutcome) -> None:
         if outcome.request_id == PROMOTION:

@@ -43,27 +43,27 @@ void bind_page_cache(nb::module_& m) {
           "address"_a, "page_bytes"_a, "header_bytes"_a, "places"_a, "slots"_a, "pages"_a,
           "policy"_a)
       .def(
-          "ask",
+          "acquire",
           [](PageCache& cache, const ArrayIn<int64_t>& slots, const ArrayIn<int64_t>& pages,
              const ArrayIn<uint64_t>& frames) {
             AskedPages asked;
             {
               const Unlocked unlocked;
-              asked = cache.ask(span(slots), span(pages), span(frames));
+              asked = cache.acquire(span(slots), span(pages), span(frames));
             }
             return to_tuple(std::move(asked));
           },
           "slots"_a.noconvert(), "pages"_a.noconvert(), "frames"_a.noconvert())
       .def(
-          "guess",
+          "prefetch",
           [](PageCache& cache, const ArrayIn<int64_t>& slots, const ArrayIn<int64_t>& pages,
              const ArrayIn<uint64_t>& frames, const ArrayIn<int32_t>& begin, size_t limit,
              const ArrayIn<uint16_t>& devices, const ArrayIn<int64_t>& quota) {
             AskedPages asked;
             {
               const Unlocked unlocked;
-              asked = cache.guess(span(slots), span(pages), span(frames), span(begin), limit,
-                                  span(devices), span(quota));
+              asked = cache.prefetch(span(slots), span(pages), span(frames), span(begin), limit,
+                                     span(devices), span(quota));
             }
             return nb::make_tuple(to_numpy(std::move(asked.keys)),
                                   to_numpy(std::move(asked.places)));
@@ -71,10 +71,10 @@ void bind_page_cache(nb::module_& m) {
           "slots"_a.noconvert(), "pages"_a.noconvert(), "frames"_a.noconvert(),
           "begin"_a.noconvert(), "limit"_a, "devices"_a.noconvert(), "quota"_a.noconvert())
       .def(
-          "arrive",
+          "complete",
           [](PageCache& cache, const ArrayIn<int64_t>& keys, const ArrayIn<int32_t>& places,
              const ArrayIn<uint8_t>& good, const ArrayIn<uint16_t>& devices) {
-            cache.arrive(span(keys), span(places), span(good), span(devices));
+            cache.complete(span(keys), span(places), span(good), span(devices));
           },
           "keys"_a.noconvert(), "places"_a.noconvert(), "good"_a.noconvert(),
           "devices"_a.noconvert())

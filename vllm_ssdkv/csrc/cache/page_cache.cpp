@@ -58,8 +58,8 @@ PageCache::PageCache(const PageLayout& layout, size_t places, size_t slots, size
   for (size_t place = places; place > 0; --place) list(static_cast<int32_t>(place - 1));
 }
 
-AskedPages PageCache::ask(std::span<const int64_t> slots, std::span<const int64_t> pages,
-                          std::span<const uint64_t> frames) {
+AskedPages PageCache::acquire(std::span<const int64_t> slots, std::span<const int64_t> pages,
+                              std::span<const uint64_t> frames) {
   check(slots, pages, frames);
   AskedPages asked;
   asked.which.resize(slots.size(), kNoPlace);
@@ -105,10 +105,10 @@ AskedPages PageCache::ask(std::span<const int64_t> slots, std::span<const int64_
   return asked;
 }
 
-AskedPages PageCache::guess(std::span<const int64_t> slots, std::span<const int64_t> pages,
-                            std::span<const uint64_t> frames, std::span<const int32_t> begin,
-                            size_t limit, std::span<const uint16_t> devices,
-                            std::span<const int64_t> quota) {
+AskedPages PageCache::prefetch(std::span<const int64_t> slots, std::span<const int64_t> pages,
+                               std::span<const uint64_t> frames, std::span<const int32_t> begin,
+                               size_t limit, std::span<const uint16_t> devices,
+                               std::span<const int64_t> quota) {
   check(slots, pages, frames);
   for (size_t list = 0; list + 1 < begin.size(); ++list) {
     if (begin[list] < 0 || begin[list] > begin[list + 1]) {
@@ -203,8 +203,8 @@ std::vector<int32_t> PageCache::take(size_t count) {
   return taken;
 }
 
-void PageCache::arrive(std::span<const int64_t> keys, std::span<const int32_t> places,
-                       std::span<const uint8_t> good, std::span<const uint16_t> devices) {
+void PageCache::complete(std::span<const int64_t> keys, std::span<const int32_t> places,
+                         std::span<const uint8_t> good, std::span<const uint16_t> devices) {
   check_places(places);
   if (keys.size() != places.size() || good.size() != places.size() ||
       devices.size() != places.size()) {

@@ -53,24 +53,25 @@ class PageCache {
 
   // Pages (slot, number within the slot) that queries need; `frames` is not 0 where the slot's
   // frame is borrowed. Held pages are taken, and places for the others.
-  AskedPages ask(std::span<const int64_t> slots, std::span<const int64_t> pages,
-                 std::span<const uint64_t> frames);
+  AskedPages acquire(std::span<const int64_t> slots, std::span<const int64_t> pages,
+                     std::span<const uint64_t> frames);
 
   // Pages that queries may soon need: of those without a place up to `limit` get one, as many for
   // each list of pages begin[i] .. begin[i + 1] as for the others, as long as it has any. Nothing
   // that is held is touched. Entries are those to be read alone, all with a place. A page in
   // several lists counts once. If `devices`, of each page, is not empty, device d reads quota[d] at
   // most.
-  AskedPages guess(std::span<const int64_t> slots, std::span<const int64_t> pages,
-                   std::span<const uint64_t> frames, std::span<const int32_t> begin, size_t limit,
-                   std::span<const uint16_t> devices, std::span<const int64_t> quota);
+  AskedPages prefetch(std::span<const int64_t> slots, std::span<const int64_t> pages,
+                      std::span<const uint64_t> frames, std::span<const int32_t> begin,
+                      size_t limit, std::span<const uint16_t> devices,
+                      std::span<const int64_t> quota);
 
   // Reads into taken places have ended: where they are `good` the place holds its page from now on,
   // elsewhere it is nobody's. They stay taken.
-  void arrive(std::span<const int64_t> keys, std::span<const int32_t> places,
-              std::span<const uint8_t> good, std::span<const uint16_t> devices);
+  void complete(std::span<const int64_t> keys, std::span<const int32_t> places,
+                std::span<const uint8_t> good, std::span<const uint16_t> devices);
 
-  // Places of the pages that ask() answered, after their reads have ended.
+  // Places of the pages that acquire() answered, after their reads have ended.
   FoundPages find(std::span<const int64_t> pages, std::span<const uint64_t> frames,
                   std::span<const int32_t> which, std::span<const int64_t> keys,
                   std::span<const int32_t> places) const;

@@ -151,8 +151,8 @@ class DramBalancer:
             return
         missing = len(slots) - _common(slots, self._newest) + len(coming) - there
         spare_places, spare_rows = self._spare()
-        missing -= self._places.lend(min(missing, places), spare_places)
-        self._rows.lend(min(missing - _common(slots, self._prompts), rows), spare_rows)
+        missing -= self._places.detach(min(missing, places), spare_places)
+        self._rows.detach(min(missing - _common(slots, self._prompts), rows), spare_rows)
 
     # ---- who chooses ----
 
@@ -183,7 +183,7 @@ class DramBalancer:
         wanted = self._chosen_places * sum(len(contexts[row]) for row in choosing)
         self._give_places(int(wanted) - self._pages.open_places, contexts, choosing)
 
-    def settle(
+    def rebalance(
         self, contexts: Contexts, choosing: Collection[int], later: Collection[int] = ()
     ) -> None:
         """A step has ended, with these slots of its rows, some of which chose, and others will
@@ -217,7 +217,7 @@ class DramBalancer:
         frames = frames[np.concatenate([first, last])]
         while missing > 0 and len(frames):
             runs = self._rows.runs_in(missing)
-            missing -= self._rows.take_back(frames[:runs])
+            missing -= self._rows.attach(frames[:runs])
             frames = frames[runs:]
         return missing > 0
 
@@ -229,7 +229,7 @@ class DramBalancer:
         order, _ = self._by_use(self._frames.slots_of(frames), contexts, choosing)
         if len(order) == 0:
             self._wait = _PATIENCE
-        self._places.take_back(frames[order[: self._places.runs_in(places)]])
+        self._places.attach(frames[order[: self._places.runs_in(places)]])
 
     def _by_use(
         self, slots: NDArray[np.int64], contexts: Contexts, choosing: Collection[int]

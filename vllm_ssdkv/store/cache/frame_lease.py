@@ -75,7 +75,7 @@ class FrameLease:
         """Runs that can be lent with so many pieces to spare; fewer, if they are far apart."""
         return min(self.runs_in(max(0, spare)), len(self._lent) - self.lent)
 
-    def lend(self, count: int, spare: int) -> int:
+    def detach(self, count: int, spare: int) -> int:
         """So many runs, where they hold least, serve as frames now, or a few more; fewer, where
         they would take more than ``spare`` pieces out of use. Returns how many."""
         if count <= 0:
@@ -126,7 +126,7 @@ class FrameLease:
         pages = frame[geometry.header_bytes :].reshape(geometry.kv_pages, geometry.page_bytes)
         pages[:, geometry.payload_bytes :] = 0
 
-    def take_back(self, frames: NDArray[np.int32]) -> int:
+    def attach(self, frames: NDArray[np.int32]) -> int:
         """Turn these frames, where nobody uses them, back into what they were before; number of
         pieces that may be used again."""
         frames = frames[self._frames.shut(frames)]

@@ -168,7 +168,7 @@ class FrameCache:
         Args:
             slots: Slots without a frame, [n].
             state: ``HELD``, for the caller to fill, or ``LOADING``, for the caller to read into
-                and to :meth:`settle`.
+                and to :meth:`finish_io`.
             spare_contexts: Evict no frame of a running context.
 
         Returns:
@@ -206,7 +206,7 @@ class FrameCache:
         """Frame of each slot, [n], now ``WRITING``; ``NO_FRAME`` where none was ``HELD``."""
         return self._tables.start_writing(slots)
 
-    def settle(self, frames: NDArray[np.int32], state: FrameState) -> None:
+    def finish_io(self, frames: NDArray[np.int32], state: FrameState) -> None:
         """The I/O of these frames has ended. Those that still have a slot get ``state``.
 
         ``FREE`` takes the frame from its slot. Frames without a slot are freed in any case.
@@ -217,7 +217,7 @@ class FrameCache:
         self._tables.settle(frames, state)
 
     def abandon(self, frames: NDArray[np.int32]) -> None:
-        """Take frames whose I/O missed its deadline from their slots; :meth:`settle` them later."""
+        """Take frames whose I/O is overdue from their slots; :meth:`finish_io` them later."""
         self._tables.abandon(frames)
 
     def forget(self, slots: NDArray[np.int64]) -> None:

@@ -56,7 +56,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Answer to :meth:`SelectedPageCache.ask`. *Entries* are distinct pages that lie in no frame.
+    """Answer to :meth:`SelectedPageCache.acquire`. *Entries* are distinct pages outside frames.
 
     Attributes:
         which: Entry of each page asked for, int32 [n]; ``NO_PLACE`` where it lies in a frame.
@@ -66,8 +66,8 @@ class Asked:
             have one. Neighbours stand side by side.
         framed: Distinct pages that lie in frames.
         coming: Entries of those held that somebody else is reading.
-        guessed: Entries of those held that :meth:`SelectedPageCache.guess` brought and nobody asked
-        for
+        guessed: Entries of those held that :meth:`SelectedPageCache.prefetch` brought and nobody
+        asked for
             before.
     """
 
@@ -105,7 +105,7 @@ class SelectedPageCache:
         """
         self.places = places
         self.asked = 0
-        """Distinct pages in each call of :meth:`ask`, since the start."""
+        """Distinct pages in each call of :meth:`acquire`, since the start."""
         self._offset = offset
         self._page_bytes = geometry.page_bytes
         self._pages = geometry.pages
@@ -120,14 +120,14 @@ class SelectedPageCache:
         )
         self._lent: list[tuple[NDArray[np.int32], SlotRequest]] = []
 
-    def ask(self, pages: Pages) -> Asked:
+    def acquire(self, pages: Pages) -> Asked:
         """Take the places of pages that queries need; the others get one, to be read into."""
         self._collect()
-        asked = Asked(*self._tables.ask(pages.slots, pages.numbers, pages.frames))
+        asked = Asked(*self._tables.acquire(pages.slots, pages.numbers, pages.frames))
         self.asked += len(asked.keys)
         return asked
 
-    def guess(
+    def prefetch(
         self,
         pages: Pages,
         begin: NDArray[np.int32],
@@ -149,7 +149,7 @@ class SelectedPageCache:
         self._collect()
         if devices is None or quota is None:
             devices, quota = np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=np.int64)
-        return self._tables.guess(
+        return self._tables.prefetch(
             pages.slots, pages.numbers, pages.frames, begin, limit, devices, quota
         )
 
@@ -159,7 +159,7 @@ class SelectedPageCache:
         """Slot of each page, and its number there, [n]."""
         return np.divmod(keys, self._pages)
 
-    def arrive(
+    def complete(
         self,
         keys: NDArray[np.int64],
         places: NDArray[np.int32],
@@ -168,7 +168,7 @@ class SelectedPageCache:
     ) -> None:
         """The reads of these pages have ended, [n]: those that are ``good`` are held from now on,
         having come from these devices. All stay taken."""
-        self._tables.arrive(keys, places, good.view(np.uint8), devices)
+        self._tables.complete(keys, places, good.view(np.uint8), devices)
 
     def find(self, asked: Asked, pages: Pages) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
         """Absolute address of each page that was asked for, and whether it is there, [n]."""

@@ -172,7 +172,7 @@ class DeviceHealth:
         with self._lock:
             return self._out_of_use[devices]
 
-    def take_news(self) -> list[int]:
+    def drain_events(self) -> list[int]:
         """Devices quarantined since the last call."""
         with self._lock:
             news, self._news = self._news, []

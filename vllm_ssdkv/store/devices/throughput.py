@@ -131,7 +131,7 @@ class ThroughputEstimator:
         slow: NDArray[np.bool_] = np.minimum(self._factor, self._latest) < 1 / TOLERANCE
         return slow
 
-    def served(self, device: int, part: Part, *, counts: bool = True) -> None:
+    def record_completion(self, device: int, part: Part, *, counts: bool = True) -> None:
         """A device has done its part of a batch. One that does not count, because its end is not
         known well, was work all the same, for which the next part had to wait."""
         with self._lock:
@@ -163,7 +163,7 @@ class ThroughputEstimator:
             rates: NDArray[np.float64] = self._weights * self._latest
             return rates
 
-    def take_news(self) -> list[tuple[int, float]]:
+    def drain_events(self) -> list[tuple[int, float]]:
         """Devices whose speed has changed since the last call, and the part of its weight, in
         (0, 1], that each is to get now: less than it is worth, see :data:`SPARED`."""
         with self._lock:
@@ -316,4 +316,4 @@ class BatchWatch:
             if blur > BLUR * (end.latest - first.latest):
                 first_bytes = nbytes
             part = Part(nbytes, self.begin, first, first_bytes, end)
-            self._speed.served(device, part, counts=end.latest - end.earliest <= allowed)
+            self._speed.record_completion(device, part, counts=end.latest - end.earliest <= allowed)

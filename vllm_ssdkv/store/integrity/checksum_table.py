@@ -87,7 +87,7 @@ class ChecksumTable:
 
     # ---- slots that are being written ----
 
-    def hold(self, slots: NDArray[np.int64], seals: Digests) -> None:
+    def begin_write(self, slots: NDArray[np.int64], seals: Digests) -> None:
         """These slots are being written with these seals; who needs one may :meth:`adopt` it."""
         with self._lock:
             self._held.update((slot, (seals, i)) for i, slot in enumerate(slots.tolist()))
@@ -106,7 +106,7 @@ class ChecksumTable:
             result: NDArray[np.bool_] = self._row_of[slots] != _NO_ROW
             return result
 
-    def settle(self, slots: NDArray[np.int64]) -> None:
+    def end_write(self, slots: NDArray[np.int64]) -> None:
         """These slots are written, and their frames say so, or they failed."""
         with self._lock:
             for slot in slots.tolist():

@@ -91,7 +91,7 @@ class SlotRequest:
             beside: Batches in flight whose turn comes later: the speed of the devices is seen from
                 when their parts end.
         """
-        self.settle(beside)
+        self.wait_for_io(beside)
         name, done = "read" if self.op is Op.READ else "write", self.watch.nbytes
         keys = _byte_keys(self.op, self.files.health.paths)
         if self._found is not None and self._all_moved(self._found):
@@ -110,7 +110,7 @@ class SlotRequest:
             good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)
         return ~self._slots_of(~good)
 
-    def settle(self, beside: Sequence[SlotRequest] = ()) -> None:
+    def wait_for_io(self, beside: Sequence[SlotRequest] = ()) -> None:
         """Block until :meth:`wait` would return at once; ``beside`` as there."""
         pause = _FIRST_LOOK_S
         while not self.over(pause):

@@ -199,7 +199,7 @@ class _Reader:
         return part, right & arrived, epochs, keys
 
 
-def in_doubt(store: StoredStore, entry: Entry) -> NDArray[np.bool_]:
+def suspect_slots(store: StoredStore, entry: Entry) -> NDArray[np.bool_]:
     """Mask of blocks, [n], that may miss a part that they have one copy of: a device was away, or
     lost its file, in the opening in which they were stored."""
     placement = store.placement

@@ -32,7 +32,7 @@ from vllm_ssdkv.store.format.journal_record import (
 from vllm_ssdkv.store.index.journal import WRITE_RECORDS
 from vllm_ssdkv.store.index.recovery import LOG_INTERVAL_S
 from vllm_ssdkv.store.io.slot_io import ReadFrom
-from vllm_ssdkv.store.maintenance.header_scan import in_doubt, scan_headers
+from vllm_ssdkv.store.maintenance.header_scan import scan_headers, suspect_slots
 from vllm_ssdkv.store.maintenance.offline_store import DataFile, StoredStore, open_data_file
 from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
@@ -112,8 +112,9 @@ def rebuild_journal(store: StoredStore, *, whole: bool) -> int:
             files.append(mine)
         entry = scan_headers(store, files, absent, _Progress("headers of slots read"))
         entry = entry.part(np.flatnonzero(~store.placement.lost(absent, entry.slots)))
-        doubtful = np.ones(len(entry.slots), dtype=np.bool_) if whole else in_doubt(store, entry)
-        entry = entry.part(np.flatnonzero(_right(store, files, absent, entry, doubtful)))
+        everything = np.ones(len(entry.slots), dtype=np.bool_)
+        suspect = everything if whole else suspect_slots(store, entry)
+        entry = entry.part(np.flatnonzero(_right(store, files, absent, entry, suspect)))
     write_journal(store, entry)
     return len(entry.slots)
 

@@ -223,7 +223,7 @@ class Rebalancer:
         if self.growth is not None:
             self.growth.step()
 
-    def settle(self, timeout_s: float) -> None:
+    def step_and_wait(self, timeout_s: float) -> None:
         """Do what can be done now, and wait for the manifest: at start, nothing else waits.
 
         Raises:

@@ -124,7 +124,7 @@ class ChannelReader:
             fetch = contexts.fetch_channels(every.part(part))
             try:
                 good = np.zeros(len(asked), dtype=np.bool_)
-                good[part] = contexts.arrive(fetch, asked[part])
+                good[part] = contexts.complete(fetch, asked[part])
                 runs = np.flatnonzero(good[pairs])
                 address = fetch.address[place[pairs[runs]]] + sources[runs].astype(np.uint64)
                 _io.copy(address, kept[runs], self._run_bytes)

@@ -95,7 +95,7 @@ class GpuPageCache:
     def start(self, pages: Pages) -> GpuFetch:
         """Start to bring pages that queries chose. Does not block. Pages may repeat."""
         # A frame in DRAM is no reason to read it again over PCIe.
-        asked = self._cache.ask(replace(pages, frames=np.zeros_like(pages.frames)))
+        asked = self._cache.acquire(replace(pages, frames=np.zeros_like(pages.frames)))
         others = np.flatnonzero(asked.which >= asked.held)
         below = self._fetcher.start(pages.part(others))
         return GpuFetch(pages, asked, np.zeros(len(pages), np.uint64), others, below, self)
@@ -113,7 +113,7 @@ class GpuPageCache:
         usable = good[others[first]] & (places != NO_PLACE)
         if usable.any():
             self._memory.copy(fetch.below.address[first[usable]], places[usable])
-        self._cache.arrive(keys, places, usable, np.zeros(len(keys), dtype=np.uint16))
+        self._cache.complete(keys, places, usable, np.zeros(len(keys), dtype=np.uint16))
         fetch.coming = False
         fetch.address, here = self._cache.find(asked, fetch.pages)
         elsewhere = ~here[others]
@@ -126,7 +126,7 @@ class GpuPageCache:
         if fetch.coming:
             keys, places = asked.keys[asked.held :], asked.places[asked.held :]
             nothing = np.zeros(len(keys), dtype=np.bool_)
-            self._cache.arrive(keys, places, nothing, np.zeros(len(keys), dtype=np.uint16))
+            self._cache.complete(keys, places, nothing, np.zeros(len(keys), dtype=np.uint16))
             fetch.coming = False
         self._cache.release(asked.places)
         asked.places[:] = NO_PLACE

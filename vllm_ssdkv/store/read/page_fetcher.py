@@ -94,7 +94,7 @@ class PageFetcher:
     def start(self, pages: Pages) -> Fetch:
         """Start to read what has to be read. Does not block. Pages may repeat."""
         self._settle_ahead(wait=False)
-        asked = self._cache.ask(pages)
+        asked = self._cache.acquire(pages)
         keys, places = asked.keys[asked.held :], asked.places[asked.held :]
         count = int(np.count_nonzero(places != NO_PLACE)) if len(places) else 0  # the first ones
         read = self._submit(keys[:count], places[:count]) if count else None
@@ -103,7 +103,7 @@ class PageFetcher:
         found = asked.held - asked.guessed
         return Fetch(pages, asked, nowhere, found, asked.guessed + count, read)
 
-    def ahead(self, pages: Pages, begin: NDArray[np.int32], *, idle: bool) -> int:
+    def prefetch(self, pages: Pages, begin: NDArray[np.int32], *, idle: bool) -> int:
         """Start to read pages that may be needed soon. Does not block.
 
         They get what :attr:`room` leaves of the cache at most, and each of the lists ``begin``
@@ -121,7 +121,7 @@ class PageFetcher:
                 pages.slots, self._offset(pages.numbers), self._files.geometry.page_bytes
             )
             devices = _first_devices(first, len(pages))
-        keys, places = self._cache.guess(pages, begin, limit, devices, quota)
+        keys, places = self._cache.prefetch(pages, begin, limit, devices, quota)
         if len(keys):
             self._ahead.append(self._submit(keys, places))
         return len(keys)
@@ -131,14 +131,14 @@ class PageFetcher:
         self._settle_ahead(wait=False)
         return sum(len(read.keys) for read in self._ahead)
 
-    def settle(self, fetch: Fetch) -> None:
+    def wait_for_io(self, fetch: Fetch) -> None:
         """Block until :meth:`finish` has nothing to wait for, unless something must be read again;
         for at most the deadline of I/O. Who measures time knows waiting from work by it."""
         if fetch.asked.coming:
             for ahead in self._ahead:
-                ahead.read.request.settle()
+                ahead.read.request.wait_for_io()
         if fetch._read is not None:
-            fetch._read.read.request.settle()
+            fetch._read.read.request.wait_for_io()
         self._idle.arrived()
 
     def finish(self, fetch: Fetch) -> NDArray[np.bool_]:
@@ -232,7 +232,7 @@ class PageFetcher:
 
     def _take_in(self, mine: _Read) -> NDArray[np.int32]:
         """A read is over: the cache holds what is good; places that it may still write to."""
-        self._cache.arrive(mine.keys, mine.places, mine.read.good, mine.devices())
+        self._cache.complete(mine.keys, mine.places, mine.read.good, mine.devices())
         lent = [_NO_PLACES]
         for request, held in mine.read.holders():
             lent.append(mine.places[held])

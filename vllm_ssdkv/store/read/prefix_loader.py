@@ -313,7 +313,7 @@ class PrefixLoader:
         try:
             read = self._submit(hit, which, self._frames.buffer_offset(frames), whole=True)
         except Exception:
-            self._frames.settle(frames, FrameState.FREE)
+            self._frames.finish_io(frames, FrameState.FREE)
             raise
         hit.todo = np.concatenate([hit.todo[:first], hit.todo[end:]])
         hit.reads.append(LoadRead(which, frames, read))
@@ -384,8 +384,8 @@ class PrefixLoader:
         finally:
             good = read.good
             self._frames.abandon(frames[held])
-            self._frames.settle(frames[good], FrameState.CLEAN)
-            self._frames.settle(frames[~good & ~held], FrameState.FREE)
+            self._frames.finish_io(frames[good], FrameState.CLEAN)
+            self._frames.finish_io(frames[~good & ~held], FrameState.FREE)
 
     def _finish_headers(self, hit: Hit, entry: LoadRead, beside: Sequence[SlotRequest]) -> None:
         read = entry.read
@@ -432,4 +432,4 @@ class PrefixLoader:
             with self._errors.swallowed("frames of an overdue read are out of use"):
                 if entry[0].ended():
                     self._overdue.remove(entry)
-                    self._frames.settle(entry[1], FrameState.FREE)
+                    self._frames.finish_io(entry[1], FrameState.FREE)

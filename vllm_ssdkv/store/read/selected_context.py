@@ -343,19 +343,19 @@ class SelectedContexts:
         counts.ssd += fetch.from_ssd
         counts.hits += fetch.asked.guessed
 
-    def ahead(self, wanted: BlockPages, begin: NDArray[np.int32], *, idle: bool) -> None:
+    def prefetch(self, wanted: BlockPages, begin: NDArray[np.int32], *, idle: bool) -> None:
         """Start to read pages that may be needed soon, in lists with the edges ``begin``; does not
         block. What is read never changes an answer, but when it comes. ``idle``: no more than the
         devices can do beside what was fetched last and until the next fetch."""
         pages = wanted.pages if self._hot is None else self._hot.wanted_below(wanted.pages)
-        self.fetched.ahead += self._fetcher.ahead(pages, begin, idle=idle)
+        self.fetched.ahead += self._fetcher.prefetch(pages, begin, idle=idle)
 
-    def settle(self, fetch: Fetch | GpuFetch) -> None:
-        """Wait for what was submitted, with the deadline of I/O: :meth:`arrive` then has its work
+    def wait_for_io(self, fetch: Fetch | GpuFetch) -> None:
+        """Wait for what was submitted, with the deadline of I/O: :meth:`complete` then has its work
         to do, but mostly nothing to wait for."""
-        self._fetcher.settle(fetch.below if isinstance(fetch, GpuFetch) else fetch)
+        self._fetcher.wait_for_io(fetch.below if isinstance(fetch, GpuFetch) else fetch)
 
-    def arrive(
+    def complete(
         self, fetch: Fetch | GpuFetch, blocks: NDArray[np.int64] | NDArray[np.int32]
     ) -> NDArray[np.bool_]:
         """Wait for the pages of these blocks, [n], with the deadline of I/O; which are there, [n].

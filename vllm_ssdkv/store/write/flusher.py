@@ -141,7 +141,7 @@ class Flusher:
         self._thread = threading.Thread(target=self._run, name="ssdkv-writer", daemon=True)
         self._thread.start()
 
-    def commit(self, items: Iterable[Pending]) -> None:
+    def flush(self, items: Iterable[Pending]) -> None:
         """Queue slots whose frames are ``HELD``. Never blocks."""
         new = list(items)
         with self._wake:
@@ -157,7 +157,7 @@ class Flusher:
                 self._trimmer.add(slots)
                 self._wake.notify_all()
 
-    def discard(self, slots: NDArray[np.int64]) -> None:
+    def abandon(self, slots: NDArray[np.int64]) -> None:
         """These slots will not be needed: drop queued writes and their frames."""
         gone = set(slots.tolist())
         with self._wake:
@@ -340,8 +340,8 @@ class Flusher:
             self._seal(items, frames, images)
             batch = self._submit(items, frames, images)
         except BaseException as error:
-            self._frames.settle(frames, FrameState.HELD)
-            self._seals.settle(_slots(items))
+            self._frames.finish_io(frames, FrameState.HELD)
+            self._seals.end_write(_slots(items))
             if self._images is not None and images is not None:
                 self._images.give(images)
             if not isinstance(error, StoreError):
@@ -392,7 +392,7 @@ class Flusher:
             tails,
         )
         # In this order: a context that begins to refer to a slot in between adopts its seal.
-        self._seals.hold(slots, seals)
+        self._seals.begin_write(slots, seals)
         self._seals.adopt(slots[self._frames.referenced(slots)])
 
     def _finish_one(self) -> None:
@@ -467,9 +467,9 @@ class Flusher:
     def _settle(self, group: _Group, outcome: _Outcome) -> None:
         """Give back what no I/O touches any more."""
         good, held = outcome.good, outcome.held
-        self._frames.settle(group.frames[good & ~held], FrameState.CLEAN)
-        self._frames.settle(group.frames[~good & ~held], FrameState.HELD)
-        self._seals.settle(group.slots)
+        self._frames.finish_io(group.frames[good & ~held], FrameState.CLEAN)
+        self._frames.finish_io(group.frames[~good & ~held], FrameState.HELD)
+        self._seals.end_write(group.slots)
         if self._images is not None and group.images is not None:
             self._images.give(group.images[~held])
             for which, batch in outcome.late:
@@ -512,4 +512,5 @@ class Flusher:
             self._overdue.remove(group)
             self._busy.difference_update(item.slot for item in group.items)
             # What was reported as failed stays the only copy until discarded.
-            self._frames.settle(group.frames, FrameState.CLEAN if group.stored else FrameState.HELD)
+            state = FrameState.CLEAN if group.stored else FrameState.HELD
+            self._frames.finish_io(group.frames, state)
