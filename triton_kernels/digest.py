@@ -22,7 +22,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 @inline
 def _mix(word: torch.Tensor, number: torch.Tensor) -> Any:  # noqa: ANN401 - torch's has no bitcast
-    """A word of uint64 bound to its number; see ``csrc/io/digest.hpp``."""
+    """A word of uint64 bound to its number; see ``csrc/io/slot/digest.hpp``."""
     mixed = (word ^ (number * _STEP)) * _FIRST
     mixed ^= mixed >> 32
     mixed *= _SECOND

@@ -85,7 +85,7 @@ def child(task: dict[str, Any]) -> None:
     from tests.e2e.engine import Engine
 
     with Engine(Path(task["model"]), ssdkv=task["ssdkv"], **task["options"]) as engine:
-        index = None if task["ssdkv"] is None else engine.scheduler.connector.scheduler._index
+        index = None if task["ssdkv"] is None else engine.scheduler.connector.scheduler.index
         found = {} if index is None else {"total": index.num_slots, **index.gauges()}
         say(event="ready", slots=found)
         serve(task, engine)

@@ -1,12 +1,12 @@
 // AES-256-GCM of pages and HMAC-SHA256: known values, any number of threads, pages that are wrong.
-#include "io/cipher.hpp"
+#include "io/crypto/cipher.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <string_view>
 
-#include "io/libcrypto.hpp"
+#include "io/crypto/libcrypto.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {

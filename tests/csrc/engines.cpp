@@ -16,10 +16,10 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "io/file.hpp"
-#include "io/threads_engine.hpp"
+#include "io/engine/file.hpp"
+#include "io/engine/threads/threads_engine.hpp"
 #if SSDKV_URING
-#include "io/uring_engine.hpp"
+#include "io/engine/uring/uring_engine.hpp"
 #endif
 #include "suite.hpp"
 

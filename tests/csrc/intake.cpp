@@ -1,5 +1,5 @@
 // Slots that arrive are checked and copied, while other threads end their requests.
-#include "io/intake.hpp"
+#include "io/slot/intake.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "io/memory.hpp"
+#include "io/slot/memory.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {

@@ -1,5 +1,5 @@
 // Checksums and copies, in one thread and in several.
-#include "io/memory.hpp"
+#include "io/slot/memory.hpp"
 
 #include <algorithm>
 

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "cache/locate.hpp"
+#include "cache/page_lookup.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {

@@ -1,11 +1,11 @@
 // Slots to requests: the arithmetic itself is tested from Python, here what is out of bounds.
-#include "io/stripes.hpp"
+#include "io/slot/stripes.hpp"
 
 #include <limits>
 #include <memory>
 #include <stdexcept>
 
-#include "io/slot_pieces.hpp"
+#include "io/slot/slot_extents.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {

@@ -130,7 +130,7 @@ class Bench:
 
     def flip(self, slot: int, offset: int) -> None:
         """Change one bit of a slot on its device, past everything."""
-        placement = self.scheduler._rebalancer.placement
+        placement = self.scheduler.rebalancer.placement
         start = offset // 4096 * 4096
         extents = placement.extents(np.array([slot]), start, 4096)
         file = Path(self.paths[int(extents.device[0])]) / "rank0.data"

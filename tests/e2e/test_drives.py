@@ -30,7 +30,7 @@ def assert_no_trouble(here: Bench) -> None:
 
 def used(here: Bench) -> set[int]:
     """Devices that slots are striped over."""
-    segments = here.scheduler._rebalancer.placement.segments
+    segments = here.scheduler.rebalancer.placement.segments
     return {device for segment in segments if segment.slots for device in segment.lanes}
 
 
@@ -175,7 +175,7 @@ def test_what_is_read_again_leaves_a_slow_drive(
 
     stored = [here.stored(prompt) for prompt in range(len(here.prompts))]
     slots = np.array([slot for prompt in stored for slot in prompt])
-    assert not here.scheduler._rebalancer.outdated(slots).all()
+    assert not here.scheduler.rebalancer.outdated(slots).all()
     here.restart()
     assert [here.stored(prompt) for prompt in range(len(here.prompts))] == stored
     here.ask()

@@ -82,7 +82,7 @@ def test_contexts_come_from_the_tier_that_has_room(run: Run) -> None:
     from_dram = run.engine.ssdkv("context_pages_streamed", tier="dram")
     assert (from_ssd > 0) is (run.case.dram != ROOMY_DRAM)
     # Every decode step of the longest request walks its whole context, window excepted.
-    pages = run.engine.scheduler.connector.scheduler._rebalancer.placement.geometry.pages
+    pages = run.engine.scheduler.connector.scheduler.rebalancer.placement.geometry.pages
     outside = (max(map(len, run.case.prompts)) - run.case.window) // run.case.block
     assert from_ssd + from_dram >= (len(run.got[0].tokens) - 1) * outside * pages
 

@@ -26,8 +26,21 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["from the start", "in mid-flight"])
-@pytest.mark.parametrize("kind", KINDS)
+START, FLIGHT = "from the start", "in mid-flight"
+SHORT = {("eio", START), ("enospc", FLIGHT), ("short", START), ("stall", FLIGHT), ("dead", START)}
+"""Each kind once in `make test`; `make soak` has all of them at both times."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        pytest.param(
+            kind, when, id=f"{kind}-{when}", marks=() if (kind, when) in SHORT else pytest.mark.soak
+        )
+        for kind in KINDS
+        for when in (START, FLIGHT)
+    ],
+)
 def test_a_device_that_fails(bench: StartBench, log: list[str], kind: str, when: str) -> None:
     here = bench()
     rule, label, text = KINDS[kind]
@@ -37,7 +50,7 @@ def test_a_device_that_fails(bench: StartBench, log: list[str], kind: str, when:
         if step == 8:
             here.faults(rule | {"device": 2})
 
-    if when == "from the start":
+    if when == START:
         here.faults(rule | {"device": 2})
         here.ask()
     else:
@@ -126,7 +139,9 @@ def test_every_device_dies(bench: StartBench) -> None:
     assert all(path in str(error.value) for path in here.paths)
 
 
-@pytest.mark.parametrize("kind", ["eio", "stall", "corrupt", "dead"])
+@pytest.mark.parametrize(
+    "kind", ["eio", pytest.param("stall", marks=pytest.mark.soak), "corrupt", "dead"]
+)
 def test_reuse_mode_computes_what_it_cannot_read(bench: StartBench, kind: str) -> None:
     here = bench("reuse")
     here.ask()

@@ -23,6 +23,7 @@ StartBench = Callable[..., Bench]
 STRIKE = 10
 """Step of the damage: prompts are half computed, and their contexts on the devices."""
 
+SOAK = pytest.mark.soak
 QUIET = ("checksum_failures", "header_mismatches", "load_failures", "journal_corrupt_records")
 
 
@@ -31,7 +32,7 @@ QUIET = ("checksum_failures", "header_mismatches", "load_failures", "journal_cor
 
 def test_pages_that_change_under_running_requests(bench: StartBench, log: list[str]) -> None:
     here = bench()
-    geometry = here.scheduler._rebalancer.placement.geometry
+    geometry = here.scheduler.rebalancer.placement.geometry
     struck: list[int] = []
 
     def strike(step: int) -> None:
@@ -99,11 +100,18 @@ def filled(bench: StartBench, mode: str = "page") -> tuple[Bench, list[int]]:
     return here, slots
 
 
-@pytest.mark.parametrize("mode", ["page", "reuse"])
-@pytest.mark.parametrize("part", ["header", "page"])
+@pytest.mark.parametrize(
+    ("part", "mode"),
+    [
+        ("page", "page"),
+        ("header", "reuse"),
+        pytest.param("header", "page", marks=SOAK),
+        pytest.param("page", "reuse", marks=SOAK),
+    ],
+)
 def test_slots_that_changed(bench: StartBench, mode: str, part: str, log: list[str]) -> None:
     here, slots = filled(bench, mode)
-    geometry = here.scheduler._rebalancer.placement.geometry
+    geometry = here.scheduler.rebalancer.placement.geometry
     struck = (3, 40, 70)
     for number in struck:
         page = geometry.page_offset(number % geometry.pages)
@@ -213,7 +221,14 @@ def test_what_identifies_the_store_changed(bench: StartBench) -> None:
     assert here.count("header_mismatches") == 0
 
 
-@pytest.mark.parametrize("loss", ["file cut off", "file emptied", "directory removed"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "file cut off",
+        pytest.param("file emptied", marks=SOAK),
+        pytest.param("directory removed", marks=SOAK),
+    ],
+)
 def test_a_device_that_lost_its_data(bench: StartBench, loss: str, log: list[str]) -> None:
     here, _ = filled(bench)
     here.engine.close()

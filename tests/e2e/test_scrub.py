@@ -27,7 +27,7 @@ def test_a_page_that_goes_bad_while_nobody_asks(
     here = bench("reuse", io={"scrub_rate": "1GiB"})
     here.ask()
     slots = here.stored(0)
-    geometry = here.scheduler._rebalancer.placement.geometry
+    geometry = here.scheduler.rebalancer.placement.geometry
     here.flip(slots[7], geometry.page_offset(1) + 500)
     worker = get_kv_transfer_group().worker
 
@@ -54,7 +54,7 @@ def test_a_page_that_goes_bad_while_nobody_asks(
     wait_for("scrub_bytes", len(slots) * geometry.slot_bytes)
     here.assert_clean()
 
-    extents = here.scheduler._rebalancer.placement.extents(np.array(slots[3:4]), 0, 4096)
+    extents = here.scheduler.rebalancer.placement.extents(np.array(slots[3:4]), 0, 4096)
     here.engine.close()
     paths = [Path(path) for path in here.paths]
     with examined(paths) as found:

@@ -79,7 +79,7 @@ def test_a_restart_reads_the_ends_of_windows_only(
     engine.close()
     # None of the prompts begins as another one does, so nothing is found in DRAM.
     with start(models[MODEL], reuse_mode(place)) as restarted:
-        slot = restarted.scheduler.connector.scheduler._rebalancer.placement.geometry.slot_bytes
+        slot = restarted.scheduler.connector.scheduler.rebalancer.placement.geometry.slot_bytes
         check(restarted.answers(PROMPTS), stock, full_hits())
         assert restarted.ssdkv("hit_tokens", tier="ssd") == sum(full_hits())
         read = restarted.ssdkv("bytes_read")

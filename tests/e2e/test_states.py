@@ -106,7 +106,7 @@ def test_a_restart_reads_one_state_of_each_layer(
     stored.settle()
     stored.close()
     with start(model, reuse_mode(place)) as restarted:
-        slot = restarted.scheduler.connector.scheduler._rebalancer.placement.geometry.slot_bytes
+        slot = restarted.scheduler.connector.scheduler.rebalancer.placement.geometry.slot_bytes
         alone = [0, 1, 3]
         check(
             restarted.answers([PROMPTS[i] for i in alone]),

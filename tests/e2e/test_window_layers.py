@@ -98,7 +98,7 @@ def test_a_restart_reads_contexts_for_full_attention_only(paged: Paged, stock: S
     got = engine.answers(PROMPTS[:1])
     assert [a.tokens for a in got] == [a.tokens for a in stock.answers(paged.model, PROMPTS[:1])]
     assert got[0].cached == full_hits()[0]
-    geometry = engine.scheduler.connector.scheduler._rebalancer.placement.geometry
+    geometry = engine.scheduler.connector.scheduler.rebalancer.placement.geometry
     decoded = range(len(PROMPTS[0]), len(PROMPTS[0]) + len(got[0].tokens) - 1)
     behind = sum((n - WINDOW + 1) // BLOCK for n in (got[0].cached, *decoded))
     pages = behind * geometry.pages_per_layer * len(REACHES[paged.model])

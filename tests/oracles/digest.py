@@ -1,4 +1,4 @@
-"""The digest of memory, word by word as ``csrc/io/digest.hpp`` defines it."""
+"""The digest of memory, word by word as ``csrc/io/slot/digest.hpp`` defines it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from vllm_ssdkv.profiling.bench_drafts import _table, measure
 
 
 @pytest.mark.engine
+@pytest.mark.soak  # `make test` has drafts in page mode in e2e/test_speculative.py
 def test_a_step_gives_several_tokens_for_one_walk(tmp_path: Path) -> None:
     (row,) = measure(tmp_path, [1024], [3], 1, Console(stderr=True))
     assert row["context"] == 1024

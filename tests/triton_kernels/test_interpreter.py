@@ -16,7 +16,9 @@ FOLDER = Path(__file__).parent / "interpreted"
 PASSES = "def test_passes():\n    pass\n"
 
 
-def run_interpreted(folder: Path, report: Path) -> tuple[Counter[str], str]:
+def run_interpreted(
+    folder: Path, report: Path, *options: str, seconds: float = 540
+) -> tuple[Counter[str], str]:
     """Number of tests by outcome, and the output, of a pytest run over `folder`."""
     ended = subprocess.run(
         [
@@ -27,12 +29,13 @@ def run_interpreted(folder: Path, report: Path) -> tuple[Counter[str], str]:
             f"--config-file={ROOT / 'pyproject.toml'}",
             f"--rootdir={ROOT}",
             f"--junitxml={report}",
+            *options,
         ],
         cwd=report.parent,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=seconds,
         check=False,
     )
     outcomes: Counter[str] = Counter()
@@ -53,8 +56,16 @@ def problem_of(outcomes: Counter[str]) -> str | None:
     return "pytest failed" if outcomes["exit status"] else None
 
 
-def test_kernels_in_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes, output = run_interpreted(FOLDER, tmp_path / "report.xml")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "marked", ["not soak", pytest.param("soak", marks=pytest.mark.soak)], ids=["short", "rest"]
+)
+def test_kernels_in_the_interpreter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], marked: str
+) -> None:
+    outcomes, output = run_interpreted(
+        FOLDER, tmp_path / "report.xml", "-m", marked, seconds=540 if marked == "not soak" else 3500
+    )
     with capsys.disabled():
         names = ("passed", "failure", "error", "skipped")
         counts = ", ".join(f"{outcomes[name]} {name}" for name in names)

@@ -13,10 +13,10 @@ LATENCY_BUCKETS: Final = (
     *(50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3),
     *(100e-3, 200e-3, 500e-3, 1.0, 5.0),
 )
-"""Seconds. The native engines have the same in ``csrc/io/totals.hpp``, in nanoseconds."""
+"""Seconds. The native engines have the same in ``csrc/io/engine/counters.hpp``, in nanoseconds."""
 
 DEPTH_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-"""Requests; as in ``csrc/io/totals.hpp``."""
+"""Requests; as in ``csrc/io/engine/counters.hpp``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Digests of tensors on a host or a GPU, and a cheap look whether they are still the same.
 
-Both devices compute the same number (``csrc/io/digest.hpp``, ``triton_kernels/digest.py``), at the
+Both devices compute the same number (``csrc/io/slot/digest.hpp``, ``triton_kernels/digest.py``), at the
 speed of their memory.
 """
 

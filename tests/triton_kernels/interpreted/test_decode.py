@@ -25,8 +25,23 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "CpuScoringKernels", lambda: TritonScoringKernels(cpu))
 
 
-@pytest.mark.parametrize("tier", ["dram", "ssd", "hbm"])
-@pytest.mark.parametrize("geometry", [native.CHANNELS, native.SCALED], ids=["as_k", "int8"])
+SOAK = pytest.mark.soak
+TIERS: tuple[ChannelTier, ...] = ("dram", "ssd", "hbm")
+GEOMETRIES = {"as_k": native.CHANNELS, "int8": native.SCALED}
+SHORT = (("as_k", "ssd"), ("int8", "dram"), ("as_k", "hbm"))
+"""Each tier and each type once in `make test`; all pairs in `make soak`."""
+
+
+@pytest.mark.parametrize(
+    ("tier", "geometry"),
+    [
+        pytest.param(
+            tier, GEOMETRIES[kind], id=f"{kind}-{tier}", marks=() if (kind, tier) in SHORT else SOAK
+        )
+        for tier in TIERS
+        for kind in GEOMETRIES
+    ],
+)
 def test_sparf_by_token_is_sparq(
     make_rows: Callable[..., Rows], tier: ChannelTier, geometry: SlotGeometry
 ) -> None:

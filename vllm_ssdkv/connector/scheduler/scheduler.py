@@ -42,6 +42,7 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -102,6 +103,11 @@ class SSDKVScheduler:
         return self._parts.store.index
 
     @property
+    def rebalancer(self) -> Rebalancer:
+        """Placement of slots on the devices, and its changes."""
+        return self._parts.store.rebalancer
+
+    @property
     def requests(self) -> Mapping[str, RequestState]:
         """Requests that hold HBM blocks, by id."""
         return self._parts.requests
@@ -156,7 +162,7 @@ class SSDKVScheduler:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
         self._policy.begin_step()
-        rebalancer, loads, draft = self._parts.store.rebalancer, self.loads, self._parts.draft
+        rebalancer, loads, draft = self.rebalancer, self.loads, self._parts.draft
         rebalancer.step()
         for request_id in output.preempted_req_ids or ():
             state = self._parts.requests.get(request_id)

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention/team.hpp"
+#include "attention/openmp_team.hpp"
 
 namespace ssdkv::attention {
 namespace {

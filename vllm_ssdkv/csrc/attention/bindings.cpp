@@ -14,9 +14,9 @@
 #include "attention/attend.hpp"
 #include "attention/clock.hpp"
 #include "attention/isa.hpp"
-#include "attention/team.hpp"
+#include "attention/openmp_team.hpp"
 #include "attention/transfer.hpp"
-#include "unlocked.hpp"
+#include "base/unlocked.hpp"
 
 namespace ssdkv::attention {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "attention/isa.hpp"
+#include "attention/openmp_team.hpp"
 #include "attention/scoring.hpp"
-#include "attention/team.hpp"
 #include "attention/transfer.hpp"
 
 namespace ssdkv::attention {

@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "arrays.hpp"
 #include "attention/arguments.hpp"
 #include "attention/packing.hpp"
 #include "attention/sparse.hpp"
-#include "unlocked.hpp"
+#include "base/arrays.hpp"
+#include "base/unlocked.hpp"
 
 namespace ssdkv::attention {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention/team.hpp"
+#include "attention/openmp_team.hpp"
 
 namespace ssdkv::attention {
 namespace {

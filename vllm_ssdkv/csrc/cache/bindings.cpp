@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/interruptible.hpp"
 #include "cache/frame_cache.hpp"
-#include "io/interruptible.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cache/lru_order.hpp"
-#include "io/batch.hpp"
+#include "io/engine/batch.hpp"
 
 namespace ssdkv {
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <utility>
 
-#include "cache/locate.hpp"
+#include "base/unlocked.hpp"
 #include "cache/page_cache.hpp"
+#include "cache/page_lookup.hpp"
 #include "io/bindings.hpp"
-#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "index/pages.hpp"
+#include "index/huge_page_array.hpp"
 #include "index/record.hpp"
 
 namespace ssdkv {
@@ -44,7 +44,7 @@ class KeyMap {
   const std::byte* const keys_;
   const size_t stride_;
   const uint64_t seed_;  // keys come from prompts: nobody shall be able to make them collide
-  Pages<Entry> places_;
+  HugePageArray<Entry> places_;
   size_t size_ = 0;
 };
 

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "arrays.hpp"
+#include "base/arrays.hpp"
+#include "base/unlocked.hpp"
 #include "index/record.hpp"
 #include "index/replay.hpp"
 #include "index/slot_table.hpp"
-#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

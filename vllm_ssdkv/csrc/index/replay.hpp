@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "index/pages.hpp"
+#include "index/huge_page_array.hpp"
 #include "index/record.hpp"
 
 namespace ssdkv {
@@ -47,7 +47,7 @@ class Replay {
   void take(const Record& record);
 
   const uint64_t num_slots_;
-  Pages<Newest> slots_;
+  HugePageArray<Newest> slots_;
   std::vector<uint32_t> live_;
   bool ended_ = false;
   Record partial_{};  // the beginning of a record whose end is in the next piece

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "index/huge_page_array.hpp"
 #include "index/key_map.hpp"
-#include "index/pages.hpp"
 #include "index/record.hpp"
 #include "index/replay.hpp"
 
@@ -171,7 +171,7 @@ class SlotTable {
   const uint32_t free_list_;
   const uint32_t later_list_;
   const uint32_t used_list_;
-  Pages<Slot> slots_;
+  HugePageArray<Slot> slots_;
   KeyMap map_;
   uint64_t last_epoch_ = 0;
   size_t free_ = 0, deferred_ = 0, evictable_ = 0, journalled_ = 0, writing_ = 0, pinned_ = 0,

@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "arrays.hpp"
+#include "base/arrays.hpp"
 
 namespace ssdkv {
 
