@@ -186,7 +186,7 @@ def slowing(setup: Setup, plan: Plan | None = None) -> list[Course]:
 
 @contextlib.contextmanager
 def _places(setup: Setup) -> Iterator[tuple[list[Path], Path]]:
-    """Directories for a store's data on each device, and for its state; gone at the end."""
+    """Directories of a store: of its data, on each device, and of its state. Gone at the end."""
     places = setup.directories
     if len(places) == 1:
         places = places * setup.devices

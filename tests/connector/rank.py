@@ -13,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.connector.symbols import Symbols
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
+    FETCH,
     Adapter,
     Comparison,
     CopyFrames,
@@ -66,7 +67,7 @@ class Rank:
     broken: set[int] = field(default_factory=set)
     """Slots whose bytes cannot be read."""
     cold: set[int] = field(default_factory=set)
-    """Slots that have left DRAM."""
+    """Slots that have left DRAM, until they are fetched."""
     lost: set[int] = field(default_factory=set)
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -270,6 +271,8 @@ class Rank:
         self.report.loads.append(LoadTime(names, 0, tokens, 0.0, 0.0, seconds))
         if self.number == 0:
             self.pace.now += seconds
+        if names == FETCH and good:
+            self.cold.difference_update(load.slots.tolist())
         if names in BACKGROUND:
             return
         self.received.add(names)

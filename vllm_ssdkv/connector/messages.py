@@ -23,7 +23,13 @@ PROBE = "ssdkv probe"
 PROMOTION = "ssdkv promotion"
 """Name of loads of what running requests read from the devices in every step."""
 
-BACKGROUND = frozenset({PROMOTION, PROBE})
+FETCH = "ssdkv fetch"
+"""Name of loads of what is to be rewritten from frames."""
+
+INTO_DRAM = frozenset({PROMOTION, FETCH})
+"""Loads that bring whole blocks into DRAM, and share the devices with every step meanwhile."""
+
+BACKGROUND = INTO_DRAM | {PROBE}
 """Loads that no request waits for."""
 
 

@@ -173,16 +173,47 @@ def test_a_rank_without_frames_leaves_the_old_copy(reuse: Make) -> None:
     assert rewritten(run) == BLOCKS
 
 
-def test_in_page_mode_a_block_that_left_dram_stays_until_the_next_hit(page: Make) -> None:
+def test_in_page_mode_blocks_that_left_dram_are_fetched(page: Make) -> None:
     run = page(slots=100, ranks=2, frames=FRAMES)
     before = with_slow_device(run)
     run.ranks[1].cold.update(before[:2])
     ask(run, "a")
-    assert found(run)[:2] == before[:2]
-    assert rewritten(run) == BLOCKS - 2
-    run.ranks[1].cold.clear()
-    ask(run, "b")
     assert not set(found(run)) & set(before)
+    assert rewritten(run) == BLOCKS
+    assert run.ranks[1].cold == set()
+
+
+def test_blocks_that_left_dram_wait_until_running_contexts_leave_frames(page: Make) -> None:
+    run = page(slots=100, frames=8)
+    before = with_slow_device(run)
+    run.ranks[0].cold.update(before)
+    run.add("a", PROMPT, 2)
+    run.add("b", prompt(120, seed=5), 40)
+    while "a" in run.requests and not run.requests["a"].is_finished():
+        run.step()
+        run.end_io()
+    assert rewritten(run) == 0, "b has all frames"
+    end(run, "a", "b")
+    assert not set(found(run)) & set(before)
+    assert rewritten(run) == BLOCKS
+    run.check_idle()
+
+
+def test_few_blocks_wait_for_frames(page: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriter, "MOST_WAITING", 2)
+    run = page(slots=100, frames=FRAMES)
+    before = with_slow_device(run)
+    ask(run, "a")
+    assert found(run)[2:] == before[2:]
+    assert rewritten(run) == 2
+
+
+def test_a_store_with_one_frame_rewrites_nothing_in_page_mode(page: Make) -> None:
+    run = page(slots=100, frames=1)
+    before = with_slow_device(run)
+    ask(run, "a")
+    assert found(run) == before
+    run.check_idle()
 
 
 def test_a_device_that_becomes_slow_while_a_request_runs_counts_for_its_hit(reuse: Make) -> None:

@@ -295,7 +295,7 @@ def test_parts_count_only_if_somebody_looked_in_time() -> None:
     seen: list[tuple[int, Part]] = []
 
     class Spy(ThroughputEstimator):
-        def served(self, device: int, part: Part, *, counts: bool = True) -> None:
+        def record_completion(self, device: int, part: Part, *, counts: bool = True) -> None:
             if counts:
                 seen.append((device, part))
 

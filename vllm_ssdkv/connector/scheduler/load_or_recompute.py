@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.messages import BACKGROUND, PROBE, PROMOTION, LoadTime, RankReport
+from vllm_ssdkv.connector.messages import BACKGROUND, INTO_DRAM, PROBE, LoadTime, RankReport
 from vllm_ssdkv.connector.scheduler.cost_model import LoadCost, PrefillCost, StepShape
 from vllm_ssdkv.connector.scheduler.residency import ResidentSlots
 
@@ -282,7 +282,7 @@ class LoadOrRecompute:
         # Counted here, where what all ranks say of a load is together.
         failed = any(time_of.failed for time_of in load.times)
         self._counters.add("load_failures", int(failed))
-        if not load.times or request_id == PROMOTION:  # which says nothing of how fast a hit is
+        if not load.times or request_id in INTO_DRAM:  # which say nothing of how fast a hit is
             return
         slowest = max(load.times, key=lambda time_of: time_of.loading_s)
         waited = now - load.planned_at

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.messages import BACKGROUND, PROMOTION, Load, RankReport
+from vllm_ssdkv.connector.messages import (
+    BACKGROUND,
+    INTO_DRAM,
+    PROMOTION,
+    Load,
+    RankReport,
+)
 from vllm_ssdkv.connector.scheduler.background_loads import BackgroundLoads
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
@@ -78,7 +84,7 @@ class LoadQueue:
         """Put a load into the next plan. Its slots are pinned."""
         self._under_way[name] = load.slots
         self.choice.planned(name, load.slots)
-        state, whole, adapter = self._requests.get(name), name == PROMOTION, None
+        state, whole, adapter = self._requests.get(name), name in INTO_DRAM, None
         if state is not None:
             whole = not self._asked.chooses(name, state.request.num_prompt_tokens)
             adapter = self._identities.adapter_of(state.request)

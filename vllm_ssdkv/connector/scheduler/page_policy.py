@@ -211,7 +211,7 @@ class PagePolicy:
             self._slots.abandon(slot)
         state.private.clear()
         if state.running and state.load is not None and not self._parts.store.suspension:
-            self._parts.rewriter.ended(state.request_id, state.load)
+            self._parts.rewriter.ended(state.load)
         self._slots.unpin(state.slots)
         for slot in state.slots:
             self._in_contexts[slot] -= 1

@@ -27,11 +27,19 @@ each; with less in flight, the fast ones would wait for it."""
 FRAMES: Final = 1 / 4
 """Largest share of DRAM's frames that rewrites hold; those frames cannot be evicted."""
 
+MOST_WAITING: Final = 4096
+"""Limit of the blocks that wait for frames when their requests have ended."""
+
+_IN_DRAM: Final = 0
+"""In place of an HBM block: vLLM's null block."""
+
+_NO_BLOCKS: Final = np.zeros(0, dtype=np.int64)
+
 
 class Rewrite(NamedTuple):
     """One block, its old slot and its new one.
 
-    ``block_id`` is its HBM block; 0, vLLM's null block: it is in DRAM only.
+    ``block_id`` is its HBM block; 0, vLLM's null block: a frame is copied instead.
     """
 
     old: int
@@ -49,7 +57,6 @@ class _Hit:
     Attributes:
         left: Positions that were not rewritten yet, ascending.
         lasting: The request keeps these blocks for as long as it runs.
-        in_dram: They are in DRAM only, and the request has ended.
     """
 
     slots: I64
@@ -58,7 +65,6 @@ class _Hit:
     block_ids: I64
     left: I64
     lasting: bool
-    in_dram: bool
 
 
 class Rewriter:
@@ -66,8 +72,9 @@ class Rewriter:
 
     A candidate is a block that a request has loaded from an outdated segment
     (:meth:`Rebalancer.outdated`). It gets a new slot as a new block does, and is written as one:
-    from HBM while the request runs, else from DRAM when it has ended, because frames of running
-    contexts leave no room for copies.
+    from HBM while the request runs. In page mode HBM does not have it. There it waits until the
+    request has ended and DRAM has frames that no running context has; then it is loaded into one,
+    unless it is there, and copied.
     Its key names the old slot until every rank has written the new one. So a kill or a failed
     write leaves the old copy, and the next hit tries again. Cold blocks cost no write.
     """
@@ -94,15 +101,22 @@ class Rewriter:
         self._hits: dict[str, _Hit] = {}
         self._old: dict[int, int] = {}
         """New slot: old slot. Both are pinned."""
+        self._waiting: dict[int, tuple[int, bytes]] = {}
+        """Slot: epoch and key, of blocks to load into frames."""
+        self._fetching: list[tuple[int, int, bytes]] = []
+        """Slot, epoch and key, of blocks that are being loaded."""
+        self._fetched = False
+        self._no_frames = False
+        """Running contexts have all frames."""
 
     def __len__(self) -> int:
-        """Number of hits that are remembered."""
-        return len(self._hits)
+        """Number of hits and blocks that are remembered."""
+        return len(self._hits) + len(self._waiting) + len(self._fetching)
 
     @property
     def unfinished(self) -> bool:
         """Whether steps are needed for requests that have ended."""
-        return any(hit.in_dram for hit in self._hits.values())
+        return bool(self._fetching or (self._waiting and not self._no_frames))
 
     def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
         """A running request's hit is in HBM where it has block ids; its slots are still pinned.
@@ -110,22 +124,19 @@ class Rewriter:
         ``lasting``: False where a step may take HBM blocks of it back, as behind a window. Such a
         hit takes part in the first step of its request only.
         """
-        self._add(request_id, load, load.block_ids, lasting=lasting, in_dram=False)
-
-    def ended(self, request_id: str, load: GroupLoad) -> None:
-        """A request that ran on this hit is over; slots are still pinned. DRAM may have blocks."""
-        self._add(request_id, load, load.block_ids[:0], lasting=True, in_dram=True)
-
-    def _add(
-        self, request_id: str, load: GroupLoad, in_hbm: I64, *, lasting: bool, in_dram: bool
-    ) -> None:
+        left = np.arange(len(load.slots) - len(load.block_ids), len(load.slots), dtype=np.int64)
         block_ids = np.zeros(len(load.slots), dtype=np.int64)
-        block_ids[len(block_ids) - len(in_hbm) :] = in_hbm
-        left = np.arange(len(block_ids), dtype=np.int64)
+        block_ids[left] = load.block_ids
         epochs = self._index.epochs(load.slots)
-        self._hits[request_id] = _Hit(
-            load.slots, epochs, load.keys, block_ids, left, lasting, in_dram
-        )
+        self._hits[request_id] = _Hit(load.slots, epochs, load.keys, block_ids, left, lasting)
+
+    def ended(self, load: GroupLoad) -> None:
+        """A request that ran on this hit in page mode is over; its slots are still pinned."""
+        self._no_frames = False
+        for position in np.flatnonzero(self._rebalancer.outdated(load.slots)).tolist():
+            slot = int(load.slots[position])
+            if len(self._waiting) < MOST_WAITING:
+                self._waiting[slot] = (self._index.epoch(slot), load.keys[position])
 
     def forget(self, request_id: str) -> None:
         """The request does not run any more; HBM blocks of its hit are not its own."""
@@ -135,16 +146,46 @@ class Rewriter:
         """Rewrites that this step begins. Workers have at least so many ``frames``."""
         found: list[Rewrite] = []
         for name, hit in list(self._hits.items()):
-            if not (hit.in_dram or name in running):
+            if name not in running:
                 continue
             slow = hit.left[self._rebalancer.outdated(hit.slots[hit.left])]
             looked = self._take(hit, slow, found, frames)
             hit.left = np.setdiff1d(hit.left, slow[:looked])
-            # What a full store or a used up budget holds up is not waited for.
-            ends = looked == len(slow) or not self._old
-            if ends if hit.in_dram else not hit.lasting:
+            if not hit.lasting:
                 del self._hits[name]
+        if self._fetched:
+            for slot, epoch, key in self._fetching:
+                if self._has_room(len(found), frames) and self._may_rewrite(slot, epoch):
+                    found.append(self._begin(slot, epoch, key, _IN_DRAM))
+            self._fetching, self._fetched = [], False
         return found
+
+    def fetch(self, spare: int, frames: int) -> GroupLoad | None:
+        """Blocks to load into frames now, beside which their copies have room; None: nothing.
+
+        Of ``frames`` that workers have at least, running contexts leave ``spare`` ones.
+        """
+        if self._fetching or not self._waiting:
+            return None
+        most = min(self._in_flight, max(1, int(FRAMES * frames)))
+        count = min(self._per_step, most - len(self._old), spare // 2, self._index.free_now())
+        self._no_frames = spare < 2 <= frames
+        if not self._old and (frames < 2 or not self._has_room(0, frames)):
+            self._waiting.clear()  # a full store, or a budget that is used up, is not waited for
+        while self._waiting and len(self._fetching) < count:
+            slot = next(iter(self._waiting))
+            epoch, key = self._waiting.pop(slot)
+            (outdated,) = self._rebalancer.outdated(np.array([slot], dtype=np.int64))
+            if outdated and self._may_rewrite(slot, epoch):
+                self._fetching.append((slot, epoch, key))
+        if not self._fetching:
+            return None
+        slots = np.array([slot for slot, _, _ in self._fetching], dtype=np.int64)
+        return GroupLoad(slots, tuple(key for _, _, key in self._fetching), _NO_BLOCKS, len(slots))
+
+    def fetched(self) -> None:
+        """The load has ended, well or badly: the next step copies the frames that there are."""
+        self._fetched = True
 
     def _take(self, hit: _Hit, positions: I64, found: list[Rewrite], frames: int) -> int:
         """Begin to rewrite a hit's first blocks of these; how many were looked at."""

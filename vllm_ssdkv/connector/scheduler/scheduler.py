@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.messages import RankReport
+from vllm_ssdkv.connector.messages import FETCH, RankReport
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
@@ -239,6 +239,11 @@ class SSDKVScheduler:
             else:
                 draft.frame_copies.append(item[:5])
         choice.saved(item[2] for item in draft.frame_copies)
+        spare = choice.frames - len(self._policy.context_slots())
+        wanted = self._parts.rewriter.fetch(spare, choice.frames)
+        if wanted is not None:
+            self._parts.store.index.pin(wanted.slots)
+            self.loads.start(FETCH, wanted)
 
     # ---- results ----
 
