@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -347,9 +347,13 @@ def _added(setup: Setup, plan: Plan) -> list[Course]:
             trace = _run(store, _Reader(store, hot, plan).ask, plan.before_s)
             store.finish()
         courses = [_course(load, "equal", setup, plan, trace, plan.before_s, devices)]
-        seconds = plan.slow_s + plan.rest_s
+        seconds = plan.slow_s + plan.rest_s + plan.again_s
         with _run_of(setup, plan, folders[: devices + 1], state) as store:
             trace = _run(store, _Reader(store, hot, plan).ask, seconds)
             store.finish()
-        courses.append(_course(load, "one more", setup, plan, trace, seconds, devices + 1))
+        course = _course(load, "one more", setup, plan, trace, seconds, devices + 1)
+        # Most of the run is the change itself.
+        begin = max(seconds / 2, seconds - plan.settled_s)
+        steady = trace.rate(begin, seconds) / course.best
+        courses.append(replace(course, steady=steady))
     return courses
