@@ -168,6 +168,8 @@ def test_answers_are_right_while_blocks_are_rewritten(config: VllmConfig, depth:
     for seed in range(200, 200 + RUNS):
         turmoil = Turmoil(config, seed, depth=depth, faulty=True, slots=(100, 150))
         turmoil.run.ranks[0].report.speeds.append((seed % 2, 0.2))
+        for rank in turmoil.run.ranks:
+            rank.report.frames = (8, 30, 1000)[seed % 3]
         try:
             turmoil.play(60)
         except StoreFailedError:
