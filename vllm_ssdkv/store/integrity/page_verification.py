@@ -2,7 +2,7 @@
 
 Pages are checked where they are read, all by ``store/io/verified_read.py``: of hits, streamed
 contexts, selected pages and the scrubber. ``store/io/async_verifier.py`` does it beside the reads,
-and ``store/maintenance/slot_check.py`` for ``ssdkv check``.
+and ``store/maintenance/slot_check.py`` for ``ssdkv fsck``.
 """
 
 from __future__ import annotations
