@@ -100,3 +100,32 @@ def test_decisions_have_numbers_of_their_own() -> None:
     numbers = [name[:3] for name in names if name != "README.md"]
     assert all(re.fullmatch(r"\d{3}", number) for number in numbers)
     assert len(set(numbers)) == len(numbers)
+
+
+PATH = re.compile(r"``([a-z_]+(?:/[a-z_0-9]+)+\.(?:py|hpp|cpp|md|sh))``")
+"""A file of ours in a docstring or a comment."""
+SOURCES = [
+    path
+    for folder in ("vllm_ssdkv", "profiling", "triton_kernels", "grafana", "scripts", "tests")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".hpp", ".cpp"} and path != Path(__file__)
+]
+
+
+def lost_paths(text: str) -> set[str]:
+    """Paths in the text that are neither of the tree nor of its package."""
+    found = set(PATH.findall(text))
+    return {path for path in found if not any((ROOT / at / path).exists() for at in FOLDERS)}
+
+
+FOLDERS = (".", "vllm_ssdkv", "vllm_ssdkv/csrc", "tests")
+
+
+def test_files_that_sources_name_exist() -> None:
+    assert len(SOURCES) > 500
+    lost = {str(path): lost_paths(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: names for path, names in lost.items() if names} == {}
+
+
+def test_a_file_that_is_not_there_is_seen() -> None:
+    assert lost_paths("as ``store/open.py`` and ``store/no_such.py``") == {"store/no_such.py"}

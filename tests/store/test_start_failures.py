@@ -156,9 +156,9 @@ def test_segments_that_are_never_saved(tmp_devices: Devices, monkeypatch: Patch)
 class WithAnotherWeight(Rebalancer):
     """One that finds at once that what is empty is striped as it should not be."""
 
-    def settle(self, timeout_s: float) -> None:
+    def step_and_wait(self, timeout_s: float) -> None:
         self.reweigh([1.0, 0.3])
-        super().settle(timeout_s)
+        super().step_and_wait(timeout_s)
 
 
 def test_a_store_that_is_closed_before_it_had_threads(tmp_devices: Devices) -> None:

@@ -1,4 +1,4 @@
-"""Opening a store: directories, manifest, data files, engine, DRAM; and, apart from it, the index.
+"""Opening a store and recovering it: directories, manifest, data files, DRAM; apart, the index.
 
 Workers open data files (one per rank and device, locked), the scheduler opens the journal. The
 manifest in the state directory makes them agree on identity and size, whoever comes first.

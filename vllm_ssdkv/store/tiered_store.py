@@ -26,7 +26,7 @@ from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PagePolicy
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PageEvictionPolicy
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
@@ -101,7 +101,7 @@ class TieredStore:
         self._pages: SelectedPageCache | None = None
         self._balancer: DramBalancer | None = None
         self._hot: GpuPageCache | None = None
-        self._policy: PagePolicy = "lru"
+        self._policy: PageEvictionPolicy = "lru"
         self._num_slots = num_slots
         self._summaries: SummaryTable | None = None
         self._summarizer = summarizer

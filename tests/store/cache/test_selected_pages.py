@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.memory_plan import PagePolicy
+from vllm_ssdkv.store.memory.memory_plan import PageEvictionPolicy
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=4096, summary_pages=1)
 SLOTS = 6
@@ -28,7 +28,7 @@ def pages(keys: list[int], framed: frozenset[int] = frozenset()) -> Pages:
     return Pages(slots, numbers, frames)
 
 
-def make(places: int, policy: PagePolicy = "lru") -> tuple[SelectedPageCache, Arena]:
+def make(places: int, policy: PageEvictionPolicy = "lru") -> tuple[SelectedPageCache, Arena]:
     arena = Arena(max(1, places) * GEOMETRY.page_bytes)
     return SelectedPageCache(arena, 0, GEOMETRY, places, SLOTS, policy), arena
 
@@ -54,7 +54,7 @@ def bring(cache: SelectedPageCache, keys: list[int]) -> Asked:
 class Model:
     """What is held, by whom, and what each page is worth: by the definitions, page by page."""
 
-    policy: PagePolicy
+    policy: PageEvictionPolicy
     held: dict[int, int] = field(default_factory=dict)
     users: dict[int, int] = field(default_factory=dict)
     clock: int = 0
@@ -116,7 +116,7 @@ def move_runs(
     places=st.integers(1, 9),
     data=st.data(),
 )
-def test_the_model_agrees(policy: PagePolicy, places: int, data: st.DataObject) -> None:
+def test_the_model_agrees(policy: PageEvictionPolicy, places: int, data: st.DataObject) -> None:
     cache, arena = make(places, policy)
     model = Model(policy)
     every = st.integers(0, SLOTS * GEOMETRY.pages - 1)

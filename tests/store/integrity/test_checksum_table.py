@@ -41,7 +41,7 @@ def assert_seal(found: Digests, i: int, expected: Digests, first: int = 0) -> No
 
 
 slot_lists = st.lists(st.integers(0, SLOTS - 1), max_size=40, unique=True)
-STEPS = ("put", "release", "forget", "hold", "adopt", "settle")
+STEPS = ("put", "release", "forget", "begin_write", "adopt", "end_write")
 
 
 @given(
@@ -59,7 +59,7 @@ def test_it_says_what_was_put_last(
     for number, (step, slots) in enumerate(steps):
         fresh = {slot: seal(1000 * number + slot, words) for slot in slots}
         match step:
-            case "put" | "hold" if slots:
+            case "put" | "begin_write" if slots:
                 getattr(table, step)(array(slots), joined(list(fresh.values())))
                 (model if step == "put" else held).update(fresh)
             case "release":
@@ -75,7 +75,7 @@ def test_it_says_what_was_put_last(
                 for slot in set(slots) & set(held) - set(model):
                     model[slot] = held[slot]
                 assert table.adopt(array(slots)).tolist() == [slot in model for slot in slots]
-            case "settle":
+            case "end_write":
                 table.end_write(array(slots))
                 for slot in slots:
                     held.pop(slot, None)

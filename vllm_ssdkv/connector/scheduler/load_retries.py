@@ -1,7 +1,7 @@
 """Requests whose load failed: one more try, then their prompts are computed.
 
 Before a load counts as failed, what was wrong is read again, from another copy where there is one:
-``store/read/prefix_loader.py``.
+``store/io/verified_read.py``.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.kv_cache_spec import TieredManager
 from vllm_ssdkv.connector.messages import ContextDelta
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.connector.scheduler.admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.context_recovery import (
     ContextRecovery,
     discard_in_flight_output,
 )
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
+from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts

@@ -1,4 +1,4 @@
-// The eviction policy: in which order idle frames go.
+// Eviction order of idle frames. Pages have another one: page_order.hpp.
 #pragma once
 
 #include <array>

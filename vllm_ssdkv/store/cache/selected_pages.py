@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.slot_request import SlotRequest
-from vllm_ssdkv.store.memory.memory_plan import PagePolicy
+from vllm_ssdkv.store.memory.memory_plan import PageEvictionPolicy
 
 NO_PLACE = -1
 
@@ -94,7 +94,7 @@ class SelectedPageCache:
         geometry: SlotGeometry,
         places: int,
         slots: int,
-        policy: PagePolicy = "lru",
+        policy: PageEvictionPolicy = "lru",
     ):
         """Args:
         memory: The places live in it, from ``offset`` (bytes, 4 KiB multiple) on.

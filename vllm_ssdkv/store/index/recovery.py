@@ -1,5 +1,6 @@
 """Recovery of the journal at a start: read it, refuse it, or begin anew.
 
+One step of a start; ``store/open.py`` (``open_index``) has all of them in order.
 ``strict`` refuses a damaged journal, ``quiet`` goes on with what is whole, ``none`` reads nothing.
 One of another format version is no damage: unless nothing is read, it is refused, and stays as it
 is for the release that made it.
@@ -7,7 +8,7 @@ A record that was cut at the end of the file is no damage: a kill or a power los
 an append leaves it, and nobody was told that it is safe.
 
 What a journalled block holds is trusted only when it is read, by its header and checksums
-(``store/read/prefix_loader.py``). A journal that is lost with its drive is made anew from the
+(``store/io/verified_read.py``). A journal that is lost with its drive is made anew from the
 headers of slots (``store/maintenance/journal_rebuild.py``), a manifest from its copies
 (``store/location.py``).
 """

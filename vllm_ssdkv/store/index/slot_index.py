@@ -1,5 +1,8 @@
 """Index of slots and blocks: existence, allocation, pins, eviction. Owned by the scheduler.
 
+Blocks are evicted here, DRAM frames by ``store/cache/frames.py``, single pages by
+``store/cache/selected_pages.py``.
+
 A slot is *free*, *writing* (allocated, not yet findable), *ready* (findable by its key), *private*
 (in use, but not findable: a duplicate, or dropped while pinned) or *lost* (on a device that is out
 of service, or a number that no slot has now). ``publish`` makes it findable in this process;

@@ -1,8 +1,8 @@
 """Pages in memory against the checksums in their slot's header: one native call for many pages.
 
-Pages are checked where they are read: hits in ``store/read/prefix_loader.py``, streamed contexts in
-``store/read/async_verifier.py``, selected pages in ``store/read/page_fetcher.py``, whole slots in
-``store/maintenance/scrubber.py``.
+Pages are checked where they are read, all by ``store/io/verified_read.py``: of hits, streamed
+contexts, selected pages and the scrubber. ``store/io/async_verifier.py`` does it beside the reads,
+and ``store/maintenance/slot_check.py`` for ``ssdkv fsck``.
 """
 
 from __future__ import annotations

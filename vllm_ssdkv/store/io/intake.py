@@ -1,4 +1,4 @@
-"""Native code that looks at the slots of a read as they arrive, without the interpreter."""
+"""Native check and copy of the slots of a read as they arrive, without the interpreter."""
 
 from __future__ import annotations
 

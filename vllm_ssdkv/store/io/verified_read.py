@@ -60,6 +60,33 @@ def union(holders: Holders, extents: int) -> NDArray[np.bool_]:
     return mask
 
 
+@dataclass(slots=True, eq=False)
+class _Marks:
+    """Findings of a read that is checked in parts, or of which something is wrong.
+
+    Attributes:
+        seen: Extents that arrived, and were checked, [n].
+        known: Extents whose digests are known, [n].
+        left: Pages of extents that are not good that have not been right yet, [n, pages].
+        wrong: Pages of these that arrived, and were not right, [n, pages].
+        bad, hanging: See :class:`VerifiedRead`, [n].
+    """
+
+    seen: NDArray[np.bool_]
+    known: NDArray[np.bool_]
+    left: NDArray[np.bool_]
+    wrong: NDArray[np.bool_]
+    bad: NDArray[np.bool_]
+    hanging: NDArray[np.bool_]
+
+    @classmethod
+    def none(cls, extents: int, pages: int) -> _Marks:
+        """Marks of a read that was not looked at."""
+        seen, known, bad, hanging = np.zeros((4, extents), dtype=np.bool_)
+        wrong = np.zeros((extents, pages), dtype=np.bool_)
+        return cls(seen, known, ~wrong, wrong, bad, hanging)
+
+
 class VerifiedRead:
     """Extents on their way into the arena. One thread uses it, unless a method says otherwise.
 
@@ -71,9 +98,6 @@ class VerifiedRead:
         extents: What is read.
         request: The first read of it.
         good: Extents that are right, bool [n].
-        bad: Extents that are wrong, or cannot be read, wherever they were read from, bool [n].
-        hanging: Extents whose read held their memory beyond its deadline, while there is a copy in
-            reach to read elsewhere, bool [n].
 
     Example:
         read = VerifiedRead(files, extents, TableDigests(table, extents))
@@ -124,18 +148,9 @@ class VerifiedRead:
         )
         self._charge = charge
         self._errors = errors
-        shape = len(extents.slots), extents.pages
-        self.good = np.zeros(shape[0], dtype=np.bool_)
-        self.bad = np.zeros(shape[0], dtype=np.bool_)
-        self.hanging = np.zeros(shape[0], dtype=np.bool_)
-        self._seen = np.zeros(shape[0], dtype=np.bool_)
-        """Extents that arrived, and were checked."""
-        self._known = np.zeros(shape[0], dtype=np.bool_)
-        """Extents whose digests are known."""
-        self._left = np.ones(shape, dtype=np.bool_)
-        """Pages of extents that are not good that have not been right yet."""
-        self._wrong = np.zeros(shape, dtype=np.bool_)
-        """Pages of these that arrived, and were not right."""
+        self.good = np.zeros(len(extents.slots), dtype=np.bool_)
+        self._made: _Marks | None = None
+        """None where nothing was looked at, or all of it at once, and is right."""
         self._later: list[tuple[SlotRequest, Which]] = []
         """Reads of what was wrong, and the extent of each of their slots."""
         self._beside: Verification[_Checked] | None = None
@@ -211,10 +226,11 @@ class VerifiedRead:
         if self._beside is not None:
             checked = self._beside.take(self._files.deadline_s)
         arrived = self.request.wait(beside)
-        if checked is None:
-            rest = np.flatnonzero(arrived & ~self._seen)
-            whole = len(rest) == len(arrived)
-            checked = self._check(_ALL if whole else rest, final=False) if len(rest) else None
+        if checked is None and not self.good.all():
+            if self._made is None and arrived.all():
+                checked = self._check(_ALL, final=False)
+            elif len(rest := np.flatnonzero(arrived & ~self._marks.seen)):
+                checked = self._check(rest, final=False)
         if checked is not None:
             self._take(self.request, checked.which, checked, final=False)
         if again and not self.good.all():
@@ -232,6 +248,9 @@ class VerifiedRead:
 
     def holders(self) -> Holders:
         """Reads that may still write to the memory of extents, and of which, [n]; none twice."""
+        if not self._later:
+            held = self._held_by(self.request)
+            return [(self.request, held)] if held.any() else []
         found = []
         rest = np.ones(len(self.good), dtype=np.bool_)
         # Nothing is read again before the read before it has ended: the latest one counts.
@@ -268,17 +287,35 @@ class VerifiedRead:
             pool.lend(at[held], held[held], request)
         pool.give(at[~union(holders, len(at))])
 
-    # ---- what was found ----
+    # ---- findings ----
+
+    @property
+    def _marks(self) -> _Marks:
+        if self._made is None:
+            self._made = _Marks.none(len(self.good), self.extents.pages)
+            self._made.seen[:] = self.good
+        return self._made
+
+    @property
+    def bad(self) -> NDArray[np.bool_]:
+        """Extents that are wrong, or cannot be read, wherever they were read from, [n]."""
+        return self._marks.bad
+
+    @property
+    def hanging(self) -> NDArray[np.bool_]:
+        """Extents whose read held their memory beyond its deadline, while there is a copy in reach
+        to read elsewhere, [n]."""
+        return self._marks.hanging
 
     @property
     def arrived(self) -> NDArray[np.bool_]:
         """Extents of which the latest read has brought all, [n], so that they were checked."""
-        return self._seen
+        return self._marks.seen
 
     @property
     def wrong(self) -> NDArray[np.bool_]:
         """Pages of extents that are not good that arrived, and do not match, [n, pages]."""
-        return self._wrong
+        return self._marks.wrong
 
     def charge_devices(self) -> None:
         """Tell devices and copies what the first read, and no other, has found. Any thread."""
@@ -286,11 +323,11 @@ class VerifiedRead:
 
     def why(self, which: int) -> str:
         """Fault of an extent that is not good."""
-        if not self._seen[which]:
+        if not self._marks.seen[which]:
             return "it cannot be read"
-        if not self._known[which]:
+        if not self._marks.known[which]:
             return self._source.why_refused(which)
-        return f"{int(self._wrong[which].sum())} page(s) do not match their checksums"
+        return f"{int(self._marks.wrong[which].sum())} page(s) do not match their checksums"
 
     # ---- checks ----
 
@@ -298,15 +335,15 @@ class VerifiedRead:
         """Check extents that have arrived, and make their pages readable. Any thread."""
         extents = self.extents
         digests, known = self._source.digests(which)
-        same = np.zeros((len(known), extents.pages), dtype=np.bool_)
         if extents.pages == 0:
-            return _Checked(which, known, same)
+            return _Checked(which, known, np.zeros((len(known), 0), dtype=np.bool_))
         at, numbers = extents.at[which], extents.numbers(which)
         if extents.headed:
             at = at + np.uint64(extents.before_pages(self._files.geometry))
         if known.all():
-            same = self._unseal(digests, numbers, at, final=final)
-        elif known.any():
+            return _Checked(which, known, self._unseal(digests, numbers, at, final=final))
+        same = np.zeros((len(known), extents.pages), dtype=np.bool_)
+        if known.any():
             numbers = numbers if isinstance(numbers, int) else numbers[known]
             same[known] = self._unseal(digests.part(known), numbers, at[known], final=final)
         return _Checked(which, known, same)
@@ -332,18 +369,23 @@ class VerifiedRead:
         """Extents, which are ``place`` [k] of a request, were checked."""
         which, known, same = checked.which, checked.known, checked.same
         right = same.all(axis=1) & known
-        self.good[which] = right
-        self._seen[which] = True
-        told = np.zeros(len(request.slots), dtype=np.bool_)
-        told[place] = right
-        if right.all():
+        all_right = bool(right.all())
+        if isinstance(which, slice) and all_right:
+            self.good, told = right, right
+        else:
+            self.good[which] = right
+            told = np.zeros(len(request.slots), dtype=np.bool_)
+            told[place] = right
+        if self._made is not None or not all_right or not isinstance(which, slice):
+            self._marks.seen[which] = True
+        if all_right:
             if self._charge:
                 request.verified(told, _NONE, _NONE, final=final)
             return
         if isinstance(place, slice):
             place = np.arange(len(known), dtype=np.intp)
-        self._known[which], self._left[which] = known, ~same
-        self._wrong[which] = ~same & known[:, None]
+        self._marks.known[which], self._marks.left[which] = known, ~same
+        self._marks.wrong[which] = ~same & known[:, None]
         if not self._charge:
             return
         if self.extents.headed and not known.all():
@@ -354,7 +396,7 @@ class VerifiedRead:
     def _wrong_at(self, which: Which | slice) -> tuple[Which, NDArray[np.int64]]:
         """Wrong pages of some extents: the place of each one's extent in them, and where it begins,
         in bytes, both [k]."""
-        row, page = np.nonzero(self._wrong[which])
+        row, page = np.nonzero(self._marks.wrong[which])
         before = self.extents.before_pages(self._files.geometry)
         return row, before + page * self._files.geometry.page_bytes
 
@@ -385,17 +427,17 @@ class VerifiedRead:
             until: Time of the monotonic clock from which on no other read is begun: what is left
                 then is not good, but not bad either.
         """
-        hopeless = self._seen & ~self._known & ~self.good & (not self.extents.headed)
+        hopeless = self._marks.seen & ~self._marks.known & ~self.good & (not self.extents.headed)
         tried = np.flatnonzero(self._open() & ~hopeless)
         in_time = self._try_sources(tried, until)
         held, in_reach = self.held(), ~self.request.out_of_reach()
-        self.hanging = held & ~self.good & in_reach
+        self._marks.hanging = held & ~self.good & in_reach
         if not in_time:
             return
         # What came, and is wrong, is wrong wherever its device is now.
-        wrong = ~self.good & ~held & (in_reach | self._seen)
+        wrong = ~self.good & ~held & (in_reach | self._marks.seen)
         self.bad[tried] = wrong[tried]
-        self.bad |= hopeless
+        self._marks.bad |= hopeless
         if self._charge and self.bad.any():
             self._report()
 
@@ -421,7 +463,7 @@ class VerifiedRead:
 
     def _lacking(self, which: Which) -> NDArray[np.int64]:
         """Count the parts of each extent that have not been right yet."""
-        lacking: NDArray[np.int64] = self._left[which].sum(axis=1) + ~self._known[which]
+        lacking: NDArray[np.int64] = self._marks.left[which].sum(axis=1) + ~self._marks.known[which]
         return lacking
 
     def _sources(self, which: Which) -> list[ReadFrom | None]:
@@ -445,7 +487,7 @@ class VerifiedRead:
     def _once_more(self, which: Which, source: ReadFrom | None) -> None:
         """Read extents of which nothing was right as a whole, and single pages of the others."""
         geometry, extents = self._files.geometry, self.extents
-        nothing = ~self._known[which] | self._left[which].all(axis=1)
+        nothing = ~self._marks.known[which] | self._marks.left[which].all(axis=1)
         if len(whole := which[nothing]):
             offset = extents.offset(geometry)
             request = self._files.submit(
@@ -458,7 +500,7 @@ class VerifiedRead:
             )
             self._later.append((request, whole))
             arrived = np.flatnonzero(request.wait())
-            self._seen[whole], self._wrong[whole] = False, False
+            self._marks.seen[whole], self._marks.wrong[whole] = False, False
             if len(arrived):
                 checked = self._check(whole[arrived], final=True)
                 self._take(request, arrived, checked, final=source is None)
@@ -469,7 +511,7 @@ class VerifiedRead:
         """Read pages that are wrong, of extents with others that are right."""
         geometry, extents = self._files.geometry, self.extents
         digests, known = self._source.digests(which)
-        row, page = np.nonzero(self._left[which] & known[:, None])
+        row, page = np.nonzero(self._marks.left[which] & known[:, None])
         numbers = extents.numbers(which[row]) + page
         before = extents.before_pages(geometry) + page * geometry.page_bytes
         at = extents.at[which[row]] + before.astype(np.uint64)
@@ -488,9 +530,9 @@ class VerifiedRead:
         right = np.zeros(len(row), dtype=np.bool_)
         if arrived.any():
             right[arrived] = self._unseal(mine, numbers[arrived], at[arrived], final=True)[:, 0]
-        self._wrong[which[row], page] = arrived & ~right
-        self._left[which[row], page] = ~right
-        self.good[which] = known & ~self._left[which].any(axis=1)
+        self._marks.wrong[which[row], page] = arrived & ~right
+        self._marks.left[which[row], page] = ~right
+        self.good[which] = known & ~self._marks.left[which].any(axis=1)
         wrong = np.flatnonzero(arrived & ~right)
         if self._charge:
             offsets = np.zeros(len(wrong), dtype=np.int64)
@@ -499,13 +541,15 @@ class VerifiedRead:
     def _report(self) -> None:
         """Count and log what is bad, once."""
         slots, counters = self.extents.slots, self._files.counters
-        wrong = self._wrong[self.bad].sum()
+        wrong = self._marks.wrong[self.bad].sum()
         if wrong:
             counters.add("checksum_failures", int(wrong))
         headed = np.flatnonzero(self.bad & self.extents.headed)
-        counters.add("header_mismatches", int((self._seen & ~self._known)[headed].sum()))
+        counters.add(
+            "header_mismatches", int((self._marks.seen & ~self._marks.known)[headed].sum())
+        )
         for which in headed[:_NAMED].tolist():
-            slot, pages = int(slots[which]), int(self._wrong[which].sum())
+            slot, pages = int(slots[which]), int(self._marks.wrong[which].sum())
             if pages:
                 logger.error(
                     "ssdkv: slot %d is dropped: %d page(s) do not match their checksums",

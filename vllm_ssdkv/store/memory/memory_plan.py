@@ -13,7 +13,7 @@ from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
 
-PagePolicy = Literal["lru", "frequency"]
+PageEvictionPolicy = Literal["lru", "frequency"]
 """``lru``: used longest ago. ``frequency``: least score of Swarm (equation 6 in the corrected form
 ``f * (T_base + s * T_transfer) / s``, with s = 1: pages), f being how often it was chosen lately
 (S-7: one more per step with a query that chose it, one less per step without)."""
@@ -101,7 +101,7 @@ class SparseMemory:
     slots: int
     page_cache: int | None = None
     summaries: int | None = None
-    page_policy: PagePolicy = "lru"
+    page_policy: PageEvictionPolicy = "lru"
     channels: ChannelTier = "dram"
     contexts: int | None = None
     budget: float = 0.125

@@ -1,4 +1,4 @@
-"""Giving the capacity of devices to segments: how much of it data files may take."""
+"""Division of the devices' capacity: how many bytes data files may take, and which segments fit."""
 
 from __future__ import annotations
 

@@ -300,10 +300,10 @@ class ContextStream:
             return None, None
         good = read.finish()
         self.pages_used += int(np.count_nonzero(good)) * self._files.geometry.pages_per_layer
-        self.bad += np.unique(chunk.slots[read.bad]).tolist()
         base = np.uint64(self._frames.arena.address) + read.extents.at
         late = None
         if not good.all():
+            self.bad += np.unique(chunk.slots[read.bad]).tolist()
             hanging = read.hanging
             self._poison(chunk, ~good & ~hanging)
             if hanging.any():

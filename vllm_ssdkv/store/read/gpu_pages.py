@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.memory.memory_plan import PagePolicy
+from vllm_ssdkv.store.memory.memory_plan import PageEvictionPolicy
 from vllm_ssdkv.store.read.page_fetcher import Fetch, PageFetcher
 
 _RATES = np.ones(1)
@@ -68,7 +68,7 @@ class GpuPageCache:
         fetcher: PageFetcher,
         geometry: SlotGeometry,
         slots: int,
-        policy: PagePolicy,
+        policy: PageEvictionPolicy,
     ):
         """``fetcher`` brings what the memory does not have; ``slots`` are those of the store."""
         self._memory = memory

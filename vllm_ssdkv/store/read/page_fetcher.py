@@ -158,12 +158,12 @@ class PageFetcher:
             mine, fetch._read = fetch._read, None
             good = mine.read.finish()
             fetch.used += int(np.count_nonzero(good))
-            hanging = mine.places[mine.read.hanging]
-            if len(hanging):
+            if not good.all():
+                hanging = mine.places[mine.read.hanging]
                 entries = np.flatnonzero(np.isin(fetch.asked.places, hanging))
                 again |= np.isin(fetch.asked.which, entries)
+                self.bad += np.unique(mine.read.extents.slots[mine.read.bad]).tolist()
             self._withhold(fetch, self._take_in(mine))
-            self.bad += np.unique(mine.read.extents.slots[mine.read.bad]).tolist()
         fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
         missing = np.flatnonzero(again & ~here)
         if len(missing):

@@ -1,7 +1,7 @@
 """Page mode: whether the store has room for a request's whole context.
 
-All reasons to wait, of requests and of writes, are listed in ``ARCHITECTURE.md``, "Limits and
-back-pressure".
+The reasons for which a request waits are in ``base/wait_reason.py``; all limits, of writes too,
+are listed in ``ARCHITECTURE.md``, "Limits and back-pressure".
 """
 
 from __future__ import annotations
