@@ -167,8 +167,7 @@ class Rewriter:
         """
         if self._fetching or not self._waiting:
             return None
-        most = min(self._in_flight, max(1, int(FRAMES * frames)))
-        count = min(self._per_step, most - len(self._old), spare // 2, self._index.free_now())
+        count = min(self._per_step, self._left(frames), spare // 2, self._index.free_now())
         self._no_frames = spare < 2 <= frames
         if not self._old and (frames < 2 or not self._has_room(0, frames)):
             self._waiting.clear()  # a full store, or a budget that is used up, is not waited for
@@ -200,16 +199,19 @@ class Rewriter:
 
     def _has_room(self, begun: int, frames: int) -> bool:
         """Whether one more block may be rewritten in a step that has ``begun`` so many."""
-        most = min(self._in_flight, max(1, int(FRAMES * frames)))
         return (
             begun < self._per_step
-            and len(self._old) < most
+            and self._left(frames) > 0
             # A deferred slot would be outdated itself. The old slot is pinned meanwhile: running
             # requests count on two less.
             and self._index.free_now() > 0
             and self._index.available() > 1
             and not self._policy.used_up(len(self._writes))
         )
+
+    def _left(self, frames: int) -> int:
+        """Number of rewrites that may be in flight beside those that are."""
+        return min(self._in_flight, max(1, int(FRAMES * frames))) - len(self._old)
 
     def _may_rewrite(self, slot: int, epoch: int) -> bool:
         """Whether the slot still has its block, written, and nobody rewrites it already."""
