@@ -7,6 +7,7 @@ import json
 import signal
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,15 @@ def test_what_an_engine_died_of_is_tried_alone_and_then_no_more(tmp_path: Path) 
     assert [line["error"]["code"] for line in lines if line["error"]] == ["server_died"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal, although a shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interruption_is_no_death(tmp_path: Path, error: type[BaseException]) -> None:
     path, output = written(tmp_path, [f"q{i}" for i in range(10)]), tmp_path / "out.jsonl"
