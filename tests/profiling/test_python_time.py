@@ -60,7 +60,7 @@ def test_what_vllm_calls_and_what_is_native_is_found() -> None:
     assert found["SSDKVConnector", "build_connector_meta"] == "python"
     assert found["PagedAttentionImpl", "forward"] == "python"
     assert found["vllm_ssdkv._kernels", "attend_pages"] == "native"
-    assert found["PageCache", "ask"] == "native"
+    assert found["PageCache", "acquire"] == "native"
     assert found["SlotRequest", "over"] == "native"
 
 
