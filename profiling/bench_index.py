@@ -173,7 +173,7 @@ def churn(index: SlotIndex, journal: Journal, slots: int) -> Figures:
 
 
 def is_rewriting(journal: Path) -> bool:
-    """Whether a rewrite is under way."""
+    """Check whether a rewrite is under way."""
     return journal.with_name(journal.name + ".tmp").exists()
 
 

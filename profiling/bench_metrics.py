@@ -122,7 +122,7 @@ def _parts() -> list[tuple[type, str]]:
 
 @dataclass
 class Switch:
-    """Whether metrics are on."""
+    """True if metrics are on."""
 
     on: bool = True
 

@@ -200,7 +200,10 @@ def test_retired_names_are_seen(source: str, found: set[str]) -> None:
     assert retired(ast.parse(source)) == found
 
 
-CLAUSES = {"What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "That", "Of", "Why"}
+CLAUSES = {
+    *("What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "That", "Of", "Why"),
+    *("Whether", "If"),
+}
 """First words of a clause in place of a noun."""
 
 

@@ -28,7 +28,7 @@ inline = cast("Callable[[_Function], _Function]", triton.jit)
 """The same for a function that kernels call."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on CPU tensors."""
+"""True if kernels run in Triton's interpreter, on CPU tensors."""
 
 TL_DTYPES = {
     torch.float32: tl.float32,

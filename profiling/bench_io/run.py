@@ -24,7 +24,7 @@ class Result:
 
     @property
     def measured(self) -> bool:
-        """Whether its figures mean anything."""
+        """Check whether its figures mean anything."""
         return bool(self.samples) and self.error is None
 
     def median(self, figure: Callable[[Sample], float]) -> float:

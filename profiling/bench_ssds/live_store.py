@@ -214,7 +214,7 @@ class LiveStore:
         return len(found)
 
     def has(self, key: bytes) -> bool:
-        """Whether it holds this."""
+        """Check whether it holds this."""
         return self._index.find(key) is not None
 
     @property

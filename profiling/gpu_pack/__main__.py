@@ -88,9 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, small sizes")
     parser.add_argument("--stages", metavar="LIST", help="only these, with commas between them")
-    parser.add_argument("--seconds", type=float, help="limit of the whole run (default: 530)")
+    parser.add_argument("--seconds", type=float, help="limit of the whole run")
     given = parser.parse_args(arguments)
-    seconds = given.seconds or (REHEARSAL_SECONDS if given.rehearse else SECONDS)
+    seconds = REHEARSAL_SECONDS if given.rehearse else SECONDS
+    if given.seconds is not None:
+        seconds = given.seconds
     if not 1 <= seconds <= SECONDS:
         parser.error(f"--seconds: from 1 to {SECONDS:.0f}, not {seconds:g}")
     try:

@@ -181,8 +181,9 @@ def test_a_few_stages_have_the_time_of_all() -> None:
     alone = command.stretched(command.chosen("vllm"), 300)
     assert [(stage.seconds, stage.rehearsal_seconds) for stage in alone] == [(300, 300)]
     assert command.stretched(command.STAGES, 300) == list(command.STAGES)
-    with pytest.raises(SystemExit):
-        command.main(["--seconds", "531"])
+    for wrong in ("531", "0", "nan"):
+        with pytest.raises(SystemExit):
+            command.main(["--seconds", wrong])
 
 
 def test_a_run_has_at_most_eight_files_and_nine_minutes() -> None:

@@ -69,7 +69,7 @@ def require_unlocked(files: Iterable[Path], deadline: float) -> None:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether somebody else holds the lock on the file behind ``fd`` now. Never blocks."""
+    """Check whether somebody else holds the lock on the file behind ``fd`` now. Never blocks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

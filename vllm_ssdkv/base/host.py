@@ -20,7 +20,7 @@ _CAP_IPC_LOCK: Final = 14
 
 
 def is_block_device(path: str) -> bool:
-    """Whether ``path`` exists and is a raw block device."""
+    """Check whether ``path`` exists and is a raw block device."""
     try:
         return stat.S_ISBLK(Path(path).stat().st_mode)
     except OSError:

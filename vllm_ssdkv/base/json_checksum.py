@@ -30,7 +30,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def has_checksum(data: bytes) -> bool:
-    """Whether the text has such a member, right or wrong."""
+    """Check whether the text has such a member, right or wrong."""
     return _SEAL.search(data) is not None
 
 

@@ -55,7 +55,7 @@ class Metric:
 
     @property
     def adds_up(self) -> bool:
-        """Whether it only grows: a counter or a histogram."""
+        """Check whether it only grows: a counter or a histogram."""
         return self.kind in {"counter", "histogram"}
 
     @property

@@ -49,7 +49,7 @@ class Reply:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it belongs into the output file; else it belongs into the error file."""
+        """Check whether it belongs into the output file; else it belongs into the error file."""
         return self.status == 200
 
 

@@ -96,7 +96,7 @@ class Endpoints:
 
     @property
     def by_priority(self) -> bool:
-        """Whether vLLM lets other requests go first."""
+        """Check whether vLLM lets other requests go first."""
         return self._priority is not None
 
     @property
@@ -150,7 +150,7 @@ class Endpoints:
                     await asyncio.sleep(took)
 
     def _is_stopping(self) -> bool:
-        """Whether errors are those of the end.
+        """Check whether errors are those of the end.
 
         A server that drains (``--shutdown-timeout``) lets the engine run on for what it has, but
         has ended the threads that render prompts: new requests get an error until it ends.

@@ -34,7 +34,7 @@ class VllmEngine:
 
     @property
     def died(self) -> bool:
-        """Whether an engine has ended, and nobody told it to."""
+        """Check whether an engine has ended, and nobody told it to."""
         return bool(self._client.errored) and not is_draining(self._client)
 
     @property
@@ -48,7 +48,7 @@ class VllmEngine:
 
 
 def is_draining(client: EngineClient) -> bool:
-    """Whether the server was told to end.
+    """Check whether the server was told to end.
 
     The first thing that ends then are the threads that render prompts; the engine may run on for
     what it has.

@@ -305,7 +305,7 @@ def _check_fields(endpoint: str, body: _Body) -> None:
 
 
 def _is_text(raw: msgspec.Raw) -> bool:
-    """Whether there is more in it than lists of numbers."""
+    """Check whether there is more in it than lists of numbers."""
     return bool(bytes(raw).translate(None, _OF_NUMBERS))
 
 

@@ -63,7 +63,7 @@ class Engine(Protocol):
 
     @property
     def died(self) -> bool:
-        """Whether it has ended, and nobody told it to."""
+        """Check whether it has ended, and nobody told it to."""
 
     @property
     def kv(self) -> KVCache | None:
@@ -132,11 +132,11 @@ class Room:
         return min(tokens, answers * self._kv.of_a_request) / self._kv.tokens
 
     def within_share(self, part: float, taken: float) -> bool:
-        """Whether batches that have ``taken`` may take this part, too."""
+        """Check whether batches that have ``taken`` may take this part, too."""
         return taken + part <= self._share
 
     def is_free(self, part: float, unseen: float) -> bool:
-        """Whether this part is free of what users run or wait for.
+        """Check whether this part is free of what users run or wait for.
 
         Args:
             part: What the prompt takes.

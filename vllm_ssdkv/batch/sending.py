@@ -81,17 +81,17 @@ class Active:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has been answered; not every answer may be final."""
+        """Check whether every request has been answered; not every answer may be final."""
         return self.drained and not self.queue and not self.running
 
     @property
     def has_next(self) -> bool:
-        """Whether there is something to send."""
+        """Check whether there is something to send."""
         is_stopped = self.damage is not None or self.full or self.halted or self.unrecorded
         return bool(self.queue) and not is_stopped
 
     def is_short(self, least: int) -> bool:
-        """Whether there are fewer requests at hand, and may be more."""
+        """Check whether there are fewer requests at hand, and may be more."""
         return len(self.queue) < least and not self.drained
 
     def fill(self, jobs: Jobs, least: int) -> None:
@@ -304,7 +304,7 @@ class Sending:
         )
 
     def _fits(self, takes: _Taken, taken: _Taken) -> bool:
-        """Whether it fits into what batches may have. When nothing is under way, all does."""
+        """Check whether it fits into what batches may have. When nothing is under way, all does."""
         if not taken.seats:
             return True
         return (

@@ -62,7 +62,7 @@ class Validations:
         self._lost: dict[int, int] = {}
 
     def is_running(self, seq: int) -> bool:
-        """Whether a batch is being validated."""
+        """Check whether a batch is being validated."""
         return seq in self._running
 
     def start(self, rows: Sequence[sqlite3.Row]) -> None:

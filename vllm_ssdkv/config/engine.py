@@ -448,14 +448,14 @@ class SSDKVConfig(OptionModel):
 
     @property
     def scores_channels(self) -> bool:
-        """Whether the selector scores by channels of K, which slots then hold a second time."""
+        """Check whether the selector scores by channels of K: slots hold these twice."""
         return self.selector == "sparf" or (
             self.selector == "adaptive" and self.sparse.scorer == "sparf"
         )
 
     @property
     def scales_channels(self) -> bool:
-        """Whether these channels are int8."""
+        """Check whether these channels are int8."""
         return self.scores_channels and self.sparse.channel_dtype == "int8"
 
     @property
@@ -476,7 +476,7 @@ class SSDKVConfig(OptionModel):
         return max(LEAST_CHOOSING, math.ceil(2 * self.window_tokens / self.sparse.budget))
 
     def may_choose(self, tokens: int) -> bool:
-        """Whether a request of so many tokens may choose, with some budget of its own at least."""
+        """Check whether a request of so many tokens may choose, with some budget of its own."""
         if self.selector == "exact":
             return False
         given = self.sparse.exact_below
@@ -484,7 +484,7 @@ class SSDKVConfig(OptionModel):
 
     @property
     def stages(self) -> bool:
-        """Whether data pass through ``io.staging``: reads of page mode, and what is encrypted."""
+        """Check whether data pass through ``io.staging``: reads of page mode, encrypted bytes."""
         return self.mode == "page" or self.encryption is not None
 
     @property

@@ -228,5 +228,5 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
 
 
 def keeps_dtype(cache_dtype: str, dtype: torch.dtype | None) -> bool:
-    """Whether ``--kv-cache-dtype`` keeps KV in the model's type, by its name or by ``auto``."""
+    """Check whether ``--kv-cache-dtype`` keeps KV in the model's type, by name or by ``auto``."""
     return cache_dtype == "auto" or f"torch.{cache_dtype}" == str(dtype)

@@ -177,7 +177,7 @@ class LoadTime:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not bring everything."""
+        """Check whether it did not bring everything."""
         return not (self.tokens_from_dram or self.tokens_from_ssd)
 
     @property
@@ -306,7 +306,7 @@ class RankReport:
     """Those that have another value than in the last report."""
 
     def empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Check whether there is nothing to say."""
         return not (
             self.durable
             or self.failed_writes

@@ -246,7 +246,7 @@ def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> 
 
 
 def _reuses(vllm_config: VllmConfig) -> bool:
-    """Whether requests may begin with stored blocks: not where vLLM has turned its own prefix
+    """Check whether requests may begin with stored blocks: not where vLLM has turned its own prefix
     caching off for the model, as for a pooler that needs all tokens in one step."""
     model = vllm_config.model_config
     if model.is_prefix_caching_supported or vllm_config.cache_config.enable_prefix_caching:

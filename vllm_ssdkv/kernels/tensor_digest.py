@@ -68,7 +68,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements are a stretch of memory without gaps, in any order of dimensions."""
+    """Check whether the elements fill a stretch of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -104,7 +104,7 @@ class TensorProbe:
         self._groups = [_Words(device, group) for device, group in by_device.items()]
 
     def changed(self) -> bool:
-        """Whether a tensor is gone, lies elsewhere or holds other words than at the beginning."""
+        """Check whether a tensor is gone, lies elsewhere or holds other words than at first."""
         return any(group.changed() for group in self._groups)
 
 

@@ -114,8 +114,7 @@ def no_store(looked: Sequence[Path]) -> StoreError:
 
 
 def is_state_directory(path: Path) -> bool:
-    """Whether a store's manifest is here, or was, and not just a device's copy of it. Blocks on
-    I/O."""
+    """Check whether a store's manifest is here, or was; a device's copy is none. Blocks."""
     if (path / NAME).exists():
         return True
     try:
@@ -127,7 +126,7 @@ def is_state_directory(path: Path) -> bool:
 
 
 def holds_manifest(state: Path, store: str) -> bool:
-    """Whether the manifest of a store, or the copy beside it, is in this directory."""
+    """Check whether the manifest of a store, or the copy beside it, is in this directory."""
     with contextlib.suppress(StoreError, OSError):
         found = any_manifest(state)
         return found is not None and found.store == store
@@ -239,8 +238,9 @@ def _without_copy(
 
 
 def belongs(device: Path, state: Path, manifest: Manifest) -> bool:
-    """Whether a device is known to be one of the store with this state directory, and not of a copy
-    or the original of it: the device's own copy of the manifest says so. Blocks on I/O.
+    """Check whether a device belongs to the store of this state directory, and to no copy of it.
+
+    The device's own copy of the manifest says so. Blocks on I/O.
 
     Args:
         device: Directory or block device.

@@ -341,11 +341,11 @@ class TieredStore:
         return outcomes
 
     def busy(self) -> bool:
-        """Whether writes or loads are under way."""
+        """Check whether writes or loads are under way."""
         return self._writer.pending() > 0 or self._loader.running() > 0
 
     def idle(self) -> bool:
-        """Whether nothing is under way, and nobody has asked for anything for a while."""
+        """Check whether nothing is under way, and nobody has asked for anything for a while."""
         streaming = self._stream is not None and not self._stream.closed
         return not (streaming or self.busy()) and time.monotonic() - self._used > QUIET_S
 

@@ -336,7 +336,7 @@ def test_in_a_full_store_all_that_is_hot_is_rewritten_in_the_end(reuse: Make) ->
 
 
 def test_an_added_device_gets_its_share_of_what_is_read_again(reuse: Make) -> None:
-    """What was stored while it was worth little is stored again over both."""
+    """Blocks stored while the device was worth little are stored again over both."""
     run = reuse(slots=100, frames=FRAMES)
     slow(run)
     run.add("warm", prompt(20, seed=3), 8)

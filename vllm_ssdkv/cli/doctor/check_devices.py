@@ -52,7 +52,7 @@ def mount_of(path: Path) -> Mount | None:
 
 
 def filesystem(subject: str, mount: Mount | None) -> Finding:
-    """Whether the kind of file system suits a store."""
+    """Check whether the kind of file system suits a store."""
     if mount is None:
         return warn(subject, "unknown file system", "name a directory on a mounted SSD")
     text = f"{mount.kind} on {mount.source}"
@@ -94,7 +94,7 @@ def with_deadline(
 
 
 def space(subject: str, directory: Path) -> Finding:
-    """Whether a store would fit, and how large it would be when no capacity is given."""
+    """Check whether a store would fit, and how large it would be when no capacity is given."""
     free = free_bytes(directory)
     text = f"{approximate_size(free)} free"
     if free < MIN_CAPACITY:
@@ -107,7 +107,7 @@ def space(subject: str, directory: Path) -> Finding:
 
 
 def locking(subject: str, fd: int) -> Finding:
-    """Whether a second open file description is refused a lock that the first one holds."""
+    """Check whether a second open file description is refused a lock that the first one holds."""
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -15,7 +15,7 @@ _UNUSED: Final = "this version does not use it: bytes go through the memory of t
 
 
 def gds(driver: Path = DRIVER, module: Path = MODULE, kvikio: bool | None = None) -> Finding:
-    """Whether NVIDIA's kernel module and the library for it are there.
+    """Check whether NVIDIA's kernel module and the library for it are there.
 
     Nothing is wrong without them while stores do not read into the memory of GPUs, so there is no
     warning; who wants to measure with the engine kvikio is told what is missing.

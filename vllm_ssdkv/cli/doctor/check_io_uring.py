@@ -30,7 +30,7 @@ def io_uring_errno() -> int:
 
 
 def kernel(error: int) -> Finding:
-    """Whether the kernel lets this process use io_uring, by the error number of trying."""
+    """Check whether the kernel lets this process use io_uring, by the error number of trying."""
     if error == 0:
         return ok("io_uring", "available")
     reason, cure = {
@@ -46,7 +46,7 @@ def kernel(error: int) -> Finding:
 
 
 def build(has_uring: bool) -> Finding:
-    """Whether this build can use it."""
+    """Check whether this build can use it."""
     if has_uring:
         return ok("io_uring engine", "built in")
     return warn(
@@ -81,7 +81,7 @@ def ring() -> Finding:
 
 
 def memlock(lockable: int | None, buffers: int) -> Finding:
-    """Whether the buffers of a default configuration can be registered with io_uring.
+    """Check whether the buffers of a default configuration can be registered with io_uring.
 
     Args:
         lockable: Bytes that the process may lock; None is no limit.

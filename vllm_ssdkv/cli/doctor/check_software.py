@@ -71,7 +71,7 @@ def _distribution_of(package: str) -> str | None:
 
 
 def vllm_version(version: str | None) -> Finding:
-    """Whether this version of vLLM is one that the hooks we use are known in."""
+    """Check whether this version of vLLM is one that the hooks we use are known in."""
     wanted = (
         f"install vllm>={VLLM_RANGE[0][0]}.{VLLM_RANGE[0][1]},<{'.'.join(map(str, VLLM_RANGE[1]))}"
     )
@@ -101,7 +101,7 @@ def versions() -> list[Finding]:
 
 
 def entry_point(points: list[metadata.EntryPoint], allowed: str | None) -> Finding:
-    """Whether vLLM will find our plugin and may load it.
+    """Check whether vLLM will find our plugin and may load it.
 
     Args:
         points: Entry points of the group ``vllm.general_plugins`` with our name.
@@ -123,7 +123,7 @@ def entry_point(points: list[metadata.EntryPoint], allowed: str | None) -> Findi
 
 
 def batch_entry_point(points: list[metadata.EntryPoint], allowed: str | None) -> Finding:
-    """Whether vLLM will find the Batch API, which it loads only where it is asked to.
+    """Check whether vLLM will find the Batch API, which it loads only where it is asked to.
 
     Args:
         points: Entry points of the group ``vllm.endpoint_plugins`` with its name.
@@ -138,7 +138,7 @@ def batch_entry_point(points: list[metadata.EntryPoint], allowed: str | None) ->
 
 
 def entry_points() -> list[Finding]:
-    """Whether vLLM will find our plugins and may load them."""
+    """Check whether vLLM will find our plugins and may load them."""
     points = list(metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME))
     batch = list(metadata.entry_points(group=BATCH_GROUP, name=BATCH_NAME))
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -168,7 +168,7 @@ def native_modules() -> list[Finding]:
 
 
 def encryption() -> list[Finding]:
-    """Whether the option ``encryption`` can be used; nothing where ``_io`` is missing."""
+    """Check whether the option ``encryption`` can be used; nothing where ``_io`` is missing."""
     try:
         from vllm_ssdkv.store.integrity.cipher import libcrypto_version
     except ImportError:

@@ -117,7 +117,7 @@ def entries_that_count(entries: dict[str, Any], kind: type[PreTrainedConfig]) ->
 
 
 def _says(entries: dict[str, Any], kind: type[PreTrainedConfig], said: dict[str, Any]) -> bool:
-    """Whether the configuration that is made of these entries says just that."""
+    """Check whether the configuration that is made of these entries says just that."""
     made = _parsed(entries, kind)
     return made is not None and made.to_dict() == said
 

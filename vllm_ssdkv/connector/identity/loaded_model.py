@@ -171,7 +171,7 @@ class LoadedModel:
         return f"files {found}"
 
     def changed(self) -> bool:
-        """Whether weights may be others than at the last :meth:`digest`: a cheap look.
+        """Check whether weights may be others than at the last :meth:`digest`: a cheap look.
 
         It finds what loads weights anew: parameters that are replaced, and content that is. A few
         words of each tensor are compared.
@@ -179,7 +179,7 @@ class LoadedModel:
         return self._probe is None or self.touched() or self._probe.changed()
 
     def touched(self) -> bool:
-        """Whether anything was registered since: as vLLM's own reloading does. Costs nothing."""
+        """Check whether anything was registered since, as vLLM's own reloading does. It is free."""
         return self._registered != self._registrations()
 
     def _registrations(self) -> list[int]:

@@ -88,7 +88,7 @@ class ModuleTree:
         return self._taken.get(module, {}).get(name)
 
     def held(self, module: torch.nn.Module, name: str) -> bool:
-        """Whether a parameter has ever been more than empty."""
+        """Check whether a parameter has ever been more than empty."""
         return name in self._held.get(module, ())
 
     def watch(self, roots: Iterable[torch.nn.Module]) -> None:

@@ -88,7 +88,7 @@ class SSDKVStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Check whether there is nothing to report."""
         return not self.data["counters"] and not self.data["gauges"]
 
 

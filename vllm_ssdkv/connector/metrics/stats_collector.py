@@ -40,7 +40,7 @@ class StatsCollector:
         self._counters.add_keyed(most, most.values())
 
     def due(self, *, running: bool) -> bool:
-        """Whether to tell now: at once when no request is ``running``, else in intervals."""
+        """Check whether to tell now: at once when no request is ``running``, else in intervals."""
         return not running or self._clock() >= self._due
 
     def take(self) -> SSDKVStats | None:

@@ -27,7 +27,7 @@ class AdmissionSlots:
 
     @property
     def enough_wait(self) -> bool:
-        """Whether no more hits are to be loaded now."""
+        """Check whether no more hits are to be loaded now."""
         return self._most is not None and len(self._waiting) >= self._most
 
     def wait(self, request_id: str) -> None:

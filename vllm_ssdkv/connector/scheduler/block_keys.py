@@ -90,14 +90,14 @@ class BlockKeys:
         self._adapter = adapter
         self.resumable_apart = apart
         self.suspended = False
-        """Whether the store is: nobody is to find what is computed."""
+        """True if the store is: nobody is to find what is computed."""
         self._identities: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
         self._mixed: set[str] = set()
         self._without_adapter: dict[str, _WithoutAdapter] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is remembered of any request."""
+        """Check whether anything is remembered of any request."""
         return bool(self._identities or self._own or self._mixed or self._without_adapter)
 
     def identity(self, request: Request) -> bytes:
@@ -150,7 +150,7 @@ class BlockKeys:
         return self._named(request.block_hashes[start:stop], own)
 
     def private(self, request: Request) -> bool:
-        """Whether what the request computes is for itself.
+        """Check whether what the request computes is for itself.
 
         So it is while the store is suspended; where weights have changed under it; where its
         adapter is read anew for every step; and for a resumable request whose steps compute tokens
@@ -168,7 +168,7 @@ class BlockKeys:
         )
 
     def is_mixed(self, request: Request) -> bool:
-        """Whether weights have changed under the request, or under what it began with."""
+        """Check whether weights have changed under the request, or under what it began with."""
         return request.request_id in self._mixed
 
     def rebind(self, namespace: bytes, running: Iterable[Request]) -> None:

@@ -44,11 +44,11 @@ class ContextRecovery:
         self.manager.send_back[state.request_id] = state.request
 
     def too_often(self, request_id: str) -> bool:
-        """Whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
+        """Check whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
         return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
 
     def wait(self, request_id: str, *, waits: bool) -> None:
-        """Whether vLLM, which asks again before it runs a request, was told that it has to wait.
+        """Check whether vLLM was told that a request has to wait: it asks again before it runs one.
 
         vLLM does not listen where a request reads no prefix cache (``prompt_logprobs``).
         """

@@ -64,7 +64,7 @@ class PrefillCost:
 
     @property
     def known(self) -> bool:
-        """Whether any prefill was measured."""
+        """Check whether any prefill was measured."""
         return self._prefills > 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
@@ -123,7 +123,7 @@ class LoadCost:
 
     @property
     def known(self) -> bool:
-        """Whether any load was measured."""
+        """Check whether any load was measured."""
         return self._ssd.count + self._dram.count > 0
 
     def observe(self, time: LoadTime, waited: float | None) -> None:

@@ -67,7 +67,7 @@ class HitVerifier:
         self._compared: dict[str, _Check] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is remembered."""
+        """Check whether anything is remembered."""
         return bool(self._offers or self._checks or self._compared)
 
     def shorten(
@@ -113,7 +113,7 @@ class HitVerifier:
         )
 
     def keeps(self, slot: int) -> bool:
-        """Whether a slot's block is stored and computed at this time, to be compared."""
+        """Check whether a slot's block is stored and computed at this time, to be compared."""
         checks = (*self._checks.values(), *self._compared.values())
         return any(check.slot == slot for check in checks)
 

@@ -95,7 +95,7 @@ class HbmIdentities:
         return len(self._identities)
 
     def began_with(self, hashes: Sequence[bytes], identity: bytes) -> bool:
-        """Whether any of these blocks was computed with something else than ``identity``."""
+        """Check whether any of these blocks was computed with something else than ``identity``."""
         if identity == self._initial and not self._identities:
             return False
         return any(self._identities.get(h, self._initial) != identity for h in hashes)
@@ -122,7 +122,7 @@ class HbmIdentities:
             self._prune_at = max(_LEAST_PRUNED, 2 * len(self._identities))
 
     def _has_older(self, block_hash: bytes, own: Sequence[set[int]]) -> bool:
-        """Whether HBM has a block of this hash in any group that is not among a request's own."""
+        """Check whether HBM has a block of this hash in a group that is not a request's own."""
         if self.pool is None:
             return False
         known = self.pool.cached_block_hash_to_block

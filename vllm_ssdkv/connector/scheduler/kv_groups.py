@@ -126,12 +126,12 @@ class BlockGroups:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers have a state in place of KV."""
+        """Check whether some layers have a state in place of KV."""
         return bool(self._recurrent)
 
     @property
     def lasting(self) -> bool:
-        """Whether a request keeps all of its HBM blocks for as long as it runs."""
+        """Check whether a request keeps all of its HBM blocks for as long as it runs."""
         return not (self._windows or self._recurrent)
 
     def first_held(self, group: int, computed: int) -> int:

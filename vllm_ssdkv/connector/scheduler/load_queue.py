@@ -61,17 +61,17 @@ class LoadQueue:
         return len(self._under_way)
 
     def __contains__(self, name: object) -> bool:
-        """Whether the load with this name is under way."""
+        """Check whether the load with this name is under way."""
         return name in self._under_way
 
     @property
     def of_requests(self) -> bool:
-        """Whether a request's hit is under way."""
+        """Check whether a request's hit is under way."""
         return bool(self._under_way.keys() - BACKGROUND)
 
     @property
     def in_background(self) -> bool:
-        """Whether a load is under way that no request waits for."""
+        """Check whether a load is under way that no request waits for."""
         return bool(self._under_way.keys() & BACKGROUND)
 
     def slots(self) -> set[int]:

@@ -30,7 +30,7 @@ class LoadRetries:
         """Those whose next question is not answered from the store any more."""
 
     def __bool__(self) -> bool:
-        """Whether a request has still to ask again."""
+        """Check whether a request has still to ask again."""
         return bool(self._again)
 
     def add(self, request_id: str) -> None:
@@ -38,7 +38,7 @@ class LoadRetries:
         self._again.add(request_id)
 
     def failed(self, request_id: str) -> bool:
-        """Whether the request has still to ask again."""
+        """Check whether the request has still to ask again."""
         return request_id in self._again
 
     def scheduled(self, request_id: str) -> None:
@@ -51,11 +51,11 @@ class LoadRetries:
         self._trying.discard(request_id)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request's load failed, and it has not run since."""
+        """Check whether the request's load failed, and it has not run since."""
         return request_id in self._again or request_id in self._trying
 
     def given_up(self, request_id: str) -> bool:
-        """Whether the request is to be computed."""
+        """Check whether the request is to be computed."""
         return request_id in self._trying
 
     def record_lookup(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ class PendingContextLoads:
         self._of: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, slot: int) -> bool:
-        """Whether a slot is in one of them: nobody else may count on its bytes."""
+        """Check whether a slot is in one of them: nobody else may count on its bytes."""
         return slot in self._slots
 
     def __len__(self) -> int:

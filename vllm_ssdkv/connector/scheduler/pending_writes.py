@@ -17,7 +17,7 @@ class PendingWrites:
         return len(self._under_way)
 
     def __contains__(self, slot: int) -> bool:
-        """Whether the slot is one of them."""
+        """Check whether the slot is one of them."""
         return slot in self._under_way
 
     def add(self, slot: int, epoch: int) -> None:

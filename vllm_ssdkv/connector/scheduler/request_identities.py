@@ -39,12 +39,14 @@ class RequestIdentities:
         self._waits_since: dict[str, int] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is remembered of a request that has not ended."""
+        """Check whether anything is remembered of a request that has not ended."""
         return bool(self.keys or self._waits_since)
 
     def awaits_adapter(self, request: Request, step: int) -> bool:
-        """Whether workers may hold the request's adapter and have not told of it: they do with the
-        next step. One that they do not hold is loaded when its first request runs."""
+        """Check whether workers may hold the request's adapter and have not told of it yet.
+
+        They tell with the next step. An adapter that they do not hold is loaded when its first
+        request runs."""
         adapter = request.lora_request
         if adapter is None or self.ranks.adapter(adapter.lora_int_id) is not None:
             self._waits_since.pop(request.request_id, None)
@@ -53,7 +55,7 @@ class RequestIdentities:
         return step - since < TELLING_STEPS
 
     def began_alike(self, request: Request, blocks: int) -> bool:
-        """Whether a request's first blocks, which are in HBM, were computed with what it has."""
+        """Check whether a request's first blocks, in HBM, were computed with its own identity."""
         identity = self.keys.identity(request)
         hashes = request.block_hashes[:blocks]
         return bool(identity) and not self.hbm.began_with(hashes, identity)

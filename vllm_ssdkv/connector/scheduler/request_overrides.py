@@ -62,7 +62,7 @@ class RequestOverrides:
         return self._asked.get(request_id)
 
     def chooses(self, request_id: str, tokens: int) -> bool:
-        """Whether a request of so many tokens chooses what it reads while it is decoded."""
+        """Check whether a request of so many tokens chooses what it reads while it is decoded."""
         asked = self._asked.get(request_id)
         config = self._config if asked is None else asked.applied(self._config)
         return config.selector != "exact" and tokens >= config.exact_below

@@ -37,5 +37,5 @@ class ResidentSlots:
             self._slots.popitem(last=False)
 
     def which(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each slot, [n], is in DRAM, probably."""
+        """Mask of the slots, [n], that are probably in DRAM."""
         return np.array([slot in self._slots for slot in slots.tolist()], dtype=np.bool_)

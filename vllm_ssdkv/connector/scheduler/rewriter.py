@@ -101,6 +101,8 @@ class Rewriter:
         self._hits: dict[str, _Hit] = {}
         self._old: dict[int, int] = {}
         """New slot: old slot. Both are pinned."""
+        self._leaving: set[int] = set()
+        """Old slots of these."""
         self._waiting: dict[int, tuple[int, bytes]] = {}
         """Slot: epoch and key, of blocks to load into frames."""
         self._fetching: list[tuple[int, int, bytes]] = []
@@ -115,7 +117,7 @@ class Rewriter:
 
     @property
     def unfinished(self) -> bool:
-        """Whether steps are needed for requests that have ended."""
+        """Check whether steps are needed for requests that have ended."""
         return bool(self._fetching or (self._waiting and not self._no_frames))
 
     def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
@@ -148,9 +150,10 @@ class Rewriter:
         for name, hit in list(self._hits.items()):
             if name not in running:
                 continue
-            slow = hit.left[self._rebalancer.outdated(hit.slots[hit.left])]
-            looked = self._take(hit, slow, found, frames)
-            hit.left = np.setdiff1d(hit.left, slow[:looked])
+            if self._rebalancer.has_outdated:
+                slow = hit.left[self._rebalancer.outdated(hit.slots[hit.left])]
+                looked = self._take(hit, slow, found, frames)
+                hit.left = np.setdiff1d(hit.left, slow[:looked])
             if not hit.lasting:
                 del self._hits[name]
         if self._fetched:
@@ -198,7 +201,7 @@ class Rewriter:
         return len(positions)
 
     def _has_room(self, begun: int, frames: int) -> bool:
-        """Whether one more block may be rewritten in a step that has ``begun`` so many."""
+        """Check whether one more block may be rewritten in a step that has ``begun`` so many."""
         return (
             begun < self._per_step
             and self._left(frames) > 0
@@ -214,15 +217,16 @@ class Rewriter:
         return min(self._in_flight, max(1, int(FRAMES * frames))) - len(self._old)
 
     def _may_rewrite(self, slot: int, epoch: int) -> bool:
-        """Whether the slot still has its block, written, and nobody rewrites it already."""
+        """Check whether the slot still has its block, written, and nobody rewrites it already."""
         ready = self._index.epoch(slot) == epoch and self._index.state(slot) is SlotState.READY
-        return ready and slot not in self._writes and slot not in self._old.values()
+        return ready and slot not in self._writes and slot not in self._leaving
 
     def _begin(self, old: int, old_epoch: int, key: bytes, block_id: int) -> Rewrite:
         self._index.pin(np.array([old], dtype=np.int64))
         new = int(self._index.allocate(1)[0])
         epoch = self._index.epoch(new)
         self._old[new] = old
+        self._leaving.add(old)
         self._writes.add(new, epoch)
         return Rewrite(old, old_epoch, new, epoch, key, block_id)
 
@@ -238,6 +242,7 @@ class Rewriter:
         if not new:
             return list(slots)
         old = [self._old.pop(slot) for slot in new]
+        self._leaving.difference_update(old)
         done = self._index.replace(np.array(old, dtype=np.int64), np.array(new, dtype=np.int64))
         self._unpin(new)
         self._unpin(old)
@@ -253,6 +258,7 @@ class Rewriter:
         old = self._old.pop(slot, None)
         if old is None:
             return False
+        self._leaving.discard(old)
         self._writes.drop(slot)
         self._unpin([slot])
         self._unpin([old])

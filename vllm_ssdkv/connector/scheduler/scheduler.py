@@ -292,7 +292,7 @@ class SSDKVScheduler:
         return not self.loads.of_requests
 
     def unfinished(self) -> bool:
-        """Whether the workers owe reports: vLLM keeps stepping until they are in."""
+        """Check whether the workers owe reports: vLLM keeps stepping until they are in."""
         rewrites = self._parts.rewriter.unfinished
         owed = self._parts.slots.writing or rewrites or self.loads.in_background
         return bool(owed or self._parts.draft or not self._settled)

@@ -40,7 +40,7 @@ class Speculation:
 
     @property
     def drafts(self) -> bool:
-        """Whether steps compute tokens that may turn out to be others."""
+        """Check whether steps compute tokens that may turn out to be others."""
         return self.step_blocks > 0
 
     @classmethod

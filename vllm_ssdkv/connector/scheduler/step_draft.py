@@ -37,7 +37,7 @@ class StepDraft:
     shape: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether workers must hear of something though no request runs."""
+        """Check whether workers must hear of something though no request runs."""
         return bool(self.discard or self.forget or self.believed)
 
     def move_into(self, plan: SSDKVMetadata) -> None:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Suspension:
-    """Whether the store is suspended. Used by the scheduler's thread.
+    """True if the store is suspended. Used by the scheduler's thread.
 
     In page mode requests go on, with slots that are free: what is stored is not evicted for them.
     """
@@ -47,7 +47,7 @@ class Suspension:
             self._set(reason)
 
     def __bool__(self) -> bool:
-        """Whether it is."""
+        """Check whether it is."""
         return bool(self.reason)
 
     def no_room(self) -> StoreFailedError:

@@ -81,7 +81,7 @@ class WritePolicy:
             self._wear.add(device, nbytes)
 
     def used_up(self, slots_under_way: int) -> bool:
-        """Whether a device has no room in today's budget for another slot.
+        """Check whether a device has no room in today's budget for another slot.
 
         Args:
             slots_under_way: Slots whose writes were ordered and not reported yet.

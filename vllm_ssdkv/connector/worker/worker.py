@@ -257,8 +257,9 @@ class SSDKVWorker:
         return found.digest
 
     def _check_weights(self, plan: StepPlan) -> bool:
-        """Whether this rank computes with the weights and adapters that the keys of a plan are
-        bound to. One look at the weights, and where they have changed, a pass over them."""
+        """Check whether this rank has the weights and adapters that a plan's keys are bound to.
+
+        One look at the weights, and where they have changed, a pass over them."""
         if self._model.changed():
             digest = self._digest_model()
             if digest != self._weights:
@@ -270,7 +271,7 @@ class SSDKVWorker:
         return plan.changes[self.rank] == self._changes and held
 
     def _holds(self, adapter: Adapter) -> bool:
-        """Whether this rank holds an adapter with these weights."""
+        """Check whether this rank holds an adapter with these weights."""
         return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
 
     def _compare(self, comparison: Comparison, *, bound: bool) -> None:

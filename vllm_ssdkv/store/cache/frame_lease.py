@@ -53,7 +53,7 @@ class FrameLease:
         self._first_frame = first_frame
         self._lent = np.zeros(len(runs.firsts), dtype=np.bool_)
         self._shared = runs.length > runs.step
-        """Whether neighbouring runs share pieces. Those of single pages do not, and are long."""
+        """True if neighbouring runs share pieces. Those of single pages do not, and are long."""
         pieces = int(runs.firsts[-1]) + runs.length if self._shared else 0
         self._covered = np.zeros(pieces, dtype=np.int32)
         """In how many runs that serve as frames each piece is, where they are shared."""

@@ -142,7 +142,7 @@ class FrameCache:
         return self._tables.release(slots)
 
     def referenced(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether a running context refers to each slot."""
+        """Mask of the slots that a running context refers to."""
         return self._tables.referenced(slots).view(np.bool_)
 
     # ---- reading ----

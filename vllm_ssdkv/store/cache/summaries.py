@@ -50,10 +50,10 @@ class SummaryTable:
         64) on; ``slots`` of the store. ``channels``: rows have the slots' channel pages, too."""
         self._geometry = geometry
         self.holds_channels = channels and geometry.channel_pages > 0
-        """Whether channel-major K is kept."""
+        """True if channel-major K is kept."""
         self._device: DeviceMemory | None = None
         self.holds_scales = geometry.scaled_from > 0
-        """Whether channel-major K is int8, and rows have its scales."""
+        """True if channel-major K is int8, and rows have its scales."""
         self._heads = geometry.heads
         self._record = geometry.payload_bytes // page_tokens
         self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
@@ -102,7 +102,7 @@ class SummaryTable:
 
     @property
     def channels_on_device(self) -> bool:
-        """Whether channel-major K lies in memory of the device that attends."""
+        """Check whether channel-major K lies in memory of the device that attends."""
         return self._device is not None
 
     @property

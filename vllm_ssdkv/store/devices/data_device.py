@@ -52,11 +52,11 @@ class OpenDevice:
     nbytes: int
     """Usable bytes, as asked for."""
     direct: bool
-    """Whether O_DIRECT is in force."""
+    """True if O_DIRECT is in force."""
     preallocated: bool
-    """Whether every byte has its place, so that no write can meet a full disk."""
+    """True if every byte has its place, so that no write can meet a full disk."""
     created: bool
-    """Whether this call made the file."""
+    """True if this call made the file."""
 
     def state(self) -> DeviceState:
         """Facts that the system tells of it now."""

@@ -63,7 +63,7 @@ def read_superblock(device: OpenDevice) -> Superblock | None:
 
 
 def is_empty(device: OpenFile) -> bool:
-    """Whether there is nothing where superblocks would be, like in a file that is new.
+    """Check whether there is nothing where superblocks would be, like in a file that is new.
 
     Of a block device, whether there is nothing before the slots: of a file system (btrfs), a RAID
     or a volume the first blocks may be zeros. Blocks on I/O.

@@ -16,7 +16,7 @@ DirectMode: TypeAlias = Literal["auto", "on", "off"]
 
 
 def turn_on_direct(fd: int, what: str, direct: DirectMode) -> bool:
-    """Whether ``fd`` now uses O_DIRECT. Reads one page to find out.
+    """Check whether ``fd`` now uses O_DIRECT. Reads one page to find out.
 
     Raises:
         DeviceError: ``direct`` is "on" and it does not work here.

@@ -55,7 +55,7 @@ class DeviceHealth:
         devices = max([len(paths), *(device + 1 for device in absent)])
         self._out_of_use = np.isin(np.arange(devices), list(absent))
         self.any_out_of_use = bool(self._out_of_use.any())
-        """Whether any device is: else nobody needs to ask which."""
+        """True if any device is: else nobody needs to ask which."""
         self._news: list[int] = []
 
     def judge(
@@ -122,7 +122,7 @@ class DeviceHealth:
 
     @property
     def content_accused(self) -> bool:
-        """Whether wrong bytes of a device are held against it, for which right ones make up."""
+        """Check whether wrong bytes are held against a device; right ones make up for them."""
         with self._lock:
             return any(self._wrong)
 
@@ -166,7 +166,7 @@ class DeviceHealth:
             return frozenset(np.flatnonzero(self._out_of_use[: len(self.paths)]).tolist())
 
     def out_of_use(self, devices: NDArray[np.uint16]) -> NDArray[np.bool_]:
-        """Whether each device, [n], is out of use."""
+        """Mask of the devices, [n], that are out of use."""
         if not self.any_out_of_use:
             return np.zeros(len(devices), dtype=np.bool_)
         with self._lock:

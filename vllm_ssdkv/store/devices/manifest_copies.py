@@ -144,7 +144,7 @@ def newest(copies: Sequence[FoundCopy], store: str | None = None) -> FoundCopy |
 
 
 def holds_data(place: Path, manifest: Manifest) -> bool:
-    """Whether a superblock on the device names the manifest's store. Blocks on I/O."""
+    """Check whether a superblock on the device names the manifest's store. Blocks on I/O."""
     return bool(look(str(place), manifest.tp_size, manifest.store).names)
 
 

@@ -111,7 +111,7 @@ class ThroughputEstimator:
         be worth, what it was taken for, and the most."""
         self._news: dict[int, float] = {}
         self._any_slow = False
-        """Whether any device is slow, as :meth:`_slow` says."""
+        """True if any device is slow, as :meth:`_slow` says."""
 
     @property
     def devices(self) -> int:
@@ -292,7 +292,7 @@ class BatchWatch:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to notice."""
+        """Check whether there is nothing left to notice."""
         return self._left.size == 0
 
     def look(self, batch: Batch, devices: U16, lengths: U32, now: float) -> None:

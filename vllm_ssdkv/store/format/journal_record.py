@@ -107,7 +107,7 @@ def store_named(data: bytes) -> UUID | None:
 
 
 def is_whole(data: bytes) -> bool:
-    """Whether these first bytes of a journal file are a header as it was written, whoever's."""
+    """Check whether these first bytes of a journal file are a whole header, of any store."""
     if len(data) < HEADER_BYTES:
         return False
     found = int.from_bytes(data[_HEADER.size : HEADER_BYTES], "little")

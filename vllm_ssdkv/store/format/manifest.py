@@ -54,7 +54,7 @@ class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     files: list[str]
     """UUID of each rank's data file; empty until the rank has made it."""
     present: bool = True
-    """Whether the store was last opened with it."""
+    """True if the store was last opened with it."""
     fresh: list[int] = []
     """Ranks whose data file was made anew since the scheduler last opened the store."""
     gap: tuple[int, int] = (0, 0)
@@ -105,7 +105,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     fresh: list[int] = []
     """First slots of segments that were made since the scheduler last opened the store."""
     grows: bool = False
-    """Whether the store is smaller than its capacities, and grows as blocks are stored."""
+    """True if the store is smaller than its capacities, and grows as blocks are stored."""
     run: str = ""
     """The engine that has arranged devices and segments: its other processes take them as they are.
     """
@@ -385,7 +385,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def has_manifest(directory: Path) -> bool:
-    """Whether a store's manifest, or a copy of it, lies in this directory."""
+    """Check whether a store's manifest, or a copy of it, lies in this directory."""
     return any((directory / name).exists() for name in (NAME, COPY))
 
 

@@ -26,7 +26,7 @@ BLOCK_BYTES = 4096
 COPY_OFFSETS = (0, SUPERBLOCK_BYTES // 2)
 _KINDS: tuple[Literal["opaque"], Literal["paged"]] = ("opaque", "paged")
 _CIPHERS = (False, True)
-"""Whether slots are encrypted, with AES-256-GCM."""
+"""True if slots are encrypted, with AES-256-GCM."""
 
 # magic, version, block_bytes, store, device, rank, channel_pages, scaled_from, reserved, epoch,
 # kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,

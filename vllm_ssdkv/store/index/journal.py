@@ -228,7 +228,7 @@ class Journal:
 
     @property
     def degraded(self) -> bool:
-        """Whether records are being lost because the file cannot be written."""
+        """Check whether records are being lost because the file cannot be written."""
         with self._lock:
             return self._degraded
 

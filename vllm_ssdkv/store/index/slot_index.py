@@ -155,7 +155,7 @@ class SlotIndex:
         return SlotState(self._table.state(slot))
 
     def holds(self, slot: int, epoch: int) -> bool:
-        """Whether the slot holds a block of this epoch, or is being filled with it."""
+        """Check whether the slot holds a block of this epoch, or is being filled with it."""
         filled = self.state(slot) in (SlotState.READY, SlotState.WRITING)
         return filled and epoch == self.epoch(slot)
 

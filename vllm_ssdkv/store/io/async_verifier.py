@@ -88,7 +88,7 @@ class Verification(Generic[Found]):
                 self._error, self._state = error, _State.DONE
 
     def wanted(self) -> bool:
-        """Whether the work is still to be done."""
+        """Check whether the work is still to be done."""
         with self._changed:
             return self._state is _State.WAITING
 

@@ -37,7 +37,7 @@ class BufferPool:
         return len(self._free)
 
     def wait(self, count: int) -> bool:
-        """Whether ``count`` pieces are free, after waiting for reads that are not overdue."""
+        """Check whether ``count`` pieces are free, after waiting for reads that are not overdue."""
         while True:
             self._collect()
             if count <= len(self._free):

@@ -43,7 +43,7 @@ class ReadFrom:
     without: tuple[int, ...] = ()
 
     def second(self, first: U16, second: U16) -> NDArray[np.bool_]:
-        """Whether the second copy of each piece is meant, [m], given the devices of both."""
+        """Mask of the pieces, [m], whose second copy is meant, given the devices of both."""
         there = second if self.copy else first
         return np.isin(there, self.without) ^ bool(self.copy)
 

@@ -181,7 +181,7 @@ class SlotRequest:
         return ~self._slots_of(~good)
 
     def over(self, timeout_s: float) -> bool:
-        """Whether :meth:`wait` would return at once; blocks for ``timeout_s`` at most."""
+        """Check whether :meth:`wait` would return at once; blocks for ``timeout_s`` at most."""
         remaining = self.deadline - time.monotonic()
         done = self.batch.wait(max(0.0, min(timeout_s, remaining)))
         self.look()
@@ -298,7 +298,7 @@ class SlotRequest:
         self.files.replicas.mark_suspect(slots[gone], self.extents.device[gone])
 
     def ended(self) -> bool:
-        """Whether all buffers are free again."""
+        """Check whether all buffers are free again."""
         return self.batch.done()
 
     def _pending(self) -> NDArray[np.int64]:

@@ -168,7 +168,7 @@ class VerifiedRead:
 
     @property
     def prepared(self) -> bool:
-        """Whether native code checks and copies."""
+        """Check whether native code checks and copies."""
         return self._intake is not None
 
     def parts(self, beside: Sequence[SlotRequest] = ()) -> Iterator[Which]:
@@ -203,7 +203,7 @@ class VerifiedRead:
     # ---- the end ----
 
     def over(self) -> bool:
-        """Whether :meth:`finish` has nothing to wait for, unless something is read again."""
+        """Check whether :meth:`finish` has nothing to wait for, unless something is read again."""
         return self.request.over(0.0)
 
     def finish(

@@ -298,7 +298,7 @@ _NOT_OURS = "it has no superblock of this store: move it away, or delete it if n
 
 
 def is_orphan(store: StoredStore, path: Path) -> bool:
-    """Whether a superblock in the file names the store. Blocks on I/O."""
+    """Check whether a superblock in the file names the store. Blocks on I/O."""
     try:
         block = peek_superblock(path)
     except (FormatError, OSError):

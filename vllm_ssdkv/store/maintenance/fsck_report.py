@@ -145,5 +145,5 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was wrong."""
+        """Check whether nothing was wrong."""
         return not self.counts

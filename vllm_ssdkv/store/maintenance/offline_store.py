@@ -89,8 +89,7 @@ class StoredStore:
         return path if is_raw(path) else path / f"rank{rank}.data"
 
     def absent(self, device: int) -> bool:
-        """Whether there is no device where this one should be, like one that is not mounted, or
-        one in whose place there is another one now."""
+        """Check whether the device is missing: not mounted, or another one is in its place."""
         path = self.paths[device]
         if not self.manifest.devices[device].present and self.paths.count(path) > 1:
             return True
@@ -126,7 +125,7 @@ class StoredStore:
 
 
 def is_raw(path: Path) -> bool:
-    """Whether this is a block device, which holds rank 0 by itself."""
+    """Check whether this is a block device, which holds rank 0 by itself."""
     return path.is_block_device()
 
 
@@ -197,7 +196,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _is_device(manifest: Manifest, directory: Path) -> bool:
-    """Whether the state directory is one of the devices, too."""
+    """Check whether the state directory is one of the devices, too."""
     if str(directory) in (device.path for device in manifest.devices):
         return True
     return bool(look(str(directory), manifest.tp_size, manifest.store).names)

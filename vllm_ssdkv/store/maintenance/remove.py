@@ -349,12 +349,12 @@ def _turn(file: Path) -> int:
 
 
 def _owns(place: Path, store: str) -> bool:
-    """Whether anything on a device is the store's."""
+    """Check whether anything on a device is the store's."""
     return store in owners_of_data(place) or _names(place / COPY, store)
 
 
 def _names(file: Path, store: str) -> bool:
-    """Whether a file is there and names the store."""
+    """Check whether a file is there and names the store."""
     with contextlib.suppress(OSError):
         return owner_of(file) == store
     return False

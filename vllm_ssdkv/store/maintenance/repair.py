@@ -161,7 +161,7 @@ def _mend_copy(
     which: NDArray[np.int64],
     buffer: mmap.mmap,
 ) -> bool:
-    """Whether all pieces ``which`` were written; ``files`` of one rank by device."""
+    """Check whether all pieces ``which`` were written; ``files`` of one rank by device."""
     for i in which.tolist():
         length = int(source.length[i])
         origin, goal = files[int(source.device[i])].file, files[int(target.device[i])]

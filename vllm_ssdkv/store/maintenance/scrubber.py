@@ -85,7 +85,7 @@ class _Suspect:
     epoch: int
     faults: Sequence[_Fault]
     lost: bool
-    """Whether no copy is right."""
+    """True if no copy is right."""
     credit: NDArray[np.int64]
     """Pieces of each device that were right since the fault before, [devices]."""
 
@@ -486,7 +486,7 @@ class _Reader:
             self._files.replicas.mark_suspect(slots, devices)
 
     def hopeless(self) -> bool:
-        """Whether the last read did not end, or went to a device out of use."""
+        """Check whether the last read did not end, or went to a device out of use."""
         read = self._read
         return read is not None and bool((read.held() | read.request.out_of_reach()).any())
 

@@ -61,7 +61,7 @@ class Arena:
         mapping.madvise(mmap.MADV_DONTDUMP)
         self._mapping: mmap.mmap | None = mapping
         self.huge_pages = _ask_for_huge_pages(mapping, start, nbytes)
-        """Whether the kernel took the request for huge pages; it may still run out of them."""
+        """True if the kernel took the request for huge pages; it may still run out of them."""
         self._populating: threading.Thread | None = None
         self._closing = threading.Event()
 

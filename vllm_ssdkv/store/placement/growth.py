@@ -139,7 +139,7 @@ class StoreGrowth:
 
     @property
     def busy(self) -> bool:
-        """Whether more slots are on their way."""
+        """Check whether more slots are on their way."""
         return self._thread is not None or self._adding is not None
 
     @property

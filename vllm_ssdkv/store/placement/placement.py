@@ -265,7 +265,7 @@ class Placement:
         return self._tables.copies
 
     def holds(self, slots: I64) -> NDArray[np.bool_]:
-        """Whether there is a slot of each number (int64, shape [n]); bool, [n]."""
+        """Mask of the numbers (int64, [n]) that are slots; bool, [n]."""
         _, inside = _find(self._tables, np.asarray(slots, dtype=np.int64))
         return inside >= 0
 

@@ -62,7 +62,7 @@ class SegmentSaver(Protocol):
         """Have these in the manifest soon. Never blocks."""
 
     def saved(self) -> bool:
-        """Whether the manifest has what was put last."""
+        """Check whether the manifest has what was put last."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block until :meth:`saved`; False when the time ran out."""
@@ -236,11 +236,11 @@ class Rebalancer:
 
     @property
     def under_way(self) -> bool:
-        """Whether slots are about to come back, or new ones to come."""
+        """Check whether slots are about to come back, or new ones to come."""
         return bool(self._successors) or (self.growth is not None and self.growth.busy)
 
     def grow_for(self, slots: int) -> bool:
-        """Whether new slots are to come, for who wants so many free ones. Never blocks."""
+        """Check whether new slots are to come, for who wants so many free ones. Never blocks."""
         if self.growth is not None:
             self.growth.step(slots)
         return self.under_way
@@ -279,6 +279,11 @@ class Rebalancer:
             return None
         self._news = False
         return self.placement.segments
+
+    @property
+    def has_outdated(self) -> bool:
+        """True if any slot is :meth:`outdated`."""
+        return bool(self._outdated)
 
     def outdated(self, slots: I64) -> NDArray[np.bool_]:
         """Mask of slots, [n], whose blocks would be read faster elsewhere; bool, [n]."""

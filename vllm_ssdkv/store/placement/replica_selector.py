@@ -90,7 +90,7 @@ class Replicas:
                 np.bitwise_or.at(self._proven, slots, _bits(devices))
 
     def suspect(self, slots: I64, devices: U16) -> NDArray[np.bool_]:
-        """Whether the copies of slots, [n], on devices, [n], are suspect."""
+        """Mask of suspect copies, [n], of slots, [n], on devices, [n]."""
         with self._lock:
             found: NDArray[np.bool_] = (self._suspect[slots] & _bits(devices)) != 0
         return found

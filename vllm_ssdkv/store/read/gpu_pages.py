@@ -43,7 +43,7 @@ class GpuFetch:
     below: Fetch
     _owner: GpuPageCache
     coming: bool = True
-    """Whether places are still waiting for their pages."""
+    """True if places are still waiting for their pages."""
 
     @property
     def from_ssd(self) -> int:

@@ -190,17 +190,17 @@ class SelectedContexts:
 
     @property
     def holds_channels(self) -> bool:
-        """Whether the blocks' channel-major K is in memory, the device's or DRAM."""
+        """Check whether the blocks' channel-major K is in memory, the device's or DRAM."""
         return self._summaries.holds_channels
 
     @property
     def channels_on_device(self) -> bool:
-        """Whether that is memory of the device that attends."""
+        """Check whether that is memory of the device that attends."""
         return self._summaries.channels_on_device
 
     @property
     def holds_scales(self) -> bool:
-        """Whether the blocks' channel-major K is int8, with scales."""
+        """Check whether the blocks' channel-major K is int8, with scales."""
         return self._summaries.holds_scales
 
     @property

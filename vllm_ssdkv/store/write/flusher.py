@@ -53,7 +53,7 @@ class _Group:
     images: U64 | None
     batch: SlotRequest
     stored: bool = False
-    """Whether another copy was written while this write still hangs."""
+    """True if another copy was written while this write still hangs."""
 
     @property
     def slots(self) -> NDArray[np.int64]:
@@ -171,7 +171,7 @@ class Flusher:
             return len(self._queue) + len(self._under_way)
 
     def writes(self, slot: int) -> bool:
-        """Whether a slot is queued, or an I/O may still write to it."""
+        """Check whether a slot is queued, or an I/O may still write to it."""
         with self._wake:
             return slot in self._busy or any(item.slot == slot for item in self._queue)
 

@@ -48,7 +48,7 @@ def discard_range(fd: int, offset: int, nbytes: int) -> None:
 
 
 def is_block_device(fd: int) -> bool:
-    """Whether the descriptor is that of a block device."""
+    """Check whether the descriptor is that of a block device."""
     return stat.S_ISBLK(os.fstat(fd).st_mode)
 
 

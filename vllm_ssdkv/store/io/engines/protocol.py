@@ -44,7 +44,7 @@ class Batch(Protocol):
     """Handle of one submitted batch. Any thread may use it; no method raises on I/O errors."""
 
     def done(self) -> bool:
-        """Whether every request has completed (well or badly). Never blocks."""
+        """Check whether every request has completed (well or badly). Never blocks."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block, without the GIL, until all is complete or the time is over; returns ``done()``.

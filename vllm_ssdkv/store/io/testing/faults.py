@@ -95,7 +95,7 @@ class FaultFile:
         self._signature: tuple[int, int, int] | None = None
 
     def changed(self) -> bool:
-        """Whether the file differs, by time, size or inode, from what ``read`` last saw."""
+        """Check whether the file differs, by time, size or inode, from what ``read`` last saw."""
         return self._stat() != self._signature
 
     def read(self) -> tuple[FaultRule, ...]:

@@ -68,7 +68,7 @@ class Part:
         self._started.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all have ended, at the latest after ``timeout_s``."""
+        """Check whether all have ended, at the latest after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         if not self._started.wait(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
             return False
