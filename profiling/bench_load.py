@@ -190,7 +190,7 @@ class Bench:
             if plain is None:
                 raise RuntimeError("the store is encrypted")
             length = np.full(len(part), self.geometry.slot_bytes, dtype=np.uint32)
-            intake = _io.Intake(
+            verifier = _io.ArrivalVerifier(
                 plain.shape,
                 self.store.frames.address(frames[at : at + len(part)]),
                 plain.beginnings.ravel(),
@@ -203,9 +203,9 @@ class Bench:
                 plain.step,
             )
             begin = time.perf_counter()
-            intake.take(length.astype(np.int32))
+            verifier.take(length.astype(np.int32))
             spent += time.perf_counter() - begin
-            if (intake.states() != 1).any():
+            if (verifier.states() != 1).any():
                 raise RuntimeError("a slot is wrong")
         self.store.frames.give_back(frames)
         return spent

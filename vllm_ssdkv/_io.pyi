@@ -315,7 +315,7 @@ class Stripes:
         Raises ValueError for slots in no range and bytes that leave the slot.
         """
 
-class SlotPieces:
+class StripedExtents:
     """Requests for bytes of slots, found by :class:`Stripes` in one step, with where they go.
 
     Args:
@@ -407,7 +407,7 @@ class Stretches:
         steps: NDArray[np.uint64],
     ) -> None: ...
 
-class Intake:
+class ArrivalVerifier:
     """Checks slots of a read as they arrive, against headers and xxh3-64, and copies them.
 
     Args:
@@ -451,7 +451,7 @@ class Intake:
     def wrong_pages(self) -> NDArray[np.int64]:
         """Slot, as an index, and page of each wrong one, [2 * k], ascending."""
 
-def join_requests(
+def coalesce_requests(
     device: NDArray[np.uint16],
     offset: NDArray[np.uint64],
     length: NDArray[np.uint32],

@@ -5,7 +5,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "io/slot/slot_extents.hpp"
+#include "io/slot/striped_extents.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {
@@ -72,7 +72,7 @@ void places_pieces() {
   const std::vector<int64_t> slots{13, 10, 12}, all{0};
   // The second and third slot lie one after the other in memory, and on each device.
   const std::vector<uint64_t> places{65536, 0, 8192};
-  const SlotPieces whole(where, slots, all, 8192, places, true, 1, {}, 0);
+  const StripedExtents whole(where, slots, all, 8192, places, true, 1, {}, 0);
   check(whole.requests().buffer == std::vector<uint64_t>{65536, 69632, 0, 4096, 8192, 12288},
         "where each piece goes");
   check(whole.bytes_per_device() == std::vector<double>{12288, 12288}, "bytes of each device");
@@ -81,27 +81,27 @@ void places_pieces() {
   results[3] = 4095;
   check(!whole.whole(results), "one was cut short");
   const std::vector<uint64_t> tails{100000, 200000, 300000};
-  const SlotPieces apart_from_tails(where, slots, all, 8192, places, true, 1, tails, 6144);
+  const StripedExtents apart_from_tails(where, slots, all, 8192, places, true, 1, tails, 6144);
   check(apart_from_tails.requests().buffer ==
             std::vector<uint64_t>{65536, 69632, 100000, 0, 4096, 200000, 8192, 12288, 300000},
         "tails go elsewhere");
   check(apart_from_tails.requests().length[2] == 2048, "they are what is left");
   const std::vector<uint64_t> two{0, 0};
   check_throws<std::invalid_argument>(
-      [&] { SlotPieces(where, slots, all, 8192, places, true, 1, two, 6144); },
+      [&] { StripedExtents(where, slots, all, 8192, places, true, 1, two, 6144); },
       "not one tail for each slot");
   const std::vector<int64_t> again{10, 10};
   const std::vector<uint64_t> apart{0, 4096};
-  const SlotPieces single(where, again, all, 4096, apart, false, 8, {}, 0);
+  const StripedExtents single(where, again, all, 4096, apart, false, 8, {}, 0);
   check(single.requests().device.size() == 2, "the same piece twice is no neighbour of itself");
   check_throws<std::invalid_argument>([&] { (void)whole.whole({}); }, "results of another batch");
   for (const auto& few : {std::vector<uint64_t>{}, std::vector<uint64_t>{0, 0}}) {
     check_throws<std::invalid_argument>(
-        [&] { SlotPieces(where, slots, all, 8192, few, true, 1, {}, 0); },
+        [&] { StripedExtents(where, slots, all, 8192, few, true, 1, {}, 0); },
         "not one place for each slot");
   }
   check_throws<std::invalid_argument>(
-      [&] { SlotPieces(where, slots, all, 8192, places, true, 0, {}, 0); },
+      [&] { StripedExtents(where, slots, all, 8192, places, true, 0, {}, 0); },
       "requests of no pieces");
 }
 

@@ -65,7 +65,7 @@ using Tests = std::vector<Test>;
 
 Tests memory_tests();
 Tests cipher_tests();
-Tests intake_tests();
+Tests arrival_verifier_tests();
 Tests stripe_tests();
 Tests cache_tests();
 Tests page_cache_tests();

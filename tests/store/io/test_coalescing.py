@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, submit_joined
+from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, submit_coalesced
 from vllm_ssdkv.store.io.engines.protocol import I32, PENDING, U16, U32, U64, Op
 
 PAGE = 4096
@@ -59,7 +59,7 @@ class Recorder:
 def send(engine: Recorder, requests: list[tuple[int, int, int]]) -> I32:
     """Requests of a page each: device, page of the device, page of the arena."""
     table = np.array(requests, dtype=np.int64).reshape(-1, 3)
-    batch = submit_joined(
+    batch = submit_coalesced(
         engine,
         Op.READ,
         table[:, 0].astype(np.uint16),
@@ -117,9 +117,9 @@ def test_what_does_not_fit_is_refused() -> None:
     two, one = np.zeros(2, np.uint64), np.zeros(1, np.uint64)
     device, length = np.zeros(2, np.uint16), np.full(2, PAGE, np.uint32)
     with pytest.raises(ValueError, match="differ in length"):
-        _io.join_requests(device, two, length, one, MOST_REQUESTS)
+        _io.coalesce_requests(device, two, length, one, MOST_REQUESTS)
     with pytest.raises(ValueError, match="at least"):
-        _io.join_requests(device, two, length, two, 0)
+        _io.coalesce_requests(device, two, length, two, 0)
     results, begin = np.zeros(1, np.int32), np.zeros(2, np.int64)
     for run in (1, -1):
         with pytest.raises(ValueError, match="no request"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import NEVER_S, PAGED, PATIENCE_S, SHORT_S, MakeStore, StoreRig, array
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
-from vllm_ssdkv.store.io.coalescing import CoalescedBatch, submit_joined
+from vllm_ssdkv.store.io.coalescing import CoalescedBatch, submit_coalesced
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.io.slot_io import GROUP_BYTES
 from vllm_ssdkv.store.io.slot_request import SlotRequest
@@ -179,7 +179,7 @@ def test_what_is_sent_in_one_step_is_what_the_placement_says(
     slots, offsets, part = array([7, 2, 5]), array([0, 4096, size - 8192]), 8192
     buffers = np.array([8192, 0, 16384], dtype=np.uint64)
     batch = rig.files.submit(Op.READ, slots, offsets, part, buffers, merged=merged)
-    assert isinstance(batch.placed, _io.SlotPieces)
+    assert isinstance(batch.placed, _io.StripedExtents)
     asked = np.bincount(batch.extents.device, batch.extents.length, 3)
     np.testing.assert_array_equal(batch.watch.nbytes, asked)
     expected = rig.files.placement.extents(slots, offsets, part, merged=merged)
@@ -206,7 +206,7 @@ def test_neighbours_are_one_request_with_results_of_their_own(
     size, first = rig.geometry.page_bytes, rig.geometry.header_bytes
     slots, offsets = array([s for s, _ in pages]), array([first + p * size for _, p in pages])
     buffers = np.arange(len(pages), dtype=np.uint64) * np.uint64(size)
-    batch = rig.files.submit(Op.READ, slots, offsets, size, buffers, joined=True)
+    batch = rig.files.submit(Op.READ, slots, offsets, size, buffers, coalesced=True)
     assert batch.wait().all()
     assert batch.batch.results().tolist() == [size] * len(pages)
     read = rig.store.arena.view(0, len(pages) * size).reshape(-1, size)
@@ -215,7 +215,7 @@ def test_neighbours_are_one_request_with_results_of_their_own(
         np.testing.assert_array_equal(row, written[slot, begin : begin + size])
     # As the general way joins them.
     asked = batch.extents
-    joined = submit_joined(
+    joined = submit_coalesced(
         rig.files.engine, Op.READ, asked.device, asked.offset, asked.length, buffers
     )
     assert joined.wait(PATIENCE_S)

@@ -82,11 +82,11 @@ def test_the_next_pieces_are_being_read_while_native_code_copies_one(
 
     def fed(
         batch: slot_request.SlotRequest,
-        intake: _io.Intake,
+        verifier: _io.ArrivalVerifier,
         beside: Sequence[slot_request.SlotRequest] = (),
     ) -> None:
         seen.append(submitted(rig) - before)
-        feed(batch, intake, beside)
+        feed(batch, verifier, beside)
 
     monkeypatch.setattr(slot_request.SlotRequest, "feed", fed)
     ok(rig.load(names, range(1, 31)), dram=0, ssd=30)

@@ -13,8 +13,8 @@ void bind_memory(nanobind::module_& m);
 void bind_engines(nanobind::module_& m);
 void bind_cipher(nanobind::module_& m);
 void bind_stripes(nanobind::module_& m);
-void bind_intake(nanobind::module_& m);
-void bind_joined(nanobind::module_& m);
+void bind_arrival_verifier(nanobind::module_& m);
+void bind_coalesced(nanobind::module_& m);
 #if SSDKV_URING
 void bind_uring(nanobind::module_& m);
 #endif

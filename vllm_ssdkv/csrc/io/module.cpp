@@ -13,8 +13,8 @@ NB_MODULE(_io, m) {
   ssdkv::bind_cipher(m);
   ssdkv::bind_engines(m);
   ssdkv::bind_stripes(m);
-  ssdkv::bind_intake(m);
-  ssdkv::bind_joined(m);
+  ssdkv::bind_arrival_verifier(m);
+  ssdkv::bind_coalesced(m);
   ssdkv::bind_counters(m);
 #if SSDKV_URING
   ssdkv::bind_uring(m);

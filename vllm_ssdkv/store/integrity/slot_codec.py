@@ -52,7 +52,7 @@ class Digests:
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainCheck:
     """Arguments by which native code checks n slots, where checksums alone do: the first ones of
-    :class:`vllm_ssdkv._io.Intake`, and its last ones."""
+    :class:`vllm_ssdkv._io.ArrivalVerifier`, and its last ones."""
 
     shape: _io.SlotShape
     beginnings: U8

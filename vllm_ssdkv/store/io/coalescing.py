@@ -20,7 +20,7 @@ MOST_REQUESTS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoalescedBatch:
-    """A batch whose requests were joined. As ``Batch``."""
+    """A batch whose neighbouring requests were coalesced. As ``Batch``."""
 
     batch: Batch
     run: NDArray[np.int64]
@@ -42,12 +42,12 @@ class CoalescedBatch:
         return _io.part_results(self.batch.results(), self.run, self.begin, self.length)
 
 
-def submit_joined(
+def submit_coalesced(
     engine: IoEngine, op: Op, device: U16, offset: U64, length: U32, buffer: U64
 ) -> CoalescedBatch:
     """As :meth:`IoEngine.submit`; a request that goes on where the one before it ends joins it."""
     length = np.ascontiguousarray(length)
-    device, offset, total, buffer, run, begin = _io.join_requests(
+    device, offset, total, buffer, run, begin = _io.coalesce_requests(
         np.ascontiguousarray(device),
         np.ascontiguousarray(offset),
         length,

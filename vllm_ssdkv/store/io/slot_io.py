@@ -15,7 +15,7 @@ from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.throughput import BatchWatch, Moment, ThroughputEstimator
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.integrity.slot_codec import SlotCodec
-from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, CoalescedBatch, submit_joined
+from vllm_ssdkv.store.io.coalescing import MOST_REQUESTS, CoalescedBatch, submit_coalesced
 from vllm_ssdkv.store.io.engines.protocol import U16, U64, Batch, IoEngine, Op
 from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import GROUP
@@ -93,7 +93,7 @@ class SlotIO:
         buffers: U64,
         *,
         source: ReadFrom | None = None,
-        joined: bool = False,
+        coalesced: bool = False,
         merged: bool = True,
         tails: U64 | None = None,
     ) -> SlotRequest:
@@ -110,7 +110,7 @@ class SlotIO:
             length: Bytes per slot, a multiple of 4096.
             buffers: Arena offset per slot, [n].
             source: Read these copies, or write them, and no others.
-            joined: Neighbours, on the device and in the arena, go to the engine as one request.
+            coalesced: Neighbours, on the device and in the arena, go to the engine as one request.
             merged: As in :meth:`Placement.extents`.
             tails: Arena offset per slot of its tail, where that does not lie behind the rest, of
                 whole slots.
@@ -119,14 +119,14 @@ class SlotIO:
         asked = time.monotonic()
         cut = 0 if tails is None else self.geometry.frame_bytes
         if not self.health.any_out_of_use:
-            most = MOST_REQUESTS if joined else 1
+            most = MOST_REQUESTS if coalesced else 1
             found = self.placement.pieces(
                 slots, offset, length, buffers, merged=merged, most=most, tails=tails, cut=cut
             )
             if found is not None:  # no copy to choose, no device to spare
                 batch: Batch = self.engine.submit(op, *found.requests())
                 watch = BatchWatch(self.speed, found.nbytes(), Moment(asked, time.monotonic()))
-                if joined:
+                if coalesced:
                     batch = CoalescedBatch(batch, *found.parts())
                 return SlotRequest(self, op, slots.copy(), length, watch, batch, found, without)
         first, second = self.placement.copies(slots, offset, length, merged=merged, cut=cut)
@@ -154,8 +154,8 @@ class SlotIO:
         at = at[sent]
         requests = (device, extents.offset[sent], lengths, at)
         asked = time.monotonic()
-        if joined:
-            batch = submit_joined(self.engine, op, *requests)
+        if coalesced:
+            batch = submit_coalesced(self.engine, op, *requests)
         else:
             batch = self.engine.submit(op, *requests)
         if second is not None:

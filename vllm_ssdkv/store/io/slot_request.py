@@ -49,7 +49,7 @@ class SlotRequest:
     """Bytes per slot."""
     watch: BatchWatch
     batch: Batch
-    placed: Extents | _io.SlotPieces
+    placed: Extents | _io.StripedExtents
     """Pieces, [m]; as they were found natively, all of them sent, until somebody asks for them."""
     without: tuple[int, ...] = ()
     """Devices that were avoided on purpose."""
@@ -61,7 +61,7 @@ class SlotRequest:
     """Pieces that were sent to a device."""
     deadline: float = field(init=False)
     """Time of the monotonic clock, counted from the submission."""
-    _found: _io.SlotPieces | None = field(init=False, default=None)
+    _found: _io.StripedExtents | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.deadline = self.watch.begin.latest + self.files.deadline_s
@@ -118,8 +118,8 @@ class SlotRequest:
             for later in beside:
                 later.look()
 
-    def feed(self, intake: _io.Intake, beside: Sequence[SlotRequest] = ()) -> None:
-        """Have an intake made with :meth:`parts` look at slots as they arrive, without the GIL.
+    def feed(self, verifier: _io.ArrivalVerifier, beside: Sequence[SlotRequest] = ()) -> None:
+        """Have a verifier made with :meth:`parts` look at slots as they arrive, without the GIL.
         Ends when :meth:`wait`, which is still to be called, would return at once.
 
         Args:
@@ -133,10 +133,10 @@ class SlotRequest:
             patience = 0.0 if over else pause if watched else _LOOK_S
             patience = max(0.0, min(patience, self.deadline - time.monotonic()))
             if isinstance(self.batch, _io.Batch):
-                ended = intake.follow(self.batch, patience) or over
+                ended = verifier.follow(self.batch, patience) or over
             else:  # a twin, or an engine in Python
                 self.batch.wait(min(patience, pause))
-                intake.take(self.batch.results())
+                verifier.take(self.batch.results())
                 ended = over
             for later in beside:
                 later.look()
@@ -281,7 +281,7 @@ class SlotRequest:
         ]
         return found
 
-    def _all_moved(self, found: _io.SlotPieces) -> bool:
+    def _all_moved(self, found: _io.StripedExtents) -> bool:
         batch = self.batch.batch if isinstance(self.batch, CoalescedBatch) else self.batch
         return found.whole(batch.results())
 

@@ -18,11 +18,16 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.integrity.slot_codec import Digests
+from vllm_ssdkv.store.io.arrival_verifier import (
+    RIGHT,
+    WRONG_HEADER,
+    WRONG_PAGE,
+    make_arrival_verifier,
+)
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier, Verification
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.digest_source import DigestSource, HeaderDigests, SlotExtents, Which
 from vllm_ssdkv.store.io.engines.protocol import U64, Op
-from vllm_ssdkv.store.io.intake import RIGHT, WRONG_HEADER, WRONG_PAGE, make_intake
 from vllm_ssdkv.store.io.slot_io import ReadFrom, SlotIO
 from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.io.thread_errors import ThreadErrors
@@ -111,7 +116,7 @@ class VerifiedRead:
         source: DigestSource,
         *,
         read_from: ReadFrom | None = None,
-        joined: bool = False,
+        coalesced: bool = False,
         merged: bool = True,
         charge: bool = True,
         errors: ThreadErrors | None = None,
@@ -123,7 +128,7 @@ class VerifiedRead:
             extents: What to read.
             source: Of the digests.
             read_from: The copies that are read first. Default: those that are likely right.
-            joined: As in :meth:`SlotIO.submit`, ``merged`` too.
+            coalesced: As in :meth:`SlotIO.submit`, ``merged`` too.
             charge: Whether devices and copies are told what was found, and the log what is bad. If
                 not, that is for :meth:`charge_devices`.
             errors: Counts what is raised where a read is asked which memory it holds: then it
@@ -143,7 +148,7 @@ class VerifiedRead:
             extents.nbytes(geometry),
             extents.at,
             source=read_from,
-            joined=joined,
+            coalesced=coalesced,
             merged=merged,
         )
         self._charge = charge
@@ -154,22 +159,22 @@ class VerifiedRead:
         self._later: list[tuple[SlotRequest, Which]] = []
         """Reads of what was wrong, and the extent of each of their slots."""
         self._beside: Verification[_Checked] | None = None
-        self._intake: _io.Intake | None = None
+        self._arrivals: _io.ArrivalVerifier | None = None
 
     # ---- checks while it arrives ----
 
     def prepare(self, addresses: U64, blocks: U64, stretches: _io.Stretches) -> None:
         """Have native code check extents as they arrive, and copy them to HBM ``blocks`` [n], 0 for
         none, where checksums are all that it takes. ``addresses`` are those of ``at``."""
-        if self._intake is None and isinstance(self._source, HeaderDigests):
-            self._intake = make_intake(
+        if self._arrivals is None and isinstance(self._source, HeaderDigests):
+            self._arrivals = make_arrival_verifier(
                 self.request, self._source.epochs, self._source.keys, addresses, blocks, stretches
             )
 
     @property
     def prepared(self) -> bool:
         """Check whether native code checks and copies."""
-        return self._intake is not None
+        return self._arrivals is not None
 
     def parts(self, beside: Sequence[SlotRequest] = ()) -> Iterator[Which]:
         """Extents as they become good, each once, before any is read again. Blocks until the first
@@ -178,9 +183,9 @@ class VerifiedRead:
         Args:
             beside: As in :meth:`SlotRequest.wait`.
         """
-        if self._intake is not None:
-            self.request.feed(self._intake, beside)
-            self._take_in(self._intake)
+        if self._arrivals is not None:
+            self.request.feed(self._arrivals, beside)
+            self._take_in(self._arrivals)
             yield np.flatnonzero(self.good)
             return
         for part in self.request.arriving(beside):
@@ -400,9 +405,9 @@ class VerifiedRead:
         before = self.extents.before_pages(self._files.geometry)
         return row, before + page * self._files.geometry.page_bytes
 
-    def _take_in(self, intake: _io.Intake) -> None:
+    def _take_in(self, verifier: _io.ArrivalVerifier) -> None:
         """As :meth:`_take`, of all that native code has looked at."""
-        states = intake.states()
+        states = verifier.states()
         if (right := states == RIGHT).all():
             same = np.ones((len(states), self.extents.pages), dtype=np.bool_)
             self._take(self.request, _ALL, _Checked(_ALL, right, same), final=False)
@@ -410,7 +415,7 @@ class VerifiedRead:
         which = np.flatnonzero(np.isin(states, (RIGHT, WRONG_HEADER, WRONG_PAGE)))
         known = states[which] != WRONG_HEADER
         same = np.repeat(known[:, None], self.extents.pages, axis=1)
-        row, page = intake.wrong_pages().reshape(-1, 2).T
+        row, page = verifier.wrong_pages().reshape(-1, 2).T
         same[np.searchsorted(which, row), page] = False
         self._take(self.request, which, _Checked(which, known, same), final=False)
 

@@ -176,7 +176,7 @@ class Placement:
         most: int,
         tails: NDArray[np.uint64] | None = None,
         cut: int = 0,
-    ) -> _io.SlotPieces | None:
+    ) -> _io.StripedExtents | None:
         """As :meth:`extents`, with arena offsets, [n], to which the bytes of each slot belong, and
         up to ``most`` neighbours as one request. What is from byte ``cut`` of a slot on belongs to
         ``tails``, [n]. None: a slot has a second copy.
@@ -191,7 +191,7 @@ class Placement:
         slots = np.ascontiguousarray(slots, dtype=np.int64)
         places = np.ascontiguousarray(places)
         tails = places[:0] if tails is None else np.ascontiguousarray(tails)
-        return _io.SlotPieces(
+        return _io.StripedExtents(
             tables.stripes, slots, offsets, length, places, merged, most, tails, cut
         )
 

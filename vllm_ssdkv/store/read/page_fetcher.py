@@ -215,7 +215,7 @@ class PageFetcher:
         slots, numbers = self._cache.slot_and_number(keys)
         extents = SlotExtents(slots, numbers, 1, self._cache.buffer_offset(places))
         source = TableDigests(self._files.codec, self._seals, extents)
-        return _Read(keys, places, VerifiedRead(self._files, extents, source, joined=True))
+        return _Read(keys, places, VerifiedRead(self._files, extents, source, coalesced=True))
 
     def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the slot before each page."""

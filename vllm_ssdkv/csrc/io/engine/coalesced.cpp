@@ -7,24 +7,24 @@ namespace ssdkv {
 
 CoalescedRequests coalesce(const RequestArrays& parts, size_t most) {
   if (most == 0) throw std::invalid_argument("a request has one part at least");
-  CoalescedRequests joined;
-  joined.parts.request.reserve(parts.n);
-  joined.parts.begin.reserve(parts.n);
+  CoalescedRequests coalesced;
+  coalesced.parts.request.reserve(parts.n);
+  coalesced.parts.begin.reserve(parts.n);
   for (size_t i = 0; i < parts.n; ++i) {
     const bool follows = i % most != 0 && parts.device[i] == parts.device[i - 1] &&
                          parts.offset[i] == parts.offset[i - 1] + parts.length[i - 1] &&
                          parts.buffer[i] == parts.buffer[i - 1] + parts.length[i - 1];
     if (!follows) {
-      joined.device.push_back(parts.device[i]);
-      joined.offset.push_back(parts.offset[i]);
-      joined.buffer.push_back(parts.buffer[i]);
-      joined.length.push_back(0);
+      coalesced.device.push_back(parts.device[i]);
+      coalesced.offset.push_back(parts.offset[i]);
+      coalesced.buffer.push_back(parts.buffer[i]);
+      coalesced.length.push_back(0);
     }
-    joined.parts.request.push_back(static_cast<int64_t>(joined.length.size()) - 1);
-    joined.parts.begin.push_back(joined.length.back());
-    joined.length.back() += parts.length[i];
+    coalesced.parts.request.push_back(static_cast<int64_t>(coalesced.length.size()) - 1);
+    coalesced.parts.begin.push_back(coalesced.length.back());
+    coalesced.length.back() += parts.length[i];
   }
-  return joined;
+  return coalesced;
 }
 
 int32_t part_result(int32_t result, int64_t begin, uint32_t length) {

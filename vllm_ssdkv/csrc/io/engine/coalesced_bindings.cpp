@@ -20,9 +20,9 @@ namespace {
 using Joined = std::tuple<ArrayOut<uint16_t>, ArrayOut<uint64_t>, ArrayOut<uint32_t>,
                           ArrayOut<uint64_t>, ArrayOut<int64_t>, ArrayOut<int64_t>>;
 
-Joined join_requests(const ArrayIn<uint16_t>& device, const ArrayIn<uint64_t>& offset,
-                     const ArrayIn<uint32_t>& length, const ArrayIn<uint64_t>& buffer,
-                     size_t most) {
+Joined coalesce_requests(const ArrayIn<uint16_t>& device, const ArrayIn<uint64_t>& offset,
+                         const ArrayIn<uint32_t>& length, const ArrayIn<uint64_t>& buffer,
+                         size_t most) {
   CoalescedRequests found = coalesce(request_arrays(device, offset, length, buffer), most);
   return {to_numpy(std::move(found.device)),        to_numpy(std::move(found.offset)),
           to_numpy(std::move(found.length)),        to_numpy(std::move(found.buffer)),
@@ -46,8 +46,9 @@ ArrayOut<int32_t> part_results(const ArrayIn<int32_t>& results, const ArrayIn<in
 
 }  // namespace
 
-void bind_joined(nb::module_& m) {
-  m.def("join_requests", &join_requests, "device"_a, "offset"_a, "length"_a, "buffer"_a, "most"_a);
+void bind_coalesced(nb::module_& m) {
+  m.def("coalesce_requests", &coalesce_requests, "device"_a, "offset"_a, "length"_a, "buffer"_a,
+        "most"_a);
   m.def("part_results", &part_results, "results"_a, "request"_a, "begin"_a, "length"_a);
 }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "io/bindings.hpp"
-#include "io/slot/slot_extents.hpp"
+#include "io/slot/striped_extents.hpp"
 #include "io/slot/stripes.hpp"
 
 namespace nb = nanobind;
@@ -39,7 +39,7 @@ std::tuple<ArrayOut<uint16_t>, ArrayOut<uint64_t>, ArrayOut<uint32_t>, ArrayOut<
 }
 
 std::tuple<ArrayOut<int64_t>, ArrayOut<int64_t>, ArrayOut<uint32_t>> parts_of(
-    const SlotPieces& found) {
+    const StripedExtents& found) {
   const Parts& parts = found.requests().parts;
   return {to_numpy(parts.request), to_numpy(parts.begin), to_numpy(found.pieces().length)};
 }
@@ -91,24 +91,24 @@ void bind_stripes(nb::module_& m) {
           "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a, "copy"_a, "merged"_a,
           "cut"_a = 0);
 
-  nb::class_<SlotPieces>(m, "SlotPieces")
+  nb::class_<StripedExtents>(m, "StripedExtents")
       .def(
           "__init__",
-          [](SlotPieces* self, const Stripes& stripes, const I64& slots, const I64& offsets,
+          [](StripedExtents* self, const Stripes& stripes, const I64& slots, const I64& offsets,
              int64_t length, const ArrayIn<uint64_t>& places, bool merged, size_t most,
              const ArrayIn<uint64_t>& tails, int64_t cut) {
-            new (self) SlotPieces(stripes, span(slots), span(offsets), length, span(places), merged,
-                                  most, span(tails), cut);
+            new (self) StripedExtents(stripes, span(slots), span(offsets), length, span(places),
+                                      merged, most, span(tails), cut);
           },
           "stripes"_a, "slots"_a.noconvert(), "offsets"_a.noconvert(), "length"_a,
           "places"_a.noconvert(), "merged"_a, "most"_a, "tails"_a.noconvert(), "cut"_a)
-      .def("requests", [](const SlotPieces& self) { return to_tuple(self.requests()); })
-      .def("parts", [](const SlotPieces& self) { return parts_of(self); })
-      .def("extents", [](const SlotPieces& self) { return to_tuple(self.pieces()); })
-      .def("nbytes", [](const SlotPieces& self) { return to_numpy(self.bytes_per_device()); })
+      .def("requests", [](const StripedExtents& self) { return to_tuple(self.requests()); })
+      .def("parts", [](const StripedExtents& self) { return parts_of(self); })
+      .def("extents", [](const StripedExtents& self) { return to_tuple(self.pieces()); })
+      .def("nbytes", [](const StripedExtents& self) { return to_numpy(self.bytes_per_device()); })
       .def(
           "whole",
-          [](const SlotPieces& self, const ArrayIn<int32_t>& results) {
+          [](const StripedExtents& self, const ArrayIn<int32_t>& results) {
             return self.whole(span(results));
           },
           "results"_a.noconvert());

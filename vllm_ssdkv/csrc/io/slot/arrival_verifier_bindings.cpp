@@ -9,7 +9,7 @@
 #include "base/unlocked.hpp"
 #include "io/bindings.hpp"
 #include "io/engine/batch.hpp"
-#include "io/slot/intake.hpp"
+#include "io/slot/arrival_verifier.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -75,46 +75,48 @@ std::vector<Stretch> to_stretches(const U64& offsets, const U64& sizes, const U6
 }
 
 // With the beginnings of the headers, to which the native one only points.
-class PyIntake {
+class PyArrivalVerifier {
  public:
-  PyIntake(const SlotShape& shape, const U64& addresses, const U8& fixed, const U64& blocks,
-           const I64& slot_of, const U64& begins, const U32& lengths, const Stretches& stretches,
-           size_t first, size_t step)
+  PyArrivalVerifier(const SlotShape& shape, const U64& addresses, const U8& fixed,
+                    const U64& blocks, const I64& slot_of, const U64& begins, const U32& lengths,
+                    const Stretches& stretches, size_t first, size_t step)
       : fixed_(bytes_of(fixed), bytes_of(fixed) + fixed.shape(0)),
-        intake_(shape, slots(shape, addresses, fixed, blocks), parts(slot_of, begins, lengths),
-                stretches.all, {first, step}) {}
+        verifier_(shape, slots(shape, addresses, fixed, blocks), parts(slot_of, begins, lengths),
+                  stretches.all, {first, step}) {}
 
   bool follow(Batch& batch, double timeout_s) {
     return wait_for(timeout_s,
-                    [&](Clock::time_point until) { return intake_.follow(batch, until); });
+                    [&](Clock::time_point until) { return verifier_.follow(batch, until); });
   }
 
   void take(const I32& results) {
     const auto given = span(results);
     const Unlocked unlocked;
-    intake_.take(given);
+    verifier_.take(given);
   }
 
   ArrayOut<uint8_t> states() const {
     std::vector<uint8_t> found;
-    for (const Intake::State state : intake_.states()) found.push_back(static_cast<uint8_t>(state));
+    for (const ArrivalVerifier::State state : verifier_.states())
+      found.push_back(static_cast<uint8_t>(state));
     return to_numpy(std::move(found));
   }
 
   ArrayOut<int64_t> wrong_pages() const {
     std::vector<int64_t> found;
-    for (const auto& [slot, page] : intake_.wrong_pages()) found.insert(found.end(), {slot, page});
+    for (const auto& [slot, page] : verifier_.wrong_pages())
+      found.insert(found.end(), {slot, page});
     return to_numpy(std::move(found));
   }
 
  private:
-  static std::vector<Intake::Part> parts(const I64& slot_of, const U64& begins,
-                                         const U32& lengths) {
+  static std::vector<ArrivalVerifier::Part> parts(const I64& slot_of, const U64& begins,
+                                                  const U32& lengths) {
     const size_t n = slot_of.shape(0);
     if (begins.shape(0) != n || lengths.shape(0) != n) {
       throw std::invalid_argument("the arrays differ in length");
     }
-    std::vector<Intake::Part> found;
+    std::vector<ArrivalVerifier::Part> found;
     found.reserve(n);
     for (size_t i = 0; i < n; ++i) {
       found.push_back({slot_of.data()[i], begins.data()[i], lengths.data()[i]});
@@ -122,13 +124,13 @@ class PyIntake {
     return found;
   }
 
-  std::vector<Intake::Slot> slots(const SlotShape& shape, const U64& addresses, const U8& fixed,
-                                  const U64& blocks) const {
+  std::vector<ArrivalVerifier::Slot> slots(const SlotShape& shape, const U64& addresses,
+                                           const U8& fixed, const U64& blocks) const {
     const size_t n = addresses.shape(0);
     check_rows(fixed, n, shape);
     check_addresses(addresses);
     if (blocks.shape(0) != n) throw std::invalid_argument("the arrays differ in length");
-    std::vector<Intake::Slot> found;
+    std::vector<ArrivalVerifier::Slot> found;
     found.reserve(n);
     for (size_t i = 0; i < n; ++i) {
       const std::byte* wanted = fixed_.data() + i * shape.header.fixed_bytes;
@@ -138,12 +140,12 @@ class PyIntake {
   }
 
   const std::vector<std::byte> fixed_;
-  Intake intake_;
+  ArrivalVerifier verifier_;
 };
 
 }  // namespace
 
-void bind_intake(nb::module_& m) {
+void bind_arrival_verifier(nb::module_& m) {
   nb::class_<SlotShape>(m, "SlotShape")
       .def(
           "__init__",
@@ -167,16 +169,16 @@ void bind_intake(nb::module_& m) {
           "steps"_a.noconvert());
   m.def("right_headers", &right_headers, "addresses"_a.noconvert(), "fixed"_a.noconvert(),
         "shape"_a);
-  nb::class_<PyIntake>(m, "Intake")
+  nb::class_<PyArrivalVerifier>(m, "ArrivalVerifier")
       .def(nb::init<const SlotShape&, const U64&, const U8&, const U64&, const I64&, const U64&,
                     const U32&, const Stretches&, size_t, size_t>(),
            "shape"_a, "addresses"_a.noconvert(), "fixed"_a.noconvert(), "blocks"_a.noconvert(),
            "slot_of"_a.noconvert(), "begins"_a.noconvert(), "lengths"_a.noconvert(), "stretches"_a,
            "first"_a, "step"_a)
-      .def("follow", &PyIntake::follow, "batch"_a, "timeout_s"_a)
-      .def("take", &PyIntake::take, "results"_a.noconvert())
-      .def("states", &PyIntake::states)
-      .def("wrong_pages", &PyIntake::wrong_pages);
+      .def("follow", &PyArrivalVerifier::follow, "batch"_a, "timeout_s"_a)
+      .def("take", &PyArrivalVerifier::take, "results"_a.noconvert())
+      .def("states", &PyArrivalVerifier::states)
+      .def("wrong_pages", &PyArrivalVerifier::wrong_pages);
 }
 
 }  // namespace ssdkv

@@ -1,4 +1,4 @@
-// Intake of slots that are being read: as they arrive they are checked and copied to where
+// ArrivalVerifier of slots that are being read: as they arrive they are checked and copied to where
 // they are wanted, beside the reads and without the interpreter.
 #pragma once
 
@@ -35,7 +35,7 @@ struct Stretch {
   uint64_t step;  // bytes
 };
 
-class Intake {
+class ArrivalVerifier {
  public:
   enum class State : uint8_t { kAwaited, kRight, kWrongHeader, kWrongPage };
 
@@ -60,8 +60,8 @@ class Intake {
   // `parts` has one entry for each request of the batch, ordered by slot and position. A slot of
   // which something was not asked for never arrives. What the slots point to outlives this.
   // Stretches ascend. Throws std::invalid_argument for what does not fit together.
-  Intake(const SlotShape& shape, std::vector<Slot> slots, std::vector<Part> parts,
-         std::vector<Stretch> stretches, Sample sample);
+  ArrivalVerifier(const SlotShape& shape, std::vector<Slot> slots, std::vector<Part> parts,
+                  std::vector<Stretch> stretches, Sample sample);
 
   // One thread at a time calls these. They look at every page that has arrived, behind its slot's
   // header, since the last call: as long as any has, take more; then wait for the rest until the

@@ -1,4 +1,4 @@
-#include "io/slot/intake.hpp"
+#include "io/slot/arrival_verifier.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -28,8 +28,9 @@ uint64_t mark(const std::byte* header, const HeaderShape& shape, size_t page) {
 
 }  // namespace
 
-Intake::Intake(const SlotShape& shape, std::vector<Slot> slots, std::vector<Part> parts,
-               std::vector<Stretch> stretches, Sample sample)
+ArrivalVerifier::ArrivalVerifier(const SlotShape& shape, std::vector<Slot> slots,
+                                 std::vector<Part> parts, std::vector<Stretch> stretches,
+                                 Sample sample)
     : shape_(shape),
       slots_(std::move(slots)),
       parts_(std::move(parts)),
@@ -79,7 +80,7 @@ Intake::Intake(const SlotShape& shape, std::vector<Slot> slots, std::vector<Part
 }
 
 template <class Result>
-bool Intake::look(const Result& result) {
+bool ArrivalVerifier::look(const Result& result) {
   const auto ended = [&](uint32_t index) {
     const int32_t got = result(index);
     if (got == Batch::kPending) return false;
@@ -91,7 +92,7 @@ bool Intake::look(const Result& result) {
   return !runs_.empty();
 }
 
-void Intake::arrive(const Part& part) {
+void ArrivalVerifier::arrive(const Part& part) {
   const auto slot = static_cast<size_t>(part.slot);
   const uint64_t header = shape_.header.header_bytes;
   const uint64_t end = part.begin + part.length;
@@ -114,7 +115,7 @@ void Intake::arrive(const Part& part) {
   }
 }
 
-void Intake::add_runs(size_t slot, size_t first, size_t last) {
+void ArrivalVerifier::add_runs(size_t slot, size_t first, size_t last) {
   for (size_t page = first; page < last; ++page) {
     const size_t at = slot * shape_.pages + page;
     if (page_left_[at] != 0 || pages_[at] != Page::kAwaited) continue;
@@ -129,7 +130,7 @@ void Intake::add_runs(size_t slot, size_t first, size_t last) {
   }
 }
 
-bool Intake::follow(Batch& batch, Clock::time_point deadline) {
+bool ArrivalVerifier::follow(Batch& batch, Clock::time_point deadline) {
   if (batch.size() != parts_.size()) throw std::invalid_argument("that is another batch");
   for (;;) {
     while (look([&batch](size_t index) { return batch.result(index); })) work_off();
@@ -139,12 +140,12 @@ bool Intake::follow(Batch& batch, Clock::time_point deadline) {
   }
 }
 
-void Intake::take(std::span<const int32_t> results) {
+void ArrivalVerifier::take(std::span<const int32_t> results) {
   if (results.size() != parts_.size()) throw std::invalid_argument("that is another batch");
   if (look([results](size_t index) { return results[index]; })) work_off();
 }
 
-void Intake::work_off() {
+void ArrivalVerifier::work_off() {
   size_t pages = 0;
   for (const Run& run : runs_) pages += run.last - run.first;
   const size_t nbytes = pages * shape_.page_bytes;
@@ -161,7 +162,7 @@ void Intake::work_off() {
   runs_.clear();
 }
 
-void Intake::check_and_copy(const Run& run) noexcept {
+void ArrivalVerifier::check_and_copy(const Run& run) noexcept {
   const Slot& slot = slots_[run.slot];
   const std::byte* const header = bytes_at(slot.address);
   const size_t before = run.slot * shape_.pages;  // pages of the slots before
@@ -184,14 +185,14 @@ void Intake::check_and_copy(const Run& run) noexcept {
   fence_copies();
 }
 
-void Intake::settle(size_t slot) {
+void ArrivalVerifier::settle(size_t slot) {
   const auto first = pages_.begin() + static_cast<ptrdiff_t>(slot * shape_.pages);
   const auto last = first + static_cast<ptrdiff_t>(shape_.pages);
   const bool wrong = std::find(first, last, Page::kWrong) != last;
   states_[slot] = wrong ? State::kWrongPage : State::kRight;
 }
 
-std::vector<Intake::WrongPage> Intake::wrong_pages() const {
+std::vector<ArrivalVerifier::WrongPage> ArrivalVerifier::wrong_pages() const {
   std::vector<WrongPage> found;
   for (size_t i = 0; i < pages_.size(); ++i) {
     const size_t slot = i / shape_.pages;

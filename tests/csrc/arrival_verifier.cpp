@@ -1,5 +1,5 @@
 // Slots that arrive are checked and copied, while other threads end their requests.
-#include "io/slot/intake.hpp"
+#include "io/slot/arrival_verifier.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -44,8 +44,8 @@ struct Desk {
     }
   }
 
-  Intake intake(std::vector<Intake::Part> parts) {
-    std::vector<Intake::Slot> wanted;
+  ArrivalVerifier verifier(std::vector<ArrivalVerifier::Part> parts) {
+    std::vector<ArrivalVerifier::Slot> wanted;
     for (size_t slot = 0; slot < kSlots; ++slot) {
       wanted.push_back({reinterpret_cast<uint64_t>(slots.data() + slot * kSlotBytes),
                         fixed.data() + slot * 128, slot + 1});
@@ -55,7 +55,7 @@ struct Desk {
       const auto base = reinterpret_cast<uint64_t>(blocks.data() + page * 3000);
       stretches.push_back({4096 + page * 4096, 3000, base, kPages * 3000});
     }
-    return Intake(kShape, std::move(wanted), std::move(parts), std::move(stretches), {});
+    return ArrivalVerifier(kShape, std::move(wanted), std::move(parts), std::move(stretches), {});
   }
 
   bool copied(size_t slot, size_t page) const {
@@ -71,8 +71,8 @@ struct Desk {
   }
 };
 
-std::vector<Intake::Part> all_parts() {
-  std::vector<Intake::Part> parts;
+std::vector<ArrivalVerifier::Part> all_parts() {
+  std::vector<ArrivalVerifier::Part> parts;
   for (size_t i = 0; i < kSlots * kParts; ++i) {
     parts.push_back({static_cast<int64_t>(i / kParts), i % kParts * kPartBytes, kPartBytes});
   }
@@ -82,13 +82,14 @@ std::vector<Intake::Part> all_parts() {
 // A page goes on as soon as it and its slot's header are here, whatever of the slot is not.
 void takes_pages_one_by_one() {
   Desk desk;
-  const std::vector<Intake::Part> parts = {{1, 0, 4096},     {1, 4096, 6000}, {1, 10096, 2192},
-                                           {1, 12288, 4096}, {2, 0, 4096},    {2, 4096, 20480}};
-  Intake intake = desk.intake(parts);
+  const std::vector<ArrivalVerifier::Part> parts = {{1, 0, 4096},     {1, 4096, 6000},
+                                                    {1, 10096, 2192}, {1, 12288, 4096},
+                                                    {2, 0, 4096},     {2, 4096, 20480}};
+  ArrivalVerifier verifier = desk.verifier(parts);
   std::vector<int32_t> results(parts.size(), Batch::kPending);
   const auto end = [&](size_t request) {
     results[request] = static_cast<int32_t>(parts[request].length);
-    intake.take(results);
+    verifier.take(results);
   };
   end(1);
   end(3);
@@ -98,12 +99,12 @@ void takes_pages_one_by_one() {
   check(!desk.copied(1, 1), "not what is here in part");
   end(2);
   check(desk.copied(1, 1), "as soon as it is whole");
-  check(intake.states()[1] == Intake::State::kAwaited, "two pages were never asked for");
+  check(verifier.states()[1] == ArrivalVerifier::State::kAwaited, "two pages were never asked for");
   end(5);
   check(!desk.copied(2, 0), "no header");
   end(4);
   check(desk.copied(2), "all at once");
-  check(intake.states()[2] == Intake::State::kRight, "all of it is right");
+  check(verifier.states()[2] == ArrivalVerifier::State::kRight, "all of it is right");
 }
 
 void follows_what_threads_end() {
@@ -112,13 +113,13 @@ void follows_what_threads_end() {
   desk.slots[4 * kSlotBytes + 200] ^= std::byte{1};                     // behind what is used
   desk.slots[5 * kSlotBytes + 10] ^= std::byte{1};                      // what it begins with
   const std::vector<Request> requests(kSlots * kParts, Request{0, 0, kPartBytes, 0});
-  Intake intake = desk.intake(all_parts());
+  ArrivalVerifier verifier = desk.verifier(all_parts());
   Batch batch(Op::kRead, std::move(requests));
-  check(!intake.follow(batch, deadline_after(0.0)), "nothing has ended");
+  check(!verifier.follow(batch, deadline_after(0.0)), "nothing has ended");
   std::atomic<size_t> next{0};
   in_threads(4, [&](unsigned thread) {
     if (thread == 0) {
-      while (!intake.follow(batch, deadline_after(0.001))) {
+      while (!verifier.follow(batch, deadline_after(0.001))) {
       }
       return;
     }
@@ -132,14 +133,16 @@ void follows_what_threads_end() {
     }
   });
   for (size_t slot = 0; slot < kSlots; ++slot) {
-    Intake::State wanted = Intake::State::kRight;
-    if (slot == 3) wanted = Intake::State::kWrongPage;
-    if (slot == 4 || slot == 5) wanted = Intake::State::kWrongHeader;
-    if (slot == 6 || slot == 7) wanted = Intake::State::kAwaited;  // a part failed, one was short
-    check(intake.states()[slot] == wanted, "the state of a slot");
-    check(desk.copied(slot) == (wanted == Intake::State::kRight), "right slots are copied");
+    ArrivalVerifier::State wanted = ArrivalVerifier::State::kRight;
+    if (slot == 3) wanted = ArrivalVerifier::State::kWrongPage;
+    if (slot == 4 || slot == 5) wanted = ArrivalVerifier::State::kWrongHeader;
+    if (slot == 6 || slot == 7)
+      wanted = ArrivalVerifier::State::kAwaited;  // a part failed, one was short
+    check(verifier.states()[slot] == wanted, "the state of a slot");
+    check(desk.copied(slot) == (wanted == ArrivalVerifier::State::kRight),
+          "right slots are copied");
   }
-  const auto wrong = intake.wrong_pages();
+  const auto wrong = verifier.wrong_pages();
   check(wrong.size() == 1 && wrong[0].slot == 3 && wrong[0].page == 2, "the wrong page");
 }
 
@@ -178,8 +181,8 @@ void copies_to_any_address() {
 
 void refuses_what_does_not_fit() {
   Desk desk;
-  const auto refused = [&desk](std::vector<Intake::Part> parts, const char* what) {
-    check_throws<std::invalid_argument>([&] { desk.intake(parts); }, what);
+  const auto refused = [&desk](std::vector<ArrivalVerifier::Part> parts, const char* what) {
+    check_throws<std::invalid_argument>([&] { desk.verifier(parts); }, what);
   };
   refused({{-1, 0, 4096}}, "a slot below 0");
   refused({{int64_t{kSlots}, 0, 4096}}, "no slot");
@@ -190,21 +193,22 @@ void refuses_what_does_not_fit() {
   refused({{1, 0, 4096}, {0, 0, 4096}}, "slots in no order");
   SlotShape nothing = kShape;
   nothing.page_bytes = nothing.payload_bytes = 0;
-  check_throws<std::invalid_argument>([&] { Intake(nothing, {}, {}, {}, {}); }, "empty pages");
+  check_throws<std::invalid_argument>([&] { ArrivalVerifier(nothing, {}, {}, {}, {}); },
+                                      "empty pages");
   Batch other(Op::kRead, std::vector<Request>(2));
-  Intake intake = desk.intake({{0, 0, 4096}});
-  check_throws<std::invalid_argument>([&] { intake.follow(other, deadline_after(0.0)); },
+  ArrivalVerifier verifier = desk.verifier({{0, 0, 4096}});
+  check_throws<std::invalid_argument>([&] { verifier.follow(other, deadline_after(0.0)); },
                                       "another batch");
 }
 
 }  // namespace
 
-Tests intake_tests() {
-  return {{"intake follows what threads end", follows_what_threads_end},
-          {"intake takes pages one by one", takes_pages_one_by_one},
-          {"intake waits for progress", waits_for_progress},
-          {"intake copies to any address", copies_to_any_address},
-          {"intake refuses what does not fit", refuses_what_does_not_fit}};
+Tests arrival_verifier_tests() {
+  return {{"verifier follows what threads end", follows_what_threads_end},
+          {"verifier takes pages one by one", takes_pages_one_by_one},
+          {"verifier waits for progress", waits_for_progress},
+          {"verifier copies to any address", copies_to_any_address},
+          {"verifier refuses what does not fit", refuses_what_does_not_fit}};
 }
 
 }  // namespace ssdkv::test

@@ -12,16 +12,16 @@
 
 namespace ssdkv {
 
-class SlotPieces {
+class StripedExtents {
  public:
   // Bytes [offset, offset + length) of the first copy of each slot; places are arena offsets, one
   // for each. With `tails`, one for each, too, what is from byte `cut` of a slot on belongs there.
   // Pieces that are neighbours, there and on the device, are one request, `most` at most. Throws as
   // Stripes::find() and coalesce(), and std::invalid_argument for another number of places or
   // tails.
-  SlotPieces(const Stripes& stripes, std::span<const int64_t> slots,
-             std::span<const int64_t> offsets, int64_t length, std::span<const uint64_t> places,
-             bool merged, size_t most, std::span<const uint64_t> tails, int64_t cut);
+  StripedExtents(const Stripes& stripes, std::span<const int64_t> slots,
+                 std::span<const int64_t> offsets, int64_t length, std::span<const uint64_t> places,
+                 bool merged, size_t most, std::span<const uint64_t> tails, int64_t cut);
 
   const SlotRequests& pieces() const { return pieces_; }
   const CoalescedRequests& requests() const { return requests_; }

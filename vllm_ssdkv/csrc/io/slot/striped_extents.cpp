@@ -1,4 +1,4 @@
-#include "io/slot/slot_extents.hpp"
+#include "io/slot/striped_extents.hpp"
 
 #include <stdexcept>
 
@@ -33,22 +33,22 @@ CoalescedRequests placed(const SlotRequests& pieces, const Places& places,
 
 }  // namespace
 
-SlotPieces::SlotPieces(const Stripes& stripes, std::span<const int64_t> slots,
-                       std::span<const int64_t> offsets, int64_t length,
-                       std::span<const uint64_t> places, bool merged, size_t most,
-                       std::span<const uint64_t> tails, int64_t cut)
+StripedExtents::StripedExtents(const Stripes& stripes, std::span<const int64_t> slots,
+                               std::span<const int64_t> offsets, int64_t length,
+                               std::span<const uint64_t> places, bool merged, size_t most,
+                               std::span<const uint64_t> tails, int64_t cut)
     : pieces_(stripes.find(slots, offsets, length, 0, merged, cut)),
       devices_(stripes.devices()),
       requests_(placed(pieces_, {places, tails, static_cast<uint64_t>(cut)}, offsets, slots.size(),
                        length, most)) {}
 
-std::vector<double> SlotPieces::bytes_per_device() const {
+std::vector<double> StripedExtents::bytes_per_device() const {
   std::vector<double> sums(devices_);
   for (size_t i = 0; i < pieces_.device.size(); ++i) sums[pieces_.device[i]] += pieces_.length[i];
   return sums;
 }
 
-bool SlotPieces::whole(std::span<const int32_t> results) const {
+bool StripedExtents::whole(std::span<const int32_t> results) const {
   if (results.size() != requests_.length.size()) {
     throw std::invalid_argument("that is another batch");
   }

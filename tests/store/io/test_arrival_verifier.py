@@ -50,7 +50,7 @@ class Desk:
         if _io.has_uring:
             self.engines.append(UringEngine([self.fd], self.arena, 4))
 
-    def intake(
+    def verifier(
         self,
         hbm: Hbm | None = None,
         *,
@@ -58,12 +58,12 @@ class Desk:
         asked: NDArray[np.intp] | None = None,
         first: int = 0,
         step: int = 1,
-    ) -> _io.Intake:
+    ) -> _io.ArrivalVerifier:
         plain = self.codec.plain_check(NUMBERS, EPOCHS, KEYS)
         assert plain is not None
         which = np.arange(SLOTS * parts) if asked is None else asked
         length = SHAPE.slot_bytes // parts
-        return _io.Intake(
+        return _io.ArrivalVerifier(
             plain.shape,
             np.uint64(self.arena.address) + self.places,
             plain.beginnings.ravel(),
@@ -94,7 +94,7 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    made = Desk(tmp_path_factory.mktemp("intake") / "slots")
+    made = Desk(tmp_path_factory.mktemp("verifier") / "slots")
     yield made
     for engine in made.engines:
         assert engine.close(PATIENCE_S)
@@ -106,15 +106,15 @@ def test_what_a_native_engine_reads_is_checked_and_copied(desk: Desk) -> None:
         for parts in (1, 7):
             desk.arena.view(0, desk.arena.nbytes)[:] = 0
             hbm = Hbm(SHAPE)
-            intake = desk.intake(hbm, parts=parts)
+            verifier = desk.verifier(hbm, parts=parts)
             batch = desk.read(engine, parts)
-            assert intake.follow(batch, PATIENCE_S)
+            assert verifier.follow(batch, PATIENCE_S)
             assert batch.done()
-            assert intake.states().tolist() == [1] * SLOTS
+            assert verifier.states().tolist() == [1] * SLOTS
             assert sorted(hbm) == list(range(1, SLOTS + 1))
             for slot in range(SLOTS):
                 np.testing.assert_array_equal(hbm[slot + 1], desk.payload(slot))
-            assert intake.follow(batch, 0.0), "once more is no harm"
+            assert verifier.follow(batch, 0.0), "once more is no harm"
 
 
 OUTCOMES = {None: int(np.iinfo(np.int32).min), "short": 1000, "error": -5, "whole": 0}
@@ -150,11 +150,11 @@ def test_only_what_is_right_is_right(
     hbm = Hbm(SHAPE)
     asked = np.array([part for part in range(SLOTS * parts) if part not in gone], dtype=np.intp)
     length = SHAPE.slot_bytes // parts
-    intake = desk.intake(hbm, parts=parts, asked=asked, first=first, step=step)
+    verifier = desk.verifier(hbm, parts=parts, asked=asked, first=first, step=step)
     ends = [odd.get(part, "whole") for part in asked.tolist()]
     results = np.array([OUTCOMES[end] or length for end in ends], dtype=np.int32)
-    intake.take(np.full(len(asked), OUTCOMES[None], dtype=np.int32))
-    assert intake.states().tolist() == [0] * SLOTS
+    verifier.take(np.full(len(asked), OUTCOMES[None], dtype=np.int32))
+    assert verifier.states().tolist() == [0] * SLOTS
 
     seals, headed = desk.codec.read_headers(NUMBERS, EPOCHS, KEYS, desk.places)
     right = desk.codec.unseal(seals, 0, desk.places + np.uint64(SHAPE.header_bytes))
@@ -171,33 +171,33 @@ def test_only_what_is_right_is_right(
         whole = header & pages.all(axis=1)
         states = np.where(whole, np.where(right.all(axis=1), 1, 3), 0)
         states[header & ~headed] = 2
-        assert intake.states().tolist() == states.tolist()
-        assert intake.wrong_pages().reshape(-1, 2).tolist() == (
+        assert verifier.states().tolist() == states.tolist()
+        assert verifier.wrong_pages().reshape(-1, 2).tolist() == (
             np.argwhere((states == 3)[:, None] & ~right).tolist()
         )
         usable = (header & headed)[:, None] & pages & right
         copied = [hbm.copied(slot + 1).tolist() for slot in range(SLOTS)]
         assert copied == usable.tolist()
 
-    intake.take(results)
+    verifier.take(results)
     expect(asked[results == length])
     late = np.array([end is None for end in ends], dtype=np.bool_)
     results[late] = length
-    intake.take(results)
+    verifier.take(results)
     expect(asked[results == length])
 
 
 def test_what_does_not_belong_together_is_refused(desk: Desk) -> None:
     with pytest.raises(ValueError, match="no slot"):
-        desk.intake(asked=np.array([0, SLOTS]))
+        desk.verifier(asked=np.array([0, SLOTS]))
     with pytest.raises(ValueError, match="in the order"):
-        desk.intake(asked=np.array([1, 0]))
+        desk.verifier(asked=np.array([1, 0]))
     with pytest.raises(ValueError, match="another batch"):
-        desk.intake().take(np.zeros(SLOTS + 1, dtype=np.int32))
+        desk.verifier().take(np.zeros(SLOTS + 1, dtype=np.int32))
     with pytest.raises(ValueError, match="another batch"):
-        desk.intake().follow(desk.read(desk.engines[0], 7), 1.0)
+        desk.verifier().follow(desk.read(desk.engines[0], 7), 1.0)
     with pytest.raises(ValueError, match="does not fit together"):
-        desk.intake(step=0)
+        desk.verifier(step=0)
     with pytest.raises(ValueError, match="into it"):
         _io.SlotShape(4096, 128, 4090, 3, 8192, 6000)
     one = np.ones(1, dtype=np.uint64)
@@ -206,7 +206,7 @@ def test_what_does_not_belong_together_is_refused(desk: Desk) -> None:
         plain = desk.codec.plain_check(NUMBERS, EPOCHS, KEYS)
         assert plain is not None
         with pytest.raises(ValueError, match="not in one page"):
-            _io.Intake(
+            _io.ArrivalVerifier(
                 plain.shape,
                 np.uint64(desk.arena.address) + desk.places,
                 plain.beginnings.ravel(),

@@ -14,17 +14,17 @@ from vllm_ssdkv.store.io.slot_request import SlotRequest
 RIGHT: Final = 1
 WRONG_HEADER: Final = 2
 WRONG_PAGE: Final = 3
-"""States of an intake's slots, beside 0, not there."""
+"""States of a verifier's slots, beside 0, not there."""
 
 
-def make_intake(
+def make_arrival_verifier(
     batch: SlotRequest,
     epochs: NDArray[np.int64],
     keys: NDArray[np.uint8],
     addresses: U64,
     blocks: U64,
     stretches: _io.Stretches,
-) -> _io.Intake | None:
+) -> _io.ArrivalVerifier | None:
     """Make the native checker and copier of the n slots of a batch that reads them whole; for
     :meth:`SlotRequest.feed`. None: it takes more than checksums. Any thread.
 
@@ -39,7 +39,7 @@ def make_intake(
     plain = batch.files.codec.plain_check(batch.slots, epochs, keys)
     if plain is None:
         return None
-    return _io.Intake(
+    return _io.ArrivalVerifier(
         plain.shape,
         addresses,
         plain.beginnings.ravel(),
