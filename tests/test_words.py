@@ -35,7 +35,6 @@ CLASSES = {
     "HotPages": "GpuPageCache",
     "IdleTime": "PrefetchBudget",
     "InFlight": "QueueDepths",
-    "Intake": "ArrivalVerifier",
     "JoinedBatch": "CoalescedBatch",
     "KeptSelections": "SelectionReuse",
     "Lender": "FrameLease",

@@ -36,7 +36,7 @@ def is_compiled() -> bool:
 def stand_in(device: str) -> list[str]:
     """Register what a text model needs on ``device``, "cuda" or "cpu"; names of what was."""
     registered = []
-    library: Any = Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library: Any = Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
     _held.append(library)
     for schema, work in (_CUDA if device == "cuda" else _CPU).items():
         name = library.define(schema)

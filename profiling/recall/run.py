@@ -237,7 +237,7 @@ def _profile(profiler: cProfile.Profile | None) -> dict[str, object]:
     if profiler is None:
         return {}
     table: dict[tuple[str, int, str], tuple[int, int, float, float, object]]
-    table = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    table = pstats.Stats(profiler).stats  # type: ignore[attr-defined]  # not in its stub
     functions = [
         {"function": f"{file}:{name}", "calls": calls, "seconds": own}
         for (file, _, name), (_, calls, own, _, _) in table.items()

@@ -236,7 +236,7 @@ def test_rows_that_share_their_context_read_it_once(
     away(rows)
     monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (LENGTHS[0],) * 3)
     for shared in (rows.keys, rows.values, rows.blocks):
-        shared[1:] = [shared[0]] * 2  # type: ignore[list-item]
+        shared[1:] = [shared[0]] * 2  # type: ignore[list-item]  # a row's pages
     chosen = choose(rows)
     rig = rows.rig
     before = sum(rig.total("bytes_read", device=path) for path in rig.paths)

@@ -284,7 +284,8 @@ class TestAdapters:
     def test_changes_are_told_once(self) -> None:
         held: dict[int, SimpleNamespace] = {}
         model = Model()
-        model.lora_manager = SimpleNamespace(list_adapters=lambda: dict(held))  # type: ignore[assignment]
+        manager: Any = SimpleNamespace(list_adapters=lambda: dict(held))
+        model.lora_manager = manager
         adapters = LoadedAdapters([model, Model()])
         assert adapters.take_changes() == {}
         held[7] = self.adapter(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -236,7 +236,8 @@ class TestHbm:
         hbm, new = HbmIdentities(NAMESPACE), bytes(32)
         hbm.groups = 2
         known = BlockHashToBlockMap()
-        hbm.pool = SimpleNamespace(blocks=[], cached_block_hash_to_block=known)  # type: ignore[assignment]
+        pool: Any = SimpleNamespace(blocks=[], cached_block_hash_to_block=known)
+        hbm.pool = pool
         hbm.weights_changed(new)
         older, own = KVCacheBlock(5), KVCacheBlock(9)
         name = make_block_hash_with_group_id(BlockHash(HASHES[0]), 1)
@@ -253,7 +254,8 @@ class TestHbm:
         kept = SimpleNamespace(block_hash=HASHES[0] + bytes(4))
         blocks = [kept, SimpleNamespace(block_hash=None)]
         known = BlockHashToBlockMap()
-        hbm.pool = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=known)  # type: ignore[assignment]
+        pool: Any = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=known)
+        hbm.pool = pool
         for number in range(5000):
             hbm.holds([number.to_bytes(32, "big"), HASHES[0]], b"adapter")
         assert hbm.remembered < 4200
