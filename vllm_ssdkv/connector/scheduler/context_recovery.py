@@ -48,7 +48,7 @@ class ContextRecovery:
         return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
 
     def wait(self, request_id: str, *, waits: bool) -> None:
-        """Check whether vLLM was told that a request has to wait: it asks again before it runs one.
+        """Note that vLLM was told to have a request wait, or not: it asks again before it runs one.
 
         vLLM does not listen where a request reads no prefix cache (``prompt_logprobs``).
         """

@@ -41,7 +41,7 @@ class ModePolicy(Protocol):
         """Reason for blocks ``first`` to ``end`` of a request to wait; None: they can be loaded."""
 
     def answered(self, request_id: str, *, waits: bool) -> None:
-        """Check whether vLLM was told that the request has to wait."""
+        """Note vLLM's answer: ``waits`` if the request was told to wait."""
 
     def allocated(self, state: RequestState) -> None:
         """A request has been admitted; its load, if any, follows."""
