@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PageAdmission:
-    """Decision on each request that vLLM would run. Used by the scheduler's thread; never blocks."""
+    """Decision on each request that vLLM would run. For the scheduler's thread; never blocks."""
 
     def __init__(
         self,
