@@ -1,5 +1,6 @@
 """Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
-channel pages, with int8 ones and with heads that go round the lanes, the same bytes on every machine.
+channel pages, with int8 ones and with heads that go round the lanes, the same bytes on every
+machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 

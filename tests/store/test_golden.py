@@ -322,13 +322,8 @@ def test_units_by_heads_as_documented(slot: int) -> None:
     whole = 4096 * (1 + pages)
     units = units_by_heads(manifest) if slot < 3 else [(whole, 0)]
     assert sum(size for size, _ in units) == whole
-    assert slot == 3 or [turn for _, turn in units] == [
-        0,
-        *(0, 1, 2),
-        *(1, 2, 3),
-        *(2, 3),
-        *((0, 1, 2) + (1, 2, 3)),
-    ]
+    turns = [0, 0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 1, 2, 3]
+    assert slot == 3 or [turn for _, turn in units] == turns
     for copy in range(1 if slot == 3 else 2):
         data = documented_slot(files, slot, copy, units, whole)
         assert data[:8] == b"SSDKVSLT"
@@ -389,32 +384,6 @@ def test_encrypted_superblock_as_documented(encrypted: dict[str, bytes]) -> None
     )
     assert found["key_id"] == hkdf(b"", b"vllm-ssdkv key id", 16).hex()
     assert json.loads(encrypted["store.json"])["key_id"] == found["key_id"]
-
-
-@pytest.mark.parametrize("slot", [0, 1, 3])
-def test_units_by_heads_as_documented(slot: int) -> None:
-    files = committed("heads")
-    manifest = json.loads(files["store.json"])
-    assert [segment.get("rule") for segment in manifest["segments"]] == ["heads", None]
-    pages = 2 * 3 * 2 + 2 + 2 * 4
-    whole = 4096 * (1 + pages)
-    units = units_by_heads(manifest) if slot < 3 else [(whole, 0)]
-    assert sum(size for size, _ in units) == whole
-    assert slot == 3 or [turn for _, turn in units] == [
-        0,
-        *(0, 1, 2),
-        *(1, 2, 3),
-        *(2, 3),
-        *((0, 1, 2) + (1, 2, 3)),
-    ]
-    for copy in range(1 if slot == 3 else 2):
-        data = documented_slot(files, slot, copy, units, whole)
-        assert data[:8] == b"SSDKVSLT"
-        sums = np.frombuffer(data, "<u8", pages, 128).tolist()
-        for number in range(pages):
-            payload = data[4096 * (1 + number) :][:1000]
-            assert payload == bytes((i + 31 * slot + 7 * number) % 251 for i in range(1000))
-            assert xxhash.xxh3_64_intdigest(payload) == sums[number]
 
 
 @pytest.mark.parametrize(

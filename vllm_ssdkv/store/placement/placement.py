@@ -7,8 +7,8 @@ striped anew over the devices of that day (``store/placement/rebalancer.py``), t
 they are. What this file computes is the on-disk format (``docs/format.md``).
 
 Inside a segment, slots are cut into units, which lie on its lanes in turn:
-``store/placement/units.py`` and ``stripe_map.py``. With two copies, ``store/placement/replica_selector.py`` says
-which is read.
+``store/placement/units.py`` and ``stripe_map.py``. With two copies,
+``store/placement/replica_selector.py`` says which is read.
 """
 
 from __future__ import annotations

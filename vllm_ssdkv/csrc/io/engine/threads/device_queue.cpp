@@ -1,7 +1,9 @@
 #include "io/engine/threads/device_queue.hpp"
 
+#include <array>
 #include <cerrno>
 #include <chrono>
+#include <span>
 
 #include "io/engine/file.hpp"
 
@@ -38,8 +40,10 @@ void DeviceQueue::run(const Taken& taken) noexcept {
   const Op op = taken.batch->op();
   const Request& request = taken.batch->request(taken.index);
   const auto begin = Clock::now();
+  std::array<iovec, kMaxJoined> memory{};
+  const size_t count = memory_of(*taken.batch, taken.index, 0, arena_, memory);
   const int32_t result =
-      transfer(file_.get(), op, arena_ + request.buffer, request.offset, request.length);
+      transfer(file_.get(), op, std::span(memory).first(count), request.offset);
   const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
   end(taken, result, static_cast<uint64_t>(spent.count()));
 }

@@ -1,6 +1,9 @@
 // The waiting requests of some devices, and the one thread with the ring that serves them.
 #pragma once
 
+#include <sys/uio.h>
+
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -50,6 +53,7 @@ class UringWorker {
     Taken taken;
     uint32_t moved = 0;  // bytes
     uint32_t from = 0;   // where the piece in flight begins, in the request
+    uint32_t length = 0;
     uint16_t device = 0;
     Clock::time_point began;
     Clock::time_point busy_since;  // when the kernel first said "again"
@@ -93,6 +97,7 @@ class UringWorker {
 
   // The thread's alone.
   std::vector<Flight> flights_;     // by slot; the slot is the tag in the ring
+  std::vector<std::array<iovec, kMaxJoined>> memory_;  // by slot: of a chain's piece
   std::vector<uint32_t> free_;      // slots
   uint64_t bytes_taken_ = 0;        // of the requests that have a slot
   std::vector<uint32_t> to_issue_;  // slots with a piece for the kernel
