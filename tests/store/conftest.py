@@ -460,7 +460,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             fault_file=str(control) if faulty else None,
             throttle=tuple(throttle),
         )
-        engine = open_engine(options, [d.fd for d in opened], directories, arena)
+        joined = geometry.summary_pages > 0
+        engine = open_engine(options, [d.fd for d in opened], directories, arena, joined=joined)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], PATIENCE_S, counters)
         speed = ThroughputEstimator(health.paths, weights or [1.0] * placement.devices)
