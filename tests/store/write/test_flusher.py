@@ -227,12 +227,12 @@ def gate(rig: StoreRig, device: int) -> None:
     rig.faults({"kind": "stall", "device": device})
 
 
-def started(rig: StoreRig, requests: int) -> None:
-    """Wait until the engine has that many requests that a stall holds."""
+def started(rig: StoreRig, requests: int, kind: str = "stall") -> None:
+    """Wait until the engine has that many requests that a stall, or another fault, holds."""
 
     def held() -> bool:
         counts = rig.files.engine.statistics()
-        return sum(n for name, n in counts.items() if name.startswith("fault_stall")) >= requests
+        return sum(n for name, n in counts.items() if name.startswith(f"fault_{kind}.")) >= requests
 
     until(held, "the start of a write")
 
