@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.kernels.dense import TritonKernels, wait_for
-from vllm_ssdkv.kernels.operands.block_layout import BlockSource
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource
+from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
@@ -222,6 +223,67 @@ def check_packing(device: torch.device, model: Model) -> None:
         for name, want, got in zip(("frames", "tails"), *results, strict=True):
             if not torch.equal(got, want):
                 raise CheckError(f"pack_summarized, {kind}: other {name} than the native kernel's")
+
+
+def check_ordered_packing(device: torch.device, model: Model) -> None:
+    """``pack_summarized`` puts alike tokens together as well as the native kernels do, and makes
+    the rest of the slot from what it has put there; by K and, in one layer, by other rows.
+
+    Rounding differs, and with it which of two tokens near a border goes where: so pages have the
+    same tokens nearly everywhere, and the same scatter.
+    """
+    layout, layers, blocks = model.layout(), 2, 3
+    plain = SlotGeometry("paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes)
+    geometry = with_summaries(plain, layout.page_tokens, channels=True)
+    random = torch.Generator().manual_seed(22)
+    shape = (layers, blocks, layout.kv_heads, layout.groups, 2, layout.page_tokens)
+    kv = torch.randn((*shape, layout.head_size), generator=random)
+    kv = (kv + 3 * torch.randn((*shape, 1), generator=random)).to(layout.dtype)
+    rows = torch.randn((layout.kv_heads, layout.block_tokens, 32), generator=random)
+    ordered, kept = np.array([1, 0], np.uint8), np.array([0, 1, layout.groups], np.int32)
+    scatter = []
+    providers: tuple[PageKernels, ...] = (CpuPageKernels(), TritonPageKernels(device))
+    for kernels in providers:
+        frames, tails = (
+            torch.full((blocks, nbytes), _FILL, dtype=torch.uint8)
+            for nbytes in (geometry.frame_bytes, geometry.tail_bytes)
+        )
+        if kernels.device.type == "cuda":
+            frames, tails = frames.pin_memory(), tails.pin_memory()
+        order = TokenOrder(ordered, kept, {(0, 1): rows.to(kernels.device)})
+        caches = [one.flatten(1).contiguous() for one in kv.to(kernels.device)]
+        places = addresses(frames), addresses(tails)
+        kernels.pack_summarized(caches, np.arange(blocks), *places, layout, geometry, order)
+        wait_for(kernels.device)
+        found = _pages_of(frames, layout, geometry)
+        source = kv.transpose(3, 4).reshape(*found.shape)
+        if not torch.equal(found[1], source[1]) or not torch.equal(found[0, 2], source[0, 2]):
+            raise CheckError("a layer or a block that keeps its order was ordered")
+        if not torch.equal(found.sort(dim=4).values, source.sort(dim=4).values):
+            raise CheckError("an ordered block has other tokens than before")
+        again = torch.full_like(tails, _FILL)
+        slots = layout.with_page_stride(geometry.page_bytes)
+        CpuPageKernels().make_tails(addresses(frames), addresses(again), slots, geometry)
+        if not torch.equal(again, tails):
+            raise CheckError("the summaries are not those of the pages")
+        scatter.append(_scatter(found[0, 0, :, 0], layout.page_tokens))
+    if scatter[1] > 1.05 * scatter[0]:
+        raise CheckError(f"pages scatter {scatter[1]:.4g}, those of the native kernel {scatter[0]}")
+
+
+def _pages_of(frames: torch.Tensor, layout: BlockLayout, geometry: SlotGeometry) -> torch.Tensor:
+    """Tokens of frames, [layers, blocks, kv_heads, 2, block_tokens, head_size]."""
+    pages = frames[:, geometry.header_bytes :].reshape(len(frames), -1, geometry.page_bytes)
+    numbers = pages[:, : geometry.kv_pages, : geometry.payload_bytes].contiguous()
+    shape = (len(frames), geometry.layers, geometry.heads, layout.groups, 2, layout.page_tokens)
+    tokens = numbers.view(layout.dtype).view(*shape, layout.head_size).permute(1, 0, 2, 4, 3, 5, 6)
+    return tokens.reshape(*tokens.shape[:4], layout.block_tokens, layout.head_size)
+
+
+def _scatter(key: torch.Tensor, page_tokens: int) -> float:
+    """Squared distances of tokens, [heads, tokens, size], from their pages' means, added up."""
+    pages = key.float().reshape(len(key), -1, page_tokens, key.shape[2])
+    return float((pages - pages.mean(dim=2, keepdim=True)).square().sum())
 
 
 def check_digest(device: torch.device) -> None:

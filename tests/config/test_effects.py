@@ -54,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.floor": ({"sparse": {"floor": 0.1}}, BOUNDS),
     "sparse.exact_below": ({"sparse": {"exact_below": 0}}, BOUNDS),
     "sparse.sink_tokens": ({"sparse": {"sink_tokens": 4}}, BOUNDS),
+    "sparse.token_order": ({"sparse": {"token_order": "keys"}}, BOUNDS),
     "sparse.dense_layers": ({"sparse": {"dense_layers": 1}}, BOUNDS),
     "sparse.reuse_steps": ({"sparse": {"reuse_steps": 2}}, BOUNDS),
     "sparse.reuse_similarity": (

@@ -73,6 +73,7 @@ class Pressed(Mixed):
             "channel_pages": "ssd",
             "page_cache": "16MiB",
             "summaries": "1MiB",
+            "token_order": "keys",
         }
         self.engine = Engine(
             self.model,

@@ -26,6 +26,7 @@ from vllm_ssdkv.triton_kernels import (
     digest,
     finish,
     merge,
+    order,
     pack,
     score,
     store_kv,
@@ -267,6 +268,27 @@ def test_summarize(
         blocks, layout, bounds=bounds, channels=blocks, scales=scales, value_sum=blocks
     )
     assert "ld.global.v4" in check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(
+    ("dtype", "block_tokens", "width"),
+    [(torch.bfloat16, 512, None), (torch.float32, 48, None), (torch.bfloat16, 128, 32)],
+)
+def test_order(
+    record: Callable[[ModuleType, str], Recorder],
+    capability: int,
+    dtype: torch.dtype,
+    block_tokens: int,
+    width: int | None,
+) -> None:
+    orders, gathers = record(order, "_order_kernel"), record(order, "_gather_kernel")
+    layout = BlockLayout.unpadded(block_tokens, 16, 8, 128, dtype)
+    blocks = torch.zeros(3, dtype=torch.int64)
+    place = order.order_blocks(blocks, torch.zeros(3, dtype=torch.int32), layout, width)
+    order.reorder(blocks, place, layout)
+    check(orders, capability)
+    assert "ld.global.v4" in check(gathers, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -82,6 +82,7 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.floor": (_CHOOSES,),
     "sparse.exact_below": (_CHOOSES,),
     "sparse.sink_tokens": (_CHOOSES,),
+    "sparse.token_order": (_CHOOSES,),
     "sparse.dense_layers": (_CHOOSES,),
     "sparse.reuse_steps": (_CHOOSES,),
     "sparse.reuse_similarity": (_CHOOSES, _REUSES),

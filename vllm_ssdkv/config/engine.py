@@ -459,6 +459,11 @@ class SSDKVConfig(OptionModel):
         return self.scores_channels and self.sparse.channel_dtype == "int8"
 
     @property
+    def orders_tokens(self) -> bool:
+        """Check whether the tokens of a block go into its pages by likeness."""
+        return self.selector != "exact" and self.sparse.token_order != "position"
+
+    @property
     def window_tokens(self) -> int:
         """Newest tokens of a request in HBM, see ``hbm_window_tokens``."""
         if self.hbm_window_tokens is not None:

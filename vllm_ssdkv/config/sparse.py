@@ -85,6 +85,17 @@ class SparseConfig(OptionModel):
             "Most models put attention there that belongs nowhere; one page holds those tokens."
         ),
     ] = 16
+    token_order: Annotated[
+        Literal["position", "keys", "coactivation"],
+        Field(
+            description="Which tokens of a block share a page, for each layer and KV head: "
+            "neighbours (`position`), those with alike K (`keys`), or those that the last queries "
+            "of the prompt's step attended to together (`coactivation`; blocks that decoding "
+            "completes go by K). The pages of `sink_tokens` and layers with a sliding window keep "
+            "their tokens. A store made with one cannot be used with another."
+        ),
+        Reason("position: until measured."),
+    ] = "position"
     dense_layers: Annotated[
         int,
         Field(

@@ -95,6 +95,10 @@ class PagedStep:
         """
         return self._by_block[write_block]
 
+    def layer(self, layer_name: str) -> int:
+        """Number of a layer in slots."""
+        return self._layers[layer_name]
+
     def hbm_start(self, row: int) -> int:
         """Index of the row's first block that is read from HBM."""
         return self._rows[row].hbm_start

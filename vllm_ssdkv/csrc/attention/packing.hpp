@@ -13,6 +13,9 @@ namespace ssdkv::attention {
 // many bytes as a page's K and V take. Summaries are records of as many bytes as a token's K and V
 // take, ordered layer: with channel pages the sums of V of the layer's heads, then, if channels are
 // int8, their scales; without, bounds of its pages. See docs/format.md.
+//
+// Where tokens are ordered, each head's go into its pages by likeness (token_order.hpp) before
+// anything is made of them.
 struct Packing {
   PageLayout layout;  // of the blocks
   std::int64_t layers;
@@ -22,8 +25,13 @@ struct Packing {
   const std::uint64_t* tail;    // [blocks]: address of the first page of its tail
   std::int64_t page_bytes;
   std::int64_t summary_pages;
-  std::int64_t channel_pages;  // of each layer; 0: summaries are bounds
-  bool scaled;                 // channels are int8
+  std::int64_t channel_pages;     // of each layer; 0: summaries are bounds
+  bool scaled;                    // channels are int8
+  const std::uint8_t* ordered;    // [layers]: 1 where tokens are ordered; null: nowhere
+  const std::int32_t* kept;       // [blocks]: first pages of each head that keep their tokens
+  const std::uint64_t* features;  // [layers][blocks]: address of float [kv_heads][block_tokens]
+                                  // [feature_width], by which tokens are alike; 0, null: by K
+  std::int64_t feature_width;     // a multiple of 16
 };
 
 // Bytes that nothing is written to are zeroed: behind K and V in their pages, and behind the last

@@ -103,6 +103,18 @@ struct Coverage {
   float* alpha;                    // [rows][query_heads]
 };
 
+// Rows of some tokens of a block, and how far each lies along the direction in which they vary
+// most, from their mean.
+struct Projection {
+  const float* rows;  // [tokens][width]
+  std::int64_t width;
+  const std::int32_t* members;  // [count]: tokens
+  std::int64_t count;           // at least 1
+  float* centred;               // [count][width], work space
+  float* vectors;               // [2][width], likewise
+  float* projections;           // [count]
+};
+
 // The entry points of one instruction set. Ranges are of what a task works on; `scratch` is
 // 64-byte aligned and has the bytes stated.
 struct SparseKernels {
@@ -113,6 +125,10 @@ struct SparseKernels {
   void (*channels)(const PageLayout&, const std::byte* pages, std::byte* to, std::byte* scales);
   // V of one head of a block, from its first page on, summed over the tokens: float [head_size].
   void (*value_sum)(const PageLayout&, const std::byte* pages, std::byte* to);
+  // K of one head of a block, from its first page on, as rows [block_tokens][width] with zeros
+  // behind each head's channels; width is a multiple of 16.
+  void (*key_rows)(const PageLayout&, const std::byte* pages, std::int64_t width, float* rows);
+  void (*project)(const Projection&);
   // 4 * (group + 3) * (head_size + 15) bytes.
   void (*bound_logits)(const BoundScoring&, std::int64_t row, std::int64_t head,
                        std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);

@@ -12,6 +12,7 @@
 #include "attention/arguments.hpp"
 #include "attention/packing.hpp"
 #include "attention/sparse.hpp"
+#include "attention/token_order.hpp"
 #include "base/arrays.hpp"
 #include "base/unlocked.hpp"
 
@@ -79,12 +80,34 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
   summarize_blocks(s, blocks, threads);
 }
 
+// Checks what says how tokens are ordered.
+void check_order(const Packing& p, const std::optional<Vector<std::uint8_t>>& ordered,
+                 const std::optional<Vector<std::int32_t>>& kept,
+                 const std::optional<Vector<std::uint64_t>>& features) {
+  if (!ordered) return;
+  require(p.pages != nullptr, "tokens are ordered on their way to slots");
+  require(extent(ordered->shape(0)) == p.layers, "ordered must be [layers]");
+  require(kept && extent(kept->shape(0)) == p.blocks, "kept must be [slots]");
+  for (std::int64_t i = 0; i < p.blocks; ++i) {
+    require(p.kept[i] >= 0 && p.kept[i] <= p.layout.block_tokens / p.layout.page_tokens,
+            "kept must be pages of a block");
+  }
+  require(p.layout.block_tokens <= INT32_MAX, "the block has too many tokens");
+  if (!features) return;
+  require(extent(features->shape(0)) == p.layers * p.blocks, "features must be [layers * slots]");
+  require(p.feature_width > 0 && p.feature_width % kRowStep == 0,
+          "feature_width must be a multiple of 16");
+}
+
 void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> pages,
                         Vector<std::uint64_t> tail, std::int64_t page_bytes,
                         std::int64_t summary_pages, std::int64_t channel_pages, bool scaled,
                         std::int64_t block_tokens, std::int64_t page_tokens,
                         std::int64_t page_stride, std::int64_t kv_heads, std::int64_t head_size,
-                        int dtype, std::int64_t threads) {
+                        int dtype, std::int64_t threads,
+                        std::optional<Vector<std::uint8_t>> ordered,
+                        std::optional<Vector<std::int32_t>> kept,
+                        std::optional<Vector<std::uint64_t>> features, std::int64_t feature_width) {
   require(threads > 0, "threads must be positive");
   const std::int64_t blocks = extent(tail.shape(0));
   const std::int64_t parts = extent(source.shape(0));
@@ -102,7 +125,12 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
       summary_pages,
       channel_pages,
       scaled,
+      ordered ? ordered->data() : nullptr,
+      kept ? kept->data() : nullptr,
+      features ? features->data() : nullptr,
+      feature_width,
   };
+  check_order(p, ordered, kept, features);
   const std::int64_t item = item_bytes(p.layout.dtype);
   const std::int64_t token = kv_heads * head_size;
   require(page_bytes >= 2 * page_tokens * head_size * item,
@@ -452,7 +480,9 @@ void bind_sparse(nb::module_& module) {
              nb::arg("page_bytes"), nb::arg("summary_pages"), nb::arg("channel_pages"),
              nb::arg("scaled"), nb::arg("block_tokens"), nb::arg("page_tokens"),
              nb::arg("page_stride"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"),
-             nb::arg("threads"),
+             nb::arg("threads"), nb::arg("ordered").noconvert().none(),
+             nb::arg("kept").noconvert().none(), nb::arg("features").noconvert().none(),
+             nb::arg("feature_width"),
              "Copy blocks of all layers to slots, and make their summaries and channels.");
   module.def("bound_logits", &py_bound_logits, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
