@@ -326,6 +326,38 @@ def without(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Lists of pages, ascending, without those of the same lists of ``known``; and their edges."""
 
+def count_choices(
+    pages: NDArray[np.int32],
+    counts: NDArray[np.float32],
+    begin: NDArray[np.int32],
+    chosen: NDArray[np.int32],
+    chosen_begin: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """Counts of pages, which decay, after one more choice: pages, counts and edges of the lists.
+
+    Twice as many as were chosen are kept, those with the highest counts.
+    """
+
+def unite(
+    pages: NDArray[np.int32],
+    begin: NDArray[np.int32],
+    others: NDArray[np.int32],
+    others_begin: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lists of pages, ascending, with those of the same lists of ``others``; and their edges."""
+
+def best_by_ranks(
+    pages: NDArray[np.int32],
+    score: NDArray[np.float32],
+    begin: NDArray[np.int32],
+    counted: NDArray[np.int32],
+    counts: NDArray[np.float32],
+    counted_begin: NDArray[np.int32],
+    most: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Of each list, ``most`` pages of the lowest sum of ranks by score and by count, best first;
+    and the edges."""
+
 def compensate(
     l: NDArray[np.float32],
     acc: NDArray[np.float32],

@@ -43,7 +43,7 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
         "exact_below": source.choice([0, 500]),
         "dense_layers": source.choice([0, 0, 1, 4]),
         "reuse_steps": source.choice([1, 1, 3]),
-        "page_policy": source.choice(["lru", "frequency"]),
+        "page_policy": source.choice(["lru", "frequency", "decay"]),
         "prefetch": source.choice([True, False]),
         "sink_tokens": source.choice([0, 16, 100]),
     }

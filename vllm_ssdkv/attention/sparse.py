@@ -430,9 +430,17 @@ class SparseDecode:
                 self.contexts.prefetch(ahead, found.begin, idle=idle)
 
         prefetch(self._guesses.likely, selection, idle=False)
+        if self.contexts.in_frames:
+            return
+        heads = self._layout.kv_heads
+        counted = self._guesses.counts.count(
+            layer, now.requests, now.blocks, selection.pages, selection.begin
+        )
         if reads and self._parts:
-            parts = [(rows, next_best(part)) for rows, part in self._parts]
-            behind = concat(parts, self._layout.kv_heads, self._layout.page_tokens)
+            parts = [
+                (rows, next_best(part, counted.rows(rows, heads))) for rows, part in self._parts
+            ]
+            behind = concat(parts, heads, self._layout.page_tokens)
             prefetch(self._guesses.possible, behind, idle=True)
 
     def _count(self, selection: Selection, pages: int) -> None:

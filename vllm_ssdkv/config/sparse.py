@@ -170,16 +170,19 @@ class SparseConfig(OptionModel):
         ),
     ] = None
     page_policy: Annotated[
-        Literal["lru", "frequency"],
+        Literal["lru", "frequency", "decay"],
         Field(
             description="Which single page makes room for another, in `page_cache` and in "
-            "`hbm_pages`: `lru` the one that was chosen longest ago; `frequency` the one with the "
-            "least frequency times time of a read, where the frequency grows by one when a page is "
-            "chosen and falls by one per token when it is not (Swarm)."
+            "`hbm_pages`: `lru` the one that was chosen longest ago; `decay` the one that was "
+            "chosen least often, where each token takes three tenths off what was counted before "
+            "it; `frequency` the one with the least frequency times time of a read, where the "
+            "frequency grows by one when a page is chosen and falls by one per token when it is "
+            "cached and not chosen (Swarm)."
         ),
         Reason(
             "lru: what a query chooses, the next one mostly chooses again, and what requests that "
-            "have ended chose often is gone sooner."
+            "have ended chose often is gone sooner. `decay` where the cache has room for less than "
+            "a step chooses in all layers together: there `lru` finds nothing again."
         ),
     ] = "lru"
     prefetch: Annotated[
