@@ -202,13 +202,19 @@ def pack_summarized(
     head_size: int,
     dtype: int,
     threads: int,
+    ordered: NDArray[np.uint8] | None,
+    kept: NDArray[np.int32] | None,
+    features: NDArray[np.uint64] | None,
+    feature_width: int,
 ) -> None:
     """Copy n blocks of L layers to slots, and make what selectors must know of them.
 
     ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of
     the slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails'
     first pages, ``summary_pages``, then ``channel_pages`` of each layer. Pages are ``page_bytes``
-    apart. Without channel pages summaries are bounds; ``scaled`` channels are int8. See
+    apart. Without channel pages summaries are bounds; ``scaled`` channels are int8. Tokens
+    of layers that are ``ordered [L]`` go into their pages by likeness, but for the first ``kept
+    [n]`` pages: by K or by the ``features [L * n]`` of a block, addresses, 0 for none. See
     ``PageKernels.pack_summarized``.
     """
 
@@ -332,6 +338,7 @@ def count_choices(
     begin: NDArray[np.int32],
     chosen: NDArray[np.int32],
     chosen_begin: NDArray[np.int32],
+    threads: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
     """Counts of pages, which decay, after one more choice: pages, counts and edges of the lists.
 
@@ -354,6 +361,7 @@ def best_by_ranks(
     counts: NDArray[np.float32],
     counted_begin: NDArray[np.int32],
     most: NDArray[np.int32],
+    threads: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Of each list, ``most`` pages of the lowest sum of ranks by score and by count, best first;
     and the edges."""

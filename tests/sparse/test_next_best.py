@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.score_lookup import scores_of
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.sparse.choice_counts import CountedPages
 from vllm_ssdkv.sparse.next_best import next_best
 from vllm_ssdkv.sparse.protocol import Selection
+from vllm_ssdkv.sparse.score_lookup import scores_of
 from vllm_ssdkv.sparse.scores import Scores
 from vllm_ssdkv.sparse.sizes import offsets
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
@@ -83,7 +84,9 @@ class ChoiceCounts:
         heads = (len(begin) - 1) // max(1, len(requests))
         before = self._before(layer, requests, blocks, heads)
         counted = CountedPages(
-            *_kernels.count_choices(before.pages, before.counts, before.begin, pages, begin)
+            *_kernels.count_choices(
+                before.pages, before.counts, before.begin, pages, begin, torch.get_num_threads()
+            )
         )
         self._known[layer] = _Known(list(requests), blocks, counted)
         return counted

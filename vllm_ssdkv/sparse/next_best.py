@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.score_lookup import scores_of
 from vllm_ssdkv.sparse.choice_counts import CountedPages
 from vllm_ssdkv.sparse.protocol import Selection
+from vllm_ssdkv.sparse.score_lookup import scores_of
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
 
 _SHARE: Final = 8
@@ -46,8 +47,9 @@ class Ranked:
         pages, begin = _kernels.unite(scored.pages, scored.begin, counted.pages, counted.begin)
         pages, begin = _kernels.without(pages, begin, selection.pages, selection.begin)
         score = scores_of(self.scores, pages, begin)
+        threads = torch.get_num_threads()
         best, edges = _kernels.best_by_ranks(
-            pages, score, begin, counted.pages, counted.counts, counted.begin, taken
+            pages, score, begin, counted.pages, counted.counts, counted.begin, taken, threads
         )
         return Selection(best, edges, np.full((rows, heads), np.nan, np.float32))
 

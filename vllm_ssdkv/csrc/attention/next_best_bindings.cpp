@@ -10,13 +10,29 @@
 
 #include "attention/arguments.hpp"
 #include "attention/next_best.hpp"
+#include "attention/openmp_team.hpp"
 #include "base/arrays.hpp"
+#include "base/unlocked.hpp"
 
 namespace ssdkv::attention {
 namespace {
 
 using Numbers = Vector<std::int32_t>;
 using Values = Vector<float>;
+
+// Below this many pages another thread costs more than it brings.
+constexpr std::size_t kTaskPages = 512;
+
+// Calls work(list) for each list, on a team where there are pages for one. The GIL is free.
+template <class Work>
+void for_lists(std::size_t lists, std::size_t pages, std::int64_t threads, const Work& work) {
+  const Unlocked unlocked;
+  const std::size_t tasks = std::min(lists, pages / kTaskPages + 1);
+  for_tasks(extent(tasks), threads, 0, [&](std::int64_t task, std::byte*) {
+    const auto number = static_cast<std::size_t>(task);
+    for (std::size_t i = number * lists / tasks; i < (number + 1) * lists / tasks; ++i) work(i);
+  });
+}
 
 void check_lists(const Numbers& begin, std::size_t count) {
   const std::size_t edges = begin.shape(0);
@@ -38,16 +54,20 @@ void append(std::vector<T>& all, const std::vector<T>& more) {
 
 std::tuple<ArrayOut<std::int32_t>, ArrayOut<float>, ArrayOut<std::int32_t>> py_count_choices(
     const Numbers& pages, const Values& counts, const Numbers& begin, const Numbers& chosen,
-    const Numbers& chosen_begin) {
+    const Numbers& chosen_begin, std::int64_t threads) {
+  require(threads > 0, "threads must be positive");
   check_lists(begin, pages.shape(0));
   check_lists(chosen_begin, chosen.shape(0));
   require(counts.shape(0) == pages.shape(0) && begin.shape(0) == chosen_begin.shape(0),
           "the lists differ in number");
+  std::vector<CountedPages> lists(begin.shape(0) - 1);
+  for_lists(lists.size(), pages.shape(0) + chosen.shape(0), threads, [&](std::size_t i) {
+    lists[i] =
+        count_choice(part(pages, begin, i), part(counts, begin, i), part(chosen, chosen_begin, i));
+  });
   CountedPages all;
   std::vector<std::int32_t> edges{0};
-  for (std::size_t i = 0; i + 1 < begin.shape(0); ++i) {
-    const CountedPages list =
-        count_choice(part(pages, begin, i), part(counts, begin, i), part(chosen, chosen_begin, i));
+  for (const CountedPages& list : lists) {
     append(all.pages, list.pages);
     append(all.counts, list.counts);
     edges.push_back(static_cast<std::int32_t>(all.pages.size()));
@@ -76,18 +96,23 @@ std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>> py_unite(const Numbers
 
 std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>> py_best_by_ranks(
     const Numbers& pages, const Values& score, const Numbers& begin, const Numbers& counted,
-    const Values& counts, const Numbers& counted_begin, const Numbers& most) {
+    const Values& counts, const Numbers& counted_begin, const Numbers& most, std::int64_t threads) {
+  require(threads > 0, "threads must be positive");
   check_lists(begin, pages.shape(0));
   check_lists(counted_begin, counted.shape(0));
   require(score.shape(0) == pages.shape(0) && counts.shape(0) == counted.shape(0) &&
               begin.shape(0) == counted_begin.shape(0) && begin.shape(0) == most.shape(0) + 1,
           "the lists differ in number");
+  std::vector<std::vector<std::int32_t>> lists(begin.shape(0) - 1);
+  for_lists(lists.size(), pages.shape(0), threads, [&](std::size_t i) {
+    lists[i] =
+        best_by_ranks(part(pages, begin, i), part(score, begin, i), part(counted, counted_begin, i),
+                      part(counts, counted_begin, i), most.data()[i]);
+  });
   std::vector<std::int32_t> best;
   std::vector<std::int32_t> edges{0};
-  for (std::size_t i = 0; i + 1 < begin.shape(0); ++i) {
-    append(best, best_by_ranks(part(pages, begin, i), part(score, begin, i),
-                               part(counted, counted_begin, i), part(counts, counted_begin, i),
-                               most.data()[i]));
+  for (const std::vector<std::int32_t>& list : lists) {
+    append(best, list);
     edges.push_back(static_cast<std::int32_t>(best.size()));
   }
   return {to_numpy(std::move(best)), to_numpy(std::move(edges))};
@@ -98,7 +123,7 @@ std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>> py_best_by_ranks(
 void bind_next_best(nb::module_& module) {
   module.def("count_choices", &py_count_choices, nb::arg("pages").noconvert(),
              nb::arg("counts").noconvert(), nb::arg("begin").noconvert(),
-             nb::arg("chosen").noconvert(), nb::arg("chosen_begin").noconvert(),
+             nb::arg("chosen").noconvert(), nb::arg("chosen_begin").noconvert(), nb::arg("threads"),
              "Decayed counts of choices after one more token.");
   module.def("unite", &py_unite, nb::arg("pages").noconvert(), nb::arg("begin").noconvert(),
              nb::arg("others").noconvert(), nb::arg("others_begin").noconvert(),
@@ -106,7 +131,7 @@ void bind_next_best(nb::module_& module) {
   module.def("best_by_ranks", &py_best_by_ranks, nb::arg("pages").noconvert(),
              nb::arg("score").noconvert(), nb::arg("begin").noconvert(),
              nb::arg("counted").noconvert(), nb::arg("counts").noconvert(),
-             nb::arg("counted_begin").noconvert(), nb::arg("most").noconvert(),
+             nb::arg("counted_begin").noconvert(), nb::arg("most").noconvert(), nb::arg("threads"),
              "Pages with the lowest sum of their ranks by score and by count.");
 }
 

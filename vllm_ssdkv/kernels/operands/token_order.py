@@ -21,7 +21,7 @@ ROW_STEP: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenOrder:
-    """How the tokens of n blocks of L layers are ordered. Holds references, copies nothing.
+    """Order of the tokens of n blocks of L layers. Holds references, copies nothing.
 
     Attributes:
         layers: 1 where a layer's tokens are ordered, uint8 [L].
