@@ -174,6 +174,7 @@ def unpack_blocks(
 def summarize(
     source: torch.Tensor | NDArray[np.uint64],
     bounds: torch.Tensor | NDArray[np.uint64] | None,
+    spread: torch.Tensor | NDArray[np.uint64] | None,
     channels: torch.Tensor | NDArray[np.uint64] | None,
     scales: torch.Tensor | NDArray[np.uint64] | None,
     value_sum: torch.Tensor | NDArray[np.uint64] | None,
@@ -195,6 +196,7 @@ def pack_summarized(
     summary_pages: int,
     channel_pages: int,
     scaled: bool,
+    spread: bool,
     block_tokens: int,
     page_tokens: int,
     page_stride: int,
@@ -208,7 +210,8 @@ def pack_summarized(
     ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of
     the slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails'
     first pages, ``summary_pages``, then ``channel_pages`` of each layer. Pages are ``page_bytes``
-    apart. Without channel pages summaries are bounds; ``scaled`` channels are int8. See
+    apart. Without channel pages summaries are bounds, or ``spread``; ``scaled`` channels are
+    int8. See
     ``PageKernels.pack_summarized``.
     """
 
@@ -217,7 +220,7 @@ def bound_logits(
     scale: float,
     row_begin: NDArray[np.int32],
     row_end: NDArray[np.int32],
-    bounds: NDArray[np.uint64],
+    records: NDArray[np.uint64],
     first_page: NDArray[np.int64],
     logits: NDArray[np.float32],
     block_tokens: int,
@@ -230,6 +233,22 @@ def bound_logits(
 
     Tables of logits and scores are laid out as ``sparse/scores.py`` says, here and below.
     """
+
+def spread_logits(
+    query: NDArray[np.float32],
+    scale: float,
+    row_begin: NDArray[np.int32],
+    row_end: NDArray[np.int32],
+    records: NDArray[np.uint64],
+    first_page: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    block_tokens: int,
+    page_tokens: int,
+    kv_heads: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Write logits of pages from mean and variance of their keys; see ``ScoringKernels``."""
 
 def choose_channels(
     query: NDArray[np.float32],

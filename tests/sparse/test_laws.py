@@ -24,6 +24,7 @@ from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.exact import ExactSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 
 KERNELS = CpuScoringKernels(2)
@@ -37,9 +38,13 @@ Make = Callable[[Budget, int], Selector]
 PAGED: dict[str, Make] = {
     "window": WindowSelector,
     "bounds": lambda budget, sinks: BoundsSelector(budget, sinks, KERNELS),
+    "spread": lambda budget, sinks: SpreadSelector(budget, sinks, KERNELS),
     "sparf": lambda budget, sinks: SparfSelector(budget, 5, "page", sinks, KERNELS),
     "adaptive bounds": lambda budget, sinks: AdaptiveSelector(
         BoundsSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+    ),
+    "adaptive spread": lambda budget, sinks: AdaptiveSelector(
+        SpreadSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
     ),
     "adaptive sparf": lambda budget, sinks: AdaptiveSelector(
         SparfSelector(budget, 5, "page", sinks, KERNELS), 0.7, budget, budget, sinks, KERNELS
@@ -97,6 +102,7 @@ def test_everything_selected_is_dense(
     for selector in (
         ExactSelector(),
         bounds,
+        SpreadSelector(ALL, 0, KERNELS),
         sparf,
         WindowSelector(ALL, 5),
         AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, KERNELS),
@@ -232,6 +238,17 @@ def test_the_sparf_selector_is_sparq(problem: Contexts, share: float, channels: 
         else:
             assert torch.equal(chosen[row].sum(1), tokens.sum(1))
             assert int((chosen[row] ^ tokens).sum()) <= 2
+
+
+def test_sparf_takes_the_page_of_most_mass() -> None:
+    """Five tokens that are a little worse than the best one, which lies elsewhere alone."""
+    problem = Contexts(BlockLayout.unpadded(16, 16, 1, 8, torch.float32), 1, [Row(8, 1)], seed=2)
+    problem.query[0] = torch.eye(8)[0] * 8
+    for token in range(128):
+        best, good = token == 20, 80 <= token < 85
+        problem.plant(0, token, torch.eye(8)[:1] * (1.0 if best else 0.9 if good else 0.0))
+    selector = SparfSelector(Budget(tokens=16), 8, "page", 0, KERNELS)
+    assert select(selector, problem).pages.tolist() == [80 // 16]
 
 
 @pytest.mark.parametrize("name", PAGED)

@@ -355,9 +355,16 @@ class SparseDecode:
         begin, end, window = sizes.row_begin, sizes.row_end, sizes.window_tokens
         ahead = 0 if self._kept is None else self._kept.steps - 1
         if not needs.channels:
-            bounds = self.contexts.bounds(layer) if needs.bounds else None
+            held = self.contexts.page_records(layer) if needs.bounds or needs.spread else None
             return ContextSummaries(
-                self._layout, begin, end, window, bounds, ahead=ahead, known_sizes=sizes
+                self._layout,
+                begin,
+                end,
+                window,
+                held if needs.bounds else None,
+                held if needs.spread else None,
+                ahead=ahead,
+                known_sizes=sizes,
             )
         blocks = batch.window_ids * (cache.stride(0) * cache.itemsize) + cache.data_ptr()
         low, high = _windows(batch, rows)
@@ -374,18 +381,18 @@ class SparseDecode:
             clock.lap(WAIT)
             return found
 
-        held = self.contexts.holds_channels
+        in_memory = self.contexts.holds_channels
         return ContextSummaries(
             self._layout,
             begin,
             end,
             window,
-            channel_base=self.contexts.channels(layer) if held else None,
+            channel_base=self.contexts.channels(layer) if in_memory else None,
             channel_scales=self.contexts.scales(layer) if self.contexts.holds_scales else None,
             window_base=blocks.astype(np.uint64),
             window_begin=low,
             window_end=high,
-            channel_source=None if held else bring,
+            channel_source=None if in_memory else bring,
             ahead=ahead,
             known_sizes=sizes,
         )

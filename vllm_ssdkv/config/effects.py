@@ -29,7 +29,7 @@ class Condition:
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
 _CHOOSES: Final = Condition(
     lambda config, _: config.selector != "exact",
-    'mode is "page" and selector "bounds", "sparf", "adaptive" or "window"',
+    'mode is "page" and selector "bounds", "spread", "sparf", "adaptive" or "window"',
 )
 _SCORES_CHANNELS: Final = Condition(
     lambda config, _: config.scores_channels,

@@ -17,6 +17,10 @@ grow with the request, what it saves does. A fixed number, since answers must no
 a machine happens to be."""
 
 
+ScorerName = Literal["bounds", "spread", "sparf"]
+"""Selectors that score pages."""
+
+
 class SparseConfig(OptionModel):
     """Limits of a selector's choice, and the memory that choosing takes."""
 
@@ -47,7 +51,7 @@ class SparseConfig(OptionModel):
             "covers with as few pages as it takes, within `floor` and `budget`.",
         ),
         Reason(
-            "With logits from channels the estimate is close to the attention. With upper bounds "
+            "With logits from channels the estimate is close to the attention. With `bounds` "
             "pages that do not matter look as if they did: much of what it calls missing is not."
         ),
     ] = 0.9
@@ -188,7 +192,8 @@ class SparseConfig(OptionModel):
         Field(
             ge=MIN_PART,
             description="Memory per worker for what selectors know of pages, a part of dram_gib. "
-            "Bounds take 1/page_tokens of the KV that they stand for, the channels of `sparf` half "
+            "Those of `bounds` and `spread` take 1/page_tokens of the KV that they stand for, the "
+            "channels of `sparf` half "
             "of it, in int8 a quarter or an eighth; with `channel_pages` `hbm` this part is memory "
             "of the GPU, beside what vLLM takes. Requests for which there is no room attend to "
             "everything.",
@@ -205,12 +210,12 @@ class SparseConfig(OptionModel):
         ),
     ] = None
     scorer: Annotated[
-        Literal["bounds", "sparf"],
+        ScorerName,
         Field(description="By what `adaptive` scores pages; as the selector of that name does."),
         Reason(
             "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "
-            "of the budget; by bounds it does not (docs/accuracy.md). `bounds` needs no second "
-            "copy of K."
+            "of the budget; by bounds it does not (docs/accuracy.md). `bounds` and `spread` need "
+            "no second copy of K."
         ),
     ] = "sparf"
     channels: Annotated[

@@ -69,4 +69,5 @@ def paged_geometry(
         config.page_tokens,
         channels=config.scores_channels,
         scaled_from=dtype.itemsize if config.scales_channels else 0,
+        record="spread" if config.scorer == "spread" else "bounds",
     )

@@ -243,6 +243,8 @@ def fingerprint(
         fields["attention"] = "sparse"
         if config.scores_channels:
             fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
+        elif config.scorer == "spread":
+            fields["summaries"] = "spread"
     return Fingerprint(fields)
 
 

@@ -60,6 +60,7 @@ class PageKernels(Protocol):
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -70,7 +71,9 @@ class PageKernels(Protocol):
         layer's part of each block, laid out by ``layout`` (as in the cache or as in a slot).
         Targets that are not None: ``bounds``
         ``[kv_heads, groups, 2, head_size]`` (min and max over a page of each channel of K, in the
-        layout's dtype, exact; NaN where K has one), ``channels`` ``[kv_heads, head_size,
+        layout's dtype, exact; NaN where K has one), ``spread`` (the same of mean and variance, in
+        fp32, then rounded, at most the largest finite number; NaN where K has a number that is not
+        finite), ``channels`` ``[kv_heads, head_size,
         block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
         (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
         times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
@@ -147,6 +150,7 @@ class CpuPageKernels(NativeKernels):
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -156,7 +160,7 @@ class CpuPageKernels(NativeKernels):
             on_host(source, np.uint64),
             *(
                 None if target is None else on_host(target, np.uint64)
-                for target in (bounds, channels, scales, value_sum)
+                for target in (bounds, spread, channels, scales, value_sum)
             ),
             layout.block_tokens,
             layout.page_tokens,
@@ -211,6 +215,7 @@ class CpuPageKernels(NativeKernels):
             geometry.summary_pages,
             geometry.channel_pages,
             geometry.scaled_from > 0,
+            geometry.record == "spread",
             layout.block_tokens,
             layout.page_tokens,
             layout.page_stride_bytes,
@@ -263,6 +268,7 @@ class TritonPageKernels:
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -270,6 +276,7 @@ class TritonPageKernels:
         """See :meth:`PageKernels.summarize`; one launch."""
         targets = {
             "bounds": bounds,
+            "spread": spread,
             "channels": channels,
             "scales": scales,
             "value_sum": value_sum,
@@ -309,7 +316,7 @@ class TritonPageKernels:
         if not geometry.channel_pages:
             for layer, source in enumerate(sources):
                 place = np.uint64(layer * geometry.pages_per_layer * record)
-                self.summarize(source, layout, bounds=_rows(summaries) + place)
+                self.summarize(source, layout, **{geometry.record: _rows(summaries) + place})
             _put(summaries, tails, geometry)
             return
         channels = self._payloads(len(frames), geometry, geometry.channel_pages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -39,17 +40,33 @@ class CpuScoringKernels(NativeKernels):
         self, query: torch.Tensor, context: ContextSummaries, scale: float
     ) -> tuple[Floats, Offsets]:
         """See :meth:`ScoringKernels.bound_logits`."""
-        if context.bounds_base is None:
-            raise ValueError("page bounds are needed and not in the summaries")
+        records = require_records(context.bounds_base, "bounds")
+        return self._page_logits(self._native.bound_logits, query, context, records, scale)
+
+    def spread_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[Floats, Offsets]:
+        """See :meth:`ScoringKernels.spread_logits`."""
+        records = require_records(context.spread_base, "spread")
+        return self._page_logits(self._native.spread_logits, query, context, records, scale)
+
+    def _page_logits(
+        self,
+        write: Callable[..., None],
+        query: torch.Tensor,
+        context: ContextSummaries,
+        records: NDArray[np.uint64],
+        scale: float,
+    ) -> tuple[Floats, Offsets]:
         values = host_query(query, context)
         first = context.sizes.first_page
         logits = np.empty(first[-1] * values.shape[1], np.float32)
-        self._native.bound_logits(
+        write(
             values,
             scale,
             context.row_begin,
             context.row_end,
-            context.bounds_base,
+            records,
             first,
             logits,
             context.layout.block_tokens,
@@ -219,13 +236,29 @@ class TritonScoringKernels:
         self, query: torch.Tensor, context: ContextSummaries, scale: float
     ) -> tuple[torch.Tensor, Offsets]:
         """See :meth:`ScoringKernels.bound_logits`."""
-        if context.bounds_base is None:
-            raise ValueError("page bounds are needed and not in the summaries")
-        logits = self._score.bound_logits(
+        records = require_records(context.bounds_base, "bounds")
+        return self._page_logits(self._score.bound_logits, query, context, records, scale)
+
+    def spread_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[torch.Tensor, Offsets]:
+        """See :meth:`ScoringKernels.spread_logits`."""
+        records = require_records(context.spread_base, "spread")
+        return self._page_logits(self._score.spread_logits, query, context, records, scale)
+
+    def _page_logits(
+        self,
+        make: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        context: ContextSummaries,
+        records: NDArray[np.uint64],
+        scale: float,
+    ) -> tuple[torch.Tensor, Offsets]:
+        logits = make(
             query.contiguous(),
             self._here(context.row_begin, torch.int32),
             self._here(context.row_end, torch.int32),
-            self._here(context.bounds_base, torch.int64),
+            self._here(records, torch.int64),
             layout=context.layout,
             scale=scale,
             max_pages=_longest(context.pages),
@@ -359,6 +392,13 @@ def select_scoring_kernels(device: torch.device) -> ScoringKernels:
     raise UnsupportedError(
         f"sparse selectors have no scoring kernels for {device.type} devices; set selector: exact"
     )
+
+
+def require_records(base: NDArray[np.uint64] | None, kind: str) -> NDArray[np.uint64]:
+    """Addresses of the blocks' records of pages; ``ValueError`` if the summaries lack them."""
+    if base is None:
+        raise ValueError(f"{kind} of pages are needed and not in the summaries")
+    return base
 
 
 def require_channels(

@@ -97,6 +97,17 @@ class ScoringKernels(Protocol):
         """
         ...
 
+    def spread_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[Table, Offsets]:
+        """Logits of every context page from mean and variance of its keys, by query head.
+
+        ``scale * q . mean + (scale * q)^2 . variance / 2``: the second cumulant of the page's
+        logits with channels that vary on their own, which is the log of the mean of ``exp`` where
+        the logits are normal.
+        """
+        ...
+
     def weigh(
         self,
         logits: Table,
@@ -141,9 +152,9 @@ class ScoringKernels(Protocol):
     ) -> Scores:
         """Scores of the context's pages of ``page_tokens`` tokens from the logits of all tokens.
 
-        A token's score is the sum of its logits over the query heads of the KV head (not of their
-        softmax; SparQ step 3), a page's the largest of its tokens'. With
-        ``page_tokens = 1`` columns are tokens.
+        A page's score is its mass: the mean over the query heads of the KV head of its tokens'
+        softmax weights, added up. With ``page_tokens = 1`` columns are tokens, whose score is the
+        sum of their logits over the query heads (not of their softmax; SparQ step 3).
         """
         ...
 

@@ -5,7 +5,6 @@
 
 #include "attention/isa.hpp"
 #include "attention/openmp_team.hpp"
-#include "attention/scoring.hpp"
 #include "attention/transfer.hpp"
 
 namespace ssdkv::attention {
@@ -49,7 +48,8 @@ class Packer {
     }
     if (p_.channel_pages == 0) {
       for (std::int64_t g = 0; g < groups_; ++g) {
-        kernels_.bounds(layout, from + g * layout.page_stride, record(tail, place + g));
+        kernels_.page_record(layout, p_.record, from + g * layout.page_stride,
+                             record(tail, place + g));
       }
     } else {
       pack_channels(layer, head, from, tail, scratch);

@@ -1,10 +1,10 @@
 """Summaries of slots, kept in DRAM: what a selector looks at instead of the pages themselves.
 
-In a slot without channel pages the summary is each page's *bounds*: the smallest and the largest
-value of each of K's channels (Quest, Tang et al. 2024). In one with channel pages it is the *sum of
-V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if
-these are int8, and a table may keep the slot's K, channel-major, too: in its rows, or in memory of
-the device that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without
+In a slot without channel pages the summary is a record of each page: its *bounds*, the smallest and
+the largest value of each of K's channels (Quest, Tang et al. 2024), or their mean and variance. In
+one with channel pages it is the *sum of V* over the block's tokens (SparQ, Ribar et al. 2024,
+step 5), with the *scales* of K's channels if these are int8, and a table may keep the slot's K,
+channel-major, too: in its rows, or in memory of the device that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without
 padding, so that one address per slot and layer is all that a kernel needs.
 """
 
@@ -198,7 +198,7 @@ class SummaryTable:
             np.subtract.at(self._pins, rows[rows != NO_ROW], 1)
 
     def address(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
-        """Absolute address of a layer's bounds in each row, ``[heads, groups, 2, head_size]``."""
+        """Absolute address of a layer's records in each row, ``[heads, groups, 2, head_size]``."""
         return self._address(rows) + np.uint64(layer * self._layer_bytes)
 
     def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:

@@ -339,9 +339,9 @@ void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   }
 }
 
-constexpr SparseKernels kSparseKernels{page_bounds,  head_channels,  head_value_sum,
-                                       bound_logits, channel_logits, window_logits,
-                                       weigh,        score_tokens,   cover};
+constexpr SparseKernels kSparseKernels{page_record, head_channels,  head_value_sum,
+                                       page_logits, channel_logits, window_logits,
+                                       weigh,       score_tokens,   cover};
 
 }  // namespace
 }  // namespace ssdkv::attention::SSDKV_ISA
