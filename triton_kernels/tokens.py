@@ -68,12 +68,10 @@ def _score_kernel(
         score += x
         mass += tl.exp(x - tl.load(lse_ptr + head)) / GROUP
     held = tl.sum(tl.where(in_context, mass, 0.0), 1)
+    by = held
     if PAGE_TOKENS == 1:
-        one = tl.sum(tl.where(in_context, score, 0.0), 1)
-        there = tl.max(in_context.to(tl.int32), 1) > 0
-        by = tl.where(there, one, float("-inf"))
-    else:
-        by = tl.where(tl.max(in_context.to(tl.int32), 1) > 0, held, float("-inf"))
+        by = tl.sum(tl.where(in_context, score, 0.0), 1)
+    by = tl.where(tl.max(in_context.to(tl.int32), 1) > 0, by, float("-inf"))
     tl.store(score_ptr + line * columns + page, by, mask=page < columns)
     tl.store(mass_ptr + line * columns + page, held, mask=page < columns)
     window = tl.sum(tl.sum(tl.where(there & (in_context == 0), mass, 0.0), 1), 0)

@@ -110,8 +110,8 @@ def test_each_line_says_what_would_give_an_effect() -> None:
     config = SSDKVConfig.from_extra_config({"sparse": {"budget": 0.25}, "page_tokens": 32})
     assert [str(vain) for vain in without_effect(config)] == [
         'page_tokens has no effect unless mode is "page"',
-        'sparse.budget has no effect unless mode is "page" and selector "bounds", "sparf", '
-        '"adaptive" or "window"',
+        'sparse.budget has no effect unless mode is "page" and selector "bounds", "spread", '
+        '"sparf", "adaptive" or "window"',
     ]
 
 

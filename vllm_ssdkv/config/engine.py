@@ -264,9 +264,10 @@ class SSDKVConfig(OptionModel):
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
             "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
-            "mean and variance of their keys, `sparf` pages or tokens by logits from a few channels of K, of which the store then holds a second "
-            "copy. `adaptive` takes pages of one of them until they cover enough of the attention. "
-            "`window` is the first tokens and the newest ones only, to compare with. Prompts are "
+            "mean and variance of their keys, `sparf` pages or tokens by logits from a few "
+            "channels of K, of which the store then holds a second copy. `adaptive` takes pages "
+            "of one of them until they cover enough of the attention. `window` is the first "
+            "tokens and the newest ones only, to compare with. Prompts are "
             "always exact. A store made for `exact`, for channels, for `spread` or for the others "
             "cannot be used in place of another."
         ),

@@ -4,8 +4,9 @@ In a slot without channel pages the summary is a record of each page: its *bound
 the largest value of each of K's channels (Quest, Tang et al. 2024), or their mean and variance. In
 one with channel pages it is the *sum of V* over the block's tokens (SparQ, Ribar et al. 2024,
 step 5), with the *scales* of K's channels if these are int8, and a table may keep the slot's K,
-channel-major, too: in its rows, or in memory of the device that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without
-padding, so that one address per slot and layer is all that a kernel needs.
+channel-major, too: in its rows, or in memory of the device that scores. ``docs/format.md`` says
+where they lie in a slot. Here they lie without padding, so that one address per slot and layer is
+all that a kernel needs.
 """
 
 from __future__ import annotations

@@ -163,14 +163,15 @@ class Superblock:
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
-        if record >= len(PAGE_RECORDS):
-            raise FormatError(f"superblock: record is {record}")
-        version = format_version(summary_pages, PAGE_RECORDS[record])
+        known = PAGE_RECORDS[min(record, len(PAGE_RECORDS) - 1)]
+        version = format_version(summary_pages, known)
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
                 raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
         fingerprint = _decode_fingerprint(block, digest, text_bytes)
+        if record >= len(PAGE_RECORDS):
+            raise FormatError(f"superblock: record is {record}")
         if kind >= len(_KINDS):
             raise FormatError(f"superblock: kind is {kind}")
         if cipher >= len(_CIPHERS):
@@ -186,7 +187,7 @@ class Superblock:
                 summary_pages,
                 channel_pages,
                 scaled_from,
-                PAGE_RECORDS[record],
+                known,
             )
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc
