@@ -197,6 +197,7 @@ def pack_summarized(
     channel_pages: int,
     scaled: bool,
     spread: bool,
+    value_sums: bool,
     block_tokens: int,
     page_tokens: int,
     page_stride: int,
@@ -210,8 +211,8 @@ def pack_summarized(
     ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of
     the slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails'
     first pages, ``summary_pages``, then ``channel_pages`` of each layer. Pages are ``page_bytes``
-    apart. Without channel pages summaries are bounds, or ``spread``; ``scaled`` channels are
-    int8. See
+    apart. Without channel pages summaries are bounds, or ``spread``, behind which may be the
+    sums of V (``value_sums``); ``scaled`` channels are int8. See
     ``PageKernels.pack_summarized``.
     """
 
@@ -291,6 +292,7 @@ def weigh(
     window_lse: NDArray[np.float32] | None,
     weights: NDArray[np.float32],
     window_mass: NDArray[np.float32],
+    lse: NDArray[np.float32],
     q_heads: int,
     page_tokens: int,
     threads: int,

@@ -82,6 +82,11 @@ def test_a_store_of_one_kind_of_summaries_is_not_one_of_the_other() -> None:
         ("bounds", "as_k"): None,
         ("spread", "as_k"): "spread",
     }
+    made = config("spread", estimate_rest=True)
+    shape = layout(made)
+    assert shape.geometry.record == "spread_with_values"
+    found = fingerprint(made, ENGINE, shape, caches(128, torch.float16))
+    assert found.fields["summaries"] == "spread, sums of V"
 
 
 def draft(method: str, *, kv: bool) -> Any:  # noqa: ANN401 - of vLLM

@@ -204,7 +204,7 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   std::vector<float> window_mass(at(r.rows * l.kv_heads)), lse(at(r.rows * r.query_heads));
   attention::weigh_columns(
       {l.kv_heads, r.query_heads, r.first_page.data(), bounds.data(),
-       static_cast<float>(l.page_tokens), nullptr, weights.data(), window_mass.data()},
+       static_cast<float>(l.page_tokens), nullptr, weights.data(), window_mass.data(), lse.data()},
       r.rows, threads);
   attention::score_tokens(
       {l.kv_heads, r.query_heads, l.page_tokens, r.first_token.data(), logits.data(),

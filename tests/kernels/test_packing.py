@@ -41,7 +41,7 @@ class Problem:
     def of(
         layout: BlockLayout, kind: str, layers: int = 1, blocks: int = 1, seed: int = 0
     ) -> Problem:
-        """``kind`` is what summaries are: bounds, spread, channels or int8."""
+        """``kind`` is what summaries are: a record of pages, channels or int8."""
         pages = SlotGeometry(
             "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
         )
@@ -50,7 +50,7 @@ class Problem:
             layout.page_tokens,
             channels=kind in ("channels", "int8"),
             scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
-            record="spread" if kind == "spread" else "bounds",
+            record="bounds" if kind in ("channels", "int8") else kind,  # type: ignore[arg-type]
         )
         return Problem(layout, geometry, blocks, seed)
 
@@ -114,7 +114,8 @@ class Problem:
             for part in (mine, theirs)
         )
         step = max(torch.finfo(dtype).eps, 1e-5)
-        torch.testing.assert_close(*numbers, rtol=step, atol=1e-6)
+        # Sums of V are float32, whose bits are compared as if they were numbers of K.
+        torch.testing.assert_close(*numbers, rtol=step, atol=1e-6, equal_nan=True)
 
     def _memory(self, nbytes: int) -> Bytes:
         return np.full((self.blocks, nbytes), FILL, np.uint8)
@@ -135,6 +136,8 @@ class Problem:
                     of = page_bounds if geometry.record == "bounds" else page_spread
                     made = torch.stack(of(key, layout.page_tokens), 1)
                     records.append(made.permute(2, 0, 1, 3))
+                    if geometry.record == "spread_with_values":
+                        records.append(self._record(_sum_in_order(value)))
                     continue
                 channels = key.permute(1, 2, 0)
                 records.append(self._record(_sum_in_order(value)))
@@ -188,7 +191,7 @@ def problems(draw: st.DrawFn, most_blocks: int = 3) -> Problem:
         draw(st.sampled_from([8, 16, 40, 64, 80, 128, 136])),
         draw(st.sampled_from(DTYPES)),
     )
-    kind = draw(st.sampled_from(["bounds", "spread", "channels", "int8"]))
+    kind = draw(st.sampled_from(["bounds", "spread", "spread_with_values", "channels", "int8"]))
     layers, blocks = draw(st.integers(1, 3)), draw(st.integers(1, most_blocks))
     return Problem.of(layout, kind, layers, blocks, draw(st.integers(0, 999)))
 
@@ -204,7 +207,7 @@ def test_every_byte_is_the_oracles(problem: Problem) -> None:
             problem.check(problem.made(CpuPageKernels(2)), tails)
 
 
-@pytest.mark.parametrize("kind", ["bounds", "spread", "channels", "int8"])
+@pytest.mark.parametrize("kind", ["bounds", "spread", "spread_with_values", "channels", "int8"])
 def test_pages_without_padding_on_many_threads(kind: str) -> None:
     """Of the size that models have, where channels go to their pages at once."""
     layout = BlockLayout.unpadded(64, 16, 4, 128, torch.bfloat16)
@@ -257,7 +260,7 @@ def test_wrong_places_are_refused() -> None:
     def call(
         page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool, spread: bool = False
     ) -> None:
-        places = page_bytes, summary_pages, channel_pages, scaled, spread
+        places = page_bytes, summary_pages, channel_pages, scaled, spread, False
         _kernels.pack_summarized(
             slots, slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1
         )

@@ -39,6 +39,9 @@ PAGED: dict[str, Make] = {
     "window": WindowSelector,
     "bounds": lambda budget, sinks: BoundsSelector(budget, sinks, KERNELS),
     "spread": lambda budget, sinks: SpreadSelector(budget, sinks, KERNELS),
+    "spread, rest": lambda budget, sinks: SpreadSelector(
+        budget, sinks, KERNELS, estimate_rest=True
+    ),
     "sparf": lambda budget, sinks: SparfSelector(budget, 5, "page", sinks, KERNELS),
     "adaptive bounds": lambda budget, sinks: AdaptiveSelector(
         BoundsSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
@@ -102,7 +105,7 @@ def test_everything_selected_is_dense(
     for selector in (
         ExactSelector(),
         bounds,
-        SpreadSelector(ALL, 0, KERNELS),
+        SpreadSelector(ALL, 0, KERNELS, estimate_rest=True),
         sparf,
         WindowSelector(ALL, 5),
         AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, KERNELS),
@@ -238,6 +241,20 @@ def test_the_sparf_selector_is_sparq(problem: Contexts, share: float, channels: 
         else:
             assert torch.equal(chosen[row].sum(1), tokens.sum(1))
             assert int((chosen[row] ^ tokens).sum()) <= 2
+
+
+def test_what_is_not_read_counts_as_mean_v() -> None:
+    """Where attention is spread evenly, and a sixth of it is read: most of the error goes."""
+    layout = BlockLayout.unpadded(16, 16, 2, 64, torch.float32)
+    problem = Contexts(layout, 3, [Row(32, 9), Row(20, 16)], seed=4)
+    problem.query *= 0.2
+    for value in problem.value:
+        assert value.mean(0).abs().max() < 0.3
+    want, errors = dense(problem), []
+    for rest in (False, True):
+        selector = SpreadSelector(Budget(share=1 / 6), 0, KERNELS, estimate_rest=rest)
+        errors.append(float((output(selector, problem) - want).norm() / want.norm()))
+    assert errors[1] < 0.6 * errors[0], errors
 
 
 def test_sparf_takes_the_page_of_most_mass() -> None:

@@ -17,6 +17,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.sparse.protocol import Selection
 from vllm_ssdkv.sparse.scores import Scores
+from vllm_ssdkv.sparse.selectors.exact import selection_of
 from vllm_ssdkv.sparse.sizes import offsets
 
 KERNELS = CpuScoringKernels(2)
@@ -78,6 +79,44 @@ def test_logits_from_mean_and_variance_are_the_oracles(problem: Contexts) -> Non
                 # Of records that may be rounded the other way.
                 step = 1e-5 if layout.dtype == torch.float32 else 0.02
                 assert_near(got, want, step)
+
+
+@given(problem=contexts(), share=st.floats(0, 1), windowed=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_the_mass_of_chosen_pages_and_the_window(
+    problem: Contexts, share: float, windowed: bool, seed: int
+) -> None:
+    """By head, where each token of a page has the page's logit."""
+    heads, layout = problem.query.shape[1], problem.layout
+    lse = problem.window_lse() if windowed else None
+    logits, first = KERNELS.spread_logits(problem.query, problem.summaries, problem.scale)
+    scores = KERNELS.weigh(logits, first, lse, heads, problem.summaries)
+    assert scores.of_pages is not None
+    draw = np.random.default_rng(seed)
+    lists = [
+        np.flatnonzero(draw.random(pages) < share).astype(np.int32)
+        for pages in problem.summaries.pages
+        for _ in range(layout.kv_heads)
+    ]
+    chosen = selection_of(lists, np.zeros((len(problem.rows), layout.kv_heads), np.float32))
+    got = torch.from_numpy(KERNELS.cover_pages(chosen, scores.of_pages, problem.summaries))
+    for row, of_row in enumerate(table(logits, first, heads)):
+        for head in range(heads):
+            tokens = of_row[head].double().repeat_interleave(layout.page_tokens)
+            seen = torch.full((1,), -torch.inf, dtype=torch.float64)
+            if lse is not None:
+                seen[0] = lse[row, head]
+            everything = torch.cat([tokens, seen])
+            if not everything.isfinite().any():
+                continue
+            pages = lists[row * layout.kv_heads + head // problem.group]
+            mask = torch.zeros(len(of_row[head]), dtype=torch.bool)
+            mask[torch.from_numpy(pages).long()] = True
+            taken = torch.cat(
+                [mask.repeat_interleave(layout.page_tokens), torch.ones(1, dtype=torch.bool)]
+            )
+            want = everything.softmax(0)[taken].sum()
+            assert_near(got[row, head], want, 1e-5)
 
 
 def test_the_log_of_the_mean_of_exp_of_normal_logits() -> None:

@@ -283,7 +283,7 @@ def test_choose(
 ) -> None:
     weighs, chooses = record(choose, "_weigh_kernel"), record(choose, "_choose_kernel")
     rows = torch.zeros(3, dtype=torch.int32)
-    weights, window = choose.weigh(torch.zeros(3, 8, width), torch.zeros(3, 8), 2, 16)
+    weights, window, _ = choose.weigh(torch.zeros(3, 8, width), torch.zeros(3, 8), 2, 16)
     choose.choose(weights, weights, window, rows, rows, rows, max_chosen=256, sinks=2, p=p)
     check(weighs, capability)
     check(chooses, capability)

@@ -56,7 +56,7 @@ def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: flo
         make = score.bound_logits if scorer == "bounds" else score.spread_logits
         logits = make(query, rows(), rows(), blocks, layout=LAYOUT, scale=0.1, max_pages=PAGES)
         lse = torch.empty((ROWS, HEADS), device=META)
-        table, window = choose.weigh(logits, lse, LAYOUT.kv_heads, LAYOUT.page_tokens)
+        table, window, _ = choose.weigh(logits, lse, LAYOUT.kv_heads, LAYOUT.page_tokens)
         mass = table
     else:
         parts = score.choose_channels(query, LAYOUT, 16, 0.1)

@@ -119,6 +119,8 @@ class SparseDecode:
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
         self.contexts = contexts
         self._layout = layout
+        self._of_tokens = any(one.needs.channels for one in self._selectors)
+        """Check whether alpha is that of tokens: that of pages counts attention sinks already."""
         self._channel_item = 1 if contexts.holds_scales else layout.dtype.itemsize
         run_bytes = layout.block_tokens * self._channel_item
         self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
@@ -203,7 +205,7 @@ class SparseDecode:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
-            if sinks is not None:
+            if sinks is not None and self._of_tokens:
                 alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))
             clock.lap(MERGE)

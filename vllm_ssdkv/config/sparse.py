@@ -218,6 +218,16 @@ class SparseConfig(OptionModel):
             "no second copy of K."
         ),
     ] = "sparf"
+    estimate_rest: Annotated[
+        bool,
+        Field(
+            description="With `spread`, what a query does not attend to counts as the mean V of "
+            "all tokens, weighted by the mass that scores give to it, as with `sparf`. Summaries "
+            "then hold a sum of V for each block, 1/(block size) of the KV more. A store made with "
+            "it cannot be used without, nor the other way."
+        ),
+        Reason("false: nothing is added to what was read."),
+    ] = False
     channels: Annotated[
         int | None,
         Field(

@@ -244,7 +244,8 @@ def fingerprint(
         if config.scores_channels:
             fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
         elif config.scorer == "spread":
-            fields["summaries"] = "spread"
+            rest = config.sparse.estimate_rest
+            fields["summaries"] = "spread, sums of V" if rest else "spread"
     return Fingerprint(fields)
 
 

@@ -215,7 +215,8 @@ class CpuPageKernels(NativeKernels):
             geometry.summary_pages,
             geometry.channel_pages,
             geometry.scaled_from > 0,
-            geometry.record == "spread",
+            geometry.record != "bounds",
+            geometry.record == "spread_with_values",
             layout.block_tokens,
             layout.page_tokens,
             layout.page_stride_bytes,
@@ -314,9 +315,7 @@ class TritonPageKernels:
         sources = block_addresses(caches, block_ids, layout)
         summaries = self._payloads(len(frames), geometry, geometry.summary_pages)
         if not geometry.channel_pages:
-            for layer, source in enumerate(sources):
-                place = np.uint64(layer * geometry.pages_per_layer * record)
-                self.summarize(source, layout, **{geometry.record: _rows(summaries) + place})
+            self._page_records(summaries, sources, layout, geometry)
             _put(summaries, tails, geometry)
             return
         channels = self._payloads(len(frames), geometry, geometry.channel_pages)
@@ -334,6 +333,29 @@ class TritonPageKernels:
             held = summaries[:, begin : begin + size].view(len(frames), geometry.heads, record)
             held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
         _put(summaries, tails, geometry)
+
+    def _page_records(
+        self,
+        summaries: torch.Tensor,
+        sources: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Write the records of the pages of all layers and, if wanted, the sums of V."""
+        record = geometry.payload_bytes // layout.page_tokens
+        pages, values = geometry.pages_per_layer * record, 0
+        if geometry.record == "spread_with_values":
+            values = geometry.heads * record
+        kind = "bounds" if geometry.record == "bounds" else "spread"
+        sums = torch.zeros((len(summaries), geometry.heads, layout.head_size), device=self.device)
+        for layer, source in enumerate(sources):
+            begin = layer * (pages + values)
+            self.summarize(source, layout, **{kind: _rows(summaries) + np.uint64(begin)})
+            if values:
+                self.summarize(source, layout, value_sum=_rows(sums))
+                held = summaries[:, begin + pages : begin + pages + values]
+                held = held.view(len(summaries), geometry.heads, record)
+                held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
 
     def _payloads(self, slots: int, geometry: SlotGeometry, pages: int) -> torch.Tensor:
         """Memory of the device for the payloads of so many pages of each slot, uint8, zeros."""

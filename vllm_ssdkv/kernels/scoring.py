@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm_ssdkv.sparse.next_best import Ranked
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 from vllm_ssdkv.sparse.scores import (
     Floats,
+    PageLogits,
     Scores,
     ScoringKernels,
     Table,
@@ -89,17 +91,22 @@ class CpuScoringKernels(NativeKernels):
         kv_heads = context.layout.kv_heads
         weights = np.empty(first[-1] * kv_heads, np.float32)
         window_mass = np.empty((len(context), kv_heads), np.float32)
+        lse = np.empty((len(context), query_heads), np.float32)
+        seen = None if window_lse is None else window_lse.contiguous().numpy()
         self._native.weigh(
             logits,
             first,
-            None if window_lse is None else window_lse.contiguous().numpy(),
+            seen,
             weights,
             window_mass,
+            lse,
             query_heads,
             context.layout.page_tokens,
             self.threads,
         )
-        return Scores(weights, weights, window_mass, first)
+        share = np.zeros_like(lse) if seen is None else np.exp(seen - lse)
+        pages = PageLogits(logits, first, lse, share)
+        return Scores(weights, weights, window_mass, first, of_pages=pages)
 
     def channel_logits(
         self,
@@ -208,6 +215,28 @@ class CpuScoringKernels(NativeKernels):
         )
         return alpha
 
+    def cover_pages(
+        self, selection: Selection, pages: PageLogits, context: ContextSummaries
+    ) -> Floats:
+        """See :meth:`ScoringKernels.cover_pages`: columns are pages, as if they were tokens."""
+        lse: Floats = np.asarray(pages.lse)
+        alpha: Floats = np.empty(lse.shape, np.float32)
+        self._native.cover(
+            pages.logits,
+            pages.first,
+            lse - np.float32(np.log(context.layout.page_tokens)),
+            np.zeros(len(context), np.int32),
+            selection.pages,
+            selection.begin,
+            None,
+            alpha,
+            1,
+            self.threads,
+        )
+        share: Floats = np.asarray(pages.window_share)
+        covered: Floats = np.minimum(alpha + share, np.float32(1))
+        return covered
+
 
 class TritonScoringKernels:
     """The Triton kernels of one CUDA device (or, for tests, of Triton's interpreter).
@@ -275,10 +304,12 @@ class TritonScoringKernels:
     ) -> Scores:
         """See :meth:`ScoringKernels.weigh`."""
         layout = context.layout
-        weights, window = self._choose.weigh(
+        weights, window, lse = self._choose.weigh(
             logits, window_lse, layout.kv_heads, layout.page_tokens
         )
-        return Scores(weights, weights, window, first)
+        share = torch.zeros_like(lse) if window_lse is None else torch.exp(window_lse - lse)
+        pages = PageLogits(logits, first, lse, share)
+        return Scores(weights, weights, window, first, of_pages=pages)
 
     def channel_logits(
         self,
@@ -377,6 +408,23 @@ class TritonScoringKernels:
             page_tokens=context.layout.page_tokens,
         )
         return on_host(alpha, np.float32)
+
+    def cover_pages(
+        self, selection: Selection, pages: PageLogits, context: ContextSummaries
+    ) -> Floats:
+        """See :meth:`ScoringKernels.cover_pages`: columns are pages, as if they were tokens."""
+        columns = self._here(context.pages, torch.int32)
+        alpha = self._tokens.cover(
+            pages.logits,
+            pages.lse - math.log(context.layout.page_tokens),
+            columns,
+            torch.zeros_like(columns),
+            self._here(selection.pages, torch.int32),
+            self._here(selection.begin, torch.int32),
+            None,
+            page_tokens=1,
+        )
+        return on_host(torch.clamp(alpha + pages.window_share, max=1.0), np.float32)
 
 
 @functools.cache

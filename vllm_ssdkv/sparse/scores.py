@@ -38,6 +38,24 @@ class TokenLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class PageLogits:
+    """Logits of all pages of R rows, each of which stands for all of the page's tokens.
+
+    Attributes:
+        logits: Table by query head.
+        first: Columns of the rows, added up, int64 [R + 1].
+        lse: Log-sum-exp over all tokens of the pages, and the window where that is known, float32
+            [R, q_heads].
+        window_share: Of the window in it, likewise; 0 where it is not known.
+    """
+
+    logits: Table
+    first: Offsets
+    lse: Table
+    window_share: Table
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """By what pages or tokens are chosen.
 
@@ -47,6 +65,7 @@ class Scores:
         window_mass: The window's share, float32 [R, kv_heads].
         first: Columns of the rows, added up, int64 [R + 1].
         tokens: The logits they come from, where these are needed again.
+        of_pages: Likewise, where they come from logits of pages.
     """
 
     score: Table
@@ -54,6 +73,7 @@ class Scores:
     window_mass: Table
     first: Offsets
     tokens: TokenLogits | None = None
+    of_pages: PageLogits | None = None
 
 
 class Scorer(Protocol):
@@ -177,4 +197,10 @@ class ScoringKernels(Protocol):
 
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
         """Softmax mass of the chosen tokens and the window, float32 [R, q_heads]: SparQ's alpha."""
+        ...
+
+    def cover_pages(
+        self, selection: Selection, pages: PageLogits, context: ContextSummaries
+    ) -> Floats:
+        """Softmax mass of whole pages and the window by logits of pages, float32 [R, q_heads]."""
         ...

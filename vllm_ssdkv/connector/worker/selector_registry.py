@@ -65,7 +65,7 @@ class SelectorGroup:
             if config.scorer == "bounds":
                 scorer = BoundsSelector(budget, sinks, kernels)
             elif config.scorer == "spread":
-                scorer = SpreadSelector(budget, sinks, kernels)
+                scorer = SpreadSelector(budget, sinks, kernels, estimate_rest=sparse.estimate_rest)
             else:
                 channels = sparse.channels or max(1, layout.head_size // 8)
                 scorer = SparfSelector(

@@ -13,7 +13,8 @@ namespace ssdkv::attention {
 // channel pages hold one stretch of bytes each (the channel pages of each layer one), cut into as
 // many bytes as a page's K and V take. Summaries are records of as many bytes as a token's K and V
 // take, ordered layer: with channel pages the sums of V of the layer's heads, then, if channels are
-// int8, their scales; without, records of its pages. See docs/format.md.
+// int8, their scales; without, records of its pages and, if wanted, the sums of V. See
+// docs/format.md.
 struct Packing {
   PageLayout layout;  // of the blocks
   std::int64_t layers;
@@ -26,6 +27,7 @@ struct Packing {
   std::int64_t channel_pages;  // of each layer; 0: summaries are records of pages
   bool scaled;                 // channels are int8
   PageRecord record;           // of a page
+  bool value_sums;             // behind the records of a layer's pages
 };
 
 // Bytes that nothing is written to are zeroed: behind K and V in their pages, and behind the last

@@ -80,6 +80,7 @@ struct Weighting {
   const float* window_lse;  // [rows][query_heads], or null
   float* weights;           // per KV head
   float* window_mass;       // [rows][kv_heads]
+  float* lse;               // [rows][query_heads]: of all that is weighed
 };
 
 // Approximate logits of tokens turned into scores and masses of context pages or tokens.

@@ -84,9 +84,9 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
 void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> pages,
                         Vector<std::uint64_t> tail, std::int64_t page_bytes,
                         std::int64_t summary_pages, std::int64_t channel_pages, bool scaled,
-                        bool spread, std::int64_t block_tokens, std::int64_t page_tokens,
-                        std::int64_t page_stride, std::int64_t kv_heads, std::int64_t head_size,
-                        int dtype, std::int64_t threads) {
+                        bool spread, bool value_sums, std::int64_t block_tokens,
+                        std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
+                        std::int64_t head_size, int dtype, std::int64_t threads) {
   require(threads > 0, "threads must be positive");
   const std::int64_t blocks = extent(tail.shape(0));
   const std::int64_t parts = extent(source.shape(0));
@@ -105,6 +105,7 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
       channel_pages,
       scaled,
       spread ? PageRecord::kSpread : PageRecord::kBounds,
+      value_sums,
   };
   const std::int64_t item = item_bytes(p.layout.dtype);
   const std::int64_t token = kv_heads * head_size;
@@ -112,11 +113,13 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
           "page_bytes is smaller than K and V of one page");
   require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
   require(channel_pages == 0 || !spread, "summaries are channels or spread, not both");
+  require(spread || !value_sums, "sums of V are behind spread, or before channels");
   require(channel_pages == 0 || channel_pages * 2 * page_tokens * head_size * item >=
                                     token * block_tokens * (scaled ? 1 : item),
           "channel_pages are too few for K");
   const std::int64_t records =
-      kv_heads * (channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1));
+      kv_heads *
+      ((channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1)) + (value_sums ? 1 : 0));
   require(summary_pages * page_tokens >= p.layers * records,
           "summary_pages are too few for the records");
   const Unlocked unlocked;
@@ -249,13 +252,15 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
 
 void py_weigh(Vector<float> logits, Vector<std::int64_t> first_page,
               std::optional<ConstMatrix> window_lse, Array<float, nb::ndim<1>> weights,
-              Matrix window_mass, std::int64_t q_heads, std::int64_t page_tokens,
+              Matrix window_mass, Matrix lse, std::int64_t q_heads, std::int64_t page_tokens,
               std::int64_t threads) {
   const std::int64_t rows = rows_of(first_page);
   const std::int64_t kv_heads = extent(window_mass.shape(1));
   check_heads(kv_heads, q_heads, threads);
   require(page_tokens > 0, "page_tokens must be positive");
   require(extent(window_mass.shape(0)) == rows, "window_mass must be [rows, kv_heads]");
+  require(extent(lse.shape(0)) == rows && extent(lse.shape(1)) == q_heads,
+          "lse must be [rows, q_heads]");
   check_size(logits, columns_of(first_page) * q_heads, "logits must be [q_heads * pages]");
   check_size(weights, columns_of(first_page) * kv_heads, "weights must be [kv_heads * pages]");
   if (window_lse) {
@@ -269,7 +274,8 @@ void py_weigh(Vector<float> logits, Vector<std::int64_t> first_page,
                     static_cast<float>(page_tokens),
                     window_lse ? window_lse->data() : nullptr,
                     weights.data(),
-                    window_mass.data()};
+                    window_mass.data(),
+                    lse.data()};
   const Unlocked unlocked;
   weigh_columns(w, rows, threads);
 }
@@ -457,9 +463,9 @@ void bind_sparse(nb::module_& module) {
   module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
              nb::arg("pages").noconvert().none(), nb::arg("tail").noconvert(),
              nb::arg("page_bytes"), nb::arg("summary_pages"), nb::arg("channel_pages"),
-             nb::arg("scaled"), nb::arg("spread"), nb::arg("block_tokens"), nb::arg("page_tokens"),
-             nb::arg("page_stride"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"),
-             nb::arg("threads"),
+             nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"), nb::arg("block_tokens"),
+             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
+             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
              "Copy blocks of all layers to slots, and make their summaries and channels.");
   const auto bind_page_logits = [&](const char* name, auto function, const char* text) {
     module.def(name, function, nb::arg("query").noconvert(), nb::arg("scale"),
@@ -486,8 +492,9 @@ void bind_sparse(nb::module_& module) {
              nb::arg("threads"), "SparQ's approximate logits of context and window.");
   module.def("weigh", &py_weigh, nb::arg("logits").noconvert(), nb::arg("first_page").noconvert(),
              nb::arg("window_lse").noconvert().none(), nb::arg("weights").noconvert(),
-             nb::arg("window_mass").noconvert(), nb::arg("q_heads"), nb::arg("page_tokens"),
-             nb::arg("threads"), "Mean softmax weight of each page over a KV head's query heads.");
+             nb::arg("window_mass").noconvert(), nb::arg("lse").noconvert(), nb::arg("q_heads"),
+             nb::arg("page_tokens"), nb::arg("threads"),
+             "Mean softmax weight of each page over a KV head's query heads.");
   module.def("score_tokens", &py_score_tokens, nb::arg("logits").noconvert(),
              nb::arg("first_token").noconvert(), nb::arg("first_column").noconvert(),
              nb::arg("score").noconvert(), nb::arg("mass").noconvert(), nb::arg("lse").noconvert(),

@@ -55,10 +55,10 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-PageRecord: TypeAlias = Literal["bounds", "spread"]
+PageRecord: TypeAlias = Literal["bounds", "spread", "spread_with_values"]
 """What the summary of a page is, see :attr:`SlotGeometry.record`."""
 
-PAGE_RECORDS: tuple[PageRecord, ...] = ("bounds", "spread")
+PAGE_RECORDS: tuple[PageRecord, ...] = ("bounds", "spread", "spread_with_values")
 """In the order of their numbers in a superblock."""
 
 
@@ -103,7 +103,7 @@ class SlotGeometry:
             summary pages; 0 where they hold K as it is.
         record: What summary pages hold of each page of KV, where there are no channel pages: of
             each channel of K the smallest and the largest number (``bounds``), or mean and variance
-            (``spread``).
+            (``spread``), and then of each layer and head the sum of V (``spread_with_values``).
 
     What each step asks for every layer is computed once.
 

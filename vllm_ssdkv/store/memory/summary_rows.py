@@ -34,7 +34,8 @@ def with_summaries(
     """
     records = geometry.layers * geometry.heads
     if not channels:
-        pages = -(-records * geometry.groups // page_tokens)
+        of_head = geometry.groups + (record == "spread_with_values")
+        pages = -(-records * of_head // page_tokens)
         return replace(geometry, summary_pages=pages, record=record)
     return replace(
         geometry,
@@ -47,7 +48,7 @@ def with_summaries(
 def _records(geometry: SlotGeometry) -> int:
     """Records of one layer."""
     if not geometry.channel_pages:
-        return geometry.pages_per_layer
+        return geometry.pages_per_layer + geometry.heads * (geometry.record == "spread_with_values")
     return geometry.heads * (2 if geometry.scaled_from else 1)
 
 

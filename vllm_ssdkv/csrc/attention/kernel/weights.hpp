@@ -64,6 +64,7 @@ void weigh(const Weighting& w, std::int64_t row, std::int64_t head) {
       all = log_add(all, seen);
       window += seen == -kInfinity ? 0.0f : share * ::expf(seen - all);
     }
+    w.lse[row * w.query_heads + head * group + g] = all;
     const Vec shift = splat(all - tokens);
     for (std::int64_t i = 0; i < columns; i += kLanes) {
       const std::int64_t left = columns - i;
