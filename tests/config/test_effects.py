@@ -66,6 +66,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.prefetch": ({"sparse": {"prefetch": False}}, BOUNDS),
     "sparse.summaries": ({"sparse": {"summaries": "64M"}}, BOUNDS),
     "sparse.scorer": ({"sparse": {"scorer": "bounds"}}, {**PAGE, "selector": "adaptive"}),
+    "sparse.estimate_rest": (
+        {"sparse": {"estimate_rest": True}},
+        {**PAGE, "selector": "spread"},
+    ),
     "sparse.channels": ({"sparse": {"channels": 4}}, SPARF),
     "sparse.channel_dtype": ({"sparse": {"channel_dtype": "int8"}}, SPARF),
     "sparse.channel_group": ({"sparse": {"channel_group": 2}}, SPARF),
