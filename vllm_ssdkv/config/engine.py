@@ -454,7 +454,7 @@ class SSDKVConfig(OptionModel):
 
     @property
     def scorer(self) -> ScorerName:
-        """What slots hold beside KV, if the selector is not `exact`: what this one scores by."""
+        """Name of the selector that pages are scored by, and slots hold summaries for."""
         if self.selector == "adaptive":
             return self.sparse.scorer
         if self.selector in ("spread", "sparf"):
