@@ -277,7 +277,7 @@ def _memory(board: Dashboard) -> None:
         ),
         graph(
             "Summaries",
-            "Share of the room for page bounds that is in use. Those of running requests must be "
+            "Share of the room for summaries that is in use. Those of running requests must be "
             "in memory.",
             "percentunit",
             (share(total(ours("summaries_held")), total(ours("summaries_places"))), "in use"),

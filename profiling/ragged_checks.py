@@ -91,6 +91,7 @@ def check_ragged(
     for name in ("bounds", "channels", "value_sum", "scaled", "scales"):
         if not torch.equal(getattr(found, name).cpu(), getattr(wanted, name)):
             raise CheckError(f"summarize, {name}: other bytes than the native kernel's")
+    _check_spread("summarize, spread", found.spread.cpu(), wanted.spread, layout.dtype)
     _check_scores(native, wanted, there, found)
     _check_choice(native, wanted, there, found)
     for share in (0.0, 0.4, 1.0):
@@ -117,6 +118,11 @@ def check_ragged(
                 raise CheckError(f"{name}: other queries have seen a page")
             expect(name, got, want, TOLERANCE[layout.dtype])
             expect(f"{name}, lse", got_lse, want_lse, 1e-2)
+
+
+def _check_spread(name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Mean and variance, which may be rounded the other way."""
+    expect(name, got.view(dtype).float(), want.view(dtype).float(), torch.finfo(dtype).eps + 1e-5)
 
 
 def _check_scores(
@@ -157,7 +163,7 @@ def _check_scores(
 def _check_choice(
     native: RaggedProblem, wanted: BlockSummaries, there: RaggedProblem, found: BlockSummaries
 ) -> None:
-    """``bound_logits``, ``weigh``, and ``choose`` from the same scores, top-k and top-p."""
+    """``bound_logits``, ``spread_logits``, ``weigh``, and ``choose`` from the same scores."""
     heads, kv_heads = native.query.shape[1], native.layout.kv_heads
     state = native.state()
     CpuPageKernels().attend_pages(
@@ -175,6 +181,13 @@ def _check_choice(
             scores.append(kernels.weigh(logits, first, known, heads, context))
         want, got = scores
         _same("bounds and weights", got.score, want.score, want.first, kv_heads)
+        pages = [
+            kernels.spread_logits(problem.query, problem.summaries(held), problem.scale)
+            for kernels, problem, held in zip(
+                providers, (native, there), (wanted, found), strict=True
+            )
+        ]
+        _same("logits of mean and variance", pages[1][0], pages[0][0], want.first, heads, 0.02)
         expect("window's mass", _tensor(got.window_mass), _tensor(want.window_mass), _NEAR)
         same = _on_device(want, kv_heads, there.query.device)
         most = np.maximum(np.diff(want.first) // 2, 0).astype(np.int32)
@@ -187,7 +200,7 @@ def _check_choice(
 
 
 def check_packing(device: torch.device, model: Model) -> None:
-    """``pack_summarized`` of bounds, channels and int8 gives the native kernels' bytes.
+    """``pack_summarized`` of bounds, spread, channels and int8 gives the native kernels' bytes.
 
     Into pinned memory: a slot's tail is made by the host.
     """
@@ -197,12 +210,13 @@ def check_packing(device: torch.device, model: Model) -> None:
     shape = (layers, blocks + 2, layout.block_bytes // layout.dtype.itemsize)
     kv = torch.randn(shape, generator=random).to(layout.dtype)
     ids = np.array([4, 1, 5, 0])
-    for kind in ("bounds", "channels", "int8"):
+    for kind in ("bounds", "spread", "channels", "int8"):
         geometry = with_summaries(
             plain,
             layout.page_tokens,
-            channels=kind != "bounds",
+            channels=kind in ("channels", "int8"),
             scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
+            record="spread" if kind == "spread" else "bounds",
         )
         results = []
         providers: tuple[tuple[PageKernels, torch.Tensor], ...] = (
@@ -221,6 +235,13 @@ def check_packing(device: torch.device, model: Model) -> None:
             wait_for(kernels.device)
             results.append([part.cpu() for part in memory])
         for name, want, got in zip(("frames", "tails"), *results, strict=True):
+            if kind == "spread" and name == "tails":
+                mine, theirs = (
+                    part.view(-1, geometry.page_bytes)[:, : geometry.payload_bytes].contiguous()
+                    for part in (got, want)
+                )
+                _check_spread("pack_summarized, spread", mine, theirs, layout.dtype)
+                continue
             if not torch.equal(got, want):
                 raise CheckError(f"pack_summarized, {kind}: other {name} than the native kernel's")
 
@@ -338,12 +359,19 @@ def _lines(values: object, first: NDArray[np.int64], heads: int) -> list[torch.T
     ]
 
 
-def _same(name: str, got: object, want: object, first: NDArray[np.int64], heads: int) -> None:
+def _same(
+    name: str,
+    got: object,
+    want: object,
+    first: NDArray[np.int64],
+    heads: int,
+    tolerance: float = _NEAR,
+) -> None:
     """Compare a padded table of a device with a native one; raises ``CheckError``."""
     if not isinstance(got, torch.Tensor):
         raise CheckError(f"{name}: not a tensor")
     for row, lines in enumerate(_lines(want, first, heads)):
-        expect(f"{name}, row {row}", got[row, :, : lines.shape[1]], lines, _NEAR)
+        expect(f"{name}, row {row}", got[row, :, : lines.shape[1]], lines, tolerance)
 
 
 def _on_device(scores: Scores, heads: int, device: torch.device) -> Scores:

@@ -174,6 +174,7 @@ def unpack_blocks(
 def summarize(
     source: torch.Tensor | NDArray[np.uint64],
     bounds: torch.Tensor | NDArray[np.uint64] | None,
+    spread: torch.Tensor | NDArray[np.uint64] | None,
     channels: torch.Tensor | NDArray[np.uint64] | None,
     scales: torch.Tensor | NDArray[np.uint64] | None,
     value_sum: torch.Tensor | NDArray[np.uint64] | None,
@@ -195,6 +196,8 @@ def pack_summarized(
     summary_pages: int,
     channel_pages: int,
     scaled: bool,
+    spread: bool,
+    value_sums: bool,
     block_tokens: int,
     page_tokens: int,
     page_stride: int,
@@ -212,9 +215,10 @@ def pack_summarized(
     ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of
     the slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails'
     first pages, ``summary_pages``, then ``channel_pages`` of each layer. Pages are ``page_bytes``
-    apart. Without channel pages summaries are bounds; ``scaled`` channels are int8. Tokens
-    of layers that are ``ordered [L]`` go into their pages by likeness, but for the first ``kept
-    [n]`` pages: by K or by the ``features [L * n]`` of a block, addresses, 0 for none. See
+    apart. Without channel pages summaries are bounds, or ``spread``, behind which may be the
+    sums of V (``value_sums``); ``scaled`` channels are int8. Tokens of layers that are ``ordered
+    [L]`` go into their pages by likeness, but for the first ``kept [n]`` pages: by K or by the
+    ``features [L * n]`` of a block, addresses, 0 for none. See
     ``PageKernels.pack_summarized``.
     """
 
@@ -223,7 +227,7 @@ def bound_logits(
     scale: float,
     row_begin: NDArray[np.int32],
     row_end: NDArray[np.int32],
-    bounds: NDArray[np.uint64],
+    records: NDArray[np.uint64],
     first_page: NDArray[np.int64],
     logits: NDArray[np.float32],
     block_tokens: int,
@@ -236,6 +240,22 @@ def bound_logits(
 
     Tables of logits and scores are laid out as ``sparse/scores.py`` says, here and below.
     """
+
+def spread_logits(
+    query: NDArray[np.float32],
+    scale: float,
+    row_begin: NDArray[np.int32],
+    row_end: NDArray[np.int32],
+    records: NDArray[np.uint64],
+    first_page: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    block_tokens: int,
+    page_tokens: int,
+    kv_heads: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Write logits of pages from mean and variance of their keys; see ``ScoringKernels``."""
 
 def choose_channels(
     query: NDArray[np.float32],
@@ -278,6 +298,7 @@ def weigh(
     window_lse: NDArray[np.float32] | None,
     weights: NDArray[np.float32],
     window_mass: NDArray[np.float32],
+    lse: NDArray[np.float32],
     q_heads: int,
     page_tokens: int,
     threads: int,

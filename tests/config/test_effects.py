@@ -67,6 +67,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.prefetch": ({"sparse": {"prefetch": False}}, BOUNDS),
     "sparse.summaries": ({"sparse": {"summaries": "64M"}}, BOUNDS),
     "sparse.scorer": ({"sparse": {"scorer": "bounds"}}, {**PAGE, "selector": "adaptive"}),
+    "sparse.estimate_rest": (
+        {"sparse": {"estimate_rest": True}},
+        {**PAGE, "selector": "spread"},
+    ),
     "sparse.channels": ({"sparse": {"channels": 4}}, SPARF),
     "sparse.channel_dtype": ({"sparse": {"channel_dtype": "int8"}}, SPARF),
     "sparse.channel_group": ({"sparse": {"channel_group": 2}}, SPARF),
@@ -111,8 +115,8 @@ def test_each_line_says_what_would_give_an_effect() -> None:
     config = SSDKVConfig.from_extra_config({"sparse": {"budget": 0.25}, "page_tokens": 32})
     assert [str(vain) for vain in without_effect(config)] == [
         'page_tokens has no effect unless mode is "page"',
-        'sparse.budget has no effect unless mode is "page" and selector "bounds", "sparf", '
-        '"adaptive" or "window"',
+        'sparse.budget has no effect unless mode is "page" and selector "bounds", "spread", '
+        '"sparf", "adaptive" or "window"',
     ]
 
 

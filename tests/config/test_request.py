@@ -45,6 +45,8 @@ def test_what_a_request_chooses_goes_before_the_options() -> None:
         ("exact", {}, {"exact"}),
         ("bounds", {}, {"exact", "bounds", "adaptive", "window"}),
         ("window", {}, {"exact", "bounds", "adaptive", "window"}),
+        ("spread", {}, {"exact", "spread", "adaptive", "window"}),
+        ("adaptive", {"scorer": "spread"}, {"exact", "spread", "adaptive", "window"}),
         ("sparf", {}, {"exact", "sparf", "adaptive", "window"}),
         ("adaptive", {"scorer": "sparf"}, {"exact", "sparf", "adaptive", "window"}),
     ],
@@ -54,11 +56,11 @@ def test_selectors_that_a_store_can_serve(
 ) -> None:
     options = config(selector, **sparse)
     assert set(servable(options)) == wanted
-    for name in ("exact", "bounds", "sparf", "adaptive", "window"):
+    for name in ("exact", "bounds", "spread", "sparf", "adaptive", "window"):
         if name in wanted:
             applied = RequestOptions.of({"selector": name}, options).applied(options)
             assert applied.selector == name
-            assert name in {"exact", "window"} or applied.scores_channels == options.scores_channels
+            assert name in {"exact", "window"} or applied.scorer == options.scorer
         else:
             with pytest.raises(ConfigError, match=f'"{name}" is not what .* possible here: exact'):
                 RequestOptions.of({"selector": name}, options)

@@ -31,7 +31,7 @@ from vllm_ssdkv.base.errors import ConfigError, StoreFailedError, UnsupportedErr
 from vllm_ssdkv.store.cache.frames import FrameState
 
 ACTIONS = 50
-SELECTORS = ("exact", "bounds", "sparf", "adaptive", "window")
+SELECTORS = ("exact", "bounds", "spread", "sparf", "adaptive", "window")
 Devices = Callable[..., list[dict[str, Any]]]
 
 
@@ -50,7 +50,7 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
     if source.random() < 0.3:
         options["hbm_pages"] = source.choice(["1MiB", "8MiB"])
     if selector == "adaptive":
-        options["scorer"] = source.choice(["bounds", "sparf"])
+        options["scorer"] = source.choice(["bounds", "spread", "sparf"])
     if selector == "sparf" or options.get("scorer") == "sparf":
         options["channel_pages"] = source.choice(["dram", "ssd", "hbm"])
         options["channel_dtype"] = source.choice(["as_k", "int8"])

@@ -119,6 +119,8 @@ class SparseDecode:
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
         self.contexts = contexts
         self._layout = layout
+        self._of_tokens = any(one.needs.channels for one in self._selectors)
+        """Check whether alpha is that of tokens: that of pages counts attention sinks already."""
         self._channel_item = 1 if contexts.holds_scales else layout.dtype.itemsize
         run_bytes = layout.block_tokens * self._channel_item
         self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
@@ -203,7 +205,7 @@ class SparseDecode:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
-            if sinks is not None:
+            if sinks is not None and self._of_tokens:
                 alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))
             clock.lap(MERGE)
@@ -355,9 +357,16 @@ class SparseDecode:
         begin, end, window = sizes.row_begin, sizes.row_end, sizes.window_tokens
         ahead = 0 if self._kept is None else self._kept.steps - 1
         if not needs.channels:
-            bounds = self.contexts.bounds(layer) if needs.bounds else None
+            held = self.contexts.page_records(layer) if needs.bounds or needs.spread else None
             return ContextSummaries(
-                self._layout, begin, end, window, bounds, ahead=ahead, known_sizes=sizes
+                self._layout,
+                begin,
+                end,
+                window,
+                held if needs.bounds else None,
+                held if needs.spread else None,
+                ahead=ahead,
+                known_sizes=sizes,
             )
         blocks = batch.window_ids * (cache.stride(0) * cache.itemsize) + cache.data_ptr()
         low, high = _windows(batch, rows)
@@ -374,18 +383,18 @@ class SparseDecode:
             clock.lap(WAIT)
             return found
 
-        held = self.contexts.holds_channels
+        in_memory = self.contexts.holds_channels
         return ContextSummaries(
             self._layout,
             begin,
             end,
             window,
-            channel_base=self.contexts.channels(layer) if held else None,
+            channel_base=self.contexts.channels(layer) if in_memory else None,
             channel_scales=self.contexts.scales(layer) if self.contexts.holds_scales else None,
             window_base=blocks.astype(np.uint64),
             window_begin=low,
             window_end=high,
-            channel_source=None if held else bring,
+            channel_source=None if in_memory else bring,
             ahead=ahead,
             known_sizes=sizes,
         )

@@ -29,11 +29,15 @@ class Condition:
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
 _CHOOSES: Final = Condition(
     lambda config, _: config.selector != "exact",
-    'mode is "page" and selector "bounds", "sparf", "adaptive" or "window"',
+    'mode is "page" and selector "bounds", "spread", "sparf", "adaptive" or "window"',
 )
 _SCORES_CHANNELS: Final = Condition(
     lambda config, _: config.scores_channels,
     'mode is "page" and selector "sparf", or "adaptive" with sparse.scorer "sparf"',
+)
+_SCORES_SPREAD: Final = Condition(
+    lambda config, _: config.scorer == "spread",
+    'mode is "page" and selector "spread", or "adaptive" with sparse.scorer "spread"',
 )
 _ADAPTIVE: Final = Condition(
     lambda config, _: config.selector == "adaptive", 'mode is "page" and selector "adaptive"'
@@ -92,6 +96,7 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.prefetch": (_CHOOSES,),
     "sparse.summaries": (_CHOOSES,),
     "sparse.scorer": (_ADAPTIVE,),
+    "sparse.estimate_rest": (_SCORES_SPREAD,),
     "sparse.channels": (_SCORES_CHANNELS,),
     "sparse.channel_dtype": (_SCORES_CHANNELS,),
     "sparse.channel_group": (_SCORES_CHANNELS,),

@@ -61,6 +61,7 @@ class PageKernels(Protocol):
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -71,7 +72,9 @@ class PageKernels(Protocol):
         layer's part of each block, laid out by ``layout`` (as in the cache or as in a slot).
         Targets that are not None: ``bounds``
         ``[kv_heads, groups, 2, head_size]`` (min and max over a page of each channel of K, in the
-        layout's dtype, exact; NaN where K has one), ``channels`` ``[kv_heads, head_size,
+        layout's dtype, exact; NaN where K has one), ``spread`` (the same of mean and variance, in
+        fp32, then rounded, at most the largest finite number; NaN where K has a number that is not
+        finite), ``channels`` ``[kv_heads, head_size,
         block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
         (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
         times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
@@ -152,6 +155,7 @@ class CpuPageKernels(NativeKernels):
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -161,7 +165,7 @@ class CpuPageKernels(NativeKernels):
             on_host(source, np.uint64),
             *(
                 None if target is None else on_host(target, np.uint64)
-                for target in (bounds, channels, scales, value_sum)
+                for target in (bounds, spread, channels, scales, value_sum)
             ),
             layout.block_tokens,
             layout.page_tokens,
@@ -218,6 +222,8 @@ class CpuPageKernels(NativeKernels):
             geometry.summary_pages,
             geometry.channel_pages,
             geometry.scaled_from > 0,
+            geometry.record != "bounds",
+            geometry.record == "spread_with_values",
             layout.block_tokens,
             layout.page_tokens,
             layout.page_stride_bytes,
@@ -275,6 +281,7 @@ class TritonPageKernels:
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -282,6 +289,7 @@ class TritonPageKernels:
         """See :meth:`PageKernels.summarize`; one launch."""
         targets = {
             "bounds": bounds,
+            "spread": spread,
             "channels": channels,
             "scales": scales,
             "value_sum": value_sum,
@@ -353,11 +361,10 @@ class TritonPageKernels:
         layout: BlockLayout,
         geometry: SlotGeometry,
     ) -> None:
-        """Make the records of one layer's blocks in ``summaries``, and its channel pages."""
+        """Write the records of one layer's blocks in ``summaries``, and its channel pages."""
         record = geometry.payload_bytes // layout.page_tokens
         if not geometry.channel_pages:
-            place = np.uint64(layer * geometry.pages_per_layer * record)
-            self.summarize(source, layout, bounds=_rows(summaries) + place)
+            self._page_records(layer, source, summaries, layout, geometry)
             return
         slots = len(summaries)
         channels = self._payloads(slots, geometry, geometry.channel_pages)
@@ -371,6 +378,30 @@ class TritonPageKernels:
         first = geometry.first_channel_page(layer) - geometry.kv_pages
         _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
         held = summaries[:, begin : begin + size].view(slots, geometry.heads, record)
+        held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
+
+    def _page_records(
+        self,
+        layer: int,
+        source: NDArray[np.uint64],
+        summaries: torch.Tensor,
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Write the records of the pages of one layer and, if wanted, the sums of V."""
+        record = geometry.payload_bytes // layout.page_tokens
+        pages, values = geometry.pages_per_layer * record, 0
+        if geometry.record == "spread_with_values":
+            values = geometry.heads * record
+        kind = "bounds" if geometry.record == "bounds" else "spread"
+        begin = layer * (pages + values)
+        self.summarize(source, layout, **{kind: _rows(summaries) + np.uint64(begin)})
+        if not values:
+            return
+        sums = torch.zeros((len(summaries), geometry.heads, layout.head_size), device=self.device)
+        self.summarize(source, layout, value_sum=_rows(sums))
+        held = summaries[:, begin + pages : begin + pages + values]
+        held = held.view(len(summaries), geometry.heads, record)
         held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
 
     def _payloads(self, slots: int, geometry: SlotGeometry, pages: int) -> torch.Tensor:

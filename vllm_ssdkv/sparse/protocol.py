@@ -70,12 +70,13 @@ class Budget:
 class Needs:
     """Parts of a :class:`ContextSummaries` that a selector reads, beside the rows' sizes.
 
-    ``bounds``: ``bounds_base``. ``channels``, how many per KV head: ``channel_base`` or
-    ``channel_source``, and ``window_base``. ``mean_value``: not the selector itself, but the step
-    that follows attention if ``Selection.alpha`` is set.
+    ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``channels``, how many per KV
+    head: ``channel_base`` or ``channel_source``, and ``window_base``. ``mean_value``: not the
+    selector itself, but the step that follows attention if ``Selection.alpha`` is set.
     """
 
     bounds: bool = False
+    spread: bool = False
     channels: int = 0
     mean_value: bool = False
 
@@ -97,6 +98,7 @@ class ContextSummaries:
         bounds_base: Each block's page bounds, ``[kv_heads, groups, 2, head_size]`` of the layout's
             dtype: minimum, then maximum over the page's tokens of each channel of K. None where no
             selector needs them.
+        spread_base: Likewise mean, then variance, rounded from float32.
         channel_base: Each block's K once more, channel-major: ``[kv_heads, head_size,
             block_tokens]`` of the layout's dtype. None where no selector needs it.
         window_base: The window's blocks, token-major, as attention reads them, absolute addresses,
@@ -120,6 +122,7 @@ class ContextSummaries:
     row_end: NDArray[np.int32]
     window_tokens: NDArray[np.int32]
     bounds_base: NDArray[np.uint64] | None = None
+    spread_base: NDArray[np.uint64] | None = None
     channel_base: NDArray[np.uint64] | None = None
     window_base: NDArray[np.uint64] | None = None
     window_begin: NDArray[np.int32] | None = None

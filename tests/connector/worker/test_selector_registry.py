@@ -16,6 +16,7 @@ from vllm_ssdkv.sparse.selection_reuse import RowSizes
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -71,6 +72,17 @@ def test_options_reach_the_selector() -> None:
     )
     assert isinstance(adaptive.scorer, BoundsSelector)
     assert not adaptive.needs.channels
+
+
+def test_options_reach_spread() -> None:
+    spread = made("spread", budget=0.25, sink_tokens=40).selector
+    assert isinstance(spread, SpreadSelector)
+    assert (spread.budget, spread.sink_tokens) == (Budget(share=0.25), 40)
+    adaptive = made("adaptive", scorer="spread").selector
+    assert isinstance(adaptive, AdaptiveSelector)
+    assert isinstance(adaptive.scorer, SpreadSelector)
+    assert adaptive.needs == spread.needs
+    assert (spread.needs.spread, spread.needs.bounds, spread.needs.channels) == (True, False, 0)
 
 
 def test_options_reach_sparf() -> None:

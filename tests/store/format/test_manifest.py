@@ -73,6 +73,20 @@ def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
     assert found.geometry == shape
 
 
+def test_the_kind_of_record_is_kept(tmp_path: Path) -> None:
+    """In a store with bounds it is not named, so that earlier releases read it."""
+    mine = manifest()
+    assert b"record" not in mine.text
+    mine.record = "spread"
+    (tmp_path / NAME).write_bytes(mine.text)
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert found.geometry == replace(SHAPE, record="spread")
+    (tmp_path / NAME).write_bytes(sealed(mine.text.replace(b'"spread"', b'"means!"')))
+    with pytest.raises(DamagedError, match="record"):
+        Manifest.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("version", "summaries", "channels", "scaled_from", "text"),
     [

@@ -22,6 +22,7 @@ from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 
 MAX_KNOWN: Final = 256
@@ -60,8 +61,12 @@ class SelectorGroup:
             selector = WindowSelector(budget, sinks)
         else:
             kernels = select_scoring_kernels(device)
-            scorer: BoundsSelector | SparfSelector = BoundsSelector(budget, sinks, kernels)
-            if config.scores_channels:
+            scorer: BoundsSelector | SpreadSelector | SparfSelector
+            if config.scorer == "bounds":
+                scorer = BoundsSelector(budget, sinks, kernels)
+            elif config.scorer == "spread":
+                scorer = SpreadSelector(budget, sinks, kernels, estimate_rest=sparse.estimate_rest)
+            else:
                 channels = sparse.channels or max(1, layout.head_size // 8)
                 scorer = SparfSelector(
                     budget, channels, sparse.granularity, sinks, kernels, sparse.channel_group

@@ -5,7 +5,6 @@
 
 #include "attention/isa.hpp"
 #include "attention/openmp_team.hpp"
-#include "attention/scoring.hpp"
 #include "attention/token_order.hpp"
 #include "attention/transfer.hpp"
 
@@ -64,7 +63,12 @@ class Packer {
     }
     if (p_.channel_pages == 0) {
       for (std::int64_t g = 0; g < groups_; ++g) {
-        kernels_.bounds(made, from + g * made.page_stride, record(tail, place + g));
+        kernels_.page_record(made, p_.record, from + g * made.page_stride,
+                             record(tail, place + layer * sums_per_layer() + g));
+      }
+      if (p_.value_sums) {
+        const std::int64_t first = (layer + 1) * layout.kv_heads * groups_;
+        write_sum(made, from, record(tail, first + layer * layout.kv_heads + head));
       }
     } else {
       pack_channels(made, layer, head, from, tail, scratch);
@@ -80,7 +84,10 @@ class Packer {
   std::int64_t records_per_head() const {
     return p_.channel_pages == 0 ? groups_ : (p_.scaled ? 2 : 1);
   }
-  std::int64_t records() const { return p_.layers * p_.layout.kv_heads * records_per_head(); }
+  std::int64_t sums_per_layer() const { return p_.value_sums ? p_.layout.kv_heads : 0; }
+  std::int64_t records() const {
+    return p_.layers * (p_.layout.kv_heads * records_per_head() + sums_per_layer());
+  }
   std::int64_t first_channel_page(std::int64_t layer) const {
     return p_.summary_pages + layer * p_.channel_pages;
   }
@@ -146,14 +153,19 @@ class Packer {
     }
   }
 
+  // The sum of V of a head's pages from `from` on, and zeros.
+  void write_sum(const PageLayout& layout, const std::byte* from, std::byte* to) const {
+    const std::int64_t floats = p_.layout.head_size * 4;
+    kernels_.value_sum(layout, from, to);
+    std::memset(to + floats, 0, count(record_ - floats));
+  }
+
   void pack_channels(const PageLayout& layout, std::int64_t layer, std::int64_t head,
                      const std::byte* from, std::byte* tail, std::byte* scratch) const {
     const std::int64_t heads = p_.layout.kv_heads;
     const std::int64_t floats = p_.layout.head_size * 4;
     const std::int64_t number = layer * heads * records_per_head() + head;
-    std::byte* const sum = record(tail, number);
-    kernels_.value_sum(layout, from, sum);
-    std::memset(sum + floats, 0, count(record_ - floats));
+    write_sum(layout, from, record(tail, number));
     std::byte* scales = nullptr;
     if (p_.scaled) {
       scales = record(tail, number + heads);

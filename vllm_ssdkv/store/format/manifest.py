@@ -30,7 +30,7 @@ from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.segment import Segment
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, of_another_version
+from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, of_another_version
 from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 
 NAME = "store.json"
@@ -93,6 +93,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where there are none it is left out."""
     scaled_from: int | msgspec.UnsetType = msgspec.UNSET
     """Where channel pages are not int8 it is left out."""
+    record: PageRecord | msgspec.UnsetType = msgspec.UNSET
+    """Where summaries of pages are bounds it is left out."""
     tp_size: int
     devices: list[ManifestDevice]
     """Those that are present in the order of the options, then absent ones that hold slots."""
@@ -153,6 +155,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             summary_pages=geometry.summary_pages,
             channel_pages=geometry.channel_pages or msgspec.UNSET,
             scaled_from=geometry.scaled_from or msgspec.UNSET,
+            record=msgspec.UNSET if geometry.record == "bounds" else geometry.record,
             tp_size=tp_size,
             key_id=key_id.hex(),
             devices=[],
@@ -174,6 +177,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             summary_pages=self.summary_pages,
             channel_pages=self.channel_pages or 0,
             scaled_from=self.scaled_from or 0,
+            record=self.record or "bounds",
         )
 
     @classmethod

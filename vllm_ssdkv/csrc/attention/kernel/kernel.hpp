@@ -340,8 +340,8 @@ void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   }
 }
 
-constexpr SparseKernels kSparseKernels{page_bounds, head_channels, head_value_sum, key_rows,
-                                       project,     bound_logits,  channel_logits, window_logits,
+constexpr SparseKernels kSparseKernels{page_record, head_channels, head_value_sum, key_rows,
+                                       project,     page_logits,   channel_logits, window_logits,
                                        weigh,       score_tokens,  cover};
 
 }  // namespace
