@@ -33,6 +33,7 @@ LOSSLESS: dict[str, dict[str, object]] = {
     "sparf": {"budget": 1},
     "adaptive": {"selector": "adaptive", "budget": 1},
     "window": {"selector": "window", "budget": 1},
+    "swarm": {"selector": "swarm", "budget": 1},
     "exact": {"selector": "exact"},
     "refused": {"selector": "bounds"},
 }
@@ -40,9 +41,10 @@ LOSSY: dict[str, dict[str, object] | None] = {
     "eighth": None,
     "tokens": {"budget_tokens": 200},
     "little window": {"selector": "window", "budget": 0.25},
+    "clusters": {"selector": "swarm"},
 }
 ASKED = {**LOSSLESS, **LOSSY}
-PROMPTS = dict(zip(ASKED, prompts((1500, 1100, 700, 900, 400, 1300, 1000, 600), 31), strict=True))
+PROMPTS = dict(zip(ASKED, prompts((1500, 1100, 700, 500, 900, 400, 1300, 1000, 600, 800), 31), strict=True))
 SPARSE = [name for name in ASKED if name not in {"exact", "refused"}]
 OPTIONS: dict[str, object] = {
     "selector": "sparf",

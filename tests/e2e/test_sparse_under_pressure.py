@@ -42,6 +42,7 @@ EARLY: dict[str, dict[str, object]] = {
 LATE: dict[str, dict[str, object]] = {
     "b adaptive": {"selector": "adaptive", "budget": 1},
     "b window": {"selector": "window", "budget": 1},
+    "b swarm": {"selector": "swarm", "budget": 1},
     "b exact": {"selector": "exact"},
     "b share": {"budget": 0.75},
 }
@@ -49,6 +50,7 @@ LONG: dict[str, dict[str, object] | None] = {
     "c lossless": {"budget": 1},
     "c eighth": None,
     "c adaptive": {"selector": "adaptive", "budget": 0.25},
+    "c swarm": {"selector": "swarm", "budget": 0.25},
     "c exact": {"selector": "exact"},
 }
 ASKED = {**EARLY, **LATE, **LONG}

@@ -71,6 +71,12 @@ class Clusters:
         """Clusters that each page is in, at least 1, int64 [pages]."""
         return np.bincount(self.member, minlength=self.pages)
 
+    def grown(self, pages: int) -> Clusters:
+        """These clusters of a context of so many pages, at least as many as now; new ones alone."""
+        new = np.arange(self.pages, pages, dtype=np.int32)
+        begin = np.concatenate([self.begin, self.begin[-1] + 1 + np.arange(len(new))])
+        return Clusters(begin, np.concatenate([self.member, new]), pages)
+
     def lists(self) -> list[I32]:
         """Members by cluster."""
         return np.split(self.member, self.begin[1:-1]) if len(self) else []

@@ -51,7 +51,7 @@ from vllm_ssdkv.config.problems import problems
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, SparseConfig
 
-SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
+SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "swarm", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 MAX_DRAM_GIB: Final = 65536
@@ -266,9 +266,10 @@ class SSDKVConfig(OptionModel):
             "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `sparf` pages "
             "or tokens by logits from a few channels of K, of which the store then holds a second "
             "copy. `adaptive` takes pages of either until they cover enough of the attention. "
-            "`window` is the first tokens and the newest ones only, to compare with. Prompts are "
-            "always exact. A store made for `exact`, for channels or for the others cannot be used "
-            "in place of another."
+            "`swarm` takes clusters of pages that the request's queries chose together, by scores "
+            "of either. `window` is the first tokens and the newest ones only, to compare with. "
+            "Prompts are always exact. A store made for `exact`, for channels or for the others "
+            "cannot be used in place of another."
         ),
         Reason("exact: lossless."),
     ] = "exact"
@@ -450,7 +451,7 @@ class SSDKVConfig(OptionModel):
     def scores_channels(self) -> bool:
         """Check whether the selector scores by channels of K: slots hold these twice."""
         return self.selector == "sparf" or (
-            self.selector == "adaptive" and self.sparse.scorer == "sparf"
+            self.selector in {"adaptive", "swarm"} and self.sparse.scorer == "sparf"
         )
 
     @property

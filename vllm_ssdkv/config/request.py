@@ -91,4 +91,4 @@ def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
     """Selectors that a request may ask for: those that need no more than what slots hold."""
     if config.selector == "exact":
         return ("exact",)
-    return ("exact", "sparf" if config.scores_channels else "bounds", "adaptive", "window")
+    return ("exact", "sparf" if config.scores_channels else "bounds", "adaptive", "swarm", "window")
