@@ -54,9 +54,11 @@ LONG: dict[str, dict[str, object] | None] = {
     "c exact": {"selector": "exact"},
 }
 ASKED = {**EARLY, **LATE, **LONG}
-LENGTHS = (40, 57, 33, 48, 20, 60, 44, 31, 1500, 1300, 1100, 700)
+LENGTHS = (40, 57, 33, 48, 20, 60, 52, 44, 31, 1500, 1300, 1100, 900, 700)
 PROMPTS = dict(zip(ASKED, prompts(LENGTHS, 37), strict=True))
-LOSSLESS = [n for n in ASKED if not n.endswith(("budget", "share", "eighth", "c adaptive"))]
+LOSSLESS = [
+    n for n in ASKED if not n.endswith(("budget", "share", "eighth", "c adaptive", "c swarm"))
+]
 URGENCY = {name: -number for number, name in enumerate(ASKED)}
 """The later, the more urgent: vLLM takes back what it has scheduled already in the same step."""
 LOSSY = [name for name in (*EARLY, *LATE) if name not in LOSSLESS]

@@ -131,6 +131,15 @@ class SelectorRegistry:
         if self.kept is not None:
             self.kept.drop(request_id)
 
+    def gauges(self) -> dict[str, int]:
+        """Sizes of what is kept for running requests, by metric."""
+        totals = self.clusters.totals
+        return {
+            "sparse_clusters": totals.clusters,
+            "sparse_cluster_members": totals.members,
+            "sparse_clustered_pages": totals.pages,
+        }
+
     def _of(self, asked: RequestOptions | None) -> SelectorGroup | None:
         if asked is None:
             return self._own
