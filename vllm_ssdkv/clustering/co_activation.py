@@ -130,7 +130,7 @@ class ActivationWindow:
         density = np.zeros(pages, np.int64)
         for rows, active, share in self._shares(form):
             density[rows] = (1 - share < threshold).sum(axis=1)
-            if len(active) and partners:
+            if partners:
                 column, value = _largest(share, partners)
                 found = value > 0
                 number = np.where(found, active[column], -1)
@@ -169,16 +169,13 @@ class ActivationWindow:
 def _largest(values: F32, count: int) -> tuple[I64, F32]:
     """Columns of the ``count`` largest values of each row, and these; equal ones by column.
 
-    Exactly so on every machine, as a partition by itself is not.
+    Values are at least 0. The set is the same on every machine: no two keys are equal.
     """
-    rows, width = values.shape
-    if count < width:
-        edge = np.partition(values, width - count, axis=1)[:, width - count, None]
-        above, equal = values > edge, values == edge
-        above |= equal & (np.cumsum(equal, axis=1) <= count - above.sum(axis=1, keepdims=True))
-        column = np.nonzero(above)[1].reshape(rows, count)
-        values = np.take_along_axis(values, column, axis=1)
-    else:
-        column = np.broadcast_to(np.arange(width), values.shape)
-    order = np.argsort(-values, axis=1, kind="stable")
-    return np.take_along_axis(column, order, axis=1), np.take_along_axis(values, order, axis=1)
+    width = values.shape[1]
+    count = min(count, width)
+    # Floats from 0 on are ordered as their bits are.
+    keys = values.view(np.uint32).astype(np.uint64) << np.uint64(32)
+    keys |= np.arange(width, 0, -1, dtype=np.uint64)
+    best = np.sort(np.partition(keys, width - count, axis=1)[:, width - count :], axis=1)[:, ::-1]
+    column = width - (best & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    return column, np.take_along_axis(values, column, axis=1)

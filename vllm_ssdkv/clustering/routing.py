@@ -74,21 +74,36 @@ def retrieve(
     """
     budget = min(budget, clusters.pages) if deduplicate else budget
     first = min(first, budget, clusters.pages)
-    wanted = in_order(scores, clusters)
+    order, taken = _by_score(scores), budget
     sinks = np.arange(first, dtype=np.int32)
+    wanted = clusters.member[members_of(clusters, order[:taken])]
     if deduplicate:
-        wanted = wanted[wanted >= first]
-        _, place = np.unique(wanted, return_index=True)
-        place.sort()
-        wanted = wanted[place]
+        wanted = _first_of_each(wanted[wanted >= first], clusters.pages)
+    while deduplicate and len(wanted) < budget - first:
+        # Copies, and pages that are taken anyway, cost a look at more clusters.
+        taken *= 2
+        wanted = clusters.member[members_of(clusters, order[:taken])]
+        wanted = _first_of_each(wanted[wanted >= first], clusters.pages)
     found: I32 = np.unique(np.concatenate([sinks, wanted[: budget - first]]))
     return found
 
 
 def in_order(scores: NDArray[np.floating], clusters: Clusters) -> I32:
     """Members of all clusters by the scores of these, copies too, int32 [members]."""
-    order = np.argsort(-np.nan_to_num(scores, nan=np.inf), kind="stable")
-    return clusters.member[members_of(clusters, order)]
+    return clusters.member[members_of(clusters, _by_score(scores))]
+
+
+def _by_score(scores: NDArray[np.floating]) -> I64:
+    return np.argsort(-np.nan_to_num(scores, nan=np.inf), kind="stable")
+
+
+def _first_of_each(wanted: I32, pages: int) -> I32:
+    """The list without what it has had before."""
+    number = np.arange(len(wanted))
+    place = np.empty(pages, np.int64)
+    place[wanted[::-1]] = number[::-1]
+    found: I32 = wanted[place[wanted] == number]
+    return found
 
 
 def members_of(clusters: Clusters, which: I64) -> I64:
