@@ -203,3 +203,12 @@ def test_a_selector_without_scores_is_refused(problem: Contexts) -> None:
             problem.summaries,
             problem.scale,
         )
+
+
+def test_sinks_are_in_no_company(problem: Contexts) -> None:
+    """Every query chooses them, so all pages would gather around them."""
+    clusters = made()
+    for name in "ab":
+        clusters.note_prompt(0, name, queries([1] * QUERIES))
+    decode(clusters, problem, 1)
+    assert clusters.totals.clusters == 2 * HEADS * (PAGES - OF_GROUP + 1)
