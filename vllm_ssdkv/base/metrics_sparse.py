@@ -65,8 +65,8 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "sparse_clusters",
         "clusters",
-        "Clusters of pages of the requests that choose by `swarm`, those of a single page included, "
-        "all layers, KV heads and ranks.",
+        "Clusters of pages of the requests that choose by `swarm`, those of a single page "
+        "included, all layers, KV heads and ranks.",
     ),
     gauge(
         "sparse_cluster_members",
