@@ -29,6 +29,7 @@ from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.profiling.dense_oracle import dense_attention
+from vllm_ssdkv.sparse.context_clusters import ClusterOptions, ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
@@ -36,6 +37,7 @@ from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
@@ -91,6 +93,7 @@ class Rows:
         kept: SelectionReuse | None = None,
         later: int = 0,
         sinks: torch.Tensor | None = None,
+        clusters: ContextClusters | None = None,
     ) -> tuple[torch.Tensor, SparseDecode]:
         """Output of a layer for the rows' last tokens, or so many (of zeros) ``later``; by bounds
         unless told otherwise, or by a selector of each row."""
@@ -122,6 +125,7 @@ class Rows:
             deviation,
             guesses,
             kept,
+            clusters,
         )
         clock = AttentionClock()
         clock.start()
@@ -342,6 +346,45 @@ def test_what_is_kept_does_not_depend_on_where_pages_are(make_rows: Callable[...
     for others in outs[1:]:
         for one, other in zip(outs[0], others, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, CHANNELS])
+def test_clusters_do_not_depend_on_where_pages_are(
+    make_rows: Callable[..., Rows], geometry: SlotGeometry
+) -> None:
+    """Nor on what is read ahead. They do come from the prompt's queries, and change the choice."""
+    outs: list[list[torch.Tensor]] = []
+    for turn in range(4):
+        rows, guesses = make_rows(geometry=geometry), Prefetcher() if turn == 1 else None
+        budget = Budget(share=0.6)
+        scorer = sparf(budget, 8, "page")
+        by = BoundsSelector(budget, PAGE, CpuScoringKernels()) if geometry is GEOMETRY else scorer
+        selector = SwarmSelector(by, budget, PAGE, CpuScoringKernels())
+        clusters = ContextClusters(LAYERS, HEADS, ClusterOptions(0.7, 8, "jaccard", 1))
+        made: list[torch.Tensor] = []
+        for step in range(3):
+            if turn:
+                away(rows)
+            chosen = choose(rows)
+            for layer in range(LAYERS):
+                queries = queries_of(layer) + 0.1 * queries_of(10 + step)
+                if step == 0 and turn < 3:
+                    for row in range(len(LENGTHS)):
+                        prompt = torch.stack([queries_of(row + 50 * i)[row] for i in range(64)])
+                        clusters.note_prompt(layer, str(row), prompt)
+                out, decode = rows.attend(
+                    chosen, budget, layer, queries, selector, guesses=guesses, clusters=clusters
+                )
+                made.append(out)
+                assert 0 < decode.counts.selected <= 0.6 * decode.counts.context
+            assert chosen.poisoned == set()
+            chosen.close()
+        totals = clusters.totals
+        assert (totals.clusters < totals.pages) == (turn < 3)
+        outs.append(made)
+    for others in outs[1:3]:
+        assert all(map(torch.equal, outs[0], others))
+    assert not all(map(torch.equal, outs[0], outs[3]))
 
 
 def test_what_comes_next_is_read_where_devices_are_idle(make_rows: Callable[..., Rows]) -> None:

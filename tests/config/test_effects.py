@@ -76,6 +76,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.channel_group": ({"sparse": {"channel_group": 2}}, SPARF),
     "sparse.channel_pages": ({"sparse": {"channel_pages": "ssd"}}, SPARF),
     "sparse.granularity": ({"sparse": {"granularity": "token"}}, SPARF),
+    "sparse.cluster_threshold": ({"sparse": {"cluster_threshold": 0.4}}, BOUNDS),
+    "sparse.cluster_size": ({"sparse": {"cluster_size": 4}}, BOUNDS),
+    "sparse.cluster_score": ({"sparse": {"cluster_score": "medoid"}}, BOUNDS),
+    "sparse.cluster_affinity": ({"sparse": {"cluster_affinity": "conditional"}}, BOUNDS),
     "io.staging": ({"io": {"staging": "64M"}}, {"encryption": {"key_env": "KEY"}}),
     "io.faults[].seconds": (
         {"io": {"faults": [{"kind": "eio", "seconds": 3}]}},
@@ -116,7 +120,7 @@ def test_each_line_says_what_would_give_an_effect() -> None:
     assert [str(vain) for vain in without_effect(config)] == [
         'page_tokens has no effect unless mode is "page"',
         'sparse.budget has no effect unless mode is "page" and selector "bounds", "spread", '
-        '"sparf", "adaptive" or "window"',
+        '"sparf", "adaptive", "swarm" or "window"',
     ]
 
 

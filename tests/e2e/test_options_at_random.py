@@ -31,7 +31,7 @@ from vllm_ssdkv.base.errors import ConfigError, StoreFailedError, UnsupportedErr
 from vllm_ssdkv.store.cache.frames import FrameState
 
 ACTIONS = 50
-SELECTORS = ("exact", "bounds", "spread", "sparf", "adaptive", "window")
+SELECTORS = ("exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window")
 Devices = Callable[..., list[dict[str, Any]]]
 
 
@@ -49,7 +49,10 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
     }
     if source.random() < 0.3:
         options["hbm_pages"] = source.choice(["1MiB", "8MiB"])
-    if selector == "adaptive":
+    if selector == "swarm":
+        options["cluster_score"] = source.choice(["members", "medoid"])
+        options["cluster_size"] = source.choice([1, 8])
+    if selector in {"adaptive", "swarm"}:
         options["scorer"] = source.choice(["bounds", "spread", "sparf"])
     if selector == "sparf" or options.get("scorer") == "sparf":
         options["channel_pages"] = source.choice(["dram", "ssd", "hbm"])

@@ -25,6 +25,7 @@ from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.exact import ExactSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 
 KERNELS = CpuScoringKernels(2)
@@ -48,6 +49,12 @@ PAGED: dict[str, Make] = {
     ),
     "adaptive spread": lambda budget, sinks: AdaptiveSelector(
         SpreadSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+    ),
+    "swarm bounds": lambda budget, sinks: SwarmSelector(
+        BoundsSelector(budget, sinks, KERNELS), budget, sinks, KERNELS
+    ),
+    "swarm sparf": lambda budget, sinks: SwarmSelector(
+        SparfSelector(budget, 5, "page", sinks, KERNELS), budget, sinks, KERNELS
     ),
     "adaptive sparf": lambda budget, sinks: AdaptiveSelector(
         SparfSelector(budget, 5, "page", sinks, KERNELS), 0.7, budget, budget, sinks, KERNELS

@@ -27,6 +27,7 @@ from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
 from vllm_ssdkv.sparse.concat import concat
+from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.next_best import next_best
 from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selector
@@ -108,12 +109,13 @@ class SparseDecode:
         deviation: SparseDeviation | None = None,
         guesses: Prefetcher | None = None,
         kept: SelectionReuse | None = None,
+        clusters: ContextClusters | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
         HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
         rows of the step; ``deviation`` compares what comes out with exact attention; with
         ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
-        rows do not choose at every token."""
+        rows do not choose at every token; ``clusters`` likewise, for selectors that need them."""
         of_rows = [selectors[row] for row in contexts.rows.tolist()]
         self._selectors = list(dict.fromkeys(of_rows))
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
@@ -131,6 +133,7 @@ class SparseDecode:
         self._deviation = deviation
         self._guesses = guesses
         self._kept = kept
+        self._clusters = clusters
         self._choosing: _Choosing | None = None
         self._parts: list[tuple[NDArray[np.int64], Selection]] = []
         """What all rows chose in the latest layer, and which rows; empty where some did not."""
@@ -280,12 +283,15 @@ class SparseDecode:
                         selector.needs, clock, layer, alive[which], rows[which], batch, cache
                     )
                     some = len(which) < len(alive)
-                    chosen = selector.select(
-                        query[which] if some else query,
-                        summaries,
-                        scale,
-                        seen[which] if some else seen,
-                    )
+                    by = query[which] if some else query
+                    window = seen[which] if some else seen
+                    if selector.needs.clusters and self._clusters is not None:
+                        names = [now.requests[i] for i in which.tolist()]
+                        chosen = self._clusters.select(
+                            selector, layer, names, by, summaries, scale, window
+                        )
+                    else:
+                        chosen = selector.select(by, summaries, scale, window)
                     self._count_channels(selector.needs, summaries)
                     parts.append((place, chosen))
             self._parts = parts if len(those) == len(alive) else []

@@ -51,7 +51,7 @@ from vllm_ssdkv.config.problems import problems
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
 
-SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "window"]
+SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 MAX_DRAM_GIB: Final = 65536
@@ -266,9 +266,10 @@ class SSDKVConfig(OptionModel):
             "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
             "mean and variance of their keys, `sparf` pages or tokens by logits from a few "
             "channels of K, of which the store then holds a second copy. `adaptive` takes pages "
-            "of one of them until they cover enough of the attention. `window` is the first "
-            "tokens and the newest ones only, to compare with. Prompts are "
-            "always exact. A store made for `exact`, for channels, for `spread` or for the others "
+            "of one of them until they cover enough of the attention. `swarm` takes clusters of "
+            "pages that the request's queries chose together, by scores of one of them. `window` "
+            "is the first tokens and the newest ones only, to compare with. Prompts are always "
+            "exact. A store made for `exact`, for channels, for `spread` or for the others "
             "cannot be used in place of another."
         ),
         Reason("exact: lossless."),
@@ -455,7 +456,7 @@ class SSDKVConfig(OptionModel):
     @property
     def scorer(self) -> ScorerName:
         """Name of the selector that pages are scored by, and slots hold summaries for."""
-        if self.selector == "adaptive":
+        if self.selector in {"adaptive", "swarm"}:
             return self.sparse.scorer
         if self.selector in ("spread", "sparf"):
             return self.selector

@@ -91,4 +91,4 @@ def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
     """Selectors that a request may ask for: those that need no more than what slots hold."""
     if config.selector == "exact":
         return ("exact",)
-    return ("exact", config.scorer, "adaptive", "window")
+    return ("exact", config.scorer, "adaptive", "swarm", "window")

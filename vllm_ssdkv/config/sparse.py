@@ -26,7 +26,9 @@ class ScoringConfig(OptionModel):
 
     scorer: Annotated[
         ScorerName,
-        Field(description="By what `adaptive` scores pages; as the selector of that name does."),
+        Field(
+            description="By what `adaptive` and `swarm` score pages; as the selector of that name does."
+        ),
         Reason(
             "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "
             "of the budget; by bounds it does not (docs/accuracy.md). `bounds` and `spread` need "
@@ -302,3 +304,47 @@ class SparseConfig(ScoringConfig):
             "is given is for summaries only."
         ),
     ] = None
+    cluster_threshold: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Distance below which `swarm` puts pages into a cluster: 1 less the share "
+            "of queries that chose both, as `cluster_affinity` counts it.",
+        ),
+        Reason(
+            "0.5: pages that at least half of the queries chose together. The paper names no value."
+        ),
+    ] = 0.5
+    cluster_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="Most pages of a cluster of `swarm`. 1: each page is by itself.",
+        ),
+        Reason(
+            "8: larger clusters bring more pages that the query does not need, and take more "
+            "memory, 4 bytes a page and copy."
+        ),
+    ] = 8
+    cluster_score: Annotated[
+        Literal["members", "medoid"],
+        Field(
+            description="Score of a cluster of `swarm`: the mean of its pages' scores, or that of "
+            "the page in its middle, as in the paper."
+        ),
+        Reason("members: found more of the attention on most texts (docs/internals/clusters.md)."),
+    ] = "members"
+    cluster_affinity: Annotated[
+        Literal["jaccard", "conditional"],
+        Field(
+            description="How much two pages belong together for `swarm`: queries that chose both "
+            "of those that chose either (`jaccard`), or of those that chose the rarer one "
+            "(`conditional`, after the paper)."
+        ),
+        Reason(
+            "jaccard: by `conditional` a page that one query chose is as close as can be to all "
+            "that this query chose."
+        ),
+    ] = "jaccard"

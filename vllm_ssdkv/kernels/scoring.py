@@ -22,6 +22,7 @@ from vllm_ssdkv.sparse.next_best import Ranked
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 from vllm_ssdkv.sparse.scores import (
     Floats,
+    HostScores,
     PageLogits,
     Scores,
     ScoringKernels,
@@ -197,6 +198,18 @@ class CpuScoringKernels(NativeKernels):
         )
         mass = mass.reshape(tuple(scores.window_mass.shape))
         return Selection(pages, begin, mass, ranked=Ranked(self, scores))
+
+    def on_host(self, scores: Scores, context: ContextSummaries) -> HostScores:
+        """See :meth:`ScoringKernels.on_host`; views."""
+        heads = context.layout.kv_heads
+        cuts = scores.first[1:-1] * heads
+
+        def rows(table: Table) -> list[Floats]:
+            parts = np.split(_on_host(table), cuts)
+            return [part.reshape(heads, -1) for part in parts]
+
+        window = _on_host(scores.window_mass)
+        return HostScores(rows(scores.score), rows(scores.mass), window)
 
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
         """See :meth:`ScoringKernels.cover`."""
@@ -394,6 +407,17 @@ class TritonScoringKernels:
         taken = table[np.arange(room) < counts[:, None]]
         return Selection(taken, begin, covered, ranked=Ranked(self, scores))
 
+    def on_host(self, scores: Scores, context: ContextSummaries) -> HostScores:
+        """See :meth:`ScoringKernels.on_host`; copies, for which it waits."""
+        columns = np.diff(scores.first).tolist()
+
+        def rows(table: Table) -> list[Floats]:
+            lines = _on_host(table)
+            return [line[:, :width] for line, width in zip(lines, columns, strict=True)]
+
+        window = _on_host(scores.window_mass)
+        return HostScores(rows(scores.score), rows(scores.mass), window)
+
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
         """See :meth:`ScoringKernels.cover`."""
         mask = selection.token_mask
@@ -460,6 +484,11 @@ def require_channels(
     if base is None or context.window_base is None or context.window_begin is None:
         raise ValueError("channel-major K and the window's addresses are not in the summaries")
     return base, context.window_base, context.window_begin
+
+
+def _on_host(table: Table) -> Floats:
+    values: Floats = table.cpu().numpy() if isinstance(table, torch.Tensor) else table
+    return values
 
 
 def _longest(counts: NDArray[np.integer]) -> int:

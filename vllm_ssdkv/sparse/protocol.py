@@ -9,7 +9,7 @@ block index * groups + group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.clustering.clusters import Clusters
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.sparse.sizes import ContextSizes
 
@@ -72,13 +73,15 @@ class Needs:
 
     ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``channels``, how many per KV
     head: ``channel_base`` or ``channel_source``, and ``window_base``. ``mean_value``: not the
-    selector itself, but the step that follows attention if ``Selection.alpha`` is set.
+    selector itself, but the step that follows attention if ``Selection.alpha`` is set. ``clusters``: of the rows'
+    pages.
     """
 
     bounds: bool = False
     spread: bool = False
     channels: int = 0
     mean_value: bool = False
+    clusters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class ContextSummaries:
         channel_scales: If set, channel-major K is int8, whatever the layout's dtype, times the
             block's scales at these addresses: float32 ``[kv_heads, head_size]``, each head's
             ``2 * head_size * itemsize`` bytes behind the one before. The window's K is as it is.
+        clusters: Clusters of each row's pages, one for each KV head, [R][kv_heads]; they cover all
+            pages of the context. None: each page is by itself.
         known_sizes: Where another layer has worked them out already.
     """
 
@@ -130,6 +135,7 @@ class ContextSummaries:
     channel_source: Callable[[NDArray[np.int32]], NDArray[np.uint64]] | None = None
     channel_scales: NDArray[np.uint64] | None = None
     ahead: int = 0
+    clusters: Sequence[tuple[Clusters, ...]] | None = None
     known_sizes: InitVar[ContextSizes | None] = None
     sizes: ContextSizes = field(init=False)
 

@@ -76,8 +76,22 @@ class Scores:
     of_pages: PageLogits | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostScores:
+    """Scores as the host ranks them.
+
+    Attributes:
+        score, mass: As of :class:`Scores`, float32 [kv_heads, columns] of each row.
+        window_mass: Likewise, float32 [R, kv_heads].
+    """
+
+    score: list[Floats]
+    mass: list[Floats]
+    window_mass: Floats
+
+
 class Scorer(Protocol):
-    """A selector's way of scoring, for :class:`~.adaptive.AdaptiveSelector` to choose by."""
+    """A selector's way of scoring, for others to choose by."""
 
     name: str
     needs: Needs
@@ -193,6 +207,10 @@ class ScoringKernels(Protocol):
         ``most[r]`` (int32 [R]) for each KV head, sinks included; ``p`` of 1 or more is never
         reached. ``pages`` of the result are the columns.
         """
+        ...
+
+    def on_host(self, scores: Scores, context: ContextSummaries) -> HostScores:
+        """Scores for ranking by other means than :meth:`choose`; views where they can be."""
         ...
 
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:

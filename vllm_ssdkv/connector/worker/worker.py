@@ -577,6 +577,9 @@ class SSDKVWorker:
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
         for name, value in self.store.choice_gauges().items():
             self.counters.set(name, value)
+        if self._choices is not None:
+            for name, value in self._choices.gauges().items():
+                self.counters.set(name, value)
         health = self._opened.files.health
         for index, device in enumerate(self._opened.devices):
             state = device.state()
