@@ -37,7 +37,6 @@ _FILE = "one writer of one file: its state, and counts of what it did"
 LARGER = {
     # Attributes.
     "profiling/decode_harness/decoder.py PagedDecoder": _ROOT,
-    "vllm_ssdkv/config/sparse.py SparseConfig": "a field for each option of the group",
     "vllm_ssdkv/cli/monitor/metrics_sample.py Sample": "a number for each place on the screen",
     "vllm_ssdkv/config/sparse.py SparseConfig": "an attribute for each option of its group",
     "vllm_ssdkv/connector/worker/worker.py SSDKVWorker": _ROOT,

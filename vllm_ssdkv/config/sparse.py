@@ -27,7 +27,8 @@ class ScoringConfig(OptionModel):
     scorer: Annotated[
         ScorerName,
         Field(
-            description="By what `adaptive` and `swarm` score pages; as the selector of that name does."
+            description="By what `adaptive` and `swarm` score pages; as the selector of that name "
+            "does."
         ),
         Reason(
             "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "

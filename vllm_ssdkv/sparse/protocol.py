@@ -73,8 +73,8 @@ class Needs:
 
     ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``channels``, how many per KV
     head: ``channel_base`` or ``channel_source``, and ``window_base``. ``mean_value``: not the
-    selector itself, but the step that follows attention if ``Selection.alpha`` is set. ``clusters``: of the rows'
-    pages.
+    selector itself, but the step that follows attention if ``Selection.alpha`` is set.
+    ``clusters``: of the rows' pages.
     """
 
     bounds: bool = False
