@@ -34,7 +34,7 @@ class Policy(Protocol):
 
     @property
     def score(self) -> F32:
-        """Of all pages."""
+        """Scores of all pages."""
 
 
 class Lru:

@@ -12,10 +12,10 @@ from vllm_ssdkv.clustering import routing
 from vllm_ssdkv.clustering.clusters import Clusters
 from vllm_ssdkv.profiling.clusters import (
     caching,
+    mass_recall,
     page_clusters,
     published,
     scores,
-    selection,
     upkeep,
 )
 from vllm_ssdkv.profiling.clusters.drives import DRIVES, PLACEMENTS, load
@@ -37,7 +37,7 @@ _LEAST_MASS: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Choice of measurements.
 
     Attributes:
         budgets: Shares of the pages.
@@ -61,7 +61,7 @@ Progress = Callable[[str], None]
 def measure(traces: Sequence[Trace], settings: Settings, tell: Progress) -> list[Table]:
     """All tables; ``tell`` hears what is being measured."""
     if settings.tokens:
-        selection.require_libraries()
+        mass_recall.require_libraries()
     stages: list[tuple[str, Callable[[], list[Table]]]] = [
         ("recall at equal bytes", lambda: recall_tables(traces, settings, tell)),
         ("bytes at equal recall", lambda: [bytes_table(traces, settings)]),
@@ -75,6 +75,7 @@ def measure(traces: Sequence[Trace], settings: Settings, tell: Progress) -> list
         tell(name)
         tables += stage()
     tell("published figures")
+    tables.append(gains_table(traces, tables, settings))
     tables.append(published_table(traces, tables, settings))
     return tables
 
@@ -96,7 +97,7 @@ def recall_tables(
         tell(f"recall at equal bytes, {trace.name}")
         gathered: dict[tuple[float, str], list[float]] = {}
         for layer, head in trace.heads(settings.heads):
-            one = selection.Head.of(trace, layer, head, _steps(trace, settings))
+            one = mass_recall.Head.of(trace, layer, head, _steps(trace, settings))
             if one.total / len(one.mass) < _LEAST_MASS:
                 continue
             for share in settings.budgets:
@@ -115,12 +116,12 @@ def recall_tables(
     return tables
 
 
-def _methods(head: selection.Head, share: float, settings: Settings) -> list[tuple[str, float]]:
-    found = [*selection.single_pages(head, share)]
-    found.append(("InfLLM blocks", selection.infllm(head, share)))
-    found += selection.swarm(head, share)
+def _methods(head: mass_recall.Head, share: float, settings: Settings) -> list[tuple[str, float]]:
+    found = [*mass_recall.single_pages(head, share)]
+    found.append(("InfLLM blocks", mass_recall.infllm(head, share)))
+    found += mass_recall.swarm(head, share)
     if settings.tokens:
-        found += selection.tokens(head, share)
+        found += mass_recall.tokens(head, share)
     return found
 
 
@@ -261,7 +262,7 @@ def activated_clusters(
     """Clusters of each head, and those that each step activates, by mean weight."""
     clusters, picks = [], []
     for layer, number in heads:
-        head = selection.Head.of(trace, layer, number, _steps(trace, settings))
+        head = mass_recall.Head.of(trace, layer, number, _steps(trace, settings))
         made = page_clusters.clusters_of(head.profile, page_clusters.VARIANTS[0])
         weight = scores.weight_sum(scores.channel_logits(head.query, head.keys, head.scale))
         ranked = routing.member_scores(weight, made)
@@ -310,6 +311,35 @@ def guess_table(traces: Sequence[Trace]) -> Table:
             rows.setdefault(name, []).append(100 * float(np.mean(shares)))
     for name, values in rows.items():
         table.add(name, *values)
+    return table
+
+
+def gains_table(traces: Sequence[Trace], tables: Sequence[Table], settings: Settings) -> Table:
+    """Gains over version 1 at equal recall, and of guesses and the cache, from other tables."""
+    table = Table(
+        "Gains over version 1: times less, or points more",
+        ["gain", *_columns(traces)],
+        decimals=2,
+        note="Version 1: sparf in the text's order, a slot on one drive, guesses by the last "
+        "scores, LRU. Time is that of PM9A3.",
+    )
+    need = _rows(tables, "Bytes")
+    for block in _BLOCKS[1:]:
+        for selector in _SELECTORS[:3]:
+            name = f"{_order(block)}, {selector}"
+            table.add(f"bytes: {name}", *_ratios(need["position, sparf",], need[name,]))
+    times = _rows(tables, "Time of a layer")
+    for drives in settings.drives:
+        old = times["position, sparf, slot", DRIVES[0].name, drives]
+        for (name, drive, n), new in times.items():
+            if drive == DRIVES[0].name and n == drives and name != "position, sparf, slot":
+                table.add(f"time, {drives} drives: {name}", *_ratios(old, new))
+    guesses, hits = _rows(tables, "Right of"), _rows(tables, "Hit rate")
+    more = np.subtract(guesses["both ranks",], guesses["last scores",])
+    table.add("right guesses, points: both ranks", *more.tolist())
+    for share in (round(100 * share) for share in _CACHE_SHARES):
+        above = np.subtract(hits["decay", share], hits["lru", share])
+        table.add(f"hits of decay over LRU, points: cache of {share} %", *above.tolist())
     return table
 
 

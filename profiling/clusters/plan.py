@@ -119,7 +119,7 @@ class RecordPlan:
         return json.dumps(asdict(self))
 
     def settings(self) -> dict[str, Any]:
-        """What all traces of a directory have in common."""
+        """Settings that all traces of a directory have in common."""
         return {
             "model": self.model,
             "layers": list(self.layers),

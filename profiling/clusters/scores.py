@@ -31,8 +31,8 @@ def channel_logits(query: F32, keys: F32, scale: float) -> F32:
     np.put_along_axis(mask, order, 1, axis=-1)
     kept = query * mask
     share = np.abs(kept).sum(-1) / np.maximum(np.abs(query).sum(-1), 1e-9)
-    logits: F32 = kept @ keys.T * np.float32(scale)
-    logits /= np.sqrt(np.maximum(share, 1e-9))[..., None]
+    logits: F32 = np.matmul(kept, keys.T, dtype=np.float32)
+    logits *= (scale / np.sqrt(np.maximum(share, 1e-9)))[..., None]
     return logits
 
 

@@ -1,4 +1,4 @@
-"""Whether co-activation is there: stability of choices, popularity, distance, the half test.
+"""Evidence of co-activation: stability of choices, popularity, distance, the half test.
 
 All figures are shares of the pages that a decode step activates: those with most of its mass.
 Chance is the share of active pages, 10 %.

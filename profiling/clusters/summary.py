@@ -1,4 +1,4 @@
-"""What a profile shows of traces: one table, and heat maps of pages over steps."""
+"""Summary of a profile: one table, and heat maps of pages over steps."""
 
 from __future__ import annotations
 

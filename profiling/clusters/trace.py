@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(slots=True)
 class Manifest:
-    """What a directory of traces holds.
+    """Contents of a directory of traces.
 
     Attributes:
         settings: What was recorded, by the name of each option. Another recording into the same
@@ -101,7 +101,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Queries and keys of one document, some layers of a model.
+    """Queries and keys of one document, some layers of a model. Immutable, any thread.
 
     Attributes:
         query: Of the last N tokens, float16 [layers, query heads, N, size], RoPE applied.

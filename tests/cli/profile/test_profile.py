@@ -72,7 +72,7 @@ def test_an_interrupted_recording_goes_on(tmp_path: Path, plans: list[RecordPlan
         (["--model", str(MODEL_DIR)], ["--document: name a text file"]),
         (["--model", str(MODEL_DIR), "--document", "chain"], ["a task of the demo's model"]),
         (["--model", "."], ["config.json"]),
-        (["--max-size", "1MiB"], ["--max-size 1MiB", "--layers"]),
+        (["--max-size", "1MiB"], ["--max-size 1 MiB", "--layers"]),
         (["--tokens", "70000"], ["at most 65535"]),
         (["--tokens", "2048"], ["at least 2304"]),
         (["--plot", "plot.txt"], [".png, .svg, .pdf"]),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.profiling.clusters.synthetic import trace
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.clusters import lab, page_clusters, published, selection, upkeep
+from vllm_ssdkv.profiling.clusters import lab, mass_recall, page_clusters, published, upkeep
 from vllm_ssdkv.profiling.clusters.lab import Settings
 from vllm_ssdkv.profiling.clusters.layer_reads import Scored, baseline
 from vllm_ssdkv.profiling.clusters.stability import Activity, control, half_test, stability
@@ -21,42 +21,42 @@ SETTINGS = Settings(budgets=(0.1,), drives=(1, 4), heads=2, batches=(1, 2), toke
 
 
 @pytest.fixture(scope="module")
-def head() -> selection.Head:
+def head() -> mass_recall.Head:
     one = trace()
-    return selection.Head.of(one, 0, 0, one.decode_steps[::4])
+    return mass_recall.Head.of(one, 0, 0, one.decode_steps[::4])
 
 
-def test_no_selector_recalls_more_than_the_oracle(head: selection.Head) -> None:
-    found = dict(selection.single_pages(head, 0.1))
+def test_no_selector_recalls_more_than_the_oracle(head: mass_recall.Head) -> None:
+    found = dict(mass_recall.single_pages(head, 0.1))
     for name, value in found.items():
         _, _, order = name.partition(", keys in")
         oracle = f"oracle, keys in{order}" if order else "oracle"
         if "co-activation" not in name:
             assert 0 <= value <= found[oracle] + 1e-6, name
-    assert all(value <= found["oracle"] + 1e-6 for _, value in selection.swarm(head, 0.1))
-    assert selection.infllm(head, 0.1) <= found["oracle"] + 1e-6
+    assert all(value <= found["oracle"] + 1e-6 for _, value in mass_recall.swarm(head, 0.1))
+    assert mass_recall.infllm(head, 0.1) <= found["oracle"] + 1e-6
 
 
-def test_pages_of_alike_keys_hold_more(head: selection.Head) -> None:
-    found = dict(selection.single_pages(head, 0.1))
+def test_pages_of_alike_keys_hold_more(head: mass_recall.Head) -> None:
+    found = dict(mass_recall.single_pages(head, 0.1))
     assert found["oracle, keys in 128"] > 1.2 * found["oracle"]
     assert found["spread, keys in 512"] > 1.2 * found["spread"]
 
 
-def test_the_whole_budget_recalls_everything(head: selection.Head) -> None:
-    for name, value in [*selection.single_pages(head, 1.0), *selection.swarm(head, 1.0)]:
+def test_the_whole_budget_recalls_everything(head: mass_recall.Head) -> None:
+    for name, value in [*mass_recall.single_pages(head, 1.0), *mass_recall.swarm(head, 1.0)]:
         if "no dedup" not in name:
             assert value == pytest.approx(1, abs=1e-4), name
 
 
-def test_orders_give_the_same_mass(head: selection.Head) -> None:
-    for order in selection.orders(head).values():
-        pages = selection.page_scores(head, order)["oracle"]
+def test_orders_give_the_same_mass(head: mass_recall.Head) -> None:
+    for order in mass_recall.orders(head).values():
+        pages = mass_recall.page_scores(head, order)["oracle"]
         np.testing.assert_allclose(pages.sum(1), head.mass.sum(1), rtol=1e-4)
 
 
 @pytest.mark.parametrize("variant", page_clusters.VARIANTS, ids=lambda one: one.name)
-def test_clusters_cover_all_pages(head: selection.Head, variant: page_clusters.Variant) -> None:
+def test_clusters_cover_all_pages(head: mass_recall.Head, variant: page_clusters.Variant) -> None:
     made = page_clusters.clusters_of(head.profile, variant)
     assert (made.copies() >= 1).all()
     if not variant.copies:
@@ -65,7 +65,7 @@ def test_clusters_cover_all_pages(head: selection.Head, variant: page_clusters.V
     np.testing.assert_array_equal(made.member, again.member)
 
 
-def test_activated_clusters_fill_the_budget(head: selection.Head) -> None:
+def test_activated_clusters_fill_the_budget(head: mass_recall.Head) -> None:
     made = page_clusters.clusters_of(head.profile, page_clusters.VARIANTS[0])
     scores = np.random.default_rng(0).random(len(made)).astype(np.float32)
     picked = page_clusters.activated(scores, made, 10)
@@ -132,6 +132,7 @@ def test_all_tables() -> None:
         "Swarm's reads of clusters",
         "Hit rate of the cache",
         "Right of 16 pages that are read ahead per head",
+        "Gains over version 1: times less",
         "Published figures and ours",
     ]
     assert all(table.rows for table in tables)
@@ -150,9 +151,9 @@ def test_p9_is_reproduced() -> None:
     any(importlib.util.find_spec(name) is None for name in ("faiss", "sklearn")),
     reason="needs the extra clusters",
 )
-def test_tokens_recall_more_than_pages(head: selection.Head) -> None:
-    found = dict(selection.tokens(head, 0.1))
-    oracle = dict(selection.single_pages(head, 0.1))["oracle"]
+def test_tokens_recall_more_than_pages(head: mass_recall.Head) -> None:
+    found = dict(mass_recall.tokens(head, 0.1))
+    oracle = dict(mass_recall.single_pages(head, 0.1))["oracle"]
     assert oracle < found["tokens: oracle"]
     assert oracle < found["k-means, tokens (RetroInfer)"] <= found["tokens: oracle"] + 1e-6
     assert found["k-means, whole pages"] <= found["k-means, tokens (RetroInfer)"]

@@ -117,7 +117,7 @@ def profile(
 
 
 def _documents(named: list[str] | None, *, demo: bool) -> tuple[Document, ...]:
-    """What is to be recorded.
+    """Documents to record.
 
     Raises:
         BenchError: nothing is named for a model of one's own, a file is missing, or two documents

@@ -39,7 +39,7 @@ _KMEANS_ROUNDS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What methods know of one layer and KV head, and the truth about some steps."""
+    """One layer and KV head: the knowledge of methods, and the truth about some steps."""
 
     query: F32
     keys: F32
