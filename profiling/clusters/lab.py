@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -100,9 +100,8 @@ def recall_tables(
             one = mass_recall.Head.of(trace, layer, head, _steps(trace, settings))
             if one.total / len(one.mass) < _LEAST_MASS:
                 continue
-            for share in settings.budgets:
-                for name, value in _methods(one, share, settings):
-                    gathered.setdefault((share, name), []).append(value)
+            for share, name, value in _methods(one, settings):
+                gathered.setdefault((share, name), []).append(value)
         for (share, name), values in gathered.items():
             row = found[share].setdefault(name, [None] * len(traces))
             row[number] = 100 * float(np.mean(values))
@@ -116,13 +115,12 @@ def recall_tables(
     return tables
 
 
-def _methods(head: mass_recall.Head, share: float, settings: Settings) -> list[tuple[str, float]]:
-    found = [*mass_recall.single_pages(head, share)]
-    found.append(("InfLLM blocks", mass_recall.infllm(head, share)))
-    found += mass_recall.swarm(head, share)
+def _methods(head: mass_recall.Head, settings: Settings) -> Iterator[mass_recall.Recall]:
+    yield from mass_recall.single_pages(head, settings.budgets)
+    yield from mass_recall.infllm(head, settings.budgets)
+    yield from mass_recall.swarm(head, settings.budgets)
     if settings.tokens:
-        found += mass_recall.tokens(head, share)
-    return found
+        yield from mass_recall.tokens(head, settings.budgets)
 
 
 def bytes_table(traces: Sequence[Trace], settings: Settings) -> Table:

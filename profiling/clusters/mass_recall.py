@@ -7,9 +7,9 @@ steps of a head. Layer, head and steps are those of one :class:`Head`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from vllm_ssdkv.profiling.clusters.trace import (
     active,
     budget_pages,
     pages_of,
-    top,
 )
 
 _BLOCK_PAGES: Final = 8
@@ -35,6 +34,10 @@ _BLOCK_PAGES: Final = 8
 _REPRESENTATIVES: Final = 4
 _PQ_PARTS, _PQ_BITS = 2, 6
 _KMEANS_ROUNDS: Final = 8
+
+
+Recall: TypeAlias = tuple[float, str, float]
+"""Budget, method, and the share of the mass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +108,19 @@ def page_scores(head: Head, order: I64, logits: F32 | None = None) -> dict[str, 
     }
 
 
-def single_pages(head: Head, share: float) -> Iterator[tuple[str, float]]:
+def single_pages(head: Head, shares: Sequence[float]) -> Iterator[Recall]:
     """Recalled mass of each selector, in each order."""
-    count = budget_pages(share, head.pages)
-    yield "step before's mass", _recalled(head, pages_of(head.before), pages_of(head.mass), count)
+    yield from _recalled(
+        head, "step before's mass", pages_of(head.before), pages_of(head.mass), shares
+    )
     for name, order in orders(head).items():
         mass = pages_of(head.mass[:, order])
         for selector, score in page_scores(head, order).items():
             label = selector if name == "position" else f"{selector}, {name}"
-            yield label, _recalled(head, score, mass, count)
+            yield from _recalled(head, label, score, mass, shares)
 
 
-def infllm(head: Head, share: float) -> float:
+def infllm(head: Head, shares: Sequence[float]) -> Iterator[Recall]:
     """Blocks of 128 tokens by the mean of the 4 keys that had most mass."""
     blocks = head.pages // _BLOCK_PAGES
     tokens = blocks * _BLOCK_PAGES * PAGE
@@ -124,54 +128,58 @@ def infllm(head: Head, share: float) -> float:
     received = head.received[:tokens].reshape(blocks, -1)
     best = np.argsort(-received, axis=1)[:, :_REPRESENTATIVES]
     means = np.take_along_axis(keys, best[..., None], axis=1).mean(1)
-    logits = head.query @ means.T * np.float32(head.scale)
-    score = scores.softmax(logits).mean(0)
+    score = scores.group_weights(head.query @ means.T, head.scale)
     # Pages behind the last whole block are a block of the lowest score.
     pages = np.arange(head.pages)
     lists = [pages[first : first + _BLOCK_PAGES] for first in range(0, head.pages, _BLOCK_PAGES)]
     clusters = Clusters.of(lists, head.pages)
     score = np.pad(score, ((0, 0), (0, len(clusters) - blocks)), constant_values=-1)
-    return _clustered(head, score, clusters, share)
+    yield from _clustered(head, "InfLLM blocks", score, clusters, shares)
 
 
-def swarm(head: Head, share: float) -> Iterator[tuple[str, float]]:
+def swarm(head: Head, shares: Sequence[float]) -> Iterator[Recall]:
     """Recalled mass of Swarm's page clusters: variants and representatives."""
     logits = scores.channel_logits(head.query, head.keys, head.scale)
     weight = scores.weight_sum(logits)
-    means = scores.paged(head.keys).mean(1)
+    pages = scores.paged(head.keys)
+    means = pages.mean(1)
     for variant in VARIANTS:
         clusters = clusters_of(head.profile, variant)
-        mean_weight = routing.member_scores(weight, clusters)
-        yield f"{variant.name}: mean weight", _clustered(head, mean_weight, clusters, share)
+        ranked = routing.member_scores(weight, clusters)
+        yield from _clustered(head, f"{variant.name}: mean weight", ranked, clusters, shares)
         if variant != VARIANTS[0]:
             continue
-        medoid = head.query @ means[clusters.medoid].T
-        centroid = head.query @ routing.centroids(means, clusters).T
-        for name, logit in (("medoid's mean key", medoid), ("centroid", centroid)):
-            score = scores.softmax(logit * np.float32(head.scale)).mean(0)
-            yield f"Swarm: {name}", _clustered(head, score, clusters, share)
-        pages = scores.paged(head.keys)
         least, most = routing.bounds(pages.min(1), pages.max(1), clusters)
-        score = scores.within_bounds(head.query, least, most, head.scale)
-        yield "Swarm: bounds", _clustered(head, score, clusters, share)
-        repeated = _clustered(head, mean_weight, clusters, share, deduplicate=False)
-        yield "Swarm, no dedup: mean weight", repeated
+        for name, score in (
+            (
+                "medoid's mean key",
+                scores.group_weights(head.query @ means[clusters.medoid].T, head.scale),
+            ),
+            (
+                "centroid",
+                scores.group_weights(head.query @ routing.centroids(means, clusters).T, head.scale),
+            ),
+            ("bounds", scores.within_bounds(head.query, least, most, head.scale)),
+        ):
+            yield from _clustered(head, f"Swarm: {name}", score, clusters, shares)
+        label = "Swarm, no dedup: mean weight"
+        yield from _clustered(head, label, ranked, clusters, shares, deduplicate=False)
 
 
-def tokens(head: Head, share: float) -> Iterator[tuple[str, float]]:
+def tokens(head: Head, shares: Sequence[float]) -> Iterator[Recall]:
     """Recalled mass where entries are single tokens, and of k-means clusters of them.
 
     Needs the extra ``clusters``.
     """
-    count = budget_pages(share, head.pages) * PAGE
-    yield "tokens: oracle", _recalled(head, head.mass, head.mass, count, first=PAGE)
-    logits = _quantised_logits(head)
-    weight = scores.softmax(logits).mean(0)
-    yield "tokens: PQ (PQCache)", _recalled(head, weight, head.mass, count, first=PAGE)
+    yield from _recalled(head, "tokens: oracle", head.mass, head.mass, shares)
+    weight = scores.group_weights(_quantised_products(head), head.scale)
+    yield from _recalled(head, "tokens: PQ (PQCache)", weight, head.mass, shares)
     groups, centre = _kmeans(head)
-    score = scores.softmax(head.query @ centre.T * np.float32(head.scale)).mean(0)
-    yield "k-means, tokens (RetroInfer)", _kmeans_recall(head, score, groups, share, 1)
-    yield "k-means, whole pages", _kmeans_recall(head, score, groups, share, PAGE)
+    score = scores.group_weights(head.query @ centre.T, head.scale)
+    for share in shares:
+        whole = _kmeans_recall(head, score, groups, share, 1)
+        yield share, "k-means, tokens (RetroInfer)", whole
+        yield share, "k-means, whole pages", _kmeans_recall(head, score, groups, share, PAGE)
 
 
 def require_libraries() -> None:
@@ -184,28 +192,42 @@ def require_libraries() -> None:
             )
 
 
-def _recalled(head: Head, score: F32, mass: F32, count: int, first: int = 1) -> float:
-    score = score.copy()
-    score[:, :first] = -np.inf
-    chosen = top(score, count)
-    return float((mass * chosen).sum()) / max(head.total, 1e-9)
+def _recalled(
+    head: Head, name: str, score: F32, mass: F32, shares: Sequence[float]
+) -> Iterator[Recall]:
+    """Mass of the best entries, single pages or tokens; those of the first page are not chosen."""
+    per_page = score.shape[1] // head.pages
+    ranked = score.copy()
+    ranked[:, :per_page] = -np.inf
+    order = np.argsort(-ranked, axis=1, kind="stable")
+    gained = np.cumsum(np.take_along_axis(mass, order, axis=1).sum(0, dtype=np.float64))
+    for share in shares:
+        count = budget_pages(share, head.pages) * per_page
+        yield share, name, float(gained[count - 1]) / max(head.total, 1e-9)
 
 
 def _clustered(
-    head: Head, score: F32, clusters: Clusters, share: float, *, deduplicate: bool = True
-) -> float:
+    head: Head,
+    name: str,
+    score: F32,
+    clusters: Clusters,
+    shares: Sequence[float],
+    *,
+    deduplicate: bool = True,
+) -> Iterator[Recall]:
     """Mass of the pages of the best clusters, at the budget of so many pages."""
     mass = pages_of(head.mass)
-    budget = budget_pages(share, head.pages) + 1
-    got = 0.0
-    for step, row in enumerate(score):
-        found = routing.retrieve(row, clusters, budget, 1, deduplicate=deduplicate)
-        got += float(mass[step, found].sum())
-    return got / max(head.total, 1e-9)
+    for share in shares:
+        budget = budget_pages(share, head.pages) + 1
+        got = 0.0
+        for step, row in enumerate(score):
+            found = routing.retrieve(row, clusters, budget, 1, deduplicate=deduplicate)
+            got += float(mass[step, found].sum())
+        yield share, name, got / max(head.total, 1e-9)
 
 
-def _quantised_logits(head: Head) -> F32:
-    """Logits of tokens by product-quantised keys."""
+def _quantised_products(head: Head) -> F32:
+    """Products of queries with product-quantised keys, [group, steps, tokens]."""
     import faiss
 
     size = head.keys.shape[1]
@@ -213,8 +235,8 @@ def _quantised_logits(head: Head) -> F32:
     keys = np.ascontiguousarray(head.keys)
     quantiser.train(keys)
     decoded: F32 = quantiser.decode(quantiser.compute_codes(keys))
-    logits: F32 = head.query @ decoded.T * np.float32(head.scale)
-    return logits
+    products: F32 = head.query @ decoded.T
+    return products
 
 
 def _kmeans(head: Head) -> tuple[list[I64], F32]:
