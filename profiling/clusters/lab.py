@@ -329,9 +329,9 @@ def gains_table(traces: Sequence[Trace], tables: Sequence[Table], settings: Sett
     times = _rows(tables, "Time of a layer")
     for drives in settings.drives:
         old = times["position, sparf, slot", DRIVES[0].name, drives]
-        for (name, drive, n), new in times.items():
-            if drive == DRIVES[0].name and n == drives and name != "position, sparf, slot":
-                table.add(f"time, {drives} drives: {name}", *_ratios(old, new))
+        for (label, drive, n), new in times.items():
+            if drive == DRIVES[0].name and n == drives and label != "position, sparf, slot":
+                table.add(f"time, {drives} drives: {label}", *_ratios(old, new))
     guesses, hits = _rows(tables, "Right of"), _rows(tables, "Hit rate")
     more = np.subtract(guesses["both ranks",], guesses["last scores",])
     table.add("right guesses, points: both ranks", *more.tolist())
