@@ -44,7 +44,7 @@ FIGURES: Final = (
         "2.41x; 2.72x",
         "Not reproducible against a good baseline: with summaries in DRAM, No Cluster reads chosen "
         "pages only, and pages of 8 KiB are not IOPS-bound. The paper's reads all keys to score "
-        "them. Below 1: Swarm is slower here.",
+        "them. These are equal pages, not equal recall: Swarm's hold less mass.",
     ),
     Published(
         "P11",
