@@ -73,6 +73,7 @@ MEASURE_VLLM = (
     "gpu_pack/vllm_case.py",
     "gpu_pack/vllm_engine.py",
     "gpu_pack/vllm_ops.py",
+    "clusters/record.py",
     "recall",
 )
 """Of ``profiling/``."""
