@@ -261,6 +261,7 @@ def _reads(board: Dashboard) -> None:
 def _memory(board: Dashboard) -> None:
     board.with_row(row("Memory"))
     frames = total(ours("dram_frames"))
+    members = total(ours("sparse_cluster_members"))
     for panel in (
         graph(
             "Page cache",
@@ -277,7 +278,7 @@ def _memory(board: Dashboard) -> None:
         ),
         graph(
             "Summaries",
-            "Share of the room for page bounds that is in use. Those of running requests must be "
+            "Share of the room for summaries that is in use. Those of running requests must be "
             "in memory.",
             "percentunit",
             (share(total(ours("summaries_held")), total(ours("summaries_places"))), "in use"),
@@ -287,6 +288,14 @@ def _memory(board: Dashboard) -> None:
             "Frames of whole slots that hold data.",
             "percentunit",
             (share(total(ours("dram_frames_used")), frames), "in use"),
+        ),
+        graph(
+            "Pages of a cluster",
+            "Of requests that choose by `swarm`: 1 where no pages are together. `clusters of a "
+            "page`: more than 1 are copies.",
+            "short",
+            (share(members, total(ours("sparse_clusters"))), "pages"),
+            (share(members, total(ours("sparse_clustered_pages"))), "clusters of a page"),
         ),
     ):
         board.with_panel(panel)

@@ -1,8 +1,9 @@
 """Cost of bringing completed blocks from HBM to frames, with what selectors need and without.
 
 Blocks of all layers are packed into frames as the end of a step does it: pages alone (``exact``),
-with their bounds, with channel-major K, with that in int8. Medians of ``--repeat`` runs, in turns,
-so that a noisy machine disturbs all alike; each is told as a multiple of ``exact`` in the same run.
+with their bounds, with mean and variance, with channel-major K, with that in int8. Medians of
+``--repeat`` runs, in turns, so that a noisy machine disturbs all alike; each is told as a multiple
+of ``exact`` in the same run.
 ``tails`` are made again from frames, on one thread, as the writer does it for the devices.
 ``small`` is one block of the model that `ssdkv demo` makes: there, what a call costs whatever it
 copies is most of it.
@@ -62,6 +63,7 @@ def geometries(shape: Shape) -> dict[str, SlotGeometry]:
     return {
         "exact": pages,
         "bounds": with_summaries(pages, shape.page_tokens, channels=False),
+        "spread": with_summaries(pages, shape.page_tokens, channels=False, record="spread"),
         "channels": with_summaries(pages, shape.page_tokens, channels=True),
         "int8 channels": with_summaries(pages, shape.page_tokens, channels=True, scaled_from=2),
     }

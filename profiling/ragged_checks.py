@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.kernels.dense import TritonKernels, wait_for
-from vllm_ssdkv.kernels.operands.block_layout import BlockSource
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource
+from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
@@ -90,6 +91,7 @@ def check_ragged(
     for name in ("bounds", "channels", "value_sum", "scaled", "scales"):
         if not torch.equal(getattr(found, name).cpu(), getattr(wanted, name)):
             raise CheckError(f"summarize, {name}: other bytes than the native kernel's")
+    _check_spread("summarize, spread", found.spread.cpu(), wanted.spread, layout.dtype)
     _check_scores(native, wanted, there, found)
     _check_choice(native, wanted, there, found)
     for share in (0.0, 0.4, 1.0):
@@ -116,6 +118,11 @@ def check_ragged(
                 raise CheckError(f"{name}: other queries have seen a page")
             expect(name, got, want, TOLERANCE[layout.dtype])
             expect(f"{name}, lse", got_lse, want_lse, 1e-2)
+
+
+def _check_spread(name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Mean and variance, which may be rounded the other way."""
+    expect(name, got.view(dtype).float(), want.view(dtype).float(), torch.finfo(dtype).eps + 1e-5)
 
 
 def _check_scores(
@@ -156,7 +163,7 @@ def _check_scores(
 def _check_choice(
     native: RaggedProblem, wanted: BlockSummaries, there: RaggedProblem, found: BlockSummaries
 ) -> None:
-    """``bound_logits``, ``weigh``, and ``choose`` from the same scores, top-k and top-p."""
+    """``bound_logits``, ``spread_logits``, ``weigh``, and ``choose`` from the same scores."""
     heads, kv_heads = native.query.shape[1], native.layout.kv_heads
     state = native.state()
     CpuPageKernels().attend_pages(
@@ -174,6 +181,13 @@ def _check_choice(
             scores.append(kernels.weigh(logits, first, known, heads, context))
         want, got = scores
         _same("bounds and weights", got.score, want.score, want.first, kv_heads)
+        pages = [
+            kernels.spread_logits(problem.query, problem.summaries(held), problem.scale)
+            for kernels, problem, held in zip(
+                providers, (native, there), (wanted, found), strict=True
+            )
+        ]
+        _same("logits of mean and variance", pages[1][0], pages[0][0], want.first, heads, 0.02)
         expect("window's mass", _tensor(got.window_mass), _tensor(want.window_mass), _NEAR)
         same = _on_device(want, kv_heads, there.query.device)
         most = np.maximum(np.diff(want.first) // 2, 0).astype(np.int32)
@@ -186,7 +200,7 @@ def _check_choice(
 
 
 def check_packing(device: torch.device, model: Model) -> None:
-    """``pack_summarized`` of bounds, channels and int8 gives the native kernels' bytes.
+    """``pack_summarized`` of bounds, spread, channels and int8 gives the native kernels' bytes.
 
     Into pinned memory: a slot's tail is made by the host.
     """
@@ -196,12 +210,13 @@ def check_packing(device: torch.device, model: Model) -> None:
     shape = (layers, blocks + 2, layout.block_bytes // layout.dtype.itemsize)
     kv = torch.randn(shape, generator=random).to(layout.dtype)
     ids = np.array([4, 1, 5, 0])
-    for kind in ("bounds", "channels", "int8"):
+    for kind in ("bounds", "spread", "channels", "int8"):
         geometry = with_summaries(
             plain,
             layout.page_tokens,
-            channels=kind != "bounds",
+            channels=kind in ("channels", "int8"),
             scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
+            record="spread" if kind == "spread" else "bounds",
         )
         results = []
         providers: tuple[tuple[PageKernels, torch.Tensor], ...] = (
@@ -220,8 +235,76 @@ def check_packing(device: torch.device, model: Model) -> None:
             wait_for(kernels.device)
             results.append([part.cpu() for part in memory])
         for name, want, got in zip(("frames", "tails"), *results, strict=True):
+            if kind == "spread" and name == "tails":
+                mine, theirs = (
+                    part.view(-1, geometry.page_bytes)[:, : geometry.payload_bytes].contiguous()
+                    for part in (got, want)
+                )
+                _check_spread("pack_summarized, spread", mine, theirs, layout.dtype)
+                continue
             if not torch.equal(got, want):
                 raise CheckError(f"pack_summarized, {kind}: other {name} than the native kernel's")
+
+
+def check_ordered_packing(device: torch.device, model: Model) -> None:
+    """``pack_summarized`` puts alike tokens together as well as the native kernels do, and makes
+    the rest of the slot from what it has put there; by K and, in one layer, by other rows.
+
+    Rounding differs, and with it which of two tokens near a border goes where: so pages have the
+    same tokens nearly everywhere, and the same scatter.
+    """
+    layout, layers, blocks = model.layout(), 2, 3
+    plain = SlotGeometry("paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes)
+    geometry = with_summaries(plain, layout.page_tokens, channels=True)
+    random = torch.Generator().manual_seed(22)
+    shape = (layers, blocks, layout.kv_heads, layout.groups, 2, layout.page_tokens)
+    kv = torch.randn((*shape, layout.head_size), generator=random)
+    kv = (kv + 3 * torch.randn((*shape, 1), generator=random)).to(layout.dtype)
+    rows = torch.randn((layout.kv_heads, layout.block_tokens, 32), generator=random)
+    ordered, kept = np.array([1, 0], np.uint8), np.array([0, 1, layout.groups], np.int32)
+    scatter = []
+    providers: tuple[PageKernels, ...] = (CpuPageKernels(), TritonPageKernels(device))
+    for kernels in providers:
+        frames, tails = (
+            torch.full((blocks, nbytes), _FILL, dtype=torch.uint8)
+            for nbytes in (geometry.frame_bytes, geometry.tail_bytes)
+        )
+        if kernels.device.type == "cuda":
+            frames, tails = frames.pin_memory(), tails.pin_memory()
+        order = TokenOrder(ordered, kept, {(0, 1): rows.to(kernels.device)})
+        caches = [one.flatten(1).contiguous() for one in kv.to(kernels.device)]
+        places = addresses(frames), addresses(tails)
+        kernels.pack_summarized(caches, np.arange(blocks), *places, layout, geometry, order)
+        wait_for(kernels.device)
+        found = _pages_of(frames, layout, geometry)
+        source = kv.transpose(3, 4).reshape(*found.shape)
+        if not torch.equal(found[1], source[1]) or not torch.equal(found[0, 2], source[0, 2]):
+            raise CheckError("a layer or a block that keeps its order was ordered")
+        if not torch.equal(found.sort(dim=4).values, source.sort(dim=4).values):
+            raise CheckError("an ordered block has other tokens than before")
+        again = torch.full_like(tails, _FILL)
+        slots = layout.with_page_stride(geometry.page_bytes)
+        CpuPageKernels().make_tails(addresses(frames), addresses(again), slots, geometry)
+        if not torch.equal(again, tails):
+            raise CheckError("the summaries are not those of the pages")
+        scatter.append(_scatter(found[0, 0, :, 0], layout.page_tokens))
+    if scatter[1] > 1.05 * scatter[0]:
+        raise CheckError(f"pages scatter {scatter[1]:.4g}, those of the native kernel {scatter[0]}")
+
+
+def _pages_of(frames: torch.Tensor, layout: BlockLayout, geometry: SlotGeometry) -> torch.Tensor:
+    """Tokens of frames, [layers, blocks, kv_heads, 2, block_tokens, head_size]."""
+    pages = frames[:, geometry.header_bytes :].reshape(len(frames), -1, geometry.page_bytes)
+    numbers = pages[:, : geometry.kv_pages, : geometry.payload_bytes].contiguous()
+    shape = (len(frames), geometry.layers, geometry.heads, layout.groups, 2, layout.page_tokens)
+    tokens = numbers.view(layout.dtype).view(*shape, layout.head_size).permute(1, 0, 2, 4, 3, 5, 6)
+    return tokens.reshape(*tokens.shape[:4], layout.block_tokens, layout.head_size)
+
+
+def _scatter(key: torch.Tensor, page_tokens: int) -> float:
+    """Squared distances of tokens, [heads, tokens, size], from their pages' means, added up."""
+    pages = key.float().reshape(len(key), -1, page_tokens, key.shape[2])
+    return float((pages - pages.mean(dim=2, keepdim=True)).square().sum())
 
 
 def check_digest(device: torch.device) -> None:
@@ -276,12 +359,19 @@ def _lines(values: object, first: NDArray[np.int64], heads: int) -> list[torch.T
     ]
 
 
-def _same(name: str, got: object, want: object, first: NDArray[np.int64], heads: int) -> None:
+def _same(
+    name: str,
+    got: object,
+    want: object,
+    first: NDArray[np.int64],
+    heads: int,
+    tolerance: float = _NEAR,
+) -> None:
     """Compare a padded table of a device with a native one; raises ``CheckError``."""
     if not isinstance(got, torch.Tensor):
         raise CheckError(f"{name}: not a tensor")
     for row, lines in enumerate(_lines(want, first, heads)):
-        expect(f"{name}, row {row}", got[row, :, : lines.shape[1]], lines, _NEAR)
+        expect(f"{name}, row {row}", got[row, :, : lines.shape[1]], lines, tolerance)
 
 
 def _on_device(scores: Scores, heads: int, device: torch.device) -> Scores:

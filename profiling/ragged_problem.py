@@ -36,6 +36,7 @@ class BlockSummaries:
     """
 
     bounds: torch.Tensor
+    spread: torch.Tensor
     channels: torch.Tensor
     value_sum: torch.Tensor
     scaled: torch.Tensor
@@ -49,6 +50,7 @@ class BlockSummaries:
         item = layout.dtype.itemsize
         made = cls(
             problem.memory_like(2 * layout.groups * each * item),
+            problem.memory_like(2 * layout.groups * each * item),
             problem.memory_like(layout.block_tokens * each * item),
             problem.memory_like(4 * each),
             problem.memory_like(layout.block_tokens * each),
@@ -59,6 +61,7 @@ class BlockSummaries:
             source,
             layout,
             bounds=addresses(made.bounds),
+            spread=addresses(made.spread),
             channels=addresses(made.channels),
             value_sum=addresses(made.value_sum),
         )
@@ -148,6 +151,7 @@ class RaggedProblem:
             ends,
             windows,
             addresses(held.bounds),
+            addresses(held.spread),
             addresses(held.channels),
             addresses(self.window),
             np.concatenate([np.zeros(1, np.int32), window_ends[:-1]]),

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "vllm_ssdkv"
 
 FLOORS = (
     "base",
+    "clustering",
     "config",
     "store/format store/memory/arena.py store/memory/device_memory.py",
     "store/integrity store/memory store/io/engines/protocol.py",
@@ -48,8 +49,9 @@ FLOORS = (
 not import each other."""
 
 BASE = frozenset({"vllm_ssdkv", "numpy"})
-OTHERS = {
+OTHERS: dict[str, set[str]] = {
     "base": {"msgspec", "numpy", "prometheus_client"},
+    "clustering": set(),
     "config": {"annotated_types", "pydantic", "pydantic_core", "msgspec"},
     # aiofiles and kvikio are optional; the engines that stand on them import them when opened.
     "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
@@ -71,6 +73,7 @@ MEASURE_VLLM = (
     "gpu_pack/vllm_case.py",
     "gpu_pack/vllm_engine.py",
     "gpu_pack/vllm_ops.py",
+    "clusters/record.py",
     "recall",
 )
 """Of ``profiling/``."""

@@ -38,6 +38,7 @@ LARGER = {
     # Attributes.
     "profiling/decode_harness/decoder.py PagedDecoder": _ROOT,
     "vllm_ssdkv/cli/monitor/metrics_sample.py Sample": "a number for each place on the screen",
+    "vllm_ssdkv/config/sparse.py SparseConfig": "an attribute for each option of its group",
     "vllm_ssdkv/connector/worker/worker.py SSDKVWorker": _ROOT,
     "vllm_ssdkv/store/cache/summaries.py SummaryTable": _ARRAYS,
     "vllm_ssdkv/store/format/manifest.py Manifest": "its fields are those of a file on disk",
@@ -58,7 +59,9 @@ LARGER = {
     "vllm_ssdkv/attention/sparse.py SparseDecode.attend": _ATTENTION,
     "vllm_ssdkv/cli/bench/accuracy.py accuracy": _COMMAND,
     "vllm_ssdkv/cli/bench/bench.py io": _COMMAND,
+    "vllm_ssdkv/cli/bench/clusters.py clusters": _COMMAND,
     "vllm_ssdkv/cli/bench/decode.py decode": _COMMAND,
+    "vllm_ssdkv/cli/profile/profile.py profile": _COMMAND,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.__init__": _VLLM,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,
     "vllm_ssdkv/connector/kv_cache_spec.py TieredManager.find_longest_cache_hit": _VLLM,

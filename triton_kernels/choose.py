@@ -20,6 +20,7 @@ def _weigh_kernel(
     window_lse_ptr: torch.Tensor,
     weights_ptr: torch.Tensor,
     window_mass_ptr: torch.Tensor,
+    lse_ptr: torch.Tensor,
     log_tokens: float,
     columns: int,
     GROUP: tl.constexpr,
@@ -47,6 +48,7 @@ def _weigh_kernel(
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             all_ = higher + tl.log(tl.exp(all_ - shift) + tl.exp(seen - shift))
             window += tl.where(seen == float("-inf"), 0.0, tl.exp(seen - all_)) / GROUP
+        tl.store(lse_ptr + line * GROUP + g, all_)
         all_ = tl.where(all_ == float("-inf"), 0.0, all_)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -170,8 +172,9 @@ def _choose_kernel(
 
 def weigh(
     logits: torch.Tensor, window_lse: torch.Tensor | None, kv_heads: int, page_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean softmax weights float32 ``[R, Hkv, n]`` of pages, and ``[R, Hkv]`` of the window.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean softmax weights float32 ``[R, Hkv, n]`` of pages, ``[R, Hkv]`` of the window, and the
+    log-sum-exp over both, ``[R, Hq]``.
 
     ``logits`` float32 ``[R, Hq, n]``, minus infinity where there is no page; ``window_lse`` float32
     ``[R, Hq]`` or None. See ``ScoringKernels.weigh``. Queued on the current stream.
@@ -184,14 +187,16 @@ def weigh(
     )
     weights = torch.empty((rows, kv_heads, columns), dtype=torch.float32, device=logits.device)
     window = torch.zeros((rows, kv_heads), dtype=torch.float32, device=logits.device)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=logits.device)
     if not rows:
-        return weights, window
+        return weights, window, lse
     with on_device_of(logits):
         _weigh_kernel[(rows * kv_heads,)](
             logits.contiguous(),
             logits if window_lse is None else window_lse.contiguous(),
             weights,
             window,
+            lse,
             float(torch.tensor(float(page_tokens)).log()),
             columns,
             GROUP=heads // kv_heads,
@@ -199,7 +204,7 @@ def weigh(
             WINDOW=window_lse is not None,
             num_warps=4,
         )
-    return weights, window
+    return weights, window, lse
 
 
 def choose(

@@ -1,4 +1,5 @@
-"""Logits of context pages and tokens that selection goes by: bounds (Quest) and some channels.
+"""Logits of context pages and tokens that selection goes by: from bounds (Quest), mean and
+variance, or some channels.
 
 The semantics are those of ``sparse/scores.py``; tables have a fixed width instead of ragged
 rows, so that no size has to be read back: ``[R, heads, columns]`` with minus infinity where a row
@@ -18,11 +19,11 @@ TILE_TOKENS = 128
 
 
 @jit
-def _bounds_kernel(
+def _pages_kernel(
     q_ptr: torch.Tensor,
     row_begin_ptr: torch.Tensor,
     row_end_ptr: torch.Tensor,
-    bounds_ptr: torch.Tensor,
+    records_ptr: torch.Tensor,
     logits_ptr: torch.Tensor,
     scale: float,
     columns: int,
@@ -32,6 +33,7 @@ def _bounds_kernel(
     GROUPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    SPREAD: tl.constexpr,
     KV: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -41,19 +43,22 @@ def _bounds_kernel(
     there = page < (tl.load(row_end_ptr + row) - begin) * GROUPS
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_SIZE
-    base = tl.load(bounds_ptr + begin + page // GROUPS, mask=there, other=0)
+    base = tl.load(records_ptr + begin + page // GROUPS, mask=there, other=0)
     at = base.to(tl.pointer_type(KV)) + (head * GROUPS + page % GROUPS) * (2 * HEAD_SIZE)
     at = at[:, None] + channel[None, :]
     mask = there[:, None] & in_head[None, :]
-    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(at + HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
     for g in range(GROUP):
         query_head = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
         q = tl.load(q_ptr + query_head * HEAD_SIZE + channel, mask=in_head, other=0.0)
         q = q.to(tl.float32) * scale
-        bound = tl.sum(q[None, :] * tl.where(q[None, :] > 0, high, low), 1)
-        bound = tl.where(there, bound, float("-inf"))
-        tl.store(logits_ptr + query_head * columns + page, bound, mask=page < columns)
+        if SPREAD:
+            logit = tl.sum(q[None, :] * (first + 0.5 * q[None, :] * second), 1)
+        else:
+            logit = tl.sum(q[None, :] * tl.where(q[None, :] > 0, second, first), 1)
+        logit = tl.where(there, logit, float("-inf"))
+        tl.store(logits_ptr + query_head * columns + page, logit, mask=page < columns)
 
 
 @jit
@@ -152,16 +157,44 @@ def bound_logits(
     of the layout's dtype each, in memory that the device reaches). A row has at most ``max_pages``
     pages. Queued on the current stream; raises ``ValueError`` on wrong shapes.
     """
+    return _page_logits(query, row_begin, row_end, bounds, layout, scale, max_pages, spread=False)
+
+
+def spread_logits(
+    query: torch.Tensor,
+    row_begin: torch.Tensor,
+    row_end: torch.Tensor,
+    spread: torch.Tensor,
+    *,
+    layout: BlockLayout,
+    scale: float,
+    max_pages: int,
+) -> torch.Tensor:
+    """:func:`bound_logits` from mean and variance: ``ScoringKernels.spread_logits``."""
+    return _page_logits(query, row_begin, row_end, spread, layout, scale, max_pages, spread=True)
+
+
+def _page_logits(
+    query: torch.Tensor,
+    row_begin: torch.Tensor,
+    row_end: torch.Tensor,
+    records: torch.Tensor,
+    layout: BlockLayout,
+    scale: float,
+    max_pages: int,
+    *,
+    spread: bool,
+) -> torch.Tensor:
     rows, heads = _check(query, layout, row_begin, row_end)
     logits = torch.empty((rows, heads, max_pages), dtype=torch.float32, device=query.device)
     if not logits.numel():
         return logits
     with on_device_of(query):
-        _bounds_kernel[(rows, layout.kv_heads, -(-max_pages // TILE_PAGES))](
+        _pages_kernel[(rows, layout.kv_heads, -(-max_pages // TILE_PAGES))](
             query,
             row_begin,
             row_end,
-            bounds,
+            records,
             logits,
             scale,
             max_pages,
@@ -171,6 +204,7 @@ def bound_logits(
             GROUPS=layout.groups,
             BLOCK_D=padded(layout.head_size),
             TILE=TILE_PAGES,
+            SPREAD=spread,
             KV=TL_DTYPES[layout.dtype],
             num_warps=4,
         )

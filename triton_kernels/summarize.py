@@ -1,4 +1,4 @@
-"""Summaries of blocks that leave HBM: page bounds, channel-major K and sums of V."""
+"""Summaries of blocks that leave HBM: records of pages, channel-major K and sums of V."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 def _summarize_kernel(
     source_ptr: torch.Tensor,
     bounds_ptr: torch.Tensor,
+    spread_ptr: torch.Tensor,
     channels_ptr: torch.Tensor,
     scales_ptr: torch.Tensor,
     value_sum_ptr: torch.Tensor,
@@ -29,6 +30,8 @@ def _summarize_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BOUNDS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    LARGEST: tl.constexpr,
     CHANNELS: tl.constexpr,
     SCALED: tl.constexpr,
     SCALE_STEP: tl.constexpr,
@@ -70,6 +73,26 @@ def _summarize_kernel(
             to += (head * GROUPS + group) * (2 * HEAD_SIZE) + channel
             tl.store(to, tl.where(broken, float("nan"), low).to(KV), mask=in_head)
             tl.store(to + HEAD_SIZE, tl.where(broken, float("nan"), high).to(KV), mask=in_head)
+        if SPREAD:
+            # One after the other: the mean has the bits of the native kernels.
+            first = tl.load(page + channel, mask=in_head, other=0).to(tl.float32)
+            mean = tl.zeros([BLOCK_D], tl.float32)
+            for t in range(PAGE_TOKENS):
+                one = tl.load(page + t * HEAD_SIZE + channel, mask=in_head, other=0)
+                mean += one.to(tl.float32) - first
+            mean = first + tl.div_rn(mean, PAGE_TOKENS * 1.0)
+            square = tl.zeros([BLOCK_D], tl.float32)
+            for t in range(PAGE_TOKENS):
+                one = tl.load(page + t * HEAD_SIZE + channel, mask=in_head, other=0)
+                apart = one.to(tl.float32) - mean
+                square += apart * apart
+            square = tl.div_rn(square, PAGE_TOKENS * 1.0)
+            broken = mean - mean  # 0, or NaN
+            square = tl.where(square > LARGEST, LARGEST, square)
+            to = tl.load(spread_ptr + block).to(tl.pointer_type(KV))
+            to += (head * GROUPS + group) * (2 * HEAD_SIZE) + channel
+            tl.store(to, (mean + broken).to(KV), mask=in_head)
+            tl.store(to + HEAD_SIZE, (square + broken).to(KV), mask=in_head)
         if CHANNELS:
             at = channel[None, :] * (GROUPS * PAGE_TOKENS) + token[:, None]
             at += head * (HEAD_SIZE * GROUPS * PAGE_TOKENS) + group * PAGE_TOKENS
@@ -97,6 +120,7 @@ def summarize(
     layout: BlockLayout,
     *,
     bounds: torch.Tensor | None = None,
+    spread: torch.Tensor | None = None,
     channels: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     value_sum: torch.Tensor | None = None,
@@ -110,6 +134,7 @@ def summarize(
     for name, address in (
         ("source", source),
         ("bounds", bounds),
+        ("spread", spread),
         ("channels", channels),
         ("scales", scales),
         ("value_sum", value_sum),
@@ -131,6 +156,7 @@ def summarize(
         _summarize_kernel[(len(source), layout.kv_heads)](
             source,
             source if bounds is None else bounds,
+            source if spread is None else spread,
             source if channels is None else channels,
             source if scales is None else scales,
             source if value_sum is None else value_sum,
@@ -142,6 +168,8 @@ def summarize(
             BLOCK_T=padded(layout.page_tokens),
             BLOCK_D=padded(layout.head_size),
             BOUNDS=bounds is not None,
+            SPREAD=spread is not None,
+            LARGEST=torch.finfo(layout.dtype).max,
             CHANNELS=channels is not None,
             SCALED=scales is not None,
             SCALE_STEP=layout.head_size * layout.dtype.itemsize // 2,

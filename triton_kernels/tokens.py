@@ -67,11 +67,12 @@ def _score_kernel(
         x = tl.load(logits_ptr + head * tokens + token, mask=there, other=float("-inf"))
         score += x
         mass += tl.exp(x - tl.load(lse_ptr + head)) / GROUP
-    broken = tl.max(((score != score) & in_context).to(tl.int32), 1) > 0  # noqa: PLR0124
-    best = tl.max(tl.where(in_context, score, float("-inf")), 1)
-    best = tl.where(broken, float("nan"), best)
     held = tl.sum(tl.where(in_context, mass, 0.0), 1)
-    tl.store(score_ptr + line * columns + page, best, mask=page < columns)
+    by = held
+    if PAGE_TOKENS == 1:
+        by = tl.sum(tl.where(in_context, score, 0.0), 1)
+    by = tl.where(tl.max(in_context.to(tl.int32), 1) > 0, by, float("-inf"))
+    tl.store(score_ptr + line * columns + page, by, mask=page < columns)
     tl.store(mass_ptr + line * columns + page, held, mask=page < columns)
     window = tl.sum(tl.sum(tl.where(there & (in_context == 0), mass, 0.0), 1), 0)
     tl.store(window_ptr + line * tiles + tile, window)

@@ -174,6 +174,7 @@ def unpack_blocks(
 def summarize(
     source: torch.Tensor | NDArray[np.uint64],
     bounds: torch.Tensor | NDArray[np.uint64] | None,
+    spread: torch.Tensor | NDArray[np.uint64] | None,
     channels: torch.Tensor | NDArray[np.uint64] | None,
     scales: torch.Tensor | NDArray[np.uint64] | None,
     value_sum: torch.Tensor | NDArray[np.uint64] | None,
@@ -195,6 +196,8 @@ def pack_summarized(
     summary_pages: int,
     channel_pages: int,
     scaled: bool,
+    spread: bool,
+    value_sums: bool,
     block_tokens: int,
     page_tokens: int,
     page_stride: int,
@@ -202,13 +205,20 @@ def pack_summarized(
     head_size: int,
     dtype: int,
     threads: int,
+    ordered: NDArray[np.uint8] | None,
+    kept: NDArray[np.int32] | None,
+    features: NDArray[np.uint64] | None,
+    feature_width: int,
 ) -> None:
     """Copy n blocks of L layers to slots, and make what selectors must know of them.
 
     ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of
     the slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails'
     first pages, ``summary_pages``, then ``channel_pages`` of each layer. Pages are ``page_bytes``
-    apart. Without channel pages summaries are bounds; ``scaled`` channels are int8. See
+    apart. Without channel pages summaries are bounds, or ``spread``, behind which may be the
+    sums of V (``value_sums``); ``scaled`` channels are int8. Tokens of layers that are ``ordered
+    [L]`` go into their pages by likeness, but for the first ``kept [n]`` pages: by K or by the
+    ``features [L * n]`` of a block, addresses, 0 for none. See
     ``PageKernels.pack_summarized``.
     """
 
@@ -217,7 +227,7 @@ def bound_logits(
     scale: float,
     row_begin: NDArray[np.int32],
     row_end: NDArray[np.int32],
-    bounds: NDArray[np.uint64],
+    records: NDArray[np.uint64],
     first_page: NDArray[np.int64],
     logits: NDArray[np.float32],
     block_tokens: int,
@@ -230,6 +240,22 @@ def bound_logits(
 
     Tables of logits and scores are laid out as ``sparse/scores.py`` says, here and below.
     """
+
+def spread_logits(
+    query: NDArray[np.float32],
+    scale: float,
+    row_begin: NDArray[np.int32],
+    row_end: NDArray[np.int32],
+    records: NDArray[np.uint64],
+    first_page: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    block_tokens: int,
+    page_tokens: int,
+    kv_heads: int,
+    dtype: int,
+    threads: int,
+) -> None:
+    """Write logits of pages from mean and variance of their keys; see ``ScoringKernels``."""
 
 def choose_channels(
     query: NDArray[np.float32],
@@ -272,6 +298,7 @@ def weigh(
     window_lse: NDArray[np.float32] | None,
     weights: NDArray[np.float32],
     window_mass: NDArray[np.float32],
+    lse: NDArray[np.float32],
     q_heads: int,
     page_tokens: int,
     threads: int,
@@ -325,6 +352,40 @@ def without(
     known_begin: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Lists of pages, ascending, without those of the same lists of ``known``; and their edges."""
+
+def count_choices(
+    pages: NDArray[np.int32],
+    counts: NDArray[np.float32],
+    begin: NDArray[np.int32],
+    chosen: NDArray[np.int32],
+    chosen_begin: NDArray[np.int32],
+    threads: int,
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """Counts of pages, which decay, after one more choice: pages, counts and edges of the lists.
+
+    Twice as many as were chosen are kept, those with the highest counts.
+    """
+
+def unite(
+    pages: NDArray[np.int32],
+    begin: NDArray[np.int32],
+    others: NDArray[np.int32],
+    others_begin: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lists of pages, ascending, with those of the same lists of ``others``; and their edges."""
+
+def best_by_ranks(
+    pages: NDArray[np.int32],
+    score: NDArray[np.float32],
+    begin: NDArray[np.int32],
+    counted: NDArray[np.int32],
+    counts: NDArray[np.float32],
+    counted_begin: NDArray[np.int32],
+    most: NDArray[np.int32],
+    threads: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Of each list, ``most`` pages of the lowest sum of ranks by score and by count, best first;
+    and the edges."""
 
 def compensate(
     l: NDArray[np.float32],

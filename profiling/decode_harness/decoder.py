@@ -203,10 +203,11 @@ class PagedDecoder:
         slots = [self._free_slots.pop() for _ in range(begin, end)]
         request.slots += slots
         plan.contexts.append(ContextDelta(name, begin, np.array(slots, dtype=np.int64)))
-        triples = [
-            (slot, self._epoch, request.hbm[index]) for index, slot in enumerate(slots, begin)
+        copies = [
+            (slot, self._epoch, request.hbm[index], index)
+            for index, slot in enumerate(slots, begin)
         ]
-        plan.save = _joined(plan.save, CopyToDram.of(triples))
+        plan.save = _joined(plan.save, CopyToDram.of(copies))
         if self.durable:
             keys = [(slot, self._epoch, os.urandom(KEY_BYTES)) for slot in slots]
             commit = Flush.of(keys)

@@ -14,7 +14,14 @@ from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 
 FAMILIES: Final = ("llama", "qwen3", "gpt_neox")
-CHOOSING: Final[tuple[SelectorName, ...]] = ("bounds", "sparf", "adaptive", "window")
+CHOOSING: Final[tuple[SelectorName, ...]] = (
+    "bounds",
+    "spread",
+    "sparf",
+    "adaptive",
+    "swarm",
+    "window",
+)
 PROMPTS: Final = (333, 150)
 """Tokens of the prompts, which are decoded together."""
 

@@ -25,6 +25,7 @@ from vllm_ssdkv.profiling.ragged_checks import (
     ROWS,
     check_anywhere,
     check_digest,
+    check_ordered_packing,
     check_packing,
     check_ragged,
 )
@@ -122,6 +123,7 @@ def _group(
             (f"ragged sparse decode in {where}", partial(check_ragged, **lying, rows=rows)),
         ]
     cases.append(("pack with summaries into host memory", partial(check_packing, model=model)))
+    cases.append(("pack with alike tokens", partial(check_ordered_packing, model=model)))
     return Group(name, cases)
 
 

@@ -71,8 +71,7 @@ class RecallStores:
     def places(self, selector: str) -> tuple[str, ...]:
         """Directories of a selector's stores; selectors whose stores are alike share them."""
         config = SSDKVConfig.from_extra_config({"mode": "page", "selector": selector})
-        kind = "channels" if config.scores_channels else "bounds"
-        kind = "exact" if selector == "exact" else kind
+        kind = "exact" if selector == "exact" else config.scorer
         paths = [self.root / f"{kind}{i}" for i in range(self._devices)]
         for path in paths:
             path.mkdir(mode=0o700, exist_ok=True)

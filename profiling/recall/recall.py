@@ -54,6 +54,8 @@ _CHAINS: Final = 8
 _HOPS: Final = 4
 _PASSAGES: Final = 8
 _PASSAGE_WORDS: Final = 22
+_ASKED: Final = 8
+"""Different questions of a conversation."""
 _NEEDLE_SHARE: Final = 0.25
 """Share of the context that is needles in ``multikey``."""
 
@@ -98,7 +100,10 @@ def ask(task: Task, tokens: int, seed: int) -> Question:
     if not MIN_CONTEXT <= tokens <= MAX_CONTEXT:
         raise ValueError(f"a context has {MIN_CONTEXT} to {MAX_CONTEXT} tokens, not {tokens}")
     rng = np.random.default_rng([seed, tokens, TASKS.index(task)])
-    needed, others, question, answer = _MAKERS[task](rng, tokens)
+    (needed, question, answer), *rest = _MAKERS[task](rng, tokens)
+    others = [needle for fact in rest for needle in fact[0]]
+    if len(needed) > 1:
+        others = [others[i] for i in rng.permutation(len(others))]
     context_tokens = tokens - 1 - len(question)
     older_tokens = context_tokens // 2
     split = len(others) // 2
@@ -107,6 +112,25 @@ def ask(task: Task, tokens: int, seed: int) -> Question:
     prompt = np.concatenate([_ids("<bos>"), older, newer, question])
     newest_needed = 1 + int(ends[: len(needed)].max())
     return Question(task, tuple(prompt.tolist()), tuple(answer.tolist()), tokens - newest_needed)
+
+
+def conversation(task: Task, context: int, tokens: int, seed: int) -> tuple[Ids, Ids]:
+    """A context of so many tokens, and ``tokens`` tokens of questions on it with right answers.
+
+    A few questions are asked again and again, each time in another order; what they need lies
+    anywhere in the context. Same arguments, same tokens. Raises ValueError when ``context`` is out
+    of range.
+    """
+    if not MIN_CONTEXT <= context <= MAX_CONTEXT:
+        raise ValueError(f"a context has {MIN_CONTEXT} to {MAX_CONTEXT} tokens, not {context}")
+    rng = np.random.default_rng([seed, context, TASKS.index(task), 1])
+    facts = _MAKERS[task](rng, context)
+    body, _ = _scatter(rng, [needle for fact in facts for needle in fact[0]], context - 1)
+    turns = [np.concatenate([question, answer]) for _, question, answer in facts[:_ASKED]]
+    asked: list[Ids] = []
+    while sum(map(len, asked)) < tokens:
+        asked += [turns[i] for i in rng.permutation(len(turns))]
+    return np.concatenate([_ids("<bos>"), body]), np.concatenate(asked)[:tokens]
 
 
 def _ids(*symbols: str) -> Ids:
@@ -154,51 +178,57 @@ def _scatter(rng: np.random.Generator, needles: Sequence[Ids], tokens: int) -> t
     return np.concatenate([*pieces, fill[cut:]]), ends
 
 
-_Parts = tuple[list[Ids], list[Ids], Ids, Ids]
-"""Needles that the answer needs, other needles, question, answer."""
+_Fact = tuple[list[Ids], Ids, Ids]
+"""Needles that the answer needs, question, answer."""
 
 
-def _lookup(rng: np.random.Generator, needles: int) -> _Parts:
+def _lookup(rng: np.random.Generator, needles: int) -> list[_Fact]:
     made = [(key, _words(rng, 4)) for key in _keys(rng, needles)]
-    statements = [_statement(key, "=", value) for key, value in made]
-    key, value = made[0]
-    question = np.concatenate([_ids("?"), key, _ids("=")])
-    return statements[:1], statements[1:], question, np.concatenate([value, _ids(";")])
+    return [
+        (
+            [_statement(key, "=", value)],
+            np.concatenate([_ids("?"), key, _ids("=")]),
+            np.concatenate([value, _ids(";")]),
+        )
+        for key, value in made
+    ]
 
 
-def _single(rng: np.random.Generator, tokens: int) -> _Parts:
+def _single(rng: np.random.Generator, tokens: int) -> list[_Fact]:
     """``? key =``: the only needle there is."""
     return _lookup(rng, 1)
 
 
-def _multikey(rng: np.random.Generator, tokens: int) -> _Parts:
+def _multikey(rng: np.random.Generator, tokens: int) -> list[_Fact]:
     """``? key =``: one needle of many."""
     return _lookup(rng, int(tokens * _NEEDLE_SHARE) // 8)
 
 
-def _chain(rng: np.random.Generator, tokens: int) -> _Parts:
+def _chain(rng: np.random.Generator, tokens: int) -> list[_Fact]:
     """``! key ->``: follow the pointers from key to key, then read the value."""
     keys = _keys(rng, _CHAINS * (_HOPS + 1)).reshape(_CHAINS, _HOPS + 1, 2)
-    chains: list[list[Ids]] = []
-    answers: list[Ids] = []
+    facts: list[_Fact] = []
     for links in keys:
         value = _words(rng, 2)
         hops = [_statement(a, "->", b) for a, b in itertools.pairwise(links)]
-        chains.append([*hops, _statement(links[-1], "=", value)])
         middle = [np.concatenate([_ids("->"), key]) for key in links[2:]]
-        answers.append(np.concatenate([links[1], *middle, _ids("="), value, _ids(";")]))
-    question = np.concatenate([_ids("!"), keys[0, 0], _ids("->")])
-    others = [needle for chain in chains[1:] for needle in chain]
-    return chains[0], [others[i] for i in rng.permutation(len(others))], question, answers[0]
+        answer = np.concatenate([links[1], *middle, _ids("="), value, _ids(";")])
+        question = np.concatenate([_ids("!"), links[0], _ids("->")])
+        facts.append(([*hops, _statement(links[-1], "=", value)], question, answer))
+    return facts
 
 
-def _copy(rng: np.random.Generator, tokens: int) -> _Parts:
+def _copy(rng: np.random.Generator, tokens: int) -> list[_Fact]:
     """``& word word``: continue the passage that begins so."""
     passages = [_words(rng, _PASSAGE_WORDS) for _ in range(_PASSAGES)]
-    bracketed = [np.concatenate([_ids("["), words, _ids("]")]) for words in passages]
-    question = np.concatenate([_ids("&"), passages[0][:2]])
-    answer = np.concatenate([passages[0][2:], _ids("]")])
-    return bracketed[:1], bracketed[1:], question, answer
+    return [
+        (
+            [np.concatenate([_ids("["), words, _ids("]")])],
+            np.concatenate([_ids("&"), words[:2]]),
+            np.concatenate([words[2:], _ids("]")]),
+        )
+        for words in passages
+    ]
 
 
 _MAKERS: Final = {"multikey": _multikey, "chain": _chain, "single": _single, "copy": _copy}

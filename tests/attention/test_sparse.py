@@ -29,15 +29,18 @@ from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.profiling.dense_oracle import dense_attention
+from vllm_ssdkv.sparse.context_clusters import ClusterOptions, ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import ChannelTier
+from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 __all__ = ["make_store"]
@@ -47,6 +50,9 @@ LAYERS, HEADS, QUERY_HEADS, HEAD_SIZE, PAGE, BLOCK = 2, 2, 4, 32, 16, 32
 LAYOUT = BlockLayout.unpadded(BLOCK, PAGE, HEADS, HEAD_SIZE, torch.float32)
 GEOMETRY = SlotGeometry("paged", LAYERS, HEADS, BLOCK // PAGE, 4096, summary_pages=1)
 CHANNELS = replace(GEOMETRY, channel_pages=2)
+SPREAD = with_summaries(
+    replace(GEOMETRY, summary_pages=0), PAGE, channels=False, record="spread_with_values"
+)
 SCALED = replace(GEOMETRY, channel_pages=1, scaled_from=4)
 """All of a layer's K in one page."""
 SCALE = HEAD_SIZE**-0.5
@@ -87,6 +93,7 @@ class Rows:
         kept: SelectionReuse | None = None,
         later: int = 0,
         sinks: torch.Tensor | None = None,
+        clusters: ContextClusters | None = None,
     ) -> tuple[torch.Tensor, SparseDecode]:
         """Output of a layer for the rows' last tokens, or so many (of zeros) ``later``; by bounds
         unless told otherwise, or by a selector of each row."""
@@ -118,6 +125,7 @@ class Rows:
             deviation,
             guesses,
             kept,
+            clusters,
         )
         clock = AttentionClock()
         clock.start()
@@ -340,6 +348,45 @@ def test_what_is_kept_does_not_depend_on_where_pages_are(make_rows: Callable[...
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("geometry", [GEOMETRY, CHANNELS])
+def test_clusters_do_not_depend_on_where_pages_are(
+    make_rows: Callable[..., Rows], geometry: SlotGeometry
+) -> None:
+    """Nor on what is read ahead. They do come from the prompt's queries, and change the choice."""
+    outs: list[list[torch.Tensor]] = []
+    for turn in range(4):
+        rows, guesses = make_rows(geometry=geometry), Prefetcher() if turn == 1 else None
+        budget = Budget(share=0.6)
+        scorer = sparf(budget, 8, "page")
+        by = BoundsSelector(budget, PAGE, CpuScoringKernels()) if geometry is GEOMETRY else scorer
+        selector = SwarmSelector(by, budget, PAGE, CpuScoringKernels())
+        clusters = ContextClusters(LAYERS, HEADS, ClusterOptions(0.7, 8, "jaccard", 1))
+        made: list[torch.Tensor] = []
+        for step in range(3):
+            if turn:
+                away(rows)
+            chosen = choose(rows)
+            for layer in range(LAYERS):
+                queries = queries_of(layer) + 0.1 * queries_of(10 + step)
+                if step == 0 and turn < 3:
+                    for row in range(len(LENGTHS)):
+                        prompt = torch.stack([queries_of(row + 50 * i)[row] for i in range(64)])
+                        clusters.note_prompt(layer, str(row), prompt)
+                out, decode = rows.attend(
+                    chosen, budget, layer, queries, selector, guesses=guesses, clusters=clusters
+                )
+                made.append(out)
+                assert 0 < decode.counts.selected <= 0.6 * decode.counts.context
+            assert chosen.poisoned == set()
+            chosen.close()
+        totals = clusters.totals
+        assert (totals.clusters < totals.pages) == (turn < 3)
+        outs.append(made)
+    for others in outs[1:3]:
+        assert all(map(torch.equal, outs[0], others))
+    assert not all(map(torch.equal, outs[0], outs[3]))
+
+
 def test_what_comes_next_is_read_where_devices_are_idle(make_rows: Callable[..., Rows]) -> None:
     class Nothing(SelectionHistory):
         def recall(self, *_: object) -> None:
@@ -541,12 +588,44 @@ def test_sparf_with_all_channels_and_tokens_is_dense(
     chosen.close()
 
 
-def test_next_to_a_large_sink_the_mean_counts_for_nothing(make_rows: Callable[..., Rows]) -> None:
-    rows, budget = make_rows(geometry=CHANNELS), Budget(share=0.4)
+def spread(budget: Budget) -> SpreadSelector:
+    return SpreadSelector(budget, 0, CpuScoringKernels(), estimate_rest=True)
+
+
+def test_by_mean_and_variance_the_rest_counts_as_the_mean(
+    make_rows: Callable[..., Rows],
+) -> None:
+    """Of queries that look everywhere alike, which take the first pages."""
+    rows, budget = make_rows(geometry=SPREAD), Budget(share=0.5)
+    queries = torch.zeros(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
+    for turn in range(2):  # from frames, from devices
+        if turn:
+            away(rows)
+        chosen = choose(rows)
+        for layer in range(LAYERS):
+            out, _ = rows.attend(chosen, budget, layer, queries, spread(budget))
+            for row, length in enumerate(LENGTHS):
+                value = rows.values[row][layer, :length].double()
+                context = len(rows.contexts()[row]) * BLOCK
+                left = budget.context_tokens(np.array([context]), np.array([length - context]))
+                read = torch.cat([value[: int(left[0]) // PAGE * PAGE], value[context:]])
+                assert 0 < len(read) < length
+                alpha = len(read) / length
+                want = alpha * read.mean(0) + (1 - alpha) * value.mean(0)
+                want = want.repeat_interleave(QUERY_HEADS // HEADS, 0)
+                torch.testing.assert_close(out[row].double(), want, atol=1e-5, rtol=1e-5)
+        chosen.close()
+
+
+@pytest.mark.parametrize("geometry", [CHANNELS, SPREAD], ids=["channels", "spread"])
+def test_next_to_a_large_sink_the_mean_counts_for_nothing(
+    make_rows: Callable[..., Rows], geometry: SlotGeometry
+) -> None:
+    rows, budget = make_rows(geometry=geometry), Budget(share=0.4)
     chosen = choose(rows)
     for sink, least, most in ((-1e4, 0.05, 9.0), (60.0, 0.0, 1e-5)):
         sinks = torch.full((QUERY_HEADS,), sink)
-        selector = sparf(budget, 8, "page")
+        selector: Selector = sparf(budget, 8, "page") if geometry is CHANNELS else spread(budget)
         out, _ = rows.attend(chosen, budget, 0, queries_of(0), selector, sinks=sinks)
         assert least <= float(out.abs().max()) <= most
     chosen.close()

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.floor": ({"sparse": {"floor": 0.1}}, BOUNDS),
     "sparse.exact_below": ({"sparse": {"exact_below": 0}}, BOUNDS),
     "sparse.sink_tokens": ({"sparse": {"sink_tokens": 4}}, BOUNDS),
+    "sparse.token_order": ({"sparse": {"token_order": "keys"}}, BOUNDS),
     "sparse.dense_layers": ({"sparse": {"dense_layers": 1}}, BOUNDS),
     "sparse.reuse_steps": ({"sparse": {"reuse_steps": 2}}, BOUNDS),
     "sparse.reuse_similarity": (
@@ -66,11 +67,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.prefetch": ({"sparse": {"prefetch": False}}, BOUNDS),
     "sparse.summaries": ({"sparse": {"summaries": "64M"}}, BOUNDS),
     "sparse.scorer": ({"sparse": {"scorer": "bounds"}}, {**PAGE, "selector": "adaptive"}),
+    "sparse.estimate_rest": (
+        {"sparse": {"estimate_rest": True}},
+        {**PAGE, "selector": "spread"},
+    ),
     "sparse.channels": ({"sparse": {"channels": 4}}, SPARF),
     "sparse.channel_dtype": ({"sparse": {"channel_dtype": "int8"}}, SPARF),
     "sparse.channel_group": ({"sparse": {"channel_group": 2}}, SPARF),
     "sparse.channel_pages": ({"sparse": {"channel_pages": "ssd"}}, SPARF),
     "sparse.granularity": ({"sparse": {"granularity": "token"}}, SPARF),
+    "sparse.cluster_threshold": ({"sparse": {"cluster_threshold": 0.4}}, BOUNDS),
+    "sparse.cluster_size": ({"sparse": {"cluster_size": 4}}, BOUNDS),
+    "sparse.cluster_score": ({"sparse": {"cluster_score": "medoid"}}, BOUNDS),
+    "sparse.cluster_affinity": ({"sparse": {"cluster_affinity": "conditional"}}, BOUNDS),
     "io.staging": ({"io": {"staging": "64M"}}, {"encryption": {"key_env": "KEY"}}),
     "io.faults[].seconds": (
         {"io": {"faults": [{"kind": "eio", "seconds": 3}]}},
@@ -110,8 +119,8 @@ def test_each_line_says_what_would_give_an_effect() -> None:
     config = SSDKVConfig.from_extra_config({"sparse": {"budget": 0.25}, "page_tokens": 32})
     assert [str(vain) for vain in without_effect(config)] == [
         'page_tokens has no effect unless mode is "page"',
-        'sparse.budget has no effect unless mode is "page" and selector "bounds", "sparf", '
-        '"adaptive" or "window"',
+        'sparse.budget has no effect unless mode is "page" and selector "bounds", "spread", '
+        '"sparf", "adaptive", "swarm" or "window"',
     ]
 
 

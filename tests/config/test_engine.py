@@ -269,7 +269,7 @@ def test_options_and_engine_know_the_same_names() -> None:
         ({"page_tokens": 8}, "page_tokens: got 8; not a power of two"),
         (
             {"selector": "sparq"},
-            'selector: got "sparq"; allowed: "exact" or "bounds" or "sparf" or',
+            'selector: got "sparq"; allowed: "exact" or "bounds" or "spread" or',
         ),
         (
             {"sparse": {"floor": 0.5}},

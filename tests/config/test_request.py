@@ -43,10 +43,12 @@ def test_what_a_request_chooses_goes_before_the_options() -> None:
     ("selector", "sparse", "wanted"),
     [
         ("exact", {}, {"exact"}),
-        ("bounds", {}, {"exact", "bounds", "adaptive", "window"}),
-        ("window", {}, {"exact", "bounds", "adaptive", "window"}),
-        ("sparf", {}, {"exact", "sparf", "adaptive", "window"}),
-        ("adaptive", {"scorer": "sparf"}, {"exact", "sparf", "adaptive", "window"}),
+        ("bounds", {}, {"exact", "bounds", "adaptive", "swarm", "window"}),
+        ("window", {}, {"exact", "bounds", "adaptive", "swarm", "window"}),
+        ("spread", {}, {"exact", "spread", "adaptive", "swarm", "window"}),
+        ("adaptive", {"scorer": "spread"}, {"exact", "spread", "adaptive", "swarm", "window"}),
+        ("sparf", {}, {"exact", "sparf", "adaptive", "swarm", "window"}),
+        ("adaptive", {"scorer": "sparf"}, {"exact", "sparf", "adaptive", "swarm", "window"}),
     ],
 )
 def test_selectors_that_a_store_can_serve(
@@ -54,11 +56,11 @@ def test_selectors_that_a_store_can_serve(
 ) -> None:
     options = config(selector, **sparse)
     assert set(servable(options)) == wanted
-    for name in ("exact", "bounds", "sparf", "adaptive", "window"):
+    for name in ("exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window"):
         if name in wanted:
             applied = RequestOptions.of({"selector": name}, options).applied(options)
             assert applied.selector == name
-            assert name in {"exact", "window"} or applied.scores_channels == options.scores_channels
+            assert name in {"exact", "window"} or applied.scorer == options.scorer
         else:
             with pytest.raises(ConfigError, match=f'"{name}" is not what .* possible here: exact'):
                 RequestOptions.of({"selector": name}, options)

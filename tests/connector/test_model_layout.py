@@ -53,6 +53,7 @@ def layout(made: SSDKVConfig, block: int = 128, dtype: torch.dtype = torch.float
         ("adaptive", torch.bfloat16, "int8", (1, 4, 2)),
         ("sparf", torch.float32, "int8", (1, 2, 4)),
         ("bounds", torch.float16, "int8", (3, 0, 0)),
+        ("spread", torch.float16, "int8", (3, 0, 0)),
         ("exact", torch.float16, "int8", (0, 0, 0)),
     ],
 )
@@ -61,11 +62,17 @@ def test_slots_hold_channels_as_the_options_say(
 ) -> None:
     shape = layout(config(selector, channel_dtype=kept), dtype=dtype).geometry
     assert (shape.summary_pages, shape.channel_pages, shape.scaled_from) == pages
+    assert shape.record == ("spread" if selector == "spread" else "bounds")
 
 
-def test_a_store_of_one_type_of_channels_is_not_one_of_the_other() -> None:
+def test_a_store_of_one_kind_of_summaries_is_not_one_of_the_other() -> None:
     names = {}
-    for selector, kept in (("sparf", "as_k"), ("sparf", "int8"), ("bounds", "as_k")):
+    for selector, kept in (
+        ("sparf", "as_k"),
+        ("sparf", "int8"),
+        ("bounds", "as_k"),
+        ("spread", "as_k"),
+    ):
         made = config(selector, channel_dtype=kept)
         found = fingerprint(made, ENGINE, layout(made), caches(128, torch.float16))
         names[selector, kept] = found.fields.get("summaries")
@@ -73,7 +80,13 @@ def test_a_store_of_one_type_of_channels_is_not_one_of_the_other() -> None:
         ("sparf", "as_k"): "channels",
         ("sparf", "int8"): "int8 channels",
         ("bounds", "as_k"): None,
+        ("spread", "as_k"): "spread",
     }
+    made = config("spread", estimate_rest=True)
+    shape = layout(made)
+    assert shape.geometry.record == "spread_with_values"
+    found = fingerprint(made, ENGINE, shape, caches(128, torch.float16))
+    assert found.fields["summaries"] == "spread, sums of V"
 
 
 def draft(method: str, *, kv: bool) -> Any:  # noqa: ANN401 - of vLLM

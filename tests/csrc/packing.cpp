@@ -42,6 +42,7 @@ struct Packed {
   float scale(int64_t layer, int64_t block, int64_t head, int64_t d) const;
   void check_pages(int64_t layer, int64_t block, int64_t head) const;
   void check_bounds(int64_t layer, int64_t block, int64_t head) const;
+  void check_spread(int64_t layer, int64_t block, int64_t head) const;
   void check_channels(int64_t layer, int64_t block, int64_t head) const;
   void check_all() const;
 };
@@ -60,11 +61,13 @@ Packed::Packed(Random& random, int64_t most_blocks) {
   packing.layers = 1 + static_cast<int64_t>(random(3));
   packing.blocks = 1 + static_cast<int64_t>(random(at(most_blocks)));
   packing.page_bytes = payload + static_cast<int64_t>(random(2)) * 96;
-  const uint64_t kind = random(3);
+  const uint64_t kind = random(4);  // bounds, channels, channels in int8, spread
   packing.scaled = kind == 2;
+  packing.record = kind == 3 ? attention::PageRecord::kSpread : attention::PageRecord::kBounds;
   const int64_t channel_bytes = heads * size * groups * page_tokens * (packing.scaled ? 1 : item);
-  packing.channel_pages = kind == 0 ? 0 : (channel_bytes + payload - 1) / payload;
-  const int64_t records = packing.layers * heads * (kind == 0 ? groups : (packing.scaled ? 2 : 1));
+  const bool of_pages = kind == 0 || kind == 3;
+  packing.channel_pages = of_pages ? 0 : (channel_bytes + payload - 1) / payload;
+  const int64_t records = packing.layers * heads * (of_pages ? groups : (packing.scaled ? 2 : 1));
   packing.summary_pages = (records + page_tokens - 1) / page_tokens;
   for (int64_t i = 0; i < packing.layers * packing.blocks; ++i) {
     Bytes& block = blocks.emplace_back(bytes_of(heads * groups * payload));
@@ -136,6 +139,28 @@ void Packed::check_bounds(int64_t layer, int64_t block, int64_t head) const {
   }
 }
 
+void Packed::check_spread(int64_t layer, int64_t block, int64_t head) const {
+  const attention::PageLayout& l = packing.layout;
+  const double step = item == 4 ? 1e-5 : 0x1p-8;
+  for (int64_t g = 0; g < groups; ++g) {
+    const std::byte* spread = byte(block, 0, ((layer * l.kv_heads + head) * groups + g) * record);
+    for (int64_t d = 0; d < l.head_size; ++d) {
+      double sum = 0, squares = 0;
+      for (int64_t t = g * l.page_tokens; t < (g + 1) * l.page_tokens; ++t) {
+        const double key{number(entry(layer, block, head, t, false) + d * item)};
+        sum += key;
+        squares += key * key;
+      }
+      const double mean = sum / static_cast<double>(l.page_tokens);
+      const double variance = squares / static_cast<double>(l.page_tokens) - mean * mean;
+      const double got{number(spread + d * item)};
+      const double apart{number(spread + (l.head_size + d) * item)};
+      check(std::abs(got - mean) <= step * std::abs(mean) + 1e-5, "the mean of a page");
+      check(std::abs(apart - variance) <= step * variance + 1e-5, "the variance of a page");
+    }
+  }
+}
+
 void Packed::check_channels(int64_t layer, int64_t block, int64_t head) const {
   const attention::PageLayout& l = packing.layout;
   const int64_t page = packing.summary_pages + layer * packing.channel_pages;
@@ -166,7 +191,9 @@ void Packed::check_all() const {
     for (int64_t block = 0; block < packing.blocks; ++block) {
       for (int64_t head = 0; head < packing.layout.kv_heads; ++head) {
         check_pages(layer, block, head);
-        if (packing.channel_pages == 0) {
+        if (packing.record == attention::PageRecord::kSpread) {
+          check_spread(layer, block, head);
+        } else if (packing.channel_pages == 0) {
           check_bounds(layer, block, head);
         } else {
           check_channels(layer, block, head);

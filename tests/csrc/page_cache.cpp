@@ -1,4 +1,4 @@
-// The tables of single pages and both orders of eviction, under sanitizers; what they answer is
+// The tables of single pages and all orders of eviction, under sanitizers; what they answer is
 // compared with a model in tests/store/cache/test_selected_pages.py.
 #include "cache/page_cache.hpp"
 
@@ -141,6 +141,7 @@ void locate_pages() {
 Tests page_cache_tests() {
   return {{"page_cache.recent", [] { use_cache(PagePolicy::kRecent); }},
           {"page_cache.frequent", [] { use_cache(PagePolicy::kFrequent); }},
+          {"page_cache.decayed", [] { use_cache(PagePolicy::kDecayed); }},
           {"page_cache.nonsense", refuse_nonsense},
           {"page_cache.locate", locate_pages}};
 }

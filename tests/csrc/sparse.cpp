@@ -32,8 +32,8 @@ struct Rows {
   int64_t rows = 0;
   int64_t item = 0;
   int64_t channel_item = 0;
-  std::vector<Bytes> blocks, bounds, channels, scales, sums;
-  std::vector<uint64_t> base, bounds_base, channel_base, scale_base, sum_base;
+  std::vector<Bytes> blocks, bounds, spreads, channels, scales, sums;
+  std::vector<uint64_t> base, bounds_base, spread_base, channel_base, scale_base, sum_base;
   std::vector<int32_t> begin, end, window_begin, window_end, window_tokens;
   std::vector<uint64_t> window;
   std::vector<Bytes> window_blocks;
@@ -70,6 +70,8 @@ Rows::Rows(Random& random, int64_t most_blocks) {
       base.push_back(address(blocks.emplace_back(block(random))));
       bounds_base.push_back(
           address(bounds.emplace_back(bytes_of(kv_heads * groups * 2 * size * item))));
+      spread_base.push_back(
+          address(spreads.emplace_back(bytes_of(kv_heads * groups * 2 * size * item))));
       channel_base.push_back(
           address(channels.emplace_back(bytes_of(kv_heads * size * block_tokens * channel_item))));
       // No byte behind the last head's.
@@ -122,14 +124,27 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   const attention::PageLayout& l = r.layout;
   const int64_t group = r.query_heads / l.kv_heads;
   const int64_t pages_of_block = l.block_tokens / l.page_tokens;
-  attention::summarize_blocks({l, r.base.data(), r.bounds_base.data(), r.channel_base.data(),
-                               r.scaled() ? r.scale_base.data() : nullptr, r.sum_base.data()},
-                              static_cast<int64_t>(r.base.size()), threads);
+  attention::summarize_blocks(
+      {l, r.base.data(), r.bounds_base.data(), r.spread_base.data(), r.channel_base.data(),
+       r.scaled() ? r.scale_base.data() : nullptr, r.sum_base.data()},
+      static_cast<int64_t>(r.base.size()), threads);
 
   std::vector<float> bounds(at(r.first_page.back() * r.query_heads));
-  attention::score_bounds({l, r.query_heads, r.query.data(), 0.125F, r.begin.data(),
-                           r.bounds_base.data(), r.first_page.data(), bounds.data()},
-                          r.rows, threads);
+  std::vector<float> spread(bounds.size());
+  attention::PageScoring scoring{l,
+                                 attention::PageRecord::kBounds,
+                                 r.query_heads,
+                                 r.query.data(),
+                                 0.125F,
+                                 r.begin.data(),
+                                 r.bounds_base.data(),
+                                 r.first_page.data(),
+                                 bounds.data()};
+  attention::score_pages(scoring, r.rows, threads);
+  scoring.kind = attention::PageRecord::kSpread;
+  scoring.records = r.spread_base.data();
+  scoring.logits = spread.data();
+  attention::score_pages(scoring, r.rows, threads);
 
   // All channels: the logits are exact, up to the order of their sums.
   const int64_t count = l.head_size;
@@ -152,6 +167,7 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
       const float* q = r.query.data() + (row * r.query_heads + head) * l.head_size;
       double magnitude = 0;
       for (int64_t d = 0; d < l.head_size; ++d) magnitude += std::abs(double{q[d]});
+      double of_page = 0;
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t context = pages * l.page_tokens;
         const int64_t place = t < context ? t : t - context;
@@ -172,6 +188,14 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
         const float bound =
             bounds[at(r.first_page[at(row)] * r.query_heads + head * pages + t / l.page_tokens)];
         check(double{bound} >= want - 1e-3, "a bound");
+        of_page = (t % l.page_tokens == 0 ? 0 : of_page) + want;
+        if ((t + 1) % l.page_tokens != 0) continue;
+        const float logit =
+            spread[at(r.first_page[at(row)] * r.query_heads + head * pages + t / l.page_tokens)];
+        // The variance adds to the mean logit; records in 16 bit are rounded.
+        const double rounding = 1e-3 + (r.item == 4 ? 0 : 0.125 * magnitude / 128);
+        check(double{logit} >= of_page / static_cast<double>(l.page_tokens) - rounding,
+              "a logit from mean and variance");
       }
     }
   }
@@ -180,7 +204,7 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   std::vector<float> window_mass(at(r.rows * l.kv_heads)), lse(at(r.rows * r.query_heads));
   attention::weigh_columns(
       {l.kv_heads, r.query_heads, r.first_page.data(), bounds.data(),
-       static_cast<float>(l.page_tokens), nullptr, weights.data(), window_mass.data()},
+       static_cast<float>(l.page_tokens), nullptr, weights.data(), window_mass.data(), lse.data()},
       r.rows, threads);
   attention::score_tokens(
       {l.kv_heads, r.query_heads, l.page_tokens, r.first_token.data(), logits.data(),

@@ -33,6 +33,7 @@ LOSSLESS: dict[str, dict[str, object]] = {
     "sparf": {"budget": 1},
     "adaptive": {"selector": "adaptive", "budget": 1},
     "window": {"selector": "window", "budget": 1},
+    "swarm": {"selector": "swarm", "budget": 1},
     "exact": {"selector": "exact"},
     "refused": {"selector": "bounds"},
 }
@@ -40,9 +41,12 @@ LOSSY: dict[str, dict[str, object] | None] = {
     "eighth": None,
     "tokens": {"budget_tokens": 200},
     "little window": {"selector": "window", "budget": 0.25},
+    "clusters": {"selector": "swarm"},
 }
 ASKED = {**LOSSLESS, **LOSSY}
-PROMPTS = dict(zip(ASKED, prompts((1500, 1100, 700, 900, 400, 1300, 1000, 600), 31), strict=True))
+PROMPTS = dict(
+    zip(ASKED, prompts((1500, 1100, 700, 500, 900, 400, 1300, 1000, 600, 800), 31), strict=True)
+)
 SPARSE = [name for name in ASKED if name not in {"exact", "refused"}]
 OPTIONS: dict[str, object] = {
     "selector": "sparf",
@@ -129,7 +133,7 @@ class Mixed(Bench):
         assert self.scheduler.remembers() == {}
         assert len(self.scheduler.asked) == 0
         worker = self.worker
-        assert len(worker._choices.means) == 0
+        assert len(worker._choices.means) == len(worker._choices.clusters) == 0
         assert worker.store._contexts == {}
         # What was read ahead for a step that never came.
         until(lambda: worker.store._fetcher.on_the_way() == 0, "the end of what is read ahead")
@@ -165,10 +169,12 @@ def mixed(
 
 def test_each_gets_what_it_gets_alone(mixed: Mixed) -> None:
     alone: dict[str, tuple[int, ...]] = {}
+    # Clusters come from the queries that are computed: all of the prompt's, or those behind a hit.
+    mixed.run(["clusters"])
     for name in LOSSY:
         alone |= mixed.run([name])
     before = mixed.count("sparse_selections")
-    assert before == len(LOSSY) * LISTS * (MAX_TOKENS - 1)
+    assert before == (len(LOSSY) + 1) * LISTS * (MAX_TOKENS - 1)
     together = mixed.run()
     assert {name: together[name] for name in LOSSY} == alone
     # They do choose, and not the same: no answer is that of exact attention by chance.

@@ -31,7 +31,7 @@ from vllm_ssdkv.base.errors import ConfigError, StoreFailedError, UnsupportedErr
 from vllm_ssdkv.store.cache.frames import FrameState
 
 ACTIONS = 50
-SELECTORS = ("exact", "bounds", "sparf", "adaptive", "window")
+SELECTORS = ("exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window")
 Devices = Callable[..., list[dict[str, Any]]]
 
 
@@ -43,14 +43,17 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
         "exact_below": source.choice([0, 500]),
         "dense_layers": source.choice([0, 0, 1, 4]),
         "reuse_steps": source.choice([1, 1, 3]),
-        "page_policy": source.choice(["lru", "frequency"]),
+        "page_policy": source.choice(["lru", "frequency", "decay"]),
         "prefetch": source.choice([True, False]),
         "sink_tokens": source.choice([0, 16, 100]),
     }
     if source.random() < 0.3:
         options["hbm_pages"] = source.choice(["1MiB", "8MiB"])
-    if selector == "adaptive":
-        options["scorer"] = source.choice(["bounds", "sparf"])
+    if selector == "swarm":
+        options["cluster_score"] = source.choice(["members", "medoid"])
+        options["cluster_size"] = source.choice([1, 8])
+    if selector in {"adaptive", "swarm"}:
+        options["scorer"] = source.choice(["bounds", "spread", "sparf"])
     if selector == "sparf" or options.get("scorer") == "sparf":
         options["channel_pages"] = source.choice(["dram", "ssd", "hbm"])
         options["channel_dtype"] = source.choice(["as_k", "int8"])

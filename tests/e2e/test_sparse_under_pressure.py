@@ -42,6 +42,7 @@ EARLY: dict[str, dict[str, object]] = {
 LATE: dict[str, dict[str, object]] = {
     "b adaptive": {"selector": "adaptive", "budget": 1},
     "b window": {"selector": "window", "budget": 1},
+    "b swarm": {"selector": "swarm", "budget": 1},
     "b exact": {"selector": "exact"},
     "b share": {"budget": 0.75},
 }
@@ -49,12 +50,15 @@ LONG: dict[str, dict[str, object] | None] = {
     "c lossless": {"budget": 1},
     "c eighth": None,
     "c adaptive": {"selector": "adaptive", "budget": 0.25},
+    "c swarm": {"selector": "swarm", "budget": 0.25},
     "c exact": {"selector": "exact"},
 }
 ASKED = {**EARLY, **LATE, **LONG}
-LENGTHS = (40, 57, 33, 48, 20, 60, 44, 31, 1500, 1300, 1100, 700)
+LENGTHS = (40, 57, 33, 48, 20, 60, 52, 44, 31, 1500, 1300, 1100, 900, 700)
 PROMPTS = dict(zip(ASKED, prompts(LENGTHS, 37), strict=True))
-LOSSLESS = [n for n in ASKED if not n.endswith(("budget", "share", "eighth", "c adaptive"))]
+LOSSLESS = [
+    n for n in ASKED if not n.endswith(("budget", "share", "eighth", "adaptive", "c swarm"))
+]
 URGENCY = {name: -number for number, name in enumerate(ASKED)}
 """The later, the more urgent: vLLM takes back what it has scheduled already in the same step."""
 LOSSY = [name for name in (*EARLY, *LATE) if name not in LOSSLESS]
@@ -73,6 +77,7 @@ class Pressed(Mixed):
             "channel_pages": "ssd",
             "page_cache": "16MiB",
             "summaries": "1MiB",
+            "token_order": "keys",
         }
         self.engine = Engine(
             self.model,

@@ -26,7 +26,13 @@ def data_files(devices: list[dict[str, str]]) -> set[tuple[str, str]]:
     }
 
 
-EVERYTHING = {"budget": 1.0, "exact_below": 0, "channels": 1024, "summaries": "12MiB"}
+EVERYTHING = {
+    "budget": 1.0,
+    "exact_below": 0,
+    "channels": 1024,
+    "summaries": "12MiB",
+    "token_order": "coactivation",
+}
 """With all channels and all pages SparF is exact attention."""
 
 
@@ -95,7 +101,13 @@ def test_two_ranks_that_choose(
         window=64,
         dram="36MiB",
         selector="sparf",
-        sparse={"mass": 1, "exact_below": 0, "page_cache": "1MiB", "summaries": "8MiB"},
+        sparse={
+            "mass": 1,
+            "exact_below": 0,
+            "page_cache": "1MiB",
+            "summaries": "8MiB",
+            "token_order": "keys",
+        },
         io={"staging": "4MiB", "fault_file": str(control)},
     )
     with Engine(

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.test_dense import ISAS, using
-from tests.oracles.sparse_attention import page_bounds, scaled_channels
+from tests.oracles.sparse_attention import page_bounds, page_spread, scaled_channels
+from tests.oracles.token_order import spread_within, token_order
 from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
+from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -41,15 +43,16 @@ class Problem:
     def of(
         layout: BlockLayout, kind: str, layers: int = 1, blocks: int = 1, seed: int = 0
     ) -> Problem:
-        """``kind`` is what summaries are: bounds, channels or int8."""
+        """``kind`` is what summaries are: a record of pages, channels or int8."""
         pages = SlotGeometry(
             "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
         )
         geometry = with_summaries(
             pages,
             layout.page_tokens,
-            channels=kind != "bounds",
+            channels=kind in ("channels", "int8"),
             scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
+            record="bounds" if kind in ("channels", "int8") else kind,  # type: ignore[arg-type]
         )
         return Problem(layout, geometry, blocks, seed)
 
@@ -95,6 +98,27 @@ class Problem:
         kernels.make_tails(addresses(frames), addresses(tails), padded, self.geometry)
         return tails
 
+    def check(self, got: Bytes, wanted: Bytes) -> None:
+        """Compare slots or tails byte by byte; mean and variance may be rounded the other way."""
+        if self.geometry.record == "bounds":
+            np.testing.assert_array_equal(got, wanted)
+            return
+        dtype, tail = self.layout.dtype, self.geometry.tail_bytes
+        np.testing.assert_array_equal(got[:, :-tail], wanted[:, :-tail])
+        mine, theirs = (
+            np.ascontiguousarray(part[:, -tail:]).reshape(-1, self.geometry.page_bytes)
+            for part in (got, wanted)
+        )
+        payload = self.geometry.payload_bytes
+        np.testing.assert_array_equal(mine[:, payload:], theirs[:, payload:])
+        numbers = (
+            torch.from_numpy(np.ascontiguousarray(part[:, :payload])).view(dtype)
+            for part in (mine, theirs)
+        )
+        step = max(torch.finfo(dtype).eps, 1e-5)
+        # Sums of V are float32, whose bits are compared as if they were numbers of K.
+        torch.testing.assert_close(*numbers, rtol=step, atol=1e-6, equal_nan=True)
+
     def _memory(self, nbytes: int) -> Bytes:
         return np.full((self.blocks, nbytes), FILL, np.uint8)
 
@@ -111,8 +135,11 @@ class Problem:
                 first = geometry.first_page(layer)
                 self._write(slot, first, pages, geometry.pages_per_layer, padding=0)
                 if not geometry.channel_pages:
-                    low, high = page_bounds(key, layout.page_tokens)
-                    records.append(torch.stack([low, high], 1).permute(2, 0, 1, 3))
+                    of = page_bounds if geometry.record == "bounds" else page_spread
+                    made = torch.stack(of(key, layout.page_tokens), 1)
+                    records.append(made.permute(2, 0, 1, 3))
+                    if geometry.record == "spread_with_values":
+                        records.append(self._record(_sum_in_order(value)))
                     continue
                 channels = key.permute(1, 2, 0)
                 records.append(self._record(_sum_in_order(value)))
@@ -166,7 +193,7 @@ def problems(draw: st.DrawFn, most_blocks: int = 3) -> Problem:
         draw(st.sampled_from([8, 16, 40, 64, 80, 128, 136])),
         draw(st.sampled_from(DTYPES)),
     )
-    kind = draw(st.sampled_from(["bounds", "channels", "int8"]))
+    kind = draw(st.sampled_from(["bounds", "spread", "spread_with_values", "channels", "int8"]))
     layers, blocks = draw(st.integers(1, 3)), draw(st.integers(1, most_blocks))
     return Problem.of(layout, kind, layers, blocks, draw(st.integers(0, 999)))
 
@@ -177,19 +204,19 @@ def test_every_byte_is_the_oracles(problem: Problem) -> None:
     wanted = problem.wanted()
     for isa in ISAS:
         with using(isa):
-            np.testing.assert_array_equal(problem.packed(CpuPageKernels(2)), wanted)
+            problem.check(problem.packed(CpuPageKernels(2)), wanted)
             tails = wanted[:, problem.geometry.frame_bytes :]
-            np.testing.assert_array_equal(problem.made(CpuPageKernels(2)), tails)
+            problem.check(problem.made(CpuPageKernels(2)), tails)
 
 
-@pytest.mark.parametrize("kind", ["bounds", "channels", "int8"])
+@pytest.mark.parametrize("kind", ["bounds", "spread", "spread_with_values", "channels", "int8"])
 def test_pages_without_padding_on_many_threads(kind: str) -> None:
     """Of the size that models have, where channels go to their pages at once."""
     layout = BlockLayout.unpadded(64, 16, 4, 128, torch.bfloat16)
     problem = Problem.of(layout, kind, layers=3, blocks=4)
     assert problem.geometry.page_bytes == problem.geometry.payload_bytes
     for threads in (1, 3):
-        np.testing.assert_array_equal(problem.packed(CpuPageKernels(threads)), problem.wanted())
+        problem.check(problem.packed(CpuPageKernels(threads)), problem.wanted())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -232,10 +259,12 @@ def test_wrong_places_are_refused() -> None:
     with pytest.raises(ValueError, match="pages and tail differ in slots"):
         kernels.pack_summarized(caches, np.array([0, 1]), slots, two, layout, geometry)
 
-    def call(page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool) -> None:
-        places = page_bytes, summary_pages, channel_pages, scaled
+    def call(
+        page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool, spread: bool = False
+    ) -> None:
+        places = page_bytes, summary_pages, channel_pages, scaled, spread, False
         _kernels.pack_summarized(
-            slots, slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1
+            slots, slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1, None, None, None, 0
         )
 
     for places, message in (
@@ -243,6 +272,191 @@ def test_wrong_places_are_refused() -> None:
         ((512, 0, 1, True), "summary_pages"),
         ((512, 1, 1, False), "channel_pages"),
         ((512, 1, 0, True), "scales are of channels"),
+        ((512, 1, 1, True, True), "channels or spread, not both"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*places)
+
+
+def _ordered(
+    problem: Problem, kernels: CpuPageKernels, order: TokenOrder
+) -> tuple[torch.Tensor, Bytes, Bytes]:
+    """Tokens of the slots, [layers, blocks, heads, tokens, 2 * size], their frames and tails."""
+    _, caches, ids = problem.draw()
+    geometry, layout = problem.geometry, problem.layout
+    frames = np.full((problem.blocks, geometry.frame_bytes), FILL, np.uint8)
+    tails = np.full((problem.blocks, geometry.tail_bytes), FILL, np.uint8)
+    kernels.pack_summarized(
+        caches, ids, addresses(frames), addresses(tails), layout, geometry, order
+    )
+    pages = frames[:, geometry.header_bytes :].reshape(problem.blocks, -1, geometry.page_bytes)
+    numbers = torch.from_numpy(pages[..., : geometry.payload_bytes].copy()).view(layout.dtype)
+    shape = (problem.blocks, geometry.layers, layout.kv_heads, layout.groups, 2, layout.page_tokens)
+    tokens = numbers.view(*shape, layout.head_size).permute(1, 0, 2, 3, 5, 4, 6)
+    return tokens.reshape(*tokens.shape[:3], layout.block_tokens, -1), frames, tails
+
+
+def _sources(problem: Problem) -> torch.Tensor:
+    """The same in order of their positions."""
+    kv, _, _ = problem.draw()
+    return kv.permute(0, 1, 4, 3, 2, 5).flatten(4)
+
+
+@given(problem=problems(), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_alike_tokens_share_a_page(problem: Problem, seed: int) -> None:
+    """K and V of a token stay together, no token is lost, kept pages and other layers stay; what is
+    made of a block is made of its new order; and pages scatter no more than the oracle's."""
+    random = np.random.default_rng(seed)
+    layout = problem.layout
+    layers = random.integers(0, 2, problem.geometry.layers).astype(np.uint8)
+    kept = random.integers(0, layout.groups + 1, problem.blocks).astype(np.int32)
+    order, source = TokenOrder(layers, kept), _sources(problem)
+    for isa in ISAS:
+        with using(isa):
+            found, frames, tails = _ordered(problem, CpuPageKernels(1), order)
+            again, *_ = _ordered(problem, CpuPageKernels(3), order)
+            made = np.full_like(tails, FILL)
+            slots = layout.with_page_stride(problem.geometry.page_bytes)
+            CpuPageKernels(1).make_tails(
+                addresses(frames), addresses(made), slots, problem.geometry
+            )
+        assert torch.equal(found, again)
+        np.testing.assert_array_equal(made, tails)
+        assert torch.equal(found[layers == 0], source[layers == 0])
+        for block, pages in enumerate(kept.tolist()):
+            first = pages * layout.page_tokens
+            assert torch.equal(found[:, block, :, :first], source[:, block, :, :first])
+        assert torch.equal(_sorted(found), _sorted(source))
+        scatter = [_scatter(found, layout), 0.0]
+        for layer in range(len(layers)):
+            for block, pages in enumerate(kept.tolist()):
+                for tokens in source[layer, block].float():
+                    keys = tokens[:, : layout.head_size].double().numpy()
+                    place = np.arange(len(keys))
+                    if layers[layer]:
+                        place = token_order(keys, layout.page_tokens, pages)
+                    scatter[1] += spread_within(keys, place, layout.page_tokens)
+        assert scatter[0] <= 1.25 * scatter[1] + 1e-3
+
+
+def _sorted(tokens: torch.Tensor) -> torch.Tensor:
+    """Whole tokens in an order of their own, whatever order they have."""
+    flat = tokens.flatten(0, 2).double()
+    rows = [torch.tensor(sorted(map(tuple, head.tolist()))) for head in flat]
+    return torch.stack(rows)
+
+
+def _scatter(tokens: torch.Tensor, layout: BlockLayout) -> float:
+    key = tokens[..., : layout.head_size].flatten(0, 2).double()
+    pages = key.reshape(-1, layout.page_tokens, layout.head_size)
+    return float((pages - pages.mean(dim=1, keepdim=True)).square().sum())
+
+
+def test_clusters_of_keys_become_pages() -> None:
+    """Tokens of four kinds, in turns: each kind has its page, in the order of positions."""
+    layout = BlockLayout.unpadded(64, 16, 1, 32, torch.bfloat16)
+    geometry = Problem.of(layout, "bounds").geometry
+    kinds = torch.randn(4, 32, generator=torch.Generator().manual_seed(3)) * 10
+    key = kinds.repeat(16, 1)[:, None]
+    key += torch.linspace(0, 1, 64)[:, None, None] / 8
+    cache = torch.empty(1, layout.block_bytes, dtype=torch.uint8)
+    write_block(layout, cache[0], key.bfloat16(), key.bfloat16())
+    for isa in ISAS:
+        frame = np.zeros((1, geometry.frame_bytes), np.uint8)
+        tail = np.zeros((1, geometry.tail_bytes), np.uint8)
+        order = TokenOrder(np.ones(1, np.uint8), np.zeros(1, np.int32))
+        with using(isa):
+            CpuPageKernels(1).pack_summarized(
+                [cache.view(torch.bfloat16)],
+                np.array([0]),
+                addresses(frame),
+                addresses(tail),
+                layout,
+                geometry,
+                order,
+            )
+        pages = torch.from_numpy(frame[0, geometry.header_bytes :]).view(torch.bfloat16)
+        held = pages.view(4, -1)[:, : 2 * 16 * 32].reshape(4, 2, 16, 32)[:, 0].float()
+        wanted = {kind: key[kind::4, 0].bfloat16().float() for kind in range(4)}
+        owners = [
+            next(kind for kind, rows in wanted.items() if torch.equal(rows, page)) for page in held
+        ]
+        assert sorted(owners) == [0, 1, 2, 3]
+
+
+def test_features_decide_where_there_are_some() -> None:
+    """Of two blocks with the same K one goes by rows of its own: two halves, in turns."""
+    layout = BlockLayout.unpadded(32, 16, 2, 16, torch.float32)
+    problem = Problem.of(layout, "bounds", layers=2, blocks=2)
+    features = torch.zeros(2, 32, 16)
+    features[:, 1::2, 3] = 1
+    order = TokenOrder(np.ones(2, np.uint8), np.zeros(2, np.int32), {(1, 0): features})
+    for isa in ISAS:
+        with using(isa):
+            found, *_ = _ordered(problem, CpuPageKernels(1), order)
+            by_keys, *_ = _ordered(problem, CpuPageKernels(1), TokenOrder(order.layers, order.kept))
+        source = _sources(problem)[1, 0]
+        halves = torch.cat([source[:, ::2], source[:, 1::2]], 1)
+        swapped = torch.cat([source[:, 1::2], source[:, ::2]], 1)
+        assert torch.equal(found[1, 0], halves) or torch.equal(found[1, 0], swapped)
+        assert torch.equal(found[0], by_keys[0])
+        assert torch.equal(found[1, 1], by_keys[1, 1])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 3e38])
+def test_numbers_that_are_none_lose_no_token(broken: float) -> None:
+    layout = BlockLayout.unpadded(64, 16, 1, 16, torch.float32)
+    problem = Problem.of(layout, "bounds")
+    _, caches, _ = problem.draw()
+    for cache in caches:
+        cache.view(-1)[5::97] = broken
+    order = TokenOrder(np.ones(1, np.uint8), np.zeros(1, np.int32))
+    for isa in ISAS:
+        frame = np.zeros((1, problem.geometry.frame_bytes), np.uint8)
+        tail = np.zeros((1, problem.geometry.tail_bytes), np.uint8)
+        with using(isa):
+            CpuPageKernels(1).pack_summarized(
+                caches,
+                problem.draw()[2],
+                addresses(frame),
+                addresses(tail),
+                layout,
+                problem.geometry,
+                order,
+            )
+        block = caches[0][problem.draw()[2][0]]
+        pages = torch.from_numpy(frame[0, problem.geometry.header_bytes :].copy())
+        held = pages.view(torch.int32).view(4, -1)[:, : 2 * 16 * 16].reshape(4, 2, 256)
+        before = block.view(torch.int32).view(4, 2, 256)
+        for part in range(2):
+            assert torch.equal(
+                held[:, part].reshape(64, 16).unique(dim=0, return_counts=True)[1].sort().values,
+                before[:, part].reshape(64, 16).unique(dim=0, return_counts=True)[1].sort().values,
+            )
+            assert torch.equal(
+                held[:, part].reshape(64, 16).unique(dim=0),
+                before[:, part].reshape(64, 16).unique(dim=0),
+            )
+
+
+def test_a_wrong_order_is_refused() -> None:
+    layout = BlockLayout.unpadded(8, 4, 2, 16, torch.float32)
+    caches = [torch.zeros(2, layout.block_bytes // 4)]
+    geometry = Problem.of(layout, "bounds").geometry
+    kernels, slots = CpuPageKernels(1), np.array([4096], np.uint64)
+    one, none = np.ones(1, np.uint8), np.zeros(1, np.int32)
+
+    def call(order: TokenOrder) -> None:
+        kernels.pack_summarized(caches, np.array([0]), slots, slots, layout, geometry, order)
+
+    for order, message in (
+        (TokenOrder(np.ones(2, np.uint8), none), r"ordered must be \[layers\]"),
+        (TokenOrder(one, np.zeros(2, np.int32)), r"kept must be \[slots\]"),
+        (TokenOrder(one, none - 1), "kept must be pages of a block"),
+        (TokenOrder(one, none + 3), "kept must be pages of a block"),
+        (TokenOrder(one, none, {(0, 0): torch.zeros(2, 8, 8)}), "cannot be used"),
+        (TokenOrder(one, none, {(0, 0): torch.zeros(2, 8, 16).double()}), "cannot be used"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(order)

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_dense import ISAS, assert_near, using
-from tests.oracles.sparse_attention import attend_chosen, page_bounds, scaled_channels
+from tests.oracles.sparse_attention import (
+    attend_chosen,
+    page_bounds,
+    page_spread,
+    scaled_channels,
+)
 from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
@@ -136,6 +141,12 @@ def test_a_page_after_the_query_is_not_seen() -> None:
     assert_near((state.acc / state.l[..., None])[0], want, 1e-5)
 
 
+def assert_one_step(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Numbers that may have been rounded the other way."""
+    step = torch.finfo(want.dtype).eps
+    torch.testing.assert_close(got, want, rtol=max(step, 1e-5), atol=1e-6, equal_nan=True)
+
+
 @given(problem=contexts())
 @settings(max_examples=15, deadline=None)
 def test_summaries_are_exact(problem: Contexts) -> None:
@@ -151,6 +162,8 @@ def test_summaries_are_exact(problem: Contexts) -> None:
                     low, high = page_bounds(key, layout.page_tokens)
                     want = torch.stack([low, high], 1).permute(2, 0, 1, 3)
                     assert torch.equal(again.kept(0, index), want.flatten())
+                    spread = torch.stack(page_spread(key, layout.page_tokens), 1)
+                    assert_one_step(again.kept(2, index), spread.permute(2, 0, 1, 3).flatten())
                     assert torch.equal(again.kept(1, index), key.permute(1, 2, 0).flatten())
                     assert_near(again.value_sum[index], value.double().sum(0), 1e-5)
                     index += 1
@@ -228,6 +241,53 @@ def test_broken_keys_show_in_bounds(dtype: torch.dtype) -> None:
                     bounds=np.array([bounds.data_ptr()], np.uint64),
                 )
                 assert bounds.isnan().tolist() == [[d == 3 for d in range(8)]] * 2
+
+
+def spread_of(key: torch.Tensor) -> torch.Tensor:
+    """Mean and variance ``[2, d]`` of one page of one head."""
+    tokens, size = key.shape
+    page = torch.stack([key, torch.full_like(key, torch.nan)]).contiguous()
+    spread = torch.full((2, size), -1.0, dtype=key.dtype)
+    CpuPageKernels(1).summarize(
+        np.array([page.data_ptr()], np.uint64),
+        BlockLayout.unpadded(tokens, tokens, 1, size, key.dtype),
+        spread=np.array([spread.data_ptr()], np.uint64),
+    )
+    return spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_mean_and_variance_at_the_edges(dtype: torch.dtype) -> None:
+    """Equal numbers do not vary; what is too large is the largest; what is broken shows."""
+    large = 60000.0 if dtype == torch.float16 else 1e20
+    for isa in ISAS:
+        with using(isa):
+            for token in range(16):
+                key = torch.full((16, 8), 0.1).to(dtype)
+                key[token, 3:7] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.5]).to(dtype)
+                key[:, 1] = torch.tensor([large, -large]).repeat(8).to(dtype)
+                key[:, 2] = 7e4 if dtype != torch.float16 else 6e4
+                mean, variance = spread_of(key)
+                assert mean[0] == key[0, 0]
+                assert variance[[0, 2, 7]].tolist() == [0, 0, 0]
+                assert mean[1] == 0
+                assert variance[1] == torch.finfo(dtype).max
+                assert mean[2] == key[0, 2]
+                assert mean[3:6].isnan().all()
+                assert variance[3:6].isnan().all()
+                assert variance[6] > 0
+
+
+def test_the_variance_of_large_numbers_keeps_its_digits() -> None:
+    """From the mean, in two passes: the square of the mean would be a million times larger."""
+    draw = torch.Generator().manual_seed(1)
+    key = 1000.0 + torch.randn((16, 8), generator=draw)
+    for isa in ISAS:
+        with using(isa):
+            _, variance = spread_of(key)
+            torch.testing.assert_close(
+                variance, key.double().var(0, correction=0).float(), rtol=1e-4, atol=0
+            )
 
 
 @pytest.mark.parametrize(

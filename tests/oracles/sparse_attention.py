@@ -67,6 +67,29 @@ def bound_logits(
     return bounds * scale
 
 
+def page_spread(key: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of each channel over each page of ``key``: ``[pages, kv_heads, d]``.
+
+    In the key's dtype, at most its largest finite number; NaN where a number is not finite.
+    """
+    pages = key.view(-1, page_tokens, *key.shape[1:]).double()
+    broken = torch.where(pages.isfinite().all(1), 0.0, torch.nan)
+    mean = pages.mean(1)
+    variance = (pages - mean[:, None]).square().mean(1).clamp(max=torch.finfo(key.dtype).max)
+    return (mean + broken).to(key.dtype), (variance + broken).to(key.dtype)
+
+
+def spread_logits(
+    query: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Second cumulant of the scaled logits of each page, ``[q_heads, pages]``."""
+    group = query.shape[0] // mean.shape[1]
+    q = query.double() * scale
+    first = torch.einsum("hd,phd->hp", q, mean.double().repeat_interleave(group, 1))
+    second = torch.einsum("hd,phd->hp", q * q, variance.double().repeat_interleave(group, 1))
+    return first + second / 2
+
+
 def page_weights(
     logits: torch.Tensor, kv_heads: int, page_tokens: int, window_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,6 +87,41 @@ def test_a_selector_that_may_choose_everything_loses_nothing(
     assert "error" not in check_exact("llama", selector, CPU, tmp_path / "store")
 
 
+@pytest.mark.parametrize("scorer", ["bounds", "sparf"])
+def test_clusters_come_from_the_prompt_and_go_with_the_request(scorer: str, tmp_path: Path) -> None:
+    """A request decodes beside another what it decodes alone, by clusters of its own queries."""
+    model: Any = make_model(small_config("llama"), CPU, torch.float32)
+    asked = prompts(model.config.vocab_size)
+    options = config_of("swarm", budget=0.5)
+    sparse = options.sparse.model_copy(update={"scorer": scorer, "cluster_threshold": 0.9})
+    options = options.model_copy(update={"sparse": sparse})
+    found: list[list[int]] = []
+    with PagedDecoder(model, options, ROOM, tmp_path / "store") as decoder:
+        worker: Any = decoder.worker  # whose gauges the decoder drops
+
+        def sizes() -> tuple[int, ...]:
+            gauges = worker._choices.gauges()
+            names = ("sparse_clusters", "sparse_clustered_pages", "sparse_cluster_members")
+            return tuple(gauges[name] for name in names)
+
+        for names in (["a"], ["b"], ["a", "b"]):
+            first = [decoder.prefill(name, asked["ab".index(name)]) for name in names]
+            logits, got = torch.stack(first), []
+            for _ in range(COUNT):
+                ids = logits.argmax(-1)
+                got.append(ids.tolist())
+                logits = decoder.step(names, ids)
+            found += [list(row) for row in zip(*got, strict=True)]
+            clusters, pages, members = sizes()
+            # Of the short one a query chooses a page beside the sink: none are together.
+            assert (clusters < pages) == ("a" in names)
+            assert 0 < pages <= members
+            for name in names:
+                decoder.forget(name)
+            assert sizes() == (0, 0, 0)
+    assert found[:2] == found[2:]
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_context_may_come_from_transformers_cache(durable: bool, tmp_path: Path) -> None:
     """And with DRAM for some blocks only, if the drive has all of them."""

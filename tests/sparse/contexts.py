@@ -82,10 +82,16 @@ class Contexts:
         item = layout.dtype.itemsize
         bounds = self._targets(len(context), layout.kv_heads * layout.groups * 2 * item)
         channels = self._targets(len(context), layout.kv_heads * layout.block_tokens * item)
+        mean_and_variance = self._targets(len(context), layout.kv_heads * layout.groups * 2 * item)
         self.value_sum = torch.full((len(context), *shape[1:]), torch.nan)
         sums = self.value_sum.data_ptr() + np.arange(len(context)) * shape[1] * shape[2] * 4
         self.kernels.summarize(
-            self.base, layout, bounds=bounds, channels=channels, value_sum=sums.astype(np.uint64)
+            self.base,
+            layout,
+            bounds=bounds,
+            spread=mean_and_variance,
+            channels=channels,
+            value_sum=sums.astype(np.uint64),
         )
         ends = np.cumsum([row.blocks for row in rows], dtype=np.int32)
         window_ends = np.cumsum(windows, dtype=np.int32)
@@ -95,6 +101,7 @@ class Contexts:
             ends,
             np.array([row.window for row in rows], np.int32),
             bounds,
+            mean_and_variance,
             channels,
             window_base=self._addresses(window),
             window_begin=window_ends - np.array(windows, np.int32),
@@ -131,11 +138,13 @@ class Contexts:
         )
         one = slice(index, index + 1)
         assert self.summaries.bounds_base is not None
+        assert self.summaries.spread_base is not None
         assert self.summaries.channel_base is not None
         self.kernels.summarize(
             self.base[one],
             layout,
             bounds=self.summaries.bounds_base[one],
+            spread=self.summaries.spread_base[one],
             channels=self.summaries.channel_base[one],
         )
 
@@ -150,7 +159,7 @@ class Contexts:
         return (memory.data_ptr() + self._order.numpy() * (size + 64)).astype(np.uint64)
 
     def kept(self, which: int, block: int) -> torch.Tensor:
-        """Bounds (0) or channels (1) of a context block, flat."""
+        """Bounds (0), channels (1) or mean and variance (2) of a context block, flat."""
         return self._kept[which][int(self._order[block]), :-64].view(self.layout.dtype)
 
     def scaled(self) -> ContextSummaries:

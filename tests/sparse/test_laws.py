@@ -24,6 +24,8 @@ from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.exact import ExactSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 
 KERNELS = CpuScoringKernels(2)
@@ -37,9 +39,22 @@ Make = Callable[[Budget, int], Selector]
 PAGED: dict[str, Make] = {
     "window": WindowSelector,
     "bounds": lambda budget, sinks: BoundsSelector(budget, sinks, KERNELS),
+    "spread": lambda budget, sinks: SpreadSelector(budget, sinks, KERNELS),
+    "spread, rest": lambda budget, sinks: SpreadSelector(
+        budget, sinks, KERNELS, estimate_rest=True
+    ),
     "sparf": lambda budget, sinks: SparfSelector(budget, 5, "page", sinks, KERNELS),
     "adaptive bounds": lambda budget, sinks: AdaptiveSelector(
         BoundsSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+    ),
+    "adaptive spread": lambda budget, sinks: AdaptiveSelector(
+        SpreadSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+    ),
+    "swarm bounds": lambda budget, sinks: SwarmSelector(
+        BoundsSelector(budget, sinks, KERNELS), budget, sinks, KERNELS
+    ),
+    "swarm sparf": lambda budget, sinks: SwarmSelector(
+        SparfSelector(budget, 5, "page", sinks, KERNELS), budget, sinks, KERNELS
     ),
     "adaptive sparf": lambda budget, sinks: AdaptiveSelector(
         SparfSelector(budget, 5, "page", sinks, KERNELS), 0.7, budget, budget, sinks, KERNELS
@@ -97,6 +112,7 @@ def test_everything_selected_is_dense(
     for selector in (
         ExactSelector(),
         bounds,
+        SpreadSelector(ALL, 0, KERNELS, estimate_rest=True),
         sparf,
         WindowSelector(ALL, 5),
         AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, KERNELS),
@@ -232,6 +248,31 @@ def test_the_sparf_selector_is_sparq(problem: Contexts, share: float, channels: 
         else:
             assert torch.equal(chosen[row].sum(1), tokens.sum(1))
             assert int((chosen[row] ^ tokens).sum()) <= 2
+
+
+def test_what_is_not_read_counts_as_mean_v() -> None:
+    """Where attention is spread evenly, and a sixth of it is read: most of the error goes."""
+    layout = BlockLayout.unpadded(16, 16, 2, 64, torch.float32)
+    problem = Contexts(layout, 3, [Row(32, 9), Row(20, 16)], seed=4)
+    problem.query *= 0.2
+    for value in problem.value:
+        assert value.mean(0).abs().max() < 0.3
+    want, errors = dense(problem), []
+    for rest in (False, True):
+        selector = SpreadSelector(Budget(share=1 / 6), 0, KERNELS, estimate_rest=rest)
+        errors.append(float((output(selector, problem) - want).norm() / want.norm()))
+    assert errors[1] < 0.6 * errors[0], errors
+
+
+def test_sparf_takes_the_page_of_most_mass() -> None:
+    """Five tokens that are a little worse than the best one, which lies elsewhere alone."""
+    problem = Contexts(BlockLayout.unpadded(16, 16, 1, 8, torch.float32), 1, [Row(8, 1)], seed=2)
+    problem.query[0] = torch.eye(8)[0] * 8
+    for token in range(128):
+        best, good = token == 20, 80 <= token < 85
+        problem.plant(0, token, torch.eye(8)[:1] * (1.0 if best else 0.9 if good else 0.0))
+    selector = SparfSelector(Budget(tokens=16), 8, "page", 0, KERNELS)
+    assert select(selector, problem).pages.tolist() == [80 // 16]
 
 
 @pytest.mark.parametrize("name", PAGED)

@@ -17,6 +17,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.sparse.protocol import Selection
 from vllm_ssdkv.sparse.scores import Scores
+from vllm_ssdkv.sparse.selectors.exact import selection_of
 from vllm_ssdkv.sparse.sizes import offsets
 
 KERNELS = CpuScoringKernels(2)
@@ -62,6 +63,71 @@ def test_bounds_and_their_weights_are_the_oracles(problem: Contexts, windowed: b
                 )
                 assert_near(weights[row], mean, 1e-5)
                 assert_near(torch.from_numpy(scores.window_mass)[row], window.nan_to_num(0), 1e-5)
+
+
+@given(problem=contexts())
+@settings(max_examples=20, deadline=None)
+def test_logits_from_mean_and_variance_are_the_oracles(problem: Contexts) -> None:
+    heads, layout = problem.query.shape[1], problem.layout
+    for isa in ISAS:
+        with using(isa):
+            logits, first = KERNELS.spread_logits(problem.query, problem.summaries, problem.scale)
+            for row, got in enumerate(table(logits, first, heads)):
+                tokens = problem.rows[row].blocks * layout.block_tokens
+                spread = oracle.page_spread(problem.key[row][:tokens], layout.page_tokens)
+                want = oracle.spread_logits(problem.query[row], *spread, problem.scale)
+                # Of records that may be rounded the other way.
+                step = 1e-5 if layout.dtype == torch.float32 else 0.02
+                assert_near(got, want, step)
+
+
+@given(problem=contexts(), share=st.floats(0, 1), windowed=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_the_mass_of_chosen_pages_and_the_window(
+    problem: Contexts, share: float, windowed: bool, seed: int
+) -> None:
+    """By head, where each token of a page has the page's logit."""
+    heads, layout = problem.query.shape[1], problem.layout
+    lse = problem.window_lse() if windowed else None
+    logits, first = KERNELS.spread_logits(problem.query, problem.summaries, problem.scale)
+    scores = KERNELS.weigh(logits, first, lse, heads, problem.summaries)
+    assert scores.of_pages is not None
+    draw = np.random.default_rng(seed)
+    lists = [
+        np.flatnonzero(draw.random(pages) < share).astype(np.int32)
+        for pages in problem.summaries.pages
+        for _ in range(layout.kv_heads)
+    ]
+    chosen = selection_of(lists, np.zeros((len(problem.rows), layout.kv_heads), np.float32))
+    got = torch.from_numpy(KERNELS.cover_pages(chosen, scores.of_pages, problem.summaries))
+    for row, of_row in enumerate(table(logits, first, heads)):
+        for head in range(heads):
+            tokens = of_row[head].double().repeat_interleave(layout.page_tokens)
+            seen = torch.full((1,), -torch.inf, dtype=torch.float64)
+            if lse is not None:
+                seen[0] = lse[row, head]
+            everything = torch.cat([tokens, seen])
+            if not everything.isfinite().any():
+                continue
+            pages = lists[row * layout.kv_heads + head // problem.group]
+            mask = torch.zeros(len(of_row[head]), dtype=torch.bool)
+            mask[torch.from_numpy(pages).long()] = True
+            taken = torch.cat(
+                [mask.repeat_interleave(layout.page_tokens), torch.ones(1, dtype=torch.bool)]
+            )
+            want = everything.softmax(0)[taken].sum()
+            assert_near(got[row, head], want, 1e-5)
+
+
+def test_the_log_of_the_mean_of_exp_of_normal_logits() -> None:
+    """What mean and variance stand for, from pages so long that chance plays no part."""
+    draw = torch.Generator().manual_seed(3)
+    query = torch.randn((2, 32), generator=draw)
+    key = 0.3 * torch.randn((1, 8192, 32), generator=draw) + torch.randn((1, 1, 32), generator=draw)
+    spread = oracle.page_spread(key.transpose(0, 1), 8192)
+    got = oracle.spread_logits(query, *spread, 0.5)
+    exact = torch.logsumexp(query @ key[0].T * 0.5, 1) - np.log(8192)
+    assert_near(got[:, 0], exact, 0.02)
 
 
 @given(
@@ -236,8 +302,8 @@ def test_scores_of_tokens_and_pages(problem: Contexts, tokens: bool) -> None:
                 context = problem.rows[row].blocks * layout.block_tokens
                 softmax = grouped.softmax(2).mean(1)
                 paged = grouped.sum(1)[:, :context].reshape(layout.kv_heads, -1, page)
-                assert_near(score, paged.amax(2) if context else score, 1e-5)
                 paged_mass = softmax[:, :context].reshape(layout.kv_heads, -1, page).sum(2)
+                assert_near(score, paged[..., 0] if page == 1 else paged_mass, 1e-5)
                 assert_near(mass, paged_mass, 1e-5)
                 window = softmax[:, context:].sum(1)
                 assert_near(torch.from_numpy(scores.window_mass)[row], window, 1e-5)

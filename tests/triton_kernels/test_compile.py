@@ -26,6 +26,7 @@ from vllm_ssdkv.triton_kernels import (
     digest,
     finish,
     merge,
+    order,
     pack,
     score,
     store_kv,
@@ -207,11 +208,12 @@ def test_scores(
     picked: bool,
     scaled: bool,
 ) -> None:
-    bounds, channels = record(score, "_bounds_kernel"), record(score, "_channels_kernel")
+    pages, channels = record(score, "_pages_kernel"), record(score, "_channels_kernel")
     layout = BlockLayout.unpadded(64, 16, 2, 128, dtype)
     query = torch.zeros(3, 14, 128, dtype=dtype)
     rows, places = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    score.bound_logits(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100)
+    make = score.spread_logits if picked else score.bound_logits
+    make(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100)
     chosen, reduced = score.choose_channels(query, layout, 16, 0.1)
     score.channel_logits(
         chosen,
@@ -227,7 +229,7 @@ def test_scores(
         picked=picked,
         max_tokens=1000,
     )
-    check(bounds, capability)
+    check(pages, capability)
     check(channels, capability)
 
 
@@ -264,9 +266,36 @@ def test_summarize(
     bounds = blocks if dtype == torch.bfloat16 else None
     scales = blocks if scaled else None
     summarize.summarize(
-        blocks, layout, bounds=bounds, channels=blocks, scales=scales, value_sum=blocks
+        blocks,
+        layout,
+        bounds=bounds,
+        spread=scales,
+        channels=blocks,
+        scales=scales,
+        value_sum=blocks,
     )
     assert "ld.global.v4" in check(recorder, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(
+    ("dtype", "block_tokens", "width"),
+    [(torch.bfloat16, 512, None), (torch.float32, 48, None), (torch.bfloat16, 128, 32)],
+)
+def test_order(
+    record: Callable[[ModuleType, str], Recorder],
+    capability: int,
+    dtype: torch.dtype,
+    block_tokens: int,
+    width: int | None,
+) -> None:
+    orders, gathers = record(order, "_order_kernel"), record(order, "_gather_kernel")
+    layout = BlockLayout.unpadded(block_tokens, 16, 8, 128, dtype)
+    blocks = torch.zeros(3, dtype=torch.int64)
+    place = order.order_blocks(blocks, torch.zeros(3, dtype=torch.int32), layout, width)
+    order.reorder(blocks, place, layout)
+    check(orders, capability)
+    assert "ld.global.v4" in check(gathers, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -276,7 +305,7 @@ def test_choose(
 ) -> None:
     weighs, chooses = record(choose, "_weigh_kernel"), record(choose, "_choose_kernel")
     rows = torch.zeros(3, dtype=torch.int32)
-    weights, window = choose.weigh(torch.zeros(3, 8, width), torch.zeros(3, 8), 2, 16)
+    weights, window, _ = choose.weigh(torch.zeros(3, 8, width), torch.zeros(3, 8), 2, 16)
     choose.choose(weights, weights, window, rows, rows, rows, max_chosen=256, sinks=2, p=p)
     check(weighs, capability)
     check(chooses, capability)

@@ -36,7 +36,7 @@ def launches(
     return {
         name: record(module, name)
         for module, names in (
-            (score, ("_bounds_kernel", "_channels_kernel")),
+            (score, ("_pages_kernel", "_channels_kernel")),
             (tokens, ("_sum_kernel", "_score_kernel", "_cover_kernel")),
             (choose, ("_weigh_kernel", "_choose_kernel")),
             (attend, ("_attend_kernel",)),
@@ -47,17 +47,16 @@ def launches(
     }
 
 
-@pytest.mark.parametrize("scorer", ["bounds", "channels"])
+@pytest.mark.parametrize("scorer", ["bounds", "spread", "channels"])
 @pytest.mark.parametrize("p", [1.0, 0.9])
 def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: float) -> None:
     query = torch.empty((ROWS, HEADS, 128), dtype=torch.bfloat16, device=META)
     blocks = rows(torch.int64, 100)
-    if scorer == "bounds":
-        logits = score.bound_logits(
-            query, rows(), rows(), blocks, layout=LAYOUT, scale=0.1, max_pages=PAGES
-        )
+    if scorer != "channels":
+        make = score.bound_logits if scorer == "bounds" else score.spread_logits
+        logits = make(query, rows(), rows(), blocks, layout=LAYOUT, scale=0.1, max_pages=PAGES)
         lse = torch.empty((ROWS, HEADS), device=META)
-        table, window = choose.weigh(logits, lse, LAYOUT.kv_heads, LAYOUT.page_tokens)
+        table, window, _ = choose.weigh(logits, lse, LAYOUT.kv_heads, LAYOUT.page_tokens)
         mass = table
     else:
         parts = score.choose_channels(query, LAYOUT, 16, 0.1)
@@ -102,8 +101,8 @@ def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: flo
     used = {name for name, recorder in launches.items() if recorder.launches}
     want = {"_choose_kernel", "_attend_kernel", "_finish_kernel"}
     want |= (
-        {"_bounds_kernel", "_weigh_kernel"}
-        if scorer == "bounds"
+        {"_pages_kernel", "_weigh_kernel"}
+        if scorer != "channels"
         else {"_channels_kernel", "_sum_kernel", "_score_kernel", "_cover_kernel"}
     )
     assert used - {"_merge_kernel"} == want

@@ -27,6 +27,7 @@ from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
 from vllm_ssdkv.sparse.concat import concat
+from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.next_best import next_best
 from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selector
@@ -108,17 +109,20 @@ class SparseDecode:
         deviation: SparseDeviation | None = None,
         guesses: Prefetcher | None = None,
         kept: SelectionReuse | None = None,
+        clusters: ContextClusters | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
         HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
         rows of the step; ``deviation`` compares what comes out with exact attention; with
         ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
-        rows do not choose at every token."""
+        rows do not choose at every token; ``clusters`` likewise, for selectors that need them."""
         of_rows = [selectors[row] for row in contexts.rows.tolist()]
         self._selectors = list(dict.fromkeys(of_rows))
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
         self.contexts = contexts
         self._layout = layout
+        self._of_tokens = any(one.needs.channels for one in self._selectors)
+        """Check whether alpha is that of tokens: that of pages counts attention sinks already."""
         self._channel_item = 1 if contexts.holds_scales else layout.dtype.itemsize
         run_bytes = layout.block_tokens * self._channel_item
         self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
@@ -129,6 +133,7 @@ class SparseDecode:
         self._deviation = deviation
         self._guesses = guesses
         self._kept = kept
+        self._clusters = clusters
         self._choosing: _Choosing | None = None
         self._parts: list[tuple[NDArray[np.int64], Selection]] = []
         """What all rows chose in the latest layer, and which rows; empty where some did not."""
@@ -203,7 +208,7 @@ class SparseDecode:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
-            if sinks is not None:
+            if sinks is not None and self._of_tokens:
                 alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))
             clock.lap(MERGE)
@@ -278,12 +283,15 @@ class SparseDecode:
                         selector.needs, clock, layer, alive[which], rows[which], batch, cache
                     )
                     some = len(which) < len(alive)
-                    chosen = selector.select(
-                        query[which] if some else query,
-                        summaries,
-                        scale,
-                        seen[which] if some else seen,
-                    )
+                    by = query[which] if some else query
+                    window = seen[which] if some else seen
+                    if selector.needs.clusters and self._clusters is not None:
+                        names = [now.requests[i] for i in which.tolist()]
+                        chosen = self._clusters.select(
+                            selector, layer, names, by, summaries, scale, window
+                        )
+                    else:
+                        chosen = selector.select(by, summaries, scale, window)
                     self._count_channels(selector.needs, summaries)
                     parts.append((place, chosen))
             self._parts = parts if len(those) == len(alive) else []
@@ -355,9 +363,16 @@ class SparseDecode:
         begin, end, window = sizes.row_begin, sizes.row_end, sizes.window_tokens
         ahead = 0 if self._kept is None else self._kept.steps - 1
         if not needs.channels:
-            bounds = self.contexts.bounds(layer) if needs.bounds else None
+            held = self.contexts.page_records(layer) if needs.bounds or needs.spread else None
             return ContextSummaries(
-                self._layout, begin, end, window, bounds, ahead=ahead, known_sizes=sizes
+                self._layout,
+                begin,
+                end,
+                window,
+                held if needs.bounds else None,
+                held if needs.spread else None,
+                ahead=ahead,
+                known_sizes=sizes,
             )
         blocks = batch.window_ids * (cache.stride(0) * cache.itemsize) + cache.data_ptr()
         low, high = _windows(batch, rows)
@@ -374,18 +389,18 @@ class SparseDecode:
             clock.lap(WAIT)
             return found
 
-        held = self.contexts.holds_channels
+        in_memory = self.contexts.holds_channels
         return ContextSummaries(
             self._layout,
             begin,
             end,
             window,
-            channel_base=self.contexts.channels(layer) if held else None,
+            channel_base=self.contexts.channels(layer) if in_memory else None,
             channel_scales=self.contexts.scales(layer) if self.contexts.holds_scales else None,
             window_base=blocks.astype(np.uint64),
             window_begin=low,
             window_end=high,
-            channel_source=None if held else bring,
+            channel_source=None if in_memory else bring,
             ahead=ahead,
             known_sizes=sizes,
         )
@@ -430,9 +445,17 @@ class SparseDecode:
                 self.contexts.prefetch(ahead, found.begin, idle=idle)
 
         prefetch(self._guesses.likely, selection, idle=False)
+        if self.contexts.in_frames:
+            return
+        heads = self._layout.kv_heads
+        counted = self._guesses.counts.count(
+            layer, now.requests, now.blocks, selection.pages, selection.begin
+        )
         if reads and self._parts:
-            parts = [(rows, next_best(part)) for rows, part in self._parts]
-            behind = concat(parts, self._layout.kv_heads, self._layout.page_tokens)
+            parts = [
+                (rows, next_best(part, counted.rows(rows, heads))) for rows, part in self._parts
+            ]
+            behind = concat(parts, heads, self._layout.page_tokens)
             prefetch(self._guesses.possible, behind, idle=True)
 
     def _count(self, selection: Selection, pages: int) -> None:

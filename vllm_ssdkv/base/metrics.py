@@ -180,7 +180,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "bytes_used",
         "bytes",
         "Bytes of KV that were read, were right, and were used by a request, each once. bytes_read "
-        "is more: headers, padding, page bounds, checks by the scrub, and what was read ahead in "
+        "is more: headers, padding, summaries, checks by the scrub, and what was read ahead in "
         "vain. Their ratio is the read amplification.",
     ),
     counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
@@ -298,9 +298,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "summaries_places",
         "blocks",
-        "Blocks whose page bounds DRAM has room for, all ranks (page, sparse).",
+        "Blocks whose summaries DRAM has room for, all ranks (page, sparse).",
     ),
-    gauge("summaries_held", "blocks", "Blocks whose page bounds DRAM holds, all ranks."),
+    gauge("summaries_held", "blocks", "Blocks whose summaries DRAM holds, all ranks."),
     gauge("journal_bytes", "bytes", "Size of the journal."),
     gauge(
         "estimated_prefill_tokens_per_second",

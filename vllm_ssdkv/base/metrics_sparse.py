@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_ssdkv.base.metric import Label, Metric, counter
+from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 
 SPARSE_METRICS: Final[tuple[Metric, ...]] = (
     counter(
@@ -61,6 +61,23 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
         "shares",
         "Share of attention that by the selector's estimate was not attended to, added up over "
         "sparse_selections.",
+    ),
+    gauge(
+        "sparse_clusters",
+        "clusters",
+        "Clusters of pages of the requests that choose by `swarm`, those of a single page "
+        "included, all layers, KV heads and ranks.",
+    ),
+    gauge(
+        "sparse_cluster_members",
+        "pages",
+        "Pages in these clusters; a page counts in each one that it is in.",
+    ),
+    gauge(
+        "sparse_clustered_pages",
+        "pages",
+        "The same, each page once: `1 - sparse_clustered_pages / sparse_cluster_members` are "
+        "copies.",
     ),
     counter(
         "sparse_rows_exact",

@@ -12,6 +12,7 @@ from vllm_ssdkv import __version__
 from vllm_ssdkv.cli import batch, config
 from vllm_ssdkv.cli.bench import bench
 from vllm_ssdkv.cli.bench.accuracy import accuracy
+from vllm_ssdkv.cli.bench.clusters import clusters
 from vllm_ssdkv.cli.bench.decode import decode
 from vllm_ssdkv.cli.bench.ttft import ttft
 from vllm_ssdkv.cli.demo.demo import demo, demo_model
@@ -19,6 +20,7 @@ from vllm_ssdkv.cli.docs import docs
 from vllm_ssdkv.cli.doctor.doctor import doctor
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
+from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.store.fsck import fsck
 from vllm_ssdkv.cli.store.quota import quota
 from vllm_ssdkv.cli.store.resume import resume
@@ -35,6 +37,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command()(profile)
 app.command()(top)
 app.command("ls")(list_stores)
 app.command()(inspect)
@@ -44,6 +47,7 @@ app.command()(resume)
 app.command()(quota)
 app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)
+bench.app.command()(clusters)
 bench.app.command()(decode)
 bench.app.command()(ttft)
 app.add_typer(bench.app, name="bench")

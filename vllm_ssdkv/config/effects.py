@@ -29,14 +29,19 @@ class Condition:
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
 _CHOOSES: Final = Condition(
     lambda config, _: config.selector != "exact",
-    'mode is "page" and selector "bounds", "sparf", "adaptive" or "window"',
+    'mode is "page" and selector "bounds", "spread", "sparf", "adaptive", "swarm" or "window"',
 )
 _SCORES_CHANNELS: Final = Condition(
     lambda config, _: config.scores_channels,
-    'mode is "page" and selector "sparf", or "adaptive" with sparse.scorer "sparf"',
+    'mode is "page" and selector "sparf", or "adaptive" or "swarm" with sparse.scorer "sparf"',
 )
-_ADAPTIVE: Final = Condition(
-    lambda config, _: config.selector == "adaptive", 'mode is "page" and selector "adaptive"'
+_SCORES_SPREAD: Final = Condition(
+    lambda config, _: config.scorer == "spread",
+    'mode is "page" and selector "spread", or "adaptive" or "swarm" with sparse.scorer "spread"',
+)
+_TAKES_A_SCORER: Final = Condition(
+    lambda config, _: config.selector in {"adaptive", "swarm"},
+    'mode is "page" and selector "adaptive" or "swarm"',
 )
 _SHARE_COUNTS: Final = Condition(
     lambda _, sparse: sparse.budget_tokens is None, "sparse.budget_tokens is left out"
@@ -82,6 +87,7 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.floor": (_CHOOSES,),
     "sparse.exact_below": (_CHOOSES,),
     "sparse.sink_tokens": (_CHOOSES,),
+    "sparse.token_order": (_CHOOSES,),
     "sparse.dense_layers": (_CHOOSES,),
     "sparse.reuse_steps": (_CHOOSES,),
     "sparse.reuse_similarity": (_CHOOSES, _REUSES),
@@ -90,12 +96,17 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.page_policy": (_CHOOSES,),
     "sparse.prefetch": (_CHOOSES,),
     "sparse.summaries": (_CHOOSES,),
-    "sparse.scorer": (_ADAPTIVE,),
+    "sparse.scorer": (_TAKES_A_SCORER,),
+    "sparse.estimate_rest": (_SCORES_SPREAD,),
     "sparse.channels": (_SCORES_CHANNELS,),
     "sparse.channel_dtype": (_SCORES_CHANNELS,),
     "sparse.channel_group": (_SCORES_CHANNELS,),
     "sparse.channel_pages": (_SCORES_CHANNELS,),
     "sparse.granularity": (_SCORES_CHANNELS,),
+    "sparse.cluster_threshold": (_CHOOSES,),
+    "sparse.cluster_size": (_CHOOSES,),
+    "sparse.cluster_score": (_CHOOSES,),
+    "sparse.cluster_affinity": (_CHOOSES,),
     "io.staging": (_STAGES,),
     "io.faults[].seconds": (_LASTS,),
     "io.faults[].seed": (_RANDOM,),

@@ -49,9 +49,9 @@ from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.io import IoConfig
 from vllm_ssdkv.config.problems import problems
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
-from vllm_ssdkv.config.sparse import LEAST_CHOOSING, SparseConfig
+from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
 
-SelectorName = Literal["exact", "bounds", "sparf", "adaptive", "window"]
+SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 MAX_DRAM_GIB: Final = 65536
@@ -263,12 +263,14 @@ class SSDKVConfig(OptionModel):
         SelectorName,
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
-            "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `sparf` pages "
-            "or tokens by logits from a few channels of K, of which the store then holds a second "
-            "copy. `adaptive` takes pages of either until they cover enough of the attention. "
-            "`window` is the first tokens and the newest ones only, to compare with. Prompts are "
-            "always exact. A store made for `exact`, for channels or for the others cannot be used "
-            "in place of another."
+            "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
+            "mean and variance of their keys, `sparf` pages or tokens by logits from a few "
+            "channels of K, of which the store then holds a second copy. `adaptive` takes pages "
+            "of one of them until they cover enough of the attention. `swarm` takes clusters of "
+            "pages that the request's queries chose together, by scores of one of them. `window` "
+            "is the first tokens and the newest ones only, to compare with. Prompts are always "
+            "exact. A store made for `exact`, for channels, for `spread` or for the others "
+            "cannot be used in place of another."
         ),
         Reason("exact: lossless."),
     ] = "exact"
@@ -449,14 +451,26 @@ class SSDKVConfig(OptionModel):
     @property
     def scores_channels(self) -> bool:
         """Check whether the selector scores by channels of K: slots hold these twice."""
-        return self.selector == "sparf" or (
-            self.selector == "adaptive" and self.sparse.scorer == "sparf"
-        )
+        return self.scorer == "sparf"
+
+    @property
+    def scorer(self) -> ScorerName:
+        """Name of the selector that pages are scored by, and slots hold summaries for."""
+        if self.selector in {"adaptive", "swarm"}:
+            return self.sparse.scorer
+        if self.selector in ("spread", "sparf"):
+            return self.selector
+        return "bounds"
 
     @property
     def scales_channels(self) -> bool:
         """Check whether these channels are int8."""
         return self.scores_channels and self.sparse.channel_dtype == "int8"
+
+    @property
+    def orders_tokens(self) -> bool:
+        """Check whether the tokens of a block go into its pages by likeness."""
+        return self.selector != "exact" and self.sparse.token_order != "position"
 
     @property
     def window_tokens(self) -> int:

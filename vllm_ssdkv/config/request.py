@@ -77,7 +77,7 @@ class RequestOptions(OptionModel):
 
     def applied(self, config: SSDKVConfig) -> SSDKVConfig:
         """The engine's options as this request sees them."""
-        changed: dict[str, object] = {"scorer": "sparf" if config.scores_channels else "bounds"}
+        changed: dict[str, object] = {"scorer": config.scorer}
         if self.budget is not None:
             changed |= {"budget": self.budget, "budget_tokens": None}
         if self.budget_tokens is not None:
@@ -91,4 +91,4 @@ def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
     """Selectors that a request may ask for: those that need no more than what slots hold."""
     if config.selector == "exact":
         return ("exact",)
-    return ("exact", "sparf" if config.scores_channels else "bounds", "adaptive", "window")
+    return ("exact", config.scorer, "adaptive", "swarm", "window")

@@ -17,7 +17,93 @@ grow with the request, what it saves does. A fixed number, since answers must no
 a machine happens to be."""
 
 
-class SparseConfig(OptionModel):
+ScorerName = Literal["bounds", "spread", "sparf"]
+"""Selectors that score pages."""
+
+
+class ScoringConfig(OptionModel):
+    """Scores that pages and tokens are chosen by."""
+
+    scorer: Annotated[
+        ScorerName,
+        Field(
+            description="By what `adaptive` and `swarm` score pages; as the selector of that name "
+            "does."
+        ),
+        Reason(
+            "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "
+            "of the budget; by bounds it does not (docs/accuracy.md). `bounds` and `spread` need "
+            "no second copy of K."
+        ),
+    ] = "sparf"
+    estimate_rest: Annotated[
+        bool,
+        Field(
+            description="With `spread`, what a query does not attend to counts as the mean V of "
+            "all tokens, weighted by the mass that scores give to it, as with `sparf`. Summaries "
+            "then hold a sum of V for each block, 1/(block size) of the KV more. A store made with "
+            "it cannot be used without, nor the other way."
+        ),
+        Reason("false: nothing is added to what was read."),
+    ] = False
+    channels: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Channels of K from which `sparf` scores tokens, for each KV head: those "
+            "in which the query is largest.",
+        ),
+        Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
+    ] = None
+    channel_dtype: Annotated[
+        Literal["as_k", "int8"],
+        Field(
+            description="How the second copy of K is kept that `sparf` scores by. `as_k`: in the "
+            "type of K. `int8`: with a scale for each channel of a block, in half of the memory "
+            "and bytes, or a quarter where K is float32. Attention reads K as it is in any case. A "
+            "store made for one cannot be used for the other."
+        ),
+        Reason(
+            "as_k: what is chosen is what the paper chooses. int8 chose as well wherever we looked "
+            "(docs/accuracy.md)."
+        ),
+    ] = "as_k"
+    channel_group: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Channels are chosen in groups of so many neighbours, by the query's sum "
+            "over them; divides the head size. With `channel_pages` `ssd` and as many as a page "
+            "has, all that is read of a page is used.",
+        ),
+        Reason(
+            "1: as in SparQ. Groups choose less well from as many channels, and lose answers at "
+            "small budgets (docs/accuracy.md)."
+        ),
+    ] = 1
+    granularity: Annotated[
+        Literal["page", "token"],
+        Field(
+            description="What `sparf` chooses and counts. `token` attends to the chosen tokens "
+            "only, and reads every page that holds one; `adaptive` chooses pages in any case."
+        ),
+        Reason("page: reads the budget and no more. Single tokens touch many pages."),
+    ] = "page"
+    channel_pages: Annotated[
+        Literal["dram", "ssd", "hbm"],
+        Field(
+            description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
+            "part of `summaries`. `hbm`: the same in memory of the GPU, which spares it reads over "
+            "PCIe; lower vLLM's --gpu-memory-utilization by as much. `ssd`: pages that hold a "
+            "chosen channel are read for every token; a page has 2 x head size x page_tokens / "
+            "block size channels, in int8 twice as many or four times, so this wants blocks of "
+            "1024 tokens and more. The store is the same."
+        ),
+        Reason("dram: the channels of a token are spread over the whole context."),
+    ] = "dram"
+
+
+class SparseConfig(ScoringConfig):
     """Limits of a selector's choice, and the memory that choosing takes."""
 
     budget: Annotated[
@@ -47,7 +133,7 @@ class SparseConfig(OptionModel):
             "covers with as few pages as it takes, within `floor` and `budget`.",
         ),
         Reason(
-            "With logits from channels the estimate is close to the attention. With upper bounds "
+            "With logits from channels the estimate is close to the attention. With `bounds` "
             "pages that do not matter look as if they did: much of what it calls missing is not."
         ),
     ] = 0.9
@@ -85,6 +171,17 @@ class SparseConfig(OptionModel):
             "Most models put attention there that belongs nowhere; one page holds those tokens."
         ),
     ] = 16
+    token_order: Annotated[
+        Literal["position", "keys", "coactivation"],
+        Field(
+            description="Which tokens of a block share a page, for each layer and KV head: "
+            "neighbours (`position`), those with alike K (`keys`), or those that the last queries "
+            "of the prompt's step attended to together (`coactivation`; blocks that decoding "
+            "completes go by K). The pages of `sink_tokens` and layers with a sliding window keep "
+            "their tokens. A store made with one cannot be used with another."
+        ),
+        Reason("position: until measured."),
+    ] = "position"
     dense_layers: Annotated[
         int,
         Field(
@@ -159,16 +256,19 @@ class SparseConfig(OptionModel):
         ),
     ] = None
     page_policy: Annotated[
-        Literal["lru", "frequency"],
+        Literal["lru", "frequency", "decay"],
         Field(
             description="Which single page makes room for another, in `page_cache` and in "
-            "`hbm_pages`: `lru` the one that was chosen longest ago; `frequency` the one with the "
-            "least frequency times time of a read, where the frequency grows by one when a page is "
-            "chosen and falls by one per token when it is not (Swarm)."
+            "`hbm_pages`: `lru` the one that was chosen longest ago; `decay` the one that was "
+            "chosen least often, where each token takes three tenths off what was counted before "
+            "it; `frequency` the one with the least frequency times time of a read, where the "
+            "frequency grows by one when a page is chosen and falls by one per token when it is "
+            "cached and not chosen (Swarm)."
         ),
         Reason(
             "lru: what a query chooses, the next one mostly chooses again, and what requests that "
-            "have ended chose often is gone sooner."
+            "have ended chose often is gone sooner. `decay` where the cache has room for less than "
+            "a step chooses in all layers together: there `lru` finds nothing again."
         ),
     ] = "lru"
     prefetch: Annotated[
@@ -188,7 +288,8 @@ class SparseConfig(OptionModel):
         Field(
             ge=MIN_PART,
             description="Memory per worker for what selectors know of pages, a part of dram_gib. "
-            "Bounds take 1/page_tokens of the KV that they stand for, the channels of `sparf` half "
+            "Those of `bounds` and `spread` take 1/page_tokens of the KV that they stand for, the "
+            "channels of `sparf` half "
             "of it, in int8 a quarter or an eighth; with `channel_pages` `hbm` this part is memory "
             "of the GPU, beside what vLLM takes. Requests for which there is no room attend to "
             "everything.",
@@ -204,67 +305,47 @@ class SparseConfig(OptionModel):
             "is given is for summaries only."
         ),
     ] = None
-    scorer: Annotated[
-        Literal["bounds", "sparf"],
-        Field(description="By what `adaptive` scores pages; as the selector of that name does."),
-        Reason(
-            "sparf: by its estimate `adaptive` answers what exact attention answers, from a third "
-            "of the budget; by bounds it does not (docs/accuracy.md). `bounds` needs no second "
-            "copy of K."
-        ),
-    ] = "sparf"
-    channels: Annotated[
-        int | None,
+    cluster_threshold: Annotated[
+        float,
         Field(
-            ge=1,
-            description="Channels of K from which `sparf` scores tokens, for each KV head: those "
-            "in which the query is largest.",
-        ),
-        Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
-    ] = None
-    channel_dtype: Annotated[
-        Literal["as_k", "int8"],
-        Field(
-            description="How the second copy of K is kept that `sparf` scores by. `as_k`: in the "
-            "type of K. `int8`: with a scale for each channel of a block, in half of the memory "
-            "and bytes, or a quarter where K is float32. Attention reads K as it is in any case. A "
-            "store made for one cannot be used for the other."
+            gt=0,
+            le=1,
+            description="Distance below which `swarm` puts pages into a cluster: 1 less the share "
+            "of queries that chose both, as `cluster_affinity` counts it.",
         ),
         Reason(
-            "as_k: what is chosen is what the paper chooses. int8 chose as well wherever we looked "
-            "(docs/accuracy.md)."
+            "0.5: pages that at least half of the queries chose together. The paper names no value."
         ),
-    ] = "as_k"
-    channel_group: Annotated[
+    ] = 0.5
+    cluster_size: Annotated[
         int,
         Field(
             ge=1,
-            description="Channels are chosen in groups of so many neighbours, by the query's sum "
-            "over them; divides the head size. With `channel_pages` `ssd` and as many as a page "
-            "has, all that is read of a page is used.",
+            le=64,
+            description="Most pages of a cluster of `swarm`. 1: each page is by itself.",
         ),
         Reason(
-            "1: as in SparQ. Groups choose less well from as many channels, and lose answers at "
-            "small budgets (docs/accuracy.md)."
+            "8: larger clusters bring more pages that the query does not need, and take more "
+            "memory, 4 bytes a page and copy."
         ),
-    ] = 1
-    granularity: Annotated[
-        Literal["page", "token"],
+    ] = 8
+    cluster_score: Annotated[
+        Literal["members", "medoid"],
         Field(
-            description="What `sparf` chooses and counts. `token` attends to the chosen tokens "
-            "only, and reads every page that holds one; `adaptive` chooses pages in any case."
+            description="Score of a cluster of `swarm`: the mean of its pages' scores, or that of "
+            "the page in its middle, as in the paper."
         ),
-        Reason("page: reads the budget and no more. Single tokens touch many pages."),
-    ] = "page"
-    channel_pages: Annotated[
-        Literal["dram", "ssd", "hbm"],
+        Reason("members: found more of the attention on most texts (docs/internals/clusters.md)."),
+    ] = "members"
+    cluster_affinity: Annotated[
+        Literal["jaccard", "conditional"],
         Field(
-            description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
-            "part of `summaries`. `hbm`: the same in memory of the GPU, which spares it reads over "
-            "PCIe; lower vLLM's --gpu-memory-utilization by as much. `ssd`: pages that hold a "
-            "chosen channel are read for every token; a page has 2 x head size x page_tokens / "
-            "block size channels, in int8 twice as many or four times, so this wants blocks of "
-            "1024 tokens and more. The store is the same."
+            description="How much two pages belong together for `swarm`: queries that chose both "
+            "of those that chose either (`jaccard`), or of those that chose the rarer one "
+            "(`conditional`, after the paper)."
         ),
-        Reason("dram: the channels of a token are spread over the whole context."),
-    ] = "dram"
+        Reason(
+            "jaccard: by `conditional` a page that one query chose is as close as can be to all "
+            "that this query chose."
+        ),
+    ] = "jaccard"

@@ -9,7 +9,7 @@ import torch
 
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 
@@ -69,4 +69,11 @@ def paged_geometry(
         config.page_tokens,
         channels=config.scores_channels,
         scaled_from=dtype.itemsize if config.scales_channels else 0,
+        record=_record(config),
     )
+
+
+def _record(config: SSDKVConfig) -> PageRecord:
+    if config.scorer != "spread":
+        return "bounds"
+    return "spread_with_values" if config.sparse.estimate_rest else "spread"

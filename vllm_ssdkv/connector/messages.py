@@ -35,23 +35,29 @@ BACKGROUND = INTO_DRAM | {PROBE}
 
 @dataclass(frozen=True, slots=True)
 class CopyToDram:
-    """Copy blocks that this step completes from HBM into DRAM frames. Arrays of one length."""
+    """Copy blocks that this step completes from HBM into DRAM frames. Arrays of one length.
+
+    ``index``: place of each block in its context; -1: its tokens keep the order that they have.
+    """
 
     slots: SlotArray
     epochs: NDArray[np.int64]
     block_ids: NDArray[np.int64]
+    index: NDArray[np.int64]
 
     @classmethod
-    def of(cls, items: Sequence[tuple[int, int, int]]) -> CopyToDram:
-        """From (slot, epoch, block id) triples."""
+    def of(cls, items: Sequence[tuple[int, int, int, int]]) -> CopyToDram:
+        """From (slot, epoch, block id, index) of each."""
         if not items:  # as in most steps
             return _NO_SAVE
-        table = np.array(items, dtype=np.int64).reshape(-1, 3)
-        return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+        columns = np.array(items, dtype=np.int64).reshape(-1, 4).T.copy()
+        return cls(columns[0], columns[1], columns[2], columns[3])
 
     def part(self, which: NDArray[np.bool_]) -> CopyToDram:
         """Select ``which``, [n]."""
-        return CopyToDram(self.slots[which], self.epochs[which], self.block_ids[which])
+        return CopyToDram(
+            self.slots[which], self.epochs[which], self.block_ids[which], self.index[which]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class Flush:
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_SAVE = CopyToDram(_NONE, _NONE, _NONE)
+_NO_SAVE = CopyToDram(_NONE, _NONE, _NONE, _NONE)
 _NO_COMMIT = Flush(_NONE, _NONE, ())
 
 

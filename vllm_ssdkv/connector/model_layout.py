@@ -243,6 +243,12 @@ def fingerprint(
         fields["attention"] = "sparse"
         if config.scores_channels:
             fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
+        elif config.scorer == "spread":
+            rest = config.sparse.estimate_rest
+            fields["summaries"] = "spread, sums of V" if rest else "spread"
+        if config.orders_tokens:
+            # Attention does not mind, but a page then has other tokens than its positions say.
+            fields["token_order"] = config.sparse.token_order
     return Fingerprint(fields)
 
 

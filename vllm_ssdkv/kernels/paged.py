@@ -29,6 +29,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
     on_host,
 )
 from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 
@@ -60,6 +61,7 @@ class PageKernels(Protocol):
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -70,7 +72,9 @@ class PageKernels(Protocol):
         layer's part of each block, laid out by ``layout`` (as in the cache or as in a slot).
         Targets that are not None: ``bounds``
         ``[kv_heads, groups, 2, head_size]`` (min and max over a page of each channel of K, in the
-        layout's dtype, exact; NaN where K has one), ``channels`` ``[kv_heads, head_size,
+        layout's dtype, exact; NaN where K has one), ``spread`` (the same of mean and variance, in
+        fp32, then rounded, at most the largest finite number; NaN where K has a number that is not
+        finite), ``channels`` ``[kv_heads, head_size,
         block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
         (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
         times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
@@ -87,13 +91,17 @@ class PageKernels(Protocol):
         tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
+        order: TokenOrder | None = None,
     ) -> None:
         """Copy n blocks of the L layers ``caches[l] [num_blocks, ...]`` into n slots, complete but
         for their headers: pages as ``AttentionKernels.pack`` does, and the tails of summary and
         channel pages.
 
         ``frames`` and ``tails`` ``[n]`` are absolute addresses, on the host. What of the payload of
-        a summary or channel page is not used is zeroed; the padding behind it stays as it is.
+        a summary or channel page is not used is zeroed; the padding behind it stays as it is. With
+        an ``order`` tokens go into their pages by likeness, the halves of the halves across the
+        direction in which their rows vary most, as in ``csrc/attention/token_order.hpp``; K, V and
+        what is made of them have the same order.
         """
         ...
 
@@ -147,6 +155,7 @@ class CpuPageKernels(NativeKernels):
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -156,7 +165,7 @@ class CpuPageKernels(NativeKernels):
             on_host(source, np.uint64),
             *(
                 None if target is None else on_host(target, np.uint64)
-                for target in (bounds, channels, scales, value_sum)
+                for target in (bounds, spread, channels, scales, value_sum)
             ),
             layout.block_tokens,
             layout.page_tokens,
@@ -175,11 +184,12 @@ class CpuPageKernels(NativeKernels):
         tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
+        order: TokenOrder | None = None,
     ) -> None:
         """See :meth:`PageKernels.pack_summarized`; one native call."""
         source = block_addresses(caches, block_ids, layout)
         self._summarize_slots(
-            source, frames + np.uint64(geometry.header_bytes), tails, layout, geometry
+            source, frames + np.uint64(geometry.header_bytes), tails, layout, geometry, order
         )
 
     def make_tails(
@@ -202,6 +212,7 @@ class CpuPageKernels(NativeKernels):
         tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
+        order: TokenOrder | None = None,
     ) -> None:
         self._native.pack_summarized(
             source.ravel(),
@@ -211,6 +222,8 @@ class CpuPageKernels(NativeKernels):
             geometry.summary_pages,
             geometry.channel_pages,
             geometry.scaled_from > 0,
+            geometry.record != "bounds",
+            geometry.record == "spread_with_values",
             layout.block_tokens,
             layout.page_tokens,
             layout.page_stride_bytes,
@@ -218,6 +231,10 @@ class CpuPageKernels(NativeKernels):
             layout.head_size,
             self._codes[layout.dtype],
             self.threads,
+            None if order is None else order.layers,
+            None if order is None else order.kept,
+            None if order is None else order.addresses(),
+            0 if order is None else order.width,
         )
 
 
@@ -230,6 +247,7 @@ class TritonPageKernels:
         try:
             self._attend = importlib.import_module("vllm_ssdkv.triton_kernels.attend")
             self._summarize = importlib.import_module("vllm_ssdkv.triton_kernels.summarize")
+            self._order = importlib.import_module("vllm_ssdkv.triton_kernels.order")
         except ImportError as error:
             raise UnsupportedError(
                 f"sparse attention on {device} needs Triton, which does not load: {error}"
@@ -263,6 +281,7 @@ class TritonPageKernels:
         layout: BlockLayout,
         *,
         bounds: IntArray | None = None,
+        spread: IntArray | None = None,
         channels: IntArray | None = None,
         scales: IntArray | None = None,
         value_sum: IntArray | None = None,
@@ -270,6 +289,7 @@ class TritonPageKernels:
         """See :meth:`PageKernels.summarize`; one launch."""
         targets = {
             "bounds": bounds,
+            "spread": spread,
             "channels": channels,
             "scales": scales,
             "value_sum": value_sum,
@@ -292,41 +312,97 @@ class TritonPageKernels:
         tails: NDArray[np.uint64],
         layout: BlockLayout,
         geometry: SlotGeometry,
+        order: TokenOrder | None = None,
     ) -> None:
-        """See :meth:`PageKernels.pack_summarized`: a launch for pages, one per layer for the rest,
-        which is made in memory of the device and waited for."""
-        TritonKernels(self.device).pack(
-            caches,
-            block_ids,
-            frames + np.uint64(geometry.layer_offset(0)),
-            geometry.layer_bytes,
-            layout,
-            layout.with_page_stride(geometry.page_bytes),
-        )
-        record = geometry.payload_bytes // layout.page_tokens
+        """See :meth:`PageKernels.pack_summarized`: a launch per layer for pages and one for the
+        rest, which is made in memory of the device and waited for."""
         sources = block_addresses(caches, block_ids, layout)
+        slot_layout = layout.with_page_stride(geometry.page_bytes)
         summaries = self._payloads(len(frames), geometry, geometry.summary_pages)
-        if not geometry.channel_pages:
-            for layer, source in enumerate(sources):
-                place = np.uint64(layer * geometry.pages_per_layer * record)
-                self.summarize(source, layout, bounds=_rows(summaries) + place)
-            _put(summaries, tails, geometry)
-            return
-        channels = self._payloads(len(frames), geometry, geometry.channel_pages)
-        shape = len(frames), geometry.heads, layout.head_size
-        sums = torch.zeros(shape, device=self.device)
-        size = geometry.heads * record
-        for layer, source in enumerate(sources):
-            begin = layer * size * (2 if geometry.scaled_from else 1)
-            scales = _rows(summaries) + np.uint64(begin + size) if geometry.scaled_from else None
-            self.summarize(
-                source, layout, channels=_rows(channels), scales=scales, value_sum=_rows(sums)
+        for layer, addresses in enumerate(sources):
+            source, made, places = addresses, caches[layer], on_host(block_ids, np.int64)
+            if order is not None and order.layers[layer]:
+                made = self._reordered(addresses, layer, order, layout)
+                source, places = _rows(made), np.arange(len(frames))
+            TritonKernels(self.device).pack(
+                [made],
+                places,
+                frames + np.uint64(geometry.layer_offset(layer)),
+                geometry.layer_bytes,
+                layout,
+                slot_layout,
             )
-            first = geometry.first_channel_page(layer) - geometry.kv_pages
-            _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
-            held = summaries[:, begin : begin + size].view(len(frames), geometry.heads, record)
-            held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
+            self._summarize_layer(layer, source, summaries, tails, layout, geometry)
         _put(summaries, tails, geometry)
+
+    def _reordered(
+        self, source: NDArray[np.uint64], layer: int, order: TokenOrder, layout: BlockLayout
+    ) -> torch.Tensor:
+        """Copies of one layer's blocks, [n, block], with their tokens in order."""
+        addresses = on_device(source, torch.int64, self.device)
+        kept = torch.from_numpy(order.kept).to(self.device)
+        place = self._order.order_blocks(addresses, kept, layout)
+        features = order.addresses()
+        if features is not None:
+            of_layer = features.reshape(len(order.layers), -1)[layer]
+            known = np.flatnonzero(of_layer)
+            rows = on_device(of_layer[known], torch.int64, self.device)
+            which = torch.from_numpy(known).to(self.device)
+            place[which] = self._order.order_blocks(rows, kept[which], layout, order.width)
+        made: torch.Tensor = self._order.reorder(addresses, place, layout)
+        return made
+
+    def _summarize_layer(
+        self,
+        layer: int,
+        source: NDArray[np.uint64],
+        summaries: torch.Tensor,
+        tails: NDArray[np.uint64],
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Write the records of one layer's blocks in ``summaries``, and its channel pages."""
+        record = geometry.payload_bytes // layout.page_tokens
+        if not geometry.channel_pages:
+            self._page_records(layer, source, summaries, layout, geometry)
+            return
+        slots = len(summaries)
+        channels = self._payloads(slots, geometry, geometry.channel_pages)
+        sums = torch.zeros((slots, geometry.heads, layout.head_size), device=self.device)
+        size = geometry.heads * record
+        begin = layer * size * (2 if geometry.scaled_from else 1)
+        scales = _rows(summaries) + np.uint64(begin + size) if geometry.scaled_from else None
+        self.summarize(
+            source, layout, channels=_rows(channels), scales=scales, value_sum=_rows(sums)
+        )
+        first = geometry.first_channel_page(layer) - geometry.kv_pages
+        _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
+        held = summaries[:, begin : begin + size].view(slots, geometry.heads, record)
+        held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
+
+    def _page_records(
+        self,
+        layer: int,
+        source: NDArray[np.uint64],
+        summaries: torch.Tensor,
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+    ) -> None:
+        """Write the records of the pages of one layer and, if wanted, the sums of V."""
+        record = geometry.payload_bytes // layout.page_tokens
+        pages, values = geometry.pages_per_layer * record, 0
+        if geometry.record == "spread_with_values":
+            values = geometry.heads * record
+        kind = "bounds" if geometry.record == "bounds" else "spread"
+        begin = layer * (pages + values)
+        self.summarize(source, layout, **{kind: _rows(summaries) + np.uint64(begin)})
+        if not values:
+            return
+        sums = torch.zeros((len(summaries), geometry.heads, layout.head_size), device=self.device)
+        self.summarize(source, layout, value_sum=_rows(sums))
+        held = summaries[:, begin + pages : begin + pages + values]
+        held = held.view(len(summaries), geometry.heads, record)
+        held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
 
     def _payloads(self, slots: int, geometry: SlotGeometry, pages: int) -> torch.Tensor:
         """Memory of the device for the payloads of so many pages of each slot, uint8, zeros."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from vllm_ssdkv.sparse.next_best import Ranked
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 from vllm_ssdkv.sparse.scores import (
     Floats,
+    HostScores,
+    PageLogits,
     Scores,
     ScoringKernels,
     Table,
@@ -39,17 +43,33 @@ class CpuScoringKernels(NativeKernels):
         self, query: torch.Tensor, context: ContextSummaries, scale: float
     ) -> tuple[Floats, Offsets]:
         """See :meth:`ScoringKernels.bound_logits`."""
-        if context.bounds_base is None:
-            raise ValueError("page bounds are needed and not in the summaries")
+        records = require_records(context.bounds_base, "bounds")
+        return self._page_logits(self._native.bound_logits, query, context, records, scale)
+
+    def spread_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[Floats, Offsets]:
+        """See :meth:`ScoringKernels.spread_logits`."""
+        records = require_records(context.spread_base, "spread")
+        return self._page_logits(self._native.spread_logits, query, context, records, scale)
+
+    def _page_logits(
+        self,
+        write: Callable[..., None],
+        query: torch.Tensor,
+        context: ContextSummaries,
+        records: NDArray[np.uint64],
+        scale: float,
+    ) -> tuple[Floats, Offsets]:
         values = host_query(query, context)
         first = context.sizes.first_page
         logits = np.empty(first[-1] * values.shape[1], np.float32)
-        self._native.bound_logits(
+        write(
             values,
             scale,
             context.row_begin,
             context.row_end,
-            context.bounds_base,
+            records,
             first,
             logits,
             context.layout.block_tokens,
@@ -72,17 +92,22 @@ class CpuScoringKernels(NativeKernels):
         kv_heads = context.layout.kv_heads
         weights = np.empty(first[-1] * kv_heads, np.float32)
         window_mass = np.empty((len(context), kv_heads), np.float32)
+        lse = np.empty((len(context), query_heads), np.float32)
+        seen = None if window_lse is None else window_lse.contiguous().numpy()
         self._native.weigh(
             logits,
             first,
-            None if window_lse is None else window_lse.contiguous().numpy(),
+            seen,
             weights,
             window_mass,
+            lse,
             query_heads,
             context.layout.page_tokens,
             self.threads,
         )
-        return Scores(weights, weights, window_mass, first)
+        share = np.zeros_like(lse) if seen is None else np.exp(seen - lse)
+        pages = PageLogits(logits, first, lse, share)
+        return Scores(weights, weights, window_mass, first, of_pages=pages)
 
     def channel_logits(
         self,
@@ -174,6 +199,18 @@ class CpuScoringKernels(NativeKernels):
         mass = mass.reshape(tuple(scores.window_mass.shape))
         return Selection(pages, begin, mass, ranked=Ranked(self, scores))
 
+    def on_host(self, scores: Scores, context: ContextSummaries) -> HostScores:
+        """See :meth:`ScoringKernels.on_host`; views."""
+        heads = context.layout.kv_heads
+        cuts = scores.first[1:-1] * heads
+
+        def rows(table: Table) -> list[Floats]:
+            parts = np.split(_on_host(table), cuts)
+            return [part.reshape(heads, -1) for part in parts]
+
+        window = _on_host(scores.window_mass)
+        return HostScores(rows(scores.score), rows(scores.mass), window)
+
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
         """See :meth:`ScoringKernels.cover`."""
         alpha: Floats = np.empty(tuple(tokens.lse.shape), np.float32)
@@ -190,6 +227,28 @@ class CpuScoringKernels(NativeKernels):
             self.threads,
         )
         return alpha
+
+    def cover_pages(
+        self, selection: Selection, pages: PageLogits, context: ContextSummaries
+    ) -> Floats:
+        """See :meth:`ScoringKernels.cover_pages`: columns are pages, as if they were tokens."""
+        lse: Floats = np.asarray(pages.lse)
+        alpha: Floats = np.empty(lse.shape, np.float32)
+        self._native.cover(
+            pages.logits,
+            pages.first,
+            lse - np.float32(np.log(context.layout.page_tokens)),
+            np.zeros(len(context), np.int32),
+            selection.pages,
+            selection.begin,
+            None,
+            alpha,
+            1,
+            self.threads,
+        )
+        share: Floats = np.asarray(pages.window_share)
+        covered: Floats = np.minimum(alpha + share, np.float32(1))
+        return covered
 
 
 class TritonScoringKernels:
@@ -219,13 +278,29 @@ class TritonScoringKernels:
         self, query: torch.Tensor, context: ContextSummaries, scale: float
     ) -> tuple[torch.Tensor, Offsets]:
         """See :meth:`ScoringKernels.bound_logits`."""
-        if context.bounds_base is None:
-            raise ValueError("page bounds are needed and not in the summaries")
-        logits = self._score.bound_logits(
+        records = require_records(context.bounds_base, "bounds")
+        return self._page_logits(self._score.bound_logits, query, context, records, scale)
+
+    def spread_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[torch.Tensor, Offsets]:
+        """See :meth:`ScoringKernels.spread_logits`."""
+        records = require_records(context.spread_base, "spread")
+        return self._page_logits(self._score.spread_logits, query, context, records, scale)
+
+    def _page_logits(
+        self,
+        make: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        context: ContextSummaries,
+        records: NDArray[np.uint64],
+        scale: float,
+    ) -> tuple[torch.Tensor, Offsets]:
+        logits = make(
             query.contiguous(),
             self._here(context.row_begin, torch.int32),
             self._here(context.row_end, torch.int32),
-            self._here(context.bounds_base, torch.int64),
+            self._here(records, torch.int64),
             layout=context.layout,
             scale=scale,
             max_pages=_longest(context.pages),
@@ -242,10 +317,12 @@ class TritonScoringKernels:
     ) -> Scores:
         """See :meth:`ScoringKernels.weigh`."""
         layout = context.layout
-        weights, window = self._choose.weigh(
+        weights, window, lse = self._choose.weigh(
             logits, window_lse, layout.kv_heads, layout.page_tokens
         )
-        return Scores(weights, weights, window, first)
+        share = torch.zeros_like(lse) if window_lse is None else torch.exp(window_lse - lse)
+        pages = PageLogits(logits, first, lse, share)
+        return Scores(weights, weights, window, first, of_pages=pages)
 
     def channel_logits(
         self,
@@ -330,6 +407,17 @@ class TritonScoringKernels:
         taken = table[np.arange(room) < counts[:, None]]
         return Selection(taken, begin, covered, ranked=Ranked(self, scores))
 
+    def on_host(self, scores: Scores, context: ContextSummaries) -> HostScores:
+        """See :meth:`ScoringKernels.on_host`; copies, for which it waits."""
+        columns = np.diff(scores.first).tolist()
+
+        def rows(table: Table) -> list[Floats]:
+            lines = _on_host(table)
+            return [line[:, :width] for line, width in zip(lines, columns, strict=True)]
+
+        window = _on_host(scores.window_mass)
+        return HostScores(rows(scores.score), rows(scores.mass), window)
+
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
         """See :meth:`ScoringKernels.cover`."""
         mask = selection.token_mask
@@ -344,6 +432,23 @@ class TritonScoringKernels:
             page_tokens=context.layout.page_tokens,
         )
         return on_host(alpha, np.float32)
+
+    def cover_pages(
+        self, selection: Selection, pages: PageLogits, context: ContextSummaries
+    ) -> Floats:
+        """See :meth:`ScoringKernels.cover_pages`: columns are pages, as if they were tokens."""
+        columns = self._here(context.pages, torch.int32)
+        alpha = self._tokens.cover(
+            pages.logits,
+            pages.lse - math.log(context.layout.page_tokens),
+            columns,
+            torch.zeros_like(columns),
+            self._here(selection.pages, torch.int32),
+            self._here(selection.begin, torch.int32),
+            None,
+            page_tokens=1,
+        )
+        return on_host(torch.clamp(alpha + pages.window_share, max=1.0), np.float32)
 
 
 @functools.cache
@@ -361,6 +466,13 @@ def select_scoring_kernels(device: torch.device) -> ScoringKernels:
     )
 
 
+def require_records(base: NDArray[np.uint64] | None, kind: str) -> NDArray[np.uint64]:
+    """Addresses of the blocks' records of pages; ``ValueError`` if the summaries lack them."""
+    if base is None:
+        raise ValueError(f"{kind} of pages are needed and not in the summaries")
+    return base
+
+
 def require_channels(
     context: ContextSummaries,
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int32]]:
@@ -372,6 +484,11 @@ def require_channels(
     if base is None or context.window_base is None or context.window_begin is None:
         raise ValueError("channel-major K and the window's addresses are not in the summaries")
     return base, context.window_base, context.window_begin
+
+
+def _on_host(table: Table) -> Floats:
+    values: Floats = table.cpu().numpy() if isinstance(table, torch.Tensor) else table
+    return values
 
 
 def _longest(counts: NDArray[np.integer]) -> int:

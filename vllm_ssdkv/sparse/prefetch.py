@@ -1,7 +1,7 @@
 """Prediction of the pages that the next query of a request will choose.
 
-Three of four pages are what the query before it chose, and about a third of what came next by that
-one's scores is chosen anew.
+Three of four pages are what the query before it chose. Of those that come next by that one's scores
+and by how often they were chosen, about two in five are chosen anew.
 
 Reading that ahead, while the layer before is attended to, hides the time of those pages that were
 in no tier of DRAM any more. The answer does not depend on it: the layer's own query chooses, and
@@ -16,6 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_ssdkv.sparse.choice_counts import ChoiceCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class Prefetcher:
     Attributes:
         likely: What was chosen: worth reading in any case.
         possible: What came next: worth reading where it costs no time.
+        counts: How often pages were chosen lately.
     """
 
     likely: SelectionHistory = field(default_factory=SelectionHistory)
     possible: SelectionHistory = field(default_factory=SelectionHistory)
+    counts: ChoiceCounts = field(default_factory=ChoiceCounts)

@@ -9,7 +9,7 @@ block index * groups + group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.clustering.clusters import Clusters
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.sparse.sizes import ContextSizes
 
@@ -70,14 +71,17 @@ class Budget:
 class Needs:
     """Parts of a :class:`ContextSummaries` that a selector reads, beside the rows' sizes.
 
-    ``bounds``: ``bounds_base``. ``channels``, how many per KV head: ``channel_base`` or
-    ``channel_source``, and ``window_base``. ``mean_value``: not the selector itself, but the step
-    that follows attention if ``Selection.alpha`` is set.
+    ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``channels``, how many per KV
+    head: ``channel_base`` or ``channel_source``, and ``window_base``. ``mean_value``: not the
+    selector itself, but the step that follows attention if ``Selection.alpha`` is set.
+    ``clusters``: of the rows' pages.
     """
 
     bounds: bool = False
+    spread: bool = False
     channels: int = 0
     mean_value: bool = False
+    clusters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class ContextSummaries:
         bounds_base: Each block's page bounds, ``[kv_heads, groups, 2, head_size]`` of the layout's
             dtype: minimum, then maximum over the page's tokens of each channel of K. None where no
             selector needs them.
+        spread_base: Likewise mean, then variance, rounded from float32.
         channel_base: Each block's K once more, channel-major: ``[kv_heads, head_size,
             block_tokens]`` of the layout's dtype. None where no selector needs it.
         window_base: The window's blocks, token-major, as attention reads them, absolute addresses,
@@ -112,6 +117,8 @@ class ContextSummaries:
         channel_scales: If set, channel-major K is int8, whatever the layout's dtype, times the
             block's scales at these addresses: float32 ``[kv_heads, head_size]``, each head's
             ``2 * head_size * itemsize`` bytes behind the one before. The window's K is as it is.
+        clusters: Clusters of each row's pages, one for each KV head, [R][kv_heads]; they cover all
+            pages of the context. None: each page is by itself.
         known_sizes: Where another layer has worked them out already.
     """
 
@@ -120,6 +127,7 @@ class ContextSummaries:
     row_end: NDArray[np.int32]
     window_tokens: NDArray[np.int32]
     bounds_base: NDArray[np.uint64] | None = None
+    spread_base: NDArray[np.uint64] | None = None
     channel_base: NDArray[np.uint64] | None = None
     window_base: NDArray[np.uint64] | None = None
     window_begin: NDArray[np.int32] | None = None
@@ -127,6 +135,7 @@ class ContextSummaries:
     channel_source: Callable[[NDArray[np.int32]], NDArray[np.uint64]] | None = None
     channel_scales: NDArray[np.uint64] | None = None
     ahead: int = 0
+    clusters: Sequence[tuple[Clusters, ...]] | None = None
     known_sizes: InitVar[ContextSizes | None] = None
     sizes: ContextSizes = field(init=False)
 

@@ -38,6 +38,24 @@ class TokenLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class PageLogits:
+    """Logits of all pages of R rows, each of which stands for all of the page's tokens.
+
+    Attributes:
+        logits: Table by query head.
+        first: Columns of the rows, added up, int64 [R + 1].
+        lse: Log-sum-exp over all tokens of the pages, and the window where that is known, float32
+            [R, q_heads].
+        window_share: Of the window in it, likewise; 0 where it is not known.
+    """
+
+    logits: Table
+    first: Offsets
+    lse: Table
+    window_share: Table
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """By what pages or tokens are chosen.
 
@@ -47,6 +65,7 @@ class Scores:
         window_mass: The window's share, float32 [R, kv_heads].
         first: Columns of the rows, added up, int64 [R + 1].
         tokens: The logits they come from, where these are needed again.
+        of_pages: Likewise, where they come from logits of pages.
     """
 
     score: Table
@@ -54,10 +73,25 @@ class Scores:
     window_mass: Table
     first: Offsets
     tokens: TokenLogits | None = None
+    of_pages: PageLogits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostScores:
+    """Scores as the host ranks them.
+
+    Attributes:
+        score, mass: As of :class:`Scores`, float32 [kv_heads, columns] of each row.
+        window_mass: Likewise, float32 [R, kv_heads].
+    """
+
+    score: list[Floats]
+    mass: list[Floats]
+    window_mass: Floats
 
 
 class Scorer(Protocol):
-    """A selector's way of scoring, for :class:`~.adaptive.AdaptiveSelector` to choose by."""
+    """A selector's way of scoring, for others to choose by."""
 
     name: str
     needs: Needs
@@ -94,6 +128,17 @@ class ScoringKernels(Protocol):
 
         The sum over channels of ``max(q * min, q * max)`` (Quest, Tang et al. 2024): no logit of
         the page is larger, but for rounding.
+        """
+        ...
+
+    def spread_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float
+    ) -> tuple[Table, Offsets]:
+        """Logits of every context page from mean and variance of its keys, by query head.
+
+        ``scale * q . mean + (scale * q)^2 . variance / 2``: the second cumulant of the page's
+        logits with channels that vary on their own, which is the log of the mean of ``exp`` where
+        the logits are normal.
         """
         ...
 
@@ -141,9 +186,9 @@ class ScoringKernels(Protocol):
     ) -> Scores:
         """Scores of the context's pages of ``page_tokens`` tokens from the logits of all tokens.
 
-        A token's score is the sum of its logits over the query heads of the KV head (not of their
-        softmax; SparQ step 3), a page's the largest of its tokens'. With
-        ``page_tokens = 1`` columns are tokens.
+        A page's score is its mass: the mean over the query heads of the KV head of its tokens'
+        softmax weights, added up. With ``page_tokens = 1`` columns are tokens, whose score is the
+        sum of their logits over the query heads (not of their softmax; SparQ step 3).
         """
         ...
 
@@ -164,6 +209,16 @@ class ScoringKernels(Protocol):
         """
         ...
 
+    def on_host(self, scores: Scores, context: ContextSummaries) -> HostScores:
+        """Scores for ranking by other means than :meth:`choose`; views where they can be."""
+        ...
+
     def cover(self, selection: Selection, tokens: TokenLogits, context: ContextSummaries) -> Floats:
         """Softmax mass of the chosen tokens and the window, float32 [R, q_heads]: SparQ's alpha."""
+        ...
+
+    def cover_pages(
+        self, selection: Selection, pages: PageLogits, context: ContextSummaries
+    ) -> Floats:
+        """Softmax mass of whole pages and the window by logits of pages, float32 [R, q_heads]."""
         ...

@@ -142,7 +142,7 @@ def test_a_check_as_json() -> None:
 
 def test_what_is_given_in_vain_is_a_warning() -> None:
     options = '{"sparse": {"budget": 0.25}}'
-    line = 'sparse.budget has no effect unless mode is "page" and selector "bounds", "sparf", '
+    line = 'sparse.budget has no effect unless mode is "page" and selector "bounds", "spread", '
     for command in ("check", "show"):
         result = run("config", command, "-", stdin=options)
         assert result.exit_code == 0

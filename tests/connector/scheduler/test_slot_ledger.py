@@ -35,7 +35,7 @@ def test_a_published_slot_is_copied_written_and_found() -> None:
     rig = Rig()
     slot = rig.publish(KEY)
     epoch = rig.index.epoch(slot)
-    assert rig.draft.copies == [(slot, epoch, 7)]
+    assert rig.draft.copies == [(slot, epoch, 7, -1)]
     assert rig.draft.flushes == [(slot, epoch, KEY)]
     assert slot in rig.ledger.writing
     assert rig.index.find(KEY) == slot

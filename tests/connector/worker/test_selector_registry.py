@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,8 @@ from vllm_ssdkv.sparse.selection_reuse import RowSizes
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -73,6 +77,17 @@ def test_options_reach_the_selector() -> None:
     assert not adaptive.needs.channels
 
 
+def test_options_reach_spread() -> None:
+    spread = made("spread", budget=0.25, sink_tokens=40).selector
+    assert isinstance(spread, SpreadSelector)
+    assert (spread.budget, spread.sink_tokens) == (Budget(share=0.25), 40)
+    adaptive = made("adaptive", scorer="spread").selector
+    assert isinstance(adaptive, AdaptiveSelector)
+    assert isinstance(adaptive.scorer, SpreadSelector)
+    assert adaptive.needs == spread.needs
+    assert (spread.needs.spread, spread.needs.bounds, spread.needs.channels) == (True, False, 0)
+
+
 def test_options_reach_sparf() -> None:
     sparf = made("sparf", budget=0.25, sink_tokens=0).selector
     assert isinstance(sparf, SparfSelector)
@@ -91,6 +106,30 @@ def test_options_reach_sparf() -> None:
     assert adaptive.needs.channels
 
 
+def test_options_reach_swarm() -> None:
+    swarm = made("swarm", budget=0.25, sink_tokens=4, scorer="bounds").selector
+    assert isinstance(swarm, SwarmSelector)
+    assert (swarm.budget, swarm.sink_tokens, swarm.route) == (Budget(share=0.25), 4, "members")
+    assert isinstance(swarm.scorer, BoundsSelector)
+    assert (swarm.needs.bounds, swarm.needs.channels, swarm.needs.clusters) == (True, 0, True)
+    swarm = made("swarm", channels=16, cluster_score="medoid").selector
+    assert isinstance(swarm, SwarmSelector)
+    assert (swarm.needs.channels, swarm.needs.mean_value, swarm.route) == (16, True, "medoid")
+
+
+def test_prompts_count_for_those_that_will_choose_by_clusters() -> None:
+    asked = RequestOptions(selector="swarm")
+    rows = [replace(row(name), of_prompt=True) for name in "ab"]
+    rows[1] = replace(rows[1], asked=asked)
+    for selector, wanted in (("bounds", {1}), ("swarm", {0, 1})):
+        options = config(selector, exact_below=0, scorer="bounds")
+        registry = SelectorRegistry(options, LAYOUT, CPU)
+        later = registry.later(rows)
+        assert later == [0, 1]
+        assert registry.clustered(rows, later) == wanted
+        assert registry.clustered(rows, later[:1]) == wanted - {1}
+
+
 def test_only_the_selectors_that_score_channels_ask_for_them() -> None:
     for selector, scorer, wanted in (
         ("exact", "sparf", False),
@@ -99,6 +138,8 @@ def test_only_the_selectors_that_score_channels_ask_for_them() -> None:
         ("adaptive", "bounds", False),
         ("adaptive", "sparf", True),
         ("sparf", "bounds", True),
+        ("swarm", "bounds", False),
+        ("swarm", "sparf", True),
     ):
         options = {"mode": "page", "selector": selector, "sparse": {"scorer": scorer}}
         assert SSDKVConfig.from_extra_config(options).scores_channels == wanted

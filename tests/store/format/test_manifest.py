@@ -74,6 +74,26 @@ def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
     assert found.geometry == shape
 
 
+def test_the_kind_of_record_is_kept(tmp_path: Path) -> None:
+    """In a store with bounds it is not named, so that earlier releases read it; they refuse others
+    by the version."""
+    mine = manifest()
+    assert b"record" not in mine.text
+    mine.record = "spread"
+    mine.save(tmp_path)
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert (found.version, found.geometry) == (6, replace(SHAPE, record="spread"))
+    (tmp_path / NAME).write_bytes(sealed(mine.text.replace(b'"spread"', b'"means!"')))
+    with pytest.raises(DamagedError, match="record"):
+        Manifest.load(tmp_path)
+    mine.version = 5  # as development versions wrote it
+    (tmp_path / NAME).write_bytes(mine.text)
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert found.geometry.record == "spread"
+
+
 @pytest.mark.parametrize(
     ("version", "summaries", "channels", "scaled_from", "text"),
     [

@@ -102,6 +102,14 @@ def test_impossible_channel_pages_are_refused(summaries: int, channels: int) -> 
         SlotGeometry("paged", 1, 1, 1, 4096, False, summaries, channels)
 
 
+@pytest.mark.parametrize(
+    ("summaries", "channels", "record"), [(0, 0, "spread"), (1, 1, "spread"), (1, 0, "means")]
+)
+def test_impossible_records_are_refused(summaries: int, channels: int, record: str) -> None:
+    with pytest.raises(ValueError, match="record is"):
+        SlotGeometry("paged", 1, 1, 1, 4096, False, summaries, channels, 0, record)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("channels", "scaled_from"), [(0, 2), (1, 1), (1, 3), (1, -2)])
 def test_impossible_scales_are_refused(channels: int, scaled_from: int) -> None:
     with pytest.raises(ValueError, match="scaled_from"):

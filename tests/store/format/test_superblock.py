@@ -94,6 +94,18 @@ def test_well_summed_nonsense_is_refused() -> None:
     data[56:57] = b"\3"  # no type of K has three bytes
     with pytest.raises(FormatError, match="scaled_from is 3"):
         Superblock.decode(refreshed(data))
+    spread = replace(BLOCK, geometry=replace(BLOCK.geometry, record="spread"))
+    data = bytearray(spread.encode())
+    assert data[8] == 5
+    assert Superblock.decode(bytes(data)) == spread
+    data[60:61] = b"\2"
+    assert Superblock.decode(refreshed(data)).geometry.record == "spread_with_values"
+    data[60:61] = b"\0"
+    with pytest.raises(FormatError, match="version is 5, expected 4"):
+        Superblock.decode(refreshed(data))
+    data[60:61] = b"\3"
+    with pytest.raises(FormatError, match="record is 3"):
+        Superblock.decode(refreshed(data))
     text = BLOCK.encode().index(b'{"layers":2')
     data = bytearray(BLOCK.encode())
     data[text + 10] = ord("3")

@@ -24,6 +24,7 @@ from vllm_ssdkv.sparse.protocol import Budget
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 
 CPU = torch.device("cpu")
 TRITON = TritonScoringKernels(CPU)
@@ -65,6 +66,7 @@ def test_everything_selected_is_dense(
     for selector in (
         SparfSelector(ALL, problem.layout.head_size, granularity, 0, TRITON),
         AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, TRITON),
+        SpreadSelector(ALL, 0, TRITON, estimate_rest=True),
     ):
         assert_near(native.output(selector, problem), want, 1e-5)
 

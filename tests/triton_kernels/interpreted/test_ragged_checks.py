@@ -10,12 +10,22 @@ from vllm_ssdkv.profiling.attention_problem import RowShape
 from vllm_ssdkv.profiling.ragged_checks import (
     check_anywhere,
     check_digest,
+    check_ordered_packing,
     check_packing,
     check_ragged,
 )
 from vllm_ssdkv.profiling.ragged_problem import RowSize
 from vllm_ssdkv.profiling.triton_checks import CheckError, Model, check_attention
-from vllm_ssdkv.triton_kernels import attend, choose, digest, pack, score, summarize, tokens
+from vllm_ssdkv.triton_kernels import (
+    attend,
+    choose,
+    digest,
+    order,
+    pack,
+    score,
+    summarize,
+    tokens,
+)
 
 CPU = torch.device("cpu")
 MODEL = Model(1, 2, 16, 16, torch.bfloat16)
@@ -35,11 +45,16 @@ def packing() -> None:
     check_packing(CPU, MODEL)
 
 
+def ordered_packing() -> None:
+    check_ordered_packing(CPU, MODEL)
+
+
 def test_right_kernels_pass() -> None:
     check_attention(CPU, MODEL, SHAPES)
     ragged()
     anywhere()
     packing()
+    ordered_packing()
     check_digest(CPU)
 
 
@@ -57,6 +72,7 @@ def test_right_kernels_pass() -> None:
         (anywhere, attend, "attend", "attend, window"),
         (packing, pack, "copy_pages", "pack_summarized, bounds"),
         (packing, summarize, "summarize", "pack_summarized, bounds"),
+        (ordered_packing, order, "reorder", "keeps its order was ordered"),
         (lambda: check_digest(CPU), digest, "digest", "digest: the kernel"),
         (lambda: check_digest(CPU), digest, "read_words", "read_words"),
     ],

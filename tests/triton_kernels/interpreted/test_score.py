@@ -11,7 +11,7 @@ from tests.sparse.contexts import Contexts, Row, contexts
 from tests.sparse.test_scores import table
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
-from vllm_ssdkv.triton_kernels.score import bound_logits
+from vllm_ssdkv.triton_kernels.score import bound_logits, spread_logits
 
 KERNELS = CpuScoringKernels(1)
 
@@ -39,6 +39,23 @@ def test_bounds(problem: Contexts, spare: int) -> None:
         tensor(context.row_begin),
         tensor(context.row_end),
         tensor(context.bounds_base),
+        layout=problem.layout,
+        scale=problem.scale,
+        max_pages=int(context.pages.max()) + spare,
+    )
+    compare(got, table(logits, first, heads))
+
+
+@given(problem=contexts(most_blocks=4), spare=st.integers(0, 20))
+@settings(max_examples=12, deadline=None)
+def test_mean_and_variance(problem: Contexts, spare: int) -> None:
+    context, heads = problem.summaries, problem.query.shape[1]
+    logits, first = KERNELS.spread_logits(problem.query, context, problem.scale)
+    got = spread_logits(
+        problem.query,
+        tensor(context.row_begin),
+        tensor(context.row_end),
+        tensor(context.spread_base),
         layout=problem.layout,
         scale=problem.scale,
         max_pages=int(context.pages.max()) + spare,

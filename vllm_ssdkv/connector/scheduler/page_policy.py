@@ -130,7 +130,9 @@ class PagePolicy:
                 self._index.unreserve(int(reserved))
             else:
                 try:
-                    slot = self._slots.allocate(state.block_ids[0][block], reserved=reserved)
+                    slot = self._slots.allocate(
+                        state.block_ids[0][block], index=block, reserved=reserved
+                    )
                 except StoreFullError:  # as when a lost device took reserved slots with it
                     state.cut_off = True
                     self._recovery.force_preempt(state)

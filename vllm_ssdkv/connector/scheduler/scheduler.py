@@ -179,7 +179,7 @@ class SSDKVScheduler:
         self._policy.end_step()
         self._rewrite(output)
         plan.timed = loads.choice.step(self._step, draft.shape)
-        loads.choice.saved(slot for slot, _, _ in draft.copies)
+        loads.choice.saved(copy[0] for copy in draft.copies)
         draft.move_into(plan)
         # Not requests that wait for more input, or because the engine is paused: nobody works.
         busy = self._parts.slots.writing or loads or self._parts.rewriter.unfinished
@@ -234,7 +234,7 @@ class SSDKVScheduler:
         for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
             self._parts.slots.unverified.rewrite(item.old, item.new)
             if item.block_id:
-                draft.copies.append((item.new, item.epoch, item.block_id))
+                draft.copies.append((item.new, item.epoch, item.block_id, -1))
                 draft.flushes.append((item.new, item.epoch, item.key))
             else:
                 draft.frame_copies.append(item[:5])

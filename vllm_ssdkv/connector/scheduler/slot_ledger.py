@@ -33,15 +33,17 @@ class SlotLedger:
         """Allocated slots without a key."""
         return len(self._held)
 
-    def allocate(self, block_id: int, *, reserved: bool = False) -> int:
+    def allocate(self, block_id: int, *, index: int = -1, reserved: bool = False) -> int:
         """A slot for a block that this step copies from HBM to DRAM.
+
+        ``index``: its place in its context, where its tokens may be ordered; -1: they are not.
 
         Raises:
             StoreFullError: no slot can be had.
         """
         slot = int(self._index.allocate(1, reserved=reserved)[0])
         self._held[slot] = self._index.epoch(slot)
-        self._draft.copies.append((slot, self._held[slot], block_id))
+        self._draft.copies.append((slot, self._held[slot], block_id, index))
         return slot
 
     def publish(self, slot: int, key: bytes, *, needed: bool) -> None:

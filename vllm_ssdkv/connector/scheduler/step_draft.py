@@ -18,7 +18,7 @@ class StepDraft:
     The fields are those of :class:`StepPlan`, but for four:
 
     Attributes:
-        copies: (slot, epoch, HBM block) to copy to DRAM.
+        copies: (slot, epoch, HBM block, its index in its context or -1) to copy to DRAM.
         flushes: (slot, epoch, key) to write to the devices.
         frame_copies: (old slot, its epoch, new slot, its epoch, key), to copy in DRAM and write.
         shape: (tokens before, tokens) of each row of the step.
@@ -31,7 +31,7 @@ class StepDraft:
     invalid: list[int] = field(default_factory=list)
     believed: list[tuple[int, int]] = field(default_factory=list)
     trim: NDArray[np.int64] | None = None
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     flushes: list[tuple[int, int, bytes]] = field(default_factory=list)
     frame_copies: list[tuple[int, int, int, int, bytes]] = field(default_factory=list)
     shape: list[tuple[int, int]] = field(default_factory=list)

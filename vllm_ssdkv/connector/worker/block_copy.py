@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
+from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.paged import select_page_kernels
@@ -27,10 +28,12 @@ class BlockPort(Protocol):
         block_ids: NDArray[np.int64],
         frames: NDArray[np.int32],
         tails: NDArray[np.uint64],
+        index: NDArray[np.int64] | None = None,
     ) -> None:
         """Copy HBM blocks [n] into frames [n].
 
         The tails of their slots, where these have any, are made at absolute addresses, [n].
+        ``index``: as of ``CopyToDram``; without, tokens keep the order that they have.
         """
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
@@ -47,25 +50,37 @@ class PagedPort:
         layout: BlockLayout,
         geometry: SlotGeometry,
         frames: FrameCache,
+        ordering: TokenOrdering | None = None,
     ):
+        """Without an ``ordering`` tokens keep the order of their positions."""
         self._kernels = kernels
         self._caches = list(caches)
         self._layout = layout
         self._slot_layout = layout.with_page_stride(geometry.page_bytes)
         self._geometry = geometry
         self._frames = frames
+        self._ordering = ordering
 
     def save(
         self,
         block_ids: NDArray[np.int64],
         frames: NDArray[np.int32],
         tails: NDArray[np.uint64],
+        index: NDArray[np.int64] | None = None,
     ) -> None:
         """See :class:`BlockPort`."""
-        geometry = self._geometry
+        geometry, order = self._geometry, None
+        if self._ordering is not None and index is not None:
+            order = self._ordering.order(block_ids, index)
         if geometry.tail_pages:
             select_page_kernels(self._kernels.device).pack_summarized(
-                self._caches, block_ids, self._frames.address(frames), tails, self._layout, geometry
+                self._caches,
+                block_ids,
+                self._frames.address(frames),
+                tails,
+                self._layout,
+                geometry,
+                order,
             )
         else:
             self._kernels.pack(
@@ -208,6 +223,7 @@ class OpaquePort:
         block_ids: NDArray[np.int64],
         frames: NDArray[np.int32],
         tails: NDArray[np.uint64],
+        index: NDArray[np.int64] | None = None,
     ) -> None:
         """See :class:`BlockPort`."""
         if self._on_device is None:

@@ -86,6 +86,8 @@ def attend_layer(
     if step is None:
         raise RuntimeError("there is no step to attend for")
     cache = kv_cache.view(kv_cache.shape[0], -1)
+    if worker.ordering is not None:
+        worker.ordering.observe(step.layer(layer_name), query, cache, rows, scale)
     attend_exact(
         select_kernels(kv_cache.device),
         query,

@@ -22,6 +22,7 @@ from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
+from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.store.read.context_stream import Piece
 from vllm_ssdkv.store.tiered_store import TieredStore
@@ -82,7 +83,12 @@ class PagedStep:
                 None if deviation is None else deviation.of_step(),
                 guesses,
                 choices.kept,
+                choices.clusters,
             )
+        self._clusters = None if choices is None else choices.clusters
+        self._clustered: set[int] = (
+            set() if choices is None else choices.clustered(self._rows, self._later)
+        )
         dense_layers = 0 if choices is None else choices.dense_layers
         self._store, self._choosing, self._contexts = store, choosing, contexts
         self._stream = store.stream(contexts, choosing, dense_layers, context_layers)
@@ -94,6 +100,10 @@ class PagedStep:
             KeyError: the scheduler's plan has no such row.
         """
         return self._by_block[write_block]
+
+    def layer(self, layer_name: str) -> int:
+        """Number of a layer in slots."""
+        return self._layers[layer_name]
 
     def hbm_start(self, row: int) -> int:
         """Index of the row's first block that is read from HBM."""
@@ -116,6 +126,8 @@ class PagedStep:
         """Folds the layer's chosen pages into a state that has seen the window; None: nobody
         chooses. ``value``: V of the same tokens, [T, Hkv, D]; the others as in ``attend_exact``."""
         decode, layer = self._decode, self._layers[layer_name]
+        if self._clusters is not None and self._clustered:
+            self._note_prompts(self._clusters, layer, query, batch)
         if decode is None:
             return None
 
@@ -126,6 +138,15 @@ class PagedStep:
             )
 
         return fold
+
+    def _note_prompts(
+        self, clusters: ContextClusters, layer: int, query: torch.Tensor, batch: RowBatch
+    ) -> None:
+        """Keep the queries of prompts whose requests will choose by clusters."""
+        for place, row in enumerate(batch.stream_row.tolist()):
+            if row in self._clustered:
+                part = slice(begin := int(batch.query_begin[place]), begin + self._rows[row].tokens)
+                clusters.note_prompt(layer, self._rows[row].request_id, query[part])
 
     def poisoned_rows(self) -> list[Row]:
         """Rows whose output must be thrown away."""

@@ -17,11 +17,14 @@ from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row
 from vllm_ssdkv.kernels.scoring import select_scoring_kernels
+from vllm_ssdkv.sparse.context_clusters import ClusterOptions, ContextClusters
 from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 
 MAX_KNOWN: Final = 256
@@ -60,13 +63,19 @@ class SelectorGroup:
             selector = WindowSelector(budget, sinks)
         else:
             kernels = select_scoring_kernels(device)
-            scorer: BoundsSelector | SparfSelector = BoundsSelector(budget, sinks, kernels)
-            if config.scores_channels:
+            scorer: BoundsSelector | SpreadSelector | SparfSelector
+            if config.scorer == "bounds":
+                scorer = BoundsSelector(budget, sinks, kernels)
+            elif config.scorer == "spread":
+                scorer = SpreadSelector(budget, sinks, kernels, estimate_rest=sparse.estimate_rest)
+            else:
                 channels = sparse.channels or max(1, layout.head_size // 8)
                 scorer = SparfSelector(
                     budget, channels, sparse.granularity, sinks, kernels, sparse.channel_group
                 )
             selector = scorer
+            if config.selector == "swarm":
+                selector = SwarmSelector(scorer, budget, sinks, kernels, sparse.cluster_score)
             if config.selector == "adaptive":
                 floor = Budget(share=sparse.floor)
                 selector = AdaptiveSelector(scorer, sparse.mass, floor, budget, sinks, kernels)
@@ -81,6 +90,7 @@ class SelectorRegistry:
         dense_layers: First of the layers with contexts, in which nobody chooses.
         means: Mean V of the requests that are decoded, where their selectors need it.
         kept: What they chose, where it is kept for more than a token.
+        clusters: Of their pages, where their selectors need them.
     """
 
     def __init__(self, config: SSDKVConfig, layout: KVLayout, device: torch.device):
@@ -96,6 +106,15 @@ class SelectorRegistry:
         if config.sparse.reuse_steps > 1:
             steps, similarity = config.sparse.reuse_steps, config.sparse.reuse_similarity
             self.kept = SelectionReuse(layers, blocks, steps, similarity)
+        sparse = config.sparse
+        sinks = -(-sparse.sink_tokens // config.page_tokens)
+        self.clusters = ContextClusters(
+            layers,
+            layout.kv_heads,
+            ClusterOptions(
+                sparse.cluster_threshold, sparse.cluster_size, sparse.cluster_affinity, sinks
+            ),
+        )
         self._own = SelectorGroup.of(config, layout, device)
         self._asked: OrderedDict[RequestOptions, SelectorGroup | None] = OrderedDict()
 
@@ -113,8 +132,18 @@ class SelectorRegistry:
     def drop(self, request_id: str) -> None:
         """The request does not run any more, or what it computed last is not to be trusted."""
         self.means.drop(request_id)
+        self.clusters.drop(request_id)
         if self.kept is not None:
             self.kept.drop(request_id)
+
+    def gauges(self) -> dict[str, int]:
+        """Sizes of what is kept for running requests, by metric."""
+        totals = self.clusters.totals
+        return {
+            "sparse_clusters": totals.clusters,
+            "sparse_cluster_members": totals.members,
+            "sparse_clustered_pages": totals.pages,
+        }
 
     def _of(self, asked: RequestOptions | None) -> SelectorGroup | None:
         if asked is None:
@@ -148,3 +177,8 @@ class SelectorRegistry:
             if choice is not None and row.first_position + row.tokens >= choice.exact_below:
                 found.append(i)
         return found
+
+    def clustered(self, rows: Sequence[Row], later: Sequence[int]) -> set[int]:
+        """Rows that will choose by clusters, of those that :meth:`later` named."""
+        choices = {i: self._of(rows[i].asked) for i in later}
+        return {i for i, one in choices.items() if one is not None and one.selector.needs.clusters}

@@ -49,6 +49,7 @@ from vllm_ssdkv.connector.worker.pinning import pin_arena
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
+from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
@@ -134,6 +135,8 @@ class SSDKVWorker:
         self._told_written = [0] * len(opened.devices)
         self._choices: SelectorRegistry | None = None
         self._guesses = Prefetcher() if config.sparse.prefetch else None
+        self.ordering: TokenOrdering | None = None
+        """Says how tokens of blocks that leave HBM are ordered; None: by position."""
         self.deviation: SparseDeviation | None = None
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
         self.layer_ended: Callable[[], None] | None = None
@@ -196,12 +199,21 @@ class SSDKVWorker:
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
             self._choices = SelectorRegistry.of(self.config, self.layout, caches[0].device)
+            if self.config.orders_tokens:
+                self.ordering = TokenOrdering(
+                    self.block_layout,
+                    self.layout.geometry.layers,
+                    self._context_layers,
+                    self.config.sparse.sink_tokens,
+                    by_co_activation=self.config.sparse.token_order == "coactivation",
+                )
             self._port = PagedPort(
                 select_kernels(caches[0].device),
                 [c.view(c.shape[0], -1) for c in caches],
                 self.block_layout,
                 self.layout.geometry,
                 self._store.frames,
+                self.ordering,
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
@@ -319,6 +331,8 @@ class SSDKVWorker:
         if plan.believed:
             store.confirm(plan.believed)
         self.began = True
+        if self.ordering is not None:
+            self.ordering.begin(plan.save.block_ids)
         if plan.rows:
             self.step = PagedStep(
                 store,
@@ -422,7 +436,7 @@ class SSDKVWorker:
                 break
             part = slice(done, done + len(frames))
             tails = self.store.tails[: len(frames)]
-            self._port.save(save.block_ids[part], frames, tails)
+            self._port.save(save.block_ids[part], frames, tails, save.index[part])
             self.store.filled(save.slots[part], tails)
             self._commit(commit, _among(commit.slots, save.slots[part].tolist()))
             done += len(frames)
@@ -563,6 +577,9 @@ class SSDKVWorker:
         self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
         for name, value in self.store.choice_gauges().items():
             self.counters.set(name, value)
+        if self._choices is not None:
+            for name, value in self._choices.gauges().items():
+                self.counters.set(name, value)
         health = self._opened.files.health
         for index, device in enumerate(self._opened.devices):
             state = device.state()

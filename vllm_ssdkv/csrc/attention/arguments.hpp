@@ -52,5 +52,6 @@ inline PageLayout to_layout(std::int64_t block_tokens, std::int64_t page_tokens,
 
 // The functions of page selection and sparse attention, in sparse_bindings.cpp.
 void bind_sparse(nb::module_& module);
+void bind_next_best(nb::module_& module);
 
 }  // namespace ssdkv::attention

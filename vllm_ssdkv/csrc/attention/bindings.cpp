@@ -297,4 +297,5 @@ NB_MODULE(_kernels, module) {
       .def("lap", &AttentionClock::lap, nb::arg("part"))
       .def_prop_ro("seconds", [](const AttentionClock& clock) { return clock.seconds(); });
   bind_sparse(module);
+  bind_next_best(module);
 }

@@ -5,7 +5,7 @@
 
 #include "attention/isa.hpp"
 #include "attention/openmp_team.hpp"
-#include "attention/scoring.hpp"
+#include "attention/token_order.hpp"
 #include "attention/transfer.hpp"
 
 namespace ssdkv::attention {
@@ -30,12 +30,19 @@ class Packer {
         record_(2 * p_.layout.head_size * item_bytes(p_.layout.dtype)),
         payload_(p_.layout.page_tokens * record_),
         channel_bytes_(p_.layout.head_size * p_.layout.block_tokens *
-                       (p_.scaled ? 1 : item_bytes(p_.layout.dtype))) {}
+                       (p_.scaled ? 1 : item_bytes(p_.layout.dtype))),
+        key_width_(row_width(p_.layout.head_size)) {}
 
   std::int64_t head_bytes() const { return groups_ * payload_; }
 
-  // Where a head's channels do not lie in one piece they are made here.
-  std::int64_t scratch_bytes() const { return channel_bytes_; }
+  // Where a head's channels do not lie in one piece they are made here; and its tokens ordered.
+  std::int64_t scratch_bytes() const {
+    if (p_.ordered == nullptr) return channel_bytes_;
+    const std::int64_t tokens = p_.layout.block_tokens;
+    const std::int64_t width = std::max(key_width_, p_.feature_width);
+    const std::int64_t order = 4 * tokens * (1 + key_width_) + order_scratch_bytes(tokens, width);
+    return std::max(channel_bytes_, order);
+  }
 
   void pack(std::int64_t layer, std::int64_t block, std::int64_t head, std::byte* scratch) const {
     const PageLayout& layout = p_.layout;
@@ -43,16 +50,28 @@ class Packer {
                        head * groups_ * layout.page_stride;
     auto* const tail = reinterpret_cast<std::byte*>(p_.tail[block]);
     const std::int64_t place = (layer * layout.kv_heads + head) * groups_;
-    if (p_.pages != nullptr) {
-      copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from,
-               reinterpret_cast<std::byte*>(p_.pages[block]) + place * p_.page_bytes, groups_);
+    auto* const target =
+        p_.pages == nullptr ? nullptr
+                            : reinterpret_cast<std::byte*>(p_.pages[block]) + place * p_.page_bytes;
+    PageLayout made = layout;
+    if (is_ordered(layer, block)) {
+      copy_ordered(layer, block, head, from, target, scratch);
+      made.page_stride = p_.page_bytes;
+      from = target;
+    } else if (target != nullptr) {
+      copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from, target, groups_);
     }
     if (p_.channel_pages == 0) {
       for (std::int64_t g = 0; g < groups_; ++g) {
-        kernels_.bounds(layout, from + g * layout.page_stride, record(tail, place + g));
+        kernels_.page_record(made, p_.record, from + g * made.page_stride,
+                             record(tail, place + layer * sums_per_layer() + g));
+      }
+      if (p_.value_sums) {
+        const std::int64_t first = (layer + 1) * layout.kv_heads * groups_;
+        write_sum(made, from, record(tail, first + layer * layout.kv_heads + head));
       }
     } else {
-      pack_channels(layer, head, from, tail, scratch);
+      pack_channels(made, layer, head, from, tail, scratch);
     }
     if (head + 1 < layout.kv_heads) return;
     const std::int64_t pages = first_channel_page(layer);
@@ -65,7 +84,10 @@ class Packer {
   std::int64_t records_per_head() const {
     return p_.channel_pages == 0 ? groups_ : (p_.scaled ? 2 : 1);
   }
-  std::int64_t records() const { return p_.layers * p_.layout.kv_heads * records_per_head(); }
+  std::int64_t sums_per_layer() const { return p_.value_sums ? p_.layout.kv_heads : 0; }
+  std::int64_t records() const {
+    return p_.layers * (p_.layout.kv_heads * records_per_head() + sums_per_layer());
+  }
   std::int64_t first_channel_page(std::int64_t layer) const {
     return p_.summary_pages + layer * p_.channel_pages;
   }
@@ -95,14 +117,55 @@ class Packer {
     });
   }
 
-  void pack_channels(std::int64_t layer, std::int64_t head, const std::byte* from, std::byte* tail,
-                     std::byte* scratch) const {
+  // Where only one page could move nothing would.
+  bool is_ordered(std::int64_t layer, std::int64_t block) const {
+    return p_.ordered != nullptr && p_.ordered[layer] != 0 && p_.kept[block] + 1 < groups_;
+  }
+
+  // Copies a head's pages, its tokens by likeness.
+  void copy_ordered(std::int64_t layer, std::int64_t block, std::int64_t head,
+                    const std::byte* from, std::byte* to, std::byte* scratch) const {
+    const PageLayout& layout = p_.layout;
+    const std::int64_t tokens = layout.block_tokens;
+    auto* const order = reinterpret_cast<std::int32_t*>(scratch);
+    auto* const keys = reinterpret_cast<float*>(scratch + 4 * tokens);
+    TokenRows rows{tokens, layout.page_tokens, key_width_, keys};
+    const std::uint64_t features =
+        p_.features == nullptr ? 0 : p_.features[layer * p_.blocks + block];
+    if (features == 0) {
+      kernels_.key_rows(layout, from, key_width_, keys);
+    } else {
+      rows.width = p_.feature_width;
+      rows.rows = reinterpret_cast<const float*>(features) + head * tokens * p_.feature_width;
+    }
+    std::byte* const work = scratch + 4 * tokens * (1 + key_width_);
+    order_tokens(kernels_, rows, p_.kept[block], work, order);
+    const std::int64_t token = record_ / 2;  // of K, and of V
+    for (std::int64_t g = 0; g < groups_; ++g, to += p_.page_bytes) {
+      for (std::int64_t t = 0; t < layout.page_tokens; ++t) {
+        const std::int64_t source = *(order + g * layout.page_tokens + t);
+        const std::byte* key = from + source / layout.page_tokens * layout.page_stride +
+                               source % layout.page_tokens * token;
+        std::memcpy(to + t * token, key, count(token));
+        std::memcpy(to + payload_ / 2 + t * token, key + payload_ / 2, count(token));
+      }
+      std::memset(to + payload_, 0, count(p_.page_bytes - payload_));
+    }
+  }
+
+  // The sum of V of a head's pages from `from` on, and zeros.
+  void write_sum(const PageLayout& layout, const std::byte* from, std::byte* to) const {
+    const std::int64_t floats = p_.layout.head_size * 4;
+    kernels_.value_sum(layout, from, to);
+    std::memset(to + floats, 0, count(record_ - floats));
+  }
+
+  void pack_channels(const PageLayout& layout, std::int64_t layer, std::int64_t head,
+                     const std::byte* from, std::byte* tail, std::byte* scratch) const {
     const std::int64_t heads = p_.layout.kv_heads;
     const std::int64_t floats = p_.layout.head_size * 4;
     const std::int64_t number = layer * heads * records_per_head() + head;
-    std::byte* const sum = record(tail, number);
-    kernels_.value_sum(p_.layout, from, sum);
-    std::memset(sum + floats, 0, count(record_ - floats));
+    write_sum(layout, from, record(tail, number));
     std::byte* scales = nullptr;
     if (p_.scaled) {
       scales = record(tail, number + heads);
@@ -112,7 +175,7 @@ class Packer {
     const std::int64_t begin = head * channel_bytes_;
     const bool whole = p_.page_bytes == payload_ || begin % payload_ + channel_bytes_ <= payload_;
     std::byte* const to = whole ? byte(tail, page, begin) : scratch;
-    kernels_.channels(p_.layout, from, to, scales);
+    kernels_.channels(layout, from, to, scales);
     if (whole) return;
     for_pieces(tail, page, begin, begin + channel_bytes_,
                [&](std::byte* piece, std::int64_t offset, std::int64_t bytes) {
@@ -126,6 +189,7 @@ class Packer {
   const std::int64_t record_;
   const std::int64_t payload_;
   const std::int64_t channel_bytes_;  // of one head
+  const std::int64_t key_width_;
 };
 
 }  // namespace

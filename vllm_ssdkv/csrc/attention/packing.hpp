@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/problem.hpp"
+#include "attention/scoring.hpp"
 
 namespace ssdkv::attention {
 
@@ -12,7 +13,11 @@ namespace ssdkv::attention {
 // channel pages hold one stretch of bytes each (the channel pages of each layer one), cut into as
 // many bytes as a page's K and V take. Summaries are records of as many bytes as a token's K and V
 // take, ordered layer: with channel pages the sums of V of the layer's heads, then, if channels are
-// int8, their scales; without, bounds of its pages. See docs/format.md.
+// int8, their scales; without, records of its pages and, if wanted, the sums of V. See
+// docs/format.md.
+//
+// Where tokens are ordered, each head's go into its pages by likeness (token_order.hpp) before
+// anything is made of them.
 struct Packing {
   PageLayout layout;  // of the blocks
   std::int64_t layers;
@@ -22,8 +27,15 @@ struct Packing {
   const std::uint64_t* tail;    // [blocks]: address of the first page of its tail
   std::int64_t page_bytes;
   std::int64_t summary_pages;
-  std::int64_t channel_pages;  // of each layer; 0: summaries are bounds
-  bool scaled;                 // channels are int8
+  std::int64_t channel_pages;     // of each layer; 0: summaries are records of pages
+  bool scaled;                    // channels are int8
+  PageRecord record;              // of a page
+  bool value_sums;                // behind the records of a layer's pages
+  const std::uint8_t* ordered;    // [layers]: 1 where tokens are ordered; null: nowhere
+  const std::int32_t* kept;       // [blocks]: first pages of each head that keep their tokens
+  const std::uint64_t* features;  // [layers][blocks]: address of float [kv_heads][block_tokens]
+                                  // [feature_width], by which tokens are alike; 0, null: by K
+  std::int64_t feature_width;     // a multiple of 16
 };
 
 // Bytes that nothing is written to are zeroed: behind K and V in their pages, and behind the last

@@ -16,25 +16,33 @@ namespace ssdkv::attention {
 // Scales of a block's channels are float [kv_heads][head_size], where each head has as many bytes
 // as a token's K and V take; those behind its scales are not looked at.
 
+// What is kept of a page's K, [2][head_size] numbers of its dtype.
+enum class PageRecord {
+  kBounds,  // minimum, then maximum, of each channel
+  kSpread,  // mean, then variance, of each channel
+};
+
 // Summaries of blocks that leave; all addresses are absolute, one per block, any of the
 // targets may be null.
 struct Summaries {
   PageLayout layout;
   const std::uint64_t* source;     // the layer's part of the block
   const std::uint64_t* bounds;     // [kv_heads][groups][2][head_size]: min, max over a page's K
+  const std::uint64_t* spread;     // the same: mean, variance
   const std::uint64_t* channels;   // [kv_heads][head_size][block_tokens]: K
   const std::uint64_t* scales;     // not null: channels are int8, times these; see below
   const std::uint64_t* value_sum;  // float [kv_heads][head_size]: V summed over the tokens
 };
 
-// Logits of queries [rows][query_heads][head_size] against the page bounds of their rows' blocks.
-struct BoundScoring {
+// Logits of queries [rows][query_heads][head_size] against the page records of their rows' blocks.
+struct PageScoring {
   PageLayout layout;
+  PageRecord kind;
   std::int64_t query_heads;
   const float* query;
   float scale;
   const std::int32_t* row_begin;  // [rows]: of the row's blocks
-  const std::uint64_t* bounds;    // [blocks], as in Summaries
+  const std::uint64_t* records;   // [blocks], as in Summaries
   const std::int64_t* first_column;
   float* logits;  // columns are the row's pages
 };
@@ -72,6 +80,7 @@ struct Weighting {
   const float* window_lse;  // [rows][query_heads], or null
   float* weights;           // per KV head
   float* window_mass;       // [rows][kv_heads]
+  float* lse;               // [rows][query_heads]: of all that is weighed
 };
 
 // Approximate logits of tokens turned into scores and masses of context pages or tokens.
@@ -82,7 +91,7 @@ struct TokenScoring {
   const std::int64_t* first_token;
   const float* logits;               // columns are tokens, the window's last
   const std::int64_t* first_column;  // of the context's columns
-  float* score;                      // per KV head: maximum over the page of sums over query heads
+  float* score;                      // per KV head: sum over query heads; of pages the mass
   float* mass;                       // per KV head: mean over query heads of softmax, page summed
   float* lse;                        // [rows][query_heads]
   float* window_mass;                // [rows][kv_heads]
@@ -103,19 +112,34 @@ struct Coverage {
   float* alpha;                    // [rows][query_heads]
 };
 
+// Rows of some tokens of a block, and how far each lies along the direction in which they vary
+// most, from their mean.
+struct Projection {
+  const float* rows;  // [tokens][width]
+  std::int64_t width;
+  const std::int32_t* members;  // [count]: tokens
+  std::int64_t count;           // at least 1
+  float* centred;               // [count][width], work space
+  float* vectors;               // [2][width], likewise
+  float* projections;           // [count]
+};
+
 // The entry points of one instruction set. Ranges are of what a task works on; `scratch` is
 // 64-byte aligned and has the bytes stated.
 struct SparseKernels {
-  // Minimum, then maximum, of each channel of a page's K: [2][head_size].
-  void (*bounds)(const PageLayout&, const std::byte* page, std::byte* to);
+  void (*page_record)(const PageLayout&, PageRecord kind, const std::byte* page, std::byte* to);
   // K of one head of a block, from its first page on, channel-major: [head_size][block_tokens]. In
   // int8 if there is a place for scales, float [head_size].
   void (*channels)(const PageLayout&, const std::byte* pages, std::byte* to, std::byte* scales);
   // V of one head of a block, from its first page on, summed over the tokens: float [head_size].
   void (*value_sum)(const PageLayout&, const std::byte* pages, std::byte* to);
-  // 4 * (group + 3) * (head_size + 15) bytes.
-  void (*bound_logits)(const BoundScoring&, std::int64_t row, std::int64_t head,
-                       std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);
+  // K of one head of a block, from its first page on, as rows [block_tokens][width] with zeros
+  // behind each head's channels; width is a multiple of 16.
+  void (*key_rows)(const PageLayout&, const std::byte* pages, std::int64_t width, float* rows);
+  void (*project)(const Projection&);
+  // 4 * group * (head_size + 15) bytes.
+  void (*page_logits)(const PageScoring&, std::int64_t row, std::int64_t head,
+                      std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);
   // 4 * count * group bytes.
   void (*channel_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
                          std::int64_t block_begin, std::int64_t block_end, std::byte* scratch);

@@ -68,12 +68,15 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
       return reinterpret_cast<std::byte*>(list[block]) + head * size;
     };
     const std::byte* pages = place(s.source, groups * layout.page_stride);
-    if (s.bounds != nullptr) {
-      std::byte* const to = place(s.bounds, groups * 2 * token);
+    const auto records = [&](const std::uint64_t* list, PageRecord kind) {
+      if (list == nullptr) return;
+      std::byte* const to = place(list, groups * 2 * token);
       for (std::int64_t g = 0; g < groups; ++g) {
-        kernels.bounds(layout, pages + g * layout.page_stride, to + g * 2 * token);
+        kernels.page_record(layout, kind, pages + g * layout.page_stride, to + g * 2 * token);
       }
-    }
+    };
+    records(s.bounds, PageRecord::kBounds);
+    records(s.spread, PageRecord::kSpread);
     if (s.channels != nullptr) {
       kernels.channels(layout, pages,
                        place(s.channels, layout.head_size * layout.block_tokens * channel_item),
@@ -93,7 +96,7 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
             });
 }
 
-void score_bounds(const BoundScoring& s, std::int64_t rows, std::int64_t threads) {
+void score_pages(const PageScoring& s, std::int64_t rows, std::int64_t threads) {
   const SparseKernels& kernels = *active_kernels().sparse;
   const PageLayout& layout = s.layout;
   const std::int64_t page = 2 * layout.head_size * item_bytes(layout.dtype);
@@ -101,13 +104,13 @@ void score_bounds(const BoundScoring& s, std::int64_t rows, std::int64_t threads
     return s.first_column[row + 1] - s.first_column[row];
   });
   const std::int64_t group = s.query_heads / layout.kv_heads;
-  const std::int64_t scratch = 4 * (group + 3) * (layout.head_size + 15);
+  const std::int64_t scratch = 4 * group * (layout.head_size + 15);
   for_tasks(static_cast<std::int64_t>(pieces.size()),
             team(s.first_column[rows] * layout.kv_heads * page, threads),
             static_cast<std::size_t>(scratch), [&](std::int64_t task, std::byte* bytes) {
               const Piece& p = pieces[static_cast<std::size_t>(task)];
               if (p.begin == p.end) return;
-              kernels.bound_logits(s, p.row, p.head, p.begin, p.end, bytes);
+              kernels.page_logits(s, p.row, p.head, p.begin, p.end, bytes);
             });
 }
 

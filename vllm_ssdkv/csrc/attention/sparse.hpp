@@ -14,7 +14,7 @@ namespace ssdkv::attention {
 
 void summarize_blocks(const Summaries& summaries, std::int64_t blocks, std::int64_t threads);
 
-void score_bounds(const BoundScoring& scoring, std::int64_t rows, std::int64_t threads);
+void score_pages(const PageScoring& scoring, std::int64_t rows, std::int64_t threads);
 
 void score_channels(const ChannelScoring& scoring, std::int64_t rows, std::int64_t threads);
 

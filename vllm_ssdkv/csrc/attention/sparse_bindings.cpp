@@ -12,6 +12,7 @@
 #include "attention/arguments.hpp"
 #include "attention/packing.hpp"
 #include "attention/sparse.hpp"
+#include "attention/token_order.hpp"
 #include "base/arrays.hpp"
 #include "base/unlocked.hpp"
 
@@ -59,6 +60,7 @@ const std::uint64_t* check_targets(const std::optional<Vector<std::uint64_t>>& l
 }
 
 void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> bounds,
+                  std::optional<Vector<std::uint64_t>> spread,
                   std::optional<Vector<std::uint64_t>> channels,
                   std::optional<Vector<std::uint64_t>> scales,
                   std::optional<Vector<std::uint64_t>> value_sum, std::int64_t block_tokens,
@@ -71,6 +73,7 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
       to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype),
       source.data(),
       check_targets(bounds, blocks),
+      check_targets(spread, blocks),
       check_targets(channels, blocks),
       check_targets(scales, blocks),
       check_targets(value_sum, blocks),
@@ -79,12 +82,34 @@ void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64
   summarize_blocks(s, blocks, threads);
 }
 
+// Checks what says how tokens are ordered.
+void check_order(const Packing& p, const std::optional<Vector<std::uint8_t>>& ordered,
+                 const std::optional<Vector<std::int32_t>>& kept,
+                 const std::optional<Vector<std::uint64_t>>& features) {
+  if (!ordered) return;
+  require(p.pages != nullptr, "tokens are ordered on their way to slots");
+  require(extent(ordered->shape(0)) == p.layers, "ordered must be [layers]");
+  require(kept && extent(kept->shape(0)) == p.blocks, "kept must be [slots]");
+  for (std::int64_t i = 0; i < p.blocks; ++i) {
+    require(p.kept[i] >= 0 && p.kept[i] <= p.layout.block_tokens / p.layout.page_tokens,
+            "kept must be pages of a block");
+  }
+  require(p.layout.block_tokens <= INT32_MAX, "the block has too many tokens");
+  if (!features) return;
+  require(extent(features->shape(0)) == p.layers * p.blocks, "features must be [layers * slots]");
+  require(p.feature_width > 0 && p.feature_width % kRowStep == 0,
+          "feature_width must be a multiple of 16");
+}
+
 void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> pages,
                         Vector<std::uint64_t> tail, std::int64_t page_bytes,
                         std::int64_t summary_pages, std::int64_t channel_pages, bool scaled,
-                        std::int64_t block_tokens, std::int64_t page_tokens,
-                        std::int64_t page_stride, std::int64_t kv_heads, std::int64_t head_size,
-                        int dtype, std::int64_t threads) {
+                        bool spread, bool value_sums, std::int64_t block_tokens,
+                        std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
+                        std::int64_t head_size, int dtype, std::int64_t threads,
+                        std::optional<Vector<std::uint8_t>> ordered,
+                        std::optional<Vector<std::int32_t>> kept,
+                        std::optional<Vector<std::uint64_t>> features, std::int64_t feature_width) {
   require(threads > 0, "threads must be positive");
   const std::int64_t blocks = extent(tail.shape(0));
   const std::int64_t parts = extent(source.shape(0));
@@ -102,17 +127,27 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
       summary_pages,
       channel_pages,
       scaled,
+      spread ? PageRecord::kSpread : PageRecord::kBounds,
+      value_sums,
+      ordered ? ordered->data() : nullptr,
+      kept ? kept->data() : nullptr,
+      features ? features->data() : nullptr,
+      feature_width,
   };
+  check_order(p, ordered, kept, features);
   const std::int64_t item = item_bytes(p.layout.dtype);
   const std::int64_t token = kv_heads * head_size;
   require(page_bytes >= 2 * page_tokens * head_size * item,
           "page_bytes is smaller than K and V of one page");
   require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
+  require(channel_pages == 0 || !spread, "summaries are channels or spread, not both");
+  require(spread || !value_sums, "sums of V are behind spread, or before channels");
   require(channel_pages == 0 || channel_pages * 2 * page_tokens * head_size * item >=
                                     token * block_tokens * (scaled ? 1 : item),
           "channel_pages are too few for K");
   const std::int64_t records =
-      kv_heads * (channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1));
+      kv_heads *
+      ((channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1)) + (value_sums ? 1 : 0));
   require(summary_pages * page_tokens >= p.layers * records,
           "summary_pages are too few for the records");
   const Unlocked unlocked;
@@ -130,18 +165,20 @@ void check_blocks(const Vector<std::int32_t>& begin, const Vector<std::int32_t>&
   }
 }
 
-void py_bound_logits(ConstCube query, double scale, Vector<std::int32_t> row_begin,
-                     Vector<std::int32_t> row_end, Vector<std::uint64_t> bounds,
-                     Vector<std::int64_t> first_page, Array<float, nb::ndim<1>> logits,
-                     std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
-                     int dtype, std::int64_t threads) {
-  BoundScoring s{};
+template <PageRecord Kind>
+void py_page_logits(ConstCube query, double scale, Vector<std::int32_t> row_begin,
+                    Vector<std::int32_t> row_end, Vector<std::uint64_t> records,
+                    Vector<std::int64_t> first_page, Array<float, nb::ndim<1>> logits,
+                    std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
+                    int dtype, std::int64_t threads) {
+  PageScoring s{};
+  s.kind = Kind;
   s.layout = dense_layout(block_tokens, page_tokens, kv_heads, extent(query.shape(2)), dtype);
   s.query_heads = extent(query.shape(1));
   check_heads(kv_heads, s.query_heads, threads);
   const std::int64_t rows = rows_of(first_page);
   require(extent(query.shape(0)) == rows, "query and first_page differ in rows");
-  check_blocks(row_begin, row_end, rows, extent(bounds.shape(0)));
+  check_blocks(row_begin, row_end, rows, extent(records.shape(0)));
   for (std::int64_t r = 0; r < rows; ++r) {
     const std::int64_t blocks = row_end.data()[r] - row_begin.data()[r];
     require(
@@ -152,11 +189,11 @@ void py_bound_logits(ConstCube query, double scale, Vector<std::int32_t> row_beg
   s.query = query.data();
   s.scale = static_cast<float>(scale);
   s.row_begin = row_begin.data();
-  s.bounds = bounds.data();
+  s.records = records.data();
   s.first_column = first_page.data();
   s.logits = logits.data();
   const Unlocked unlocked;
-  score_bounds(s, rows, threads);
+  score_pages(s, rows, threads);
 }
 
 void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
@@ -243,13 +280,15 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
 
 void py_weigh(Vector<float> logits, Vector<std::int64_t> first_page,
               std::optional<ConstMatrix> window_lse, Array<float, nb::ndim<1>> weights,
-              Matrix window_mass, std::int64_t q_heads, std::int64_t page_tokens,
+              Matrix window_mass, Matrix lse, std::int64_t q_heads, std::int64_t page_tokens,
               std::int64_t threads) {
   const std::int64_t rows = rows_of(first_page);
   const std::int64_t kv_heads = extent(window_mass.shape(1));
   check_heads(kv_heads, q_heads, threads);
   require(page_tokens > 0, "page_tokens must be positive");
   require(extent(window_mass.shape(0)) == rows, "window_mass must be [rows, kv_heads]");
+  require(extent(lse.shape(0)) == rows && extent(lse.shape(1)) == q_heads,
+          "lse must be [rows, q_heads]");
   check_size(logits, columns_of(first_page) * q_heads, "logits must be [q_heads * pages]");
   check_size(weights, columns_of(first_page) * kv_heads, "weights must be [kv_heads * pages]");
   if (window_lse) {
@@ -263,7 +302,8 @@ void py_weigh(Vector<float> logits, Vector<std::int64_t> first_page,
                     static_cast<float>(page_tokens),
                     window_lse ? window_lse->data() : nullptr,
                     weights.data(),
-                    window_mass.data()};
+                    window_mass.data(),
+                    lse.data()};
   const Unlocked unlocked;
   weigh_columns(w, rows, threads);
 }
@@ -442,24 +482,32 @@ std::pair<double, std::int64_t> py_count_choice(
 
 void bind_sparse(nb::module_& module) {
   module.def("summarize", &py_summarize, nb::arg("source").noconvert(),
-             nb::arg("bounds").noconvert().none(), nb::arg("channels").noconvert().none(),
-             nb::arg("scales").noconvert().none(), nb::arg("value_sum").noconvert().none(),
-             nb::arg("block_tokens"), nb::arg("page_tokens"), nb::arg("page_stride"),
-             nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
-             "Page bounds, channel-major K and sums of V of blocks.");
+             nb::arg("bounds").noconvert().none(), nb::arg("spread").noconvert().none(),
+             nb::arg("channels").noconvert().none(), nb::arg("scales").noconvert().none(),
+             nb::arg("value_sum").noconvert().none(), nb::arg("block_tokens"),
+             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
+             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
+             "Page records, channel-major K and sums of V of blocks.");
   module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
              nb::arg("pages").noconvert().none(), nb::arg("tail").noconvert(),
              nb::arg("page_bytes"), nb::arg("summary_pages"), nb::arg("channel_pages"),
-             nb::arg("scaled"), nb::arg("block_tokens"), nb::arg("page_tokens"),
-             nb::arg("page_stride"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("dtype"),
-             nb::arg("threads"),
+             nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"), nb::arg("block_tokens"),
+             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
+             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
+             nb::arg("ordered").noconvert().none(), nb::arg("kept").noconvert().none(),
+             nb::arg("features").noconvert().none(), nb::arg("feature_width"),
              "Copy blocks of all layers to slots, and make their summaries and channels.");
-  module.def("bound_logits", &py_bound_logits, nb::arg("query").noconvert(), nb::arg("scale"),
-             nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
-             nb::arg("bounds").noconvert(), nb::arg("first_page").noconvert(),
-             nb::arg("logits").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
-             nb::arg("kv_heads"), nb::arg("dtype"), nb::arg("threads"),
-             "Upper bounds of the scaled logits of each page.");
+  const auto bind_page_logits = [&](const char* name, auto function, const char* text) {
+    module.def(name, function, nb::arg("query").noconvert(), nb::arg("scale"),
+               nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
+               nb::arg("records").noconvert(), nb::arg("first_page").noconvert(),
+               nb::arg("logits").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
+               nb::arg("kv_heads"), nb::arg("dtype"), nb::arg("threads"), text);
+  };
+  bind_page_logits("bound_logits", &py_page_logits<PageRecord::kBounds>,
+                   "Upper bounds of the scaled logits of each page.");
+  bind_page_logits("spread_logits", &py_page_logits<PageRecord::kSpread>,
+                   "Logits of each page from mean and variance of its keys.");
   module.def("choose_channels", &py_choose_channels, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("kv_heads"), nb::arg("channels").noconvert(), nb::arg("reduced").noconvert(),
              nb::arg("together"), "SparQ's channels and the scaled queries of them.");
@@ -474,8 +522,9 @@ void bind_sparse(nb::module_& module) {
              nb::arg("threads"), "SparQ's approximate logits of context and window.");
   module.def("weigh", &py_weigh, nb::arg("logits").noconvert(), nb::arg("first_page").noconvert(),
              nb::arg("window_lse").noconvert().none(), nb::arg("weights").noconvert(),
-             nb::arg("window_mass").noconvert(), nb::arg("q_heads"), nb::arg("page_tokens"),
-             nb::arg("threads"), "Mean softmax weight of each page over a KV head's query heads.");
+             nb::arg("window_mass").noconvert(), nb::arg("lse").noconvert(), nb::arg("q_heads"),
+             nb::arg("page_tokens"), nb::arg("threads"),
+             "Mean softmax weight of each page over a KV head's query heads.");
   module.def("score_tokens", &py_score_tokens, nb::arg("logits").noconvert(),
              nb::arg("first_token").noconvert(), nb::arg("first_column").noconvert(),
              nb::arg("score").noconvert(), nb::arg("mass").noconvert(), nb::arg("lse").noconvert(),

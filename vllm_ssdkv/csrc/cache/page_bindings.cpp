@@ -19,6 +19,7 @@ namespace {
 PagePolicy to_policy(const std::string& name) {
   if (name == "lru") return PagePolicy::kRecent;
   if (name == "frequency") return PagePolicy::kFrequent;
+  if (name == "decay") return PagePolicy::kDecayed;
   throw std::invalid_argument("no such policy: " + name);
 }
 

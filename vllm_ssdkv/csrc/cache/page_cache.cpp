@@ -170,7 +170,7 @@ void PageCache::bring(AskedPages& asked, bool guessed) {
     here.coming = true;
     here.guessed = guessed;
     place_of(wanted) = taken[i] + 1;
-    order_->renew(taken[i]);
+    order_->renew(taken[i], wanted);
     if (!guessed) order_->used(taken[i]);
   }
   asked.places.insert(asked.places.end(), taken.begin(), taken.end());
@@ -191,6 +191,7 @@ std::vector<int32_t> PageCache::take(size_t count) {
       place = order_->first();
       if (place == kNoPlace) break;
       order_->remove(place);
+      order_->evicted(place, at(place).key);
       place_of(at(place).key) = 0;
       --held_;
       ++evictions_;
@@ -282,7 +283,11 @@ void PageCache::forget(std::span<const int64_t> slots) {
   for (const int64_t slot : slots) {
     for (int64_t page = 0; page < pages_; ++page) {
       const int32_t place = place_of(key(slot, page)) - 1;
-      if (place != kNoPlace) drop(place);
+      if (place != kNoPlace) {
+        drop(place);
+      } else {
+        order_->forget(key(slot, page));
+      }
     }
   }
 }

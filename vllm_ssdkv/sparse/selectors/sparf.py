@@ -11,8 +11,8 @@ alpha sums over the token set. Per KV head:
 5. ``out_g = alpha_g * attention over the chosen + (1 - alpha_g) * mean V`` of all tokens.
 
 With granularity "token" pages change what is read and nothing else: the output is SparQ's for every
-page size. With "page" pages are what is chosen, by their best token, so that what is read is the
-budget and no more.
+page size. With "page" pages are what is chosen, by the sum of their tokens' softmax weights, so
+that what is read is the budget and no more.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Summaries of slots, kept in DRAM: what a selector looks at instead of the pages themselves.
 
-In a slot without channel pages the summary is each page's *bounds*: the smallest and the largest
-value of each of K's channels (Quest, Tang et al. 2024). In one with channel pages it is the *sum of
-V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if
-these are int8, and a table may keep the slot's K, channel-major, too: in its rows, or in memory of
-the device that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without
-padding, so that one address per slot and layer is all that a kernel needs.
+In a slot without channel pages the summary is a record of each page: its *bounds*, the smallest and
+the largest value of each of K's channels (Quest, Tang et al. 2024), or their mean and variance,
+with which there may be the sum of V. In one with channel pages it is the *sum of V* over the
+block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if these are
+int8, and a table may keep the slot's K, channel-major, too: in its rows, or in memory of the device
+that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without padding, so
+that one address per slot and layer is all that a kernel needs.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class SummaryTable:
             np.subtract.at(self._pins, rows[rows != NO_ROW], 1)
 
     def address(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
-        """Absolute address of a layer's bounds in each row, ``[heads, groups, 2, head_size]``."""
+        """Absolute address of a layer's records in each row, ``[heads, groups, 2, head_size]``."""
         return self._address(rows) + np.uint64(layer * self._layer_bytes)
 
     def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
@@ -218,6 +219,8 @@ class SummaryTable:
     def values(self, rows: NDArray[np.int32], layer: int, head_size: int) -> NDArray[np.float32]:
         """A layer's sum of V over the tokens of each row, a copy, [n, heads, head_size]."""
         begin = layer * self._layer_bytes
+        if not self._geometry.channel_pages:  # behind the records of the layer's pages
+            begin += self._geometry.pages_per_layer * self._record
         records = self._memory[rows, begin : begin + self._heads * self._record]
         used = records.reshape(len(rows), self._heads, self._record)[..., : 4 * head_size]
         return np.ascontiguousarray(used).view(np.float32)

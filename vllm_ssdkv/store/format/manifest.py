@@ -30,14 +30,15 @@ from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.segment import Segment
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, of_another_version
+from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, of_another_version
 from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 
 NAME = "store.json"
 COPY = "store.json.copy"
 VERSIONS = (1, 4, 5, 6)
-"""Of those that are read; one of the last two is written, the last where segments have a rule. The
-first two are :attr:`SlotGeometry.version`, and know no :attr:`Manifest.revision`."""
+"""Of those that are read; one of the last two is written, the last where segments have a rule or
+the geometry has a record. The first two are :attr:`SlotGeometry.version`, and know no
+:attr:`Manifest.revision`."""
 
 _OF_SAMPLED_WEIGHTS = frozenset({"model", "hf_config"})
 """Fields of fingerprints before keys were bound to the weights in memory."""
@@ -78,7 +79,7 @@ class _Versioned(msgspec.Struct):
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
 
-    version: int = 5
+    version: int = VERSIONS[-2]
     store: str
     model: str
     """The model's name as it was last given; for people, nothing depends on it."""
@@ -93,6 +94,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where there are none it is left out."""
     scaled_from: int | msgspec.UnsetType = msgspec.UNSET
     """Where channel pages are not int8 it is left out."""
+    record: PageRecord | msgspec.UnsetType = msgspec.UNSET
+    """Where summaries of pages are bounds it is left out."""
     tp_size: int
     devices: list[ManifestDevice]
     """Those that are present in the order of the options, then absent ones that hold slots."""
@@ -153,6 +156,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             summary_pages=geometry.summary_pages,
             channel_pages=geometry.channel_pages or msgspec.UNSET,
             scaled_from=geometry.scaled_from or msgspec.UNSET,
+            record=msgspec.UNSET if geometry.record == "bounds" else geometry.record,
             tp_size=tp_size,
             key_id=key_id.hex(),
             devices=[],
@@ -174,6 +178,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             summary_pages=self.summary_pages,
             channel_pages=self.channel_pages or 0,
             scaled_from=self.scaled_from or 0,
+            record=self.record or "bounds",
         )
 
     @classmethod
@@ -297,11 +302,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def _version(self) -> int:
-        """Version to write: no segment has a rule before the last one, which older releases, who
-        would misread such segments, refuse."""
-        return (
-            5 if all(segment.rule is msgspec.UNSET for segment in self.segments) else VERSIONS[-1]
-        )
+        """Version to write: older releases refuse the last one. Segments by a rule they would
+        misread, and a record they would take for damage."""
+        ruled = any(segment.rule is not msgspec.UNSET for segment in self.segments)
+        return VERSIONS[-1] if ruled or self.record is not msgspec.UNSET else VERSIONS[-2]
 
     @property
     def text(self) -> bytes:

@@ -55,9 +55,19 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def format_version(summary_pages: int) -> int:
-    """Version of superblock and manifest: 1; 4 where slots have a tail. It was before the pages of
-    KV in version 1, and in 2 and 3, which had channel pages."""
+PageRecord: TypeAlias = Literal["bounds", "spread", "spread_with_values"]
+"""What the summary of a page is, see :attr:`SlotGeometry.record`."""
+
+PAGE_RECORDS: tuple[PageRecord, ...] = ("bounds", "spread", "spread_with_values")
+"""In the order of their numbers in a superblock."""
+
+
+def format_version(summary_pages: int, record: PageRecord = "bounds") -> int:
+    """Version of superblock and manifest: 1; 4 where slots have a tail; 5 where summaries of pages
+    are not bounds. The tail was before the pages of KV in version 1, and in 2 and 3, which had
+    channel pages."""
+    if record != "bounds":
+        return 5
     return 4 if summary_pages else 1
 
 
@@ -91,13 +101,16 @@ class SlotGeometry:
             selector needs them.
         scaled_from: Bytes of a number of K where channel pages hold it as int8, with scales in the
             summary pages; 0 where they hold K as it is.
+        record: What summary pages hold of each page of KV, where there are no channel pages: of
+            each channel of K the smallest and the largest number (``bounds``), or mean and variance
+            (``spread``), and then of each layer and head the sum of V (``spread_with_values``).
 
     What each step asks for every layer is computed once.
 
     Raises:
         ValueError: a number is not positive, ``opaque`` has heads, groups or summaries, there are
-            channel pages without summary pages or scales without channel pages, or the slot would
-            exceed :data:`MAX_SLOT_BYTES`.
+            channel pages without summary pages or scales without channel pages, pages have no
+            summaries of this kind, or the slot would exceed :data:`MAX_SLOT_BYTES`.
     """
 
     kind: Literal["opaque", "paged"]
@@ -109,6 +122,7 @@ class SlotGeometry:
     summary_pages: int = 0
     channel_pages: int = 0
     scaled_from: int = 0
+    record: PageRecord = "bounds"
 
     def __post_init__(self) -> None:
         if self.kind not in ("opaque", "paged"):
@@ -130,13 +144,20 @@ class SlotGeometry:
                 f"slot geometry: scaled_from is {self.scaled_from}, with {self.channel_pages} "
                 "channel pages"
             )
+        if self.record not in PAGE_RECORDS or (
+            self.record != "bounds" and (self.channel_pages or not self.summary_pages)
+        ):
+            raise ValueError(
+                f"slot geometry: record is {self.record!r}, with {self.summary_pages} summary and "
+                f"{self.channel_pages} channel pages"
+            )
         if self.slot_bytes > MAX_SLOT_BYTES:
             raise ValueError(f"slot of {self.slot_bytes} bytes exceeds {MAX_SLOT_BYTES}")
 
     @property
     def version(self) -> int:
         """Version of superblock and manifest."""
-        return format_version(self.summary_pages)
+        return format_version(self.summary_pages, self.record)
 
     @functools.cached_property
     def page_bytes(self) -> int:

@@ -16,7 +16,12 @@ from uuid import UUID
 from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.base.errors import FingerprintMismatchError, FormatError
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
-from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry, format_version
+from vllm_ssdkv.store.format.slot_geometry import (
+    PAGE_RECORDS,
+    SUPERBLOCK_BYTES,
+    SlotGeometry,
+    format_version,
+)
 
 KEY_ID_BYTES: Final = 16
 
@@ -28,10 +33,10 @@ _KINDS: tuple[Literal["opaque"], Literal["paged"]] = ("opaque", "paged")
 _CIPHERS = (False, True)
 """True if slots are encrypted, with AES-256-GCM."""
 
-# magic, version, block_bytes, store, device, rank, channel_pages, scaled_from, reserved, epoch,
-# kind, layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,
+# magic, version, block_bytes, store, device, rank, channel_pages, scaled_from, record, epoch, kind,
+# layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,
 # key id, summary_pages
-_FIXED = struct.Struct("<8s2I16s16s3I4xQ4IQI16sII16sI")
+_FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sII16sI")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 _STORE = slice(16, 32)
@@ -101,6 +106,7 @@ class Superblock:
                 self.rank,
                 shape.channel_pages,
                 shape.scaled_from,
+                PAGE_RECORDS.index(shape.record),
                 self.epoch,
                 _KINDS.index(shape.kind),
                 shape.layers,
@@ -141,6 +147,7 @@ class Superblock:
             rank,
             channel_pages,
             scaled_from,
+            record,
             epoch,
             kind,
             layers,
@@ -156,12 +163,15 @@ class Superblock:
         ) = _FIXED.unpack_from(block)
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
-        version = format_version(summary_pages)
+        known = PAGE_RECORDS[min(record, len(PAGE_RECORDS) - 1)]
+        version = format_version(summary_pages, known)
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
                 raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
         fingerprint = _decode_fingerprint(block, digest, text_bytes)
+        if record >= len(PAGE_RECORDS):
+            raise FormatError(f"superblock: record is {record}")
         if kind >= len(_KINDS):
             raise FormatError(f"superblock: kind is {kind}")
         if cipher >= len(_CIPHERS):
@@ -177,6 +187,7 @@ class Superblock:
                 summary_pages,
                 channel_pages,
                 scaled_from,
+                known,
             )
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc

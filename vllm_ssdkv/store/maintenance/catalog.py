@@ -229,6 +229,7 @@ def inspect_store(store: StoredStore) -> StoreDetails:
             "summary_pages": geometry.summary_pages,
             "channel_pages": geometry.channel_pages,
             "scaled_from": geometry.scaled_from,
+            "record": geometry.record,
             "header_bytes": geometry.header_bytes,
             "slot_bytes": geometry.slot_bytes,
         },

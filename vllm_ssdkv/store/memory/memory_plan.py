@@ -13,10 +13,11 @@ from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
 
-PageEvictionPolicy = Literal["lru", "frequency"]
+PageEvictionPolicy = Literal["lru", "frequency", "decay"]
 """``lru``: used longest ago. ``frequency``: least score of Swarm (equation 6 in the corrected form
 ``f * (T_base + s * T_transfer) / s``, with s = 1: pages), f being how often it was chosen lately
-(S-7: one more per step with a query that chose it, one less per step without)."""
+(S-7: one more per step with a query that chose it, one less per step in the cache without).
+``decay``: least ``f = 0.7 f + chosen``, per step."""
 
 
 IN_FLIGHT = 2

@@ -1,11 +1,11 @@
-"""Sizes of what selectors look at: one row per slot, of bounds or channels."""
+"""Sizes of what selectors look at: one row per slot, of records of pages or channels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Literal
 
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
+from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, round_up
 
 ChannelTier = Literal["dram", "ssd", "hbm"]
 """Where selectors find the slots' channel pages."""
@@ -16,19 +16,27 @@ ROW_ALIGN = 64
 
 
 def with_summaries(
-    geometry: SlotGeometry, page_tokens: int, *, channels: bool, scaled_from: int = 0
+    geometry: SlotGeometry,
+    page_tokens: int,
+    *,
+    channels: bool,
+    scaled_from: int = 0,
+    record: PageRecord = "bounds",
 ) -> SlotGeometry:
     """A slot of ``geometry`` with what a selector needs beside its KV.
 
     Args:
         geometry: Of KV alone.
         page_tokens: Tokens of a page.
-        channels: Channel-major K and sums of V, else bounds.
+        channels: Channel-major K and sums of V, else records of pages.
         scaled_from: Bytes of a number of K, to have it as int8 with scales; 0: as it is.
+        record: What a record is.
     """
     records = geometry.layers * geometry.heads
     if not channels:
-        return replace(geometry, summary_pages=-(-records * geometry.groups // page_tokens))
+        of_head = geometry.groups + (record == "spread_with_values")
+        pages = -(-records * of_head // page_tokens)
+        return replace(geometry, summary_pages=pages, record=record)
     return replace(
         geometry,
         summary_pages=-(-records * (2 if scaled_from else 1) // page_tokens),
@@ -40,7 +48,7 @@ def with_summaries(
 def _records(geometry: SlotGeometry) -> int:
     """Records of one layer."""
     if not geometry.channel_pages:
-        return geometry.pages_per_layer
+        return geometry.pages_per_layer + geometry.heads * (geometry.record == "spread_with_values")
     return geometry.heads * (2 if geometry.scaled_from else 1)
 
 

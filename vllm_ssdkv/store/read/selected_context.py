@@ -179,8 +179,8 @@ class SelectedContexts:
             self._summaries.put(self.slots[part[good]], address[good])
             self._fetcher.release(fetch)
 
-    def bounds(self, layer: int) -> NDArray[np.uint64]:
-        """Address of every block's page bounds of a layer, [B]."""
+    def page_records(self, layer: int) -> NDArray[np.uint64]:
+        """Address of every block's records of its pages of a layer, [B]."""
         return self._summaries.address(self._summary_rows, layer)
 
     @property

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention/kernel/logits.hpp"
+#include "attention/kernel/order.hpp"
 #include "attention/kernel/panels.hpp"
 #include "attention/kernel/weights.hpp"
 
@@ -339,9 +340,9 @@ void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   }
 }
 
-constexpr SparseKernels kSparseKernels{page_bounds,  head_channels,  head_value_sum,
-                                       bound_logits, channel_logits, window_logits,
-                                       weigh,        score_tokens,   cover};
+constexpr SparseKernels kSparseKernels{page_record, head_channels, head_value_sum, key_rows,
+                                       project,     page_logits,   channel_logits, window_logits,
+                                       weigh,       score_tokens,  cover};
 
 }  // namespace
 }  // namespace ssdkv::attention::SSDKV_ISA

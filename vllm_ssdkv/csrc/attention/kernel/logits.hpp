@@ -1,5 +1,5 @@
-// Logits that are bounds or approximations: from page bounds (Quest, Tang et al. 2024) and from
-// some channels (SparQ, Ribar et al. 2024).
+// Logits that are bounds or approximations: from page bounds (Quest, Tang et al. 2024), from mean
+// and variance of pages, and from some channels (SparQ, Ribar et al. 2024).
 #pragma once
 
 #include "attention/kernel/vector.hpp"
@@ -40,10 +40,11 @@ void for_panels(std::int64_t rows, const Visit& visit) {
   for (; row < rows; ++row) visit.template operator()<1>(row);
 }
 
-// sums[R][kLanes / R]: for every channel the larger of query * min and query * max.
-template <int R, typename T>
-void bounds_of(const float* queries, std::int64_t width, std::int64_t head_size,
-               const std::byte* const* page, const std::byte* const* ahead, float* sums) {
+// sums[R][kLanes / R]: for every channel the larger of query * min and query * max, or query * mean
+// and half of query^2 * variance.
+template <PageRecord Kind, int R, typename T>
+void record_logits(const float* queries, std::int64_t width, std::int64_t head_size,
+                   const std::byte* const* page, const std::byte* const* ahead, float* sums) {
   constexpr int kStep = kLanes / R;
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
   Vec sum[kLanes] = {};
@@ -56,20 +57,25 @@ void bounds_of(const float* queries, std::int64_t width, std::int64_t head_size,
     for (int i = 0; i < kStep; ++i) {
       __builtin_prefetch(ahead[i] + d * kItem, 0, 2);
       __builtin_prefetch(ahead[i] + (head_size + d) * kItem, 0, 2);
-      const Vec low = load_some<T>(page[i] + d * kItem, left);
-      const Vec high = load_some<T>(page[i] + (head_size + d) * kItem, left);
+      const Vec first = load_some<T>(page[i] + d * kItem, left);
+      const Vec second = load_some<T>(page[i] + (head_size + d) * kItem, left);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        sum[r * kStep + i] += query[r] * (query[r] > Vec{} ? high : low);
+        if constexpr (Kind == PageRecord::kBounds) {
+          sum[r * kStep + i] += query[r] * (query[r] > Vec{} ? second : first);
+        } else {
+          // The logits' second cumulant: the log of the mean of exp where they are normal.
+          sum[r * kStep + i] += query[r] * (first + 0.5f * query[r] * second);
+        }
       }
     }
   }
   write(sums, sums_of(sum));
 }
 
-template <typename T>
-void bound_pages(const BoundScoring& s, std::int64_t row, std::int64_t head, std::int64_t begin,
-                 std::int64_t end, std::byte* scratch) {
+template <PageRecord Kind, typename T>
+void record_pages(const PageScoring& s, std::int64_t row, std::int64_t head, std::int64_t begin,
+                  std::int64_t end, std::byte* scratch) {
   const PageLayout& layout = s.layout;
   const std::int64_t groups = layout.block_tokens / layout.page_tokens;
   const std::int64_t group = s.query_heads / layout.kv_heads;
@@ -87,7 +93,7 @@ void bound_pages(const BoundScoring& s, std::int64_t row, std::int64_t head, std
   float* logits = s.logits + s.first_column[row] * s.query_heads + head * group * columns;
   const auto address = [&](std::int64_t page) {
     const std::int64_t block = page / groups;
-    return reinterpret_cast<const std::byte*>(s.bounds[s.row_begin[row] + block]) +
+    return reinterpret_cast<const std::byte*>(s.records[s.row_begin[row] + block]) +
            (head * groups + page - block * groups) * page_bytes;
   };
   for_panels(group, [&]<int R>(std::int64_t g) {
@@ -100,7 +106,7 @@ void bound_pages(const BoundScoring& s, std::int64_t row, std::int64_t head, std
         pages[kStep + i] = address(next < end ? next : end - 1);
       }
       float sums[kLanes];
-      bounds_of<R, T>(queries + g * width, width, size, pages, pages + kStep, sums);
+      record_logits<Kind, R, T>(queries + g * width, width, size, pages, pages + kStep, sums);
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < kStep && page + i < end; ++i) {
           logits[(g + r) * columns + page + i] = sums[r * kStep + i];
@@ -111,16 +117,15 @@ void bound_pages(const BoundScoring& s, std::int64_t row, std::int64_t head, std
   });
 }
 
-void bound_logits(const BoundScoring& s, std::int64_t row, std::int64_t head, std::int64_t begin,
-                  std::int64_t end, std::byte* scratch) {
-  switch (s.layout.dtype) {
-    case DType::kFloat32:
-      return bound_pages<float>(s, row, head, begin, end, scratch);
-    case DType::kBFloat16:
-      return bound_pages<BFloat16>(s, row, head, begin, end, scratch);
-    case DType::kFloat16:
-      return bound_pages<Float16>(s, row, head, begin, end, scratch);
-  }
+void page_logits(const PageScoring& s, std::int64_t row, std::int64_t head, std::int64_t begin,
+                 std::int64_t end, std::byte* scratch) {
+  for_dtype(s.layout.dtype, [&](auto item) {
+    using T = decltype(item);
+    if (s.kind == PageRecord::kBounds) {
+      return record_pages<PageRecord::kBounds, T>(s, row, head, begin, end, scratch);
+    }
+    record_pages<PageRecord::kSpread, T>(s, row, head, begin, end, scratch);
+  });
 }
 
 // logits[R][V vectors] of tokens that lie side by side in each channel: at(c) is where those of the

@@ -1,4 +1,4 @@
-// Summaries of a block whose K and V leave memory: page bounds, channel-major K, sums of V.
+// Summaries of a block whose K and V leave memory: page records, channel-major K, sums of V.
 #pragma once
 
 #include "attention/kernel/vector.hpp"
@@ -70,6 +70,45 @@ void write_bounds(const PageLayout& layout, const std::byte* page, std::byte* to
       const std::int64_t at = d + i * kLanes;
       store_some<T>(to + at * kItem, low[i], size - at);
       store_some<T>(to + (size + at) * kItem, high[i], size - at);
+    }
+  });
+}
+
+// The largest finite number of a dtype.
+template <typename T>
+constexpr float kLargest = 0x1.fffffep127f;
+template <>
+constexpr float kLargest<BFloat16> = 0x1.fep127f;
+template <>
+constexpr float kLargest<Float16> = 65504.0f;
+
+// In two passes, around the page's first key: the variance of equal numbers is 0. One that is too
+// large for T is the largest of T, so that what is finite stays so. NaN, both, where a channel has
+// a number that is not finite, so that broken data shows.
+template <typename T>
+void write_spread(const PageLayout& layout, const std::byte* page, std::byte* to) {
+  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t size = layout.head_size;
+  const Vec tokens = splat(static_cast<float>(layout.page_tokens));
+  for_channels(size, [&](auto abreast, std::int64_t d) {
+    constexpr int kWide = decltype(abreast)::value;
+    Vec first[kWide], mean[kWide] = {}, variance[kWide] = {};
+    for_rows<T, kWide>(page, 1, size, d, [&](int i, Vec v) { first[i] = v; });
+    for_rows<T, kWide>(page, layout.page_tokens, size, d,
+                       [&](int i, Vec v) { mean[i] += v - first[i]; });
+    for (int i = 0; i < kWide; ++i) mean[i] = first[i] + mean[i] / tokens;
+    for_rows<T, kWide>(page, layout.page_tokens, size, d, [&](int i, Vec v) {
+      const Vec apart = v - mean[i];
+      variance[i] += apart * apart;
+    });
+    for (int i = 0; i < kWide; ++i) {
+      const std::int64_t at = d + i * kLanes;
+      const Vec largest = splat(kLargest<T>);
+      const Vec broken = mean[i] - mean[i];  // 0, or NaN
+      const Vec square = variance[i] / tokens;
+      store_some<T>(to + at * kItem, mean[i] + broken, size - at);
+      store_some<T>(to + (size + at) * kItem, (square > largest ? largest : square) + broken,
+                    size - at);
     }
   });
 }
@@ -195,21 +234,12 @@ void write_value_sum(const PageLayout& layout, const std::byte* pages, std::byte
   });
 }
 
-// Calls work(T{}) for the storage type T of a dtype.
-template <typename Work>
-void for_dtype(DType dtype, const Work& work) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return work(float{});
-    case DType::kBFloat16:
-      return work(BFloat16{});
-    case DType::kFloat16:
-      return work(Float16{});
-  }
-}
-
-void page_bounds(const PageLayout& layout, const std::byte* page, std::byte* to) {
-  for_dtype(layout.dtype, [&](auto item) { write_bounds<decltype(item)>(layout, page, to); });
+void page_record(const PageLayout& layout, PageRecord kind, const std::byte* page, std::byte* to) {
+  for_dtype(layout.dtype, [&](auto item) {
+    using T = decltype(item);
+    if (kind == PageRecord::kBounds) return write_bounds<T>(layout, page, to);
+    write_spread<T>(layout, page, to);
+  });
 }
 
 void head_channels(const PageLayout& layout, const std::byte* pages, std::byte* to,

@@ -50,6 +50,19 @@ enum class Int8 : std::int8_t {};
 
 constexpr float kInfinity = __builtin_inff();
 
+// Calls work(T{}) for the storage type T of a dtype.
+template <typename Work>
+void for_dtype(DType dtype, const Work& work) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return work(float{});
+    case DType::kBFloat16:
+      return work(BFloat16{});
+    case DType::kFloat16:
+      return work(Float16{});
+  }
+}
+
 inline std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // Bytes from one head's scales of its channels to the next one's.

@@ -64,6 +64,7 @@ void weigh(const Weighting& w, std::int64_t row, std::int64_t head) {
       all = log_add(all, seen);
       window += seen == -kInfinity ? 0.0f : share * ::expf(seen - all);
     }
+    w.lse[row * w.query_heads + head * group + g] = all;
     const Vec shift = splat(all - tokens);
     for (std::int64_t i = 0; i < columns; i += kLanes) {
       const std::int64_t left = columns - i;
@@ -127,20 +128,11 @@ void score_tokens(const TokenScoring& s, std::int64_t row, std::int64_t head) {
     }
   } else {
     for (std::int64_t page = 0; page < columns; ++page) {
-      Vec top = splat(-kInfinity);
       Vec sum = {};
       for (std::int64_t t = 0; t < s.page_tokens; t += kLanes) {
-        const TokenScore tokens = score_of(place, lse, page * s.page_tokens + t, s.page_tokens - t);
-        top = upper(top, tokens.score);
-        sum += tokens.mass;
+        sum += score_of(place, lse, page * s.page_tokens + t, s.page_tokens - t).mass;
       }
-      float lanes[kLanes];
-      write(lanes, top);
-      score[page] = horizontal_max(top);
-      for (const float lane : lanes) {
-        if (lane != lane) score[page] = lane;
-      }
-      mass[page] = horizontal_sum(sum);
+      score[page] = mass[page] = horizontal_sum(sum);
     }
   }
   double window = 0;

@@ -1,0 +1,305 @@
+"""A real engine in page mode whose queries and keys are recorded, in a process of its own.
+
+``python -P -m vllm_ssdkv.profiling.clusters.record PLAN FD`` writes one JSON object per line to the
+descriptor FD, each with its ``event``: ``progress`` now and then, ``part`` with each finished
+document, ``result`` at the end. Everything else goes to standard output and error.
+
+Each attention layer of the model gets a :class:`RecordingAttention` in the place of its own, which
+hands on every call. So what is recorded is what the plugin's attention was given, and neither the
+plugin nor vLLM knows of it. Attention is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm import LLM, SamplingParams
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.connector.names import CONNECTOR
+from vllm_ssdkv.profiling.clusters.plan import Document, RecordPlan
+from vllm_ssdkv.profiling.clusters.trace import PAGE, WINDOW, Manifest, Trace
+from vllm_ssdkv.profiling.recall import recall
+from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, CHUNK, SHUTDOWN_S, STAGING
+
+_FORCED: Final = "forced_tokens"
+_PROGRESS_STEPS: Final = 16
+
+
+class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc] # vLLM's class is Any
+    """Makes a request's next token the one that its ``extra_args`` name."""
+
+    def is_argmax_invariant(self) -> bool:
+        """See vLLM."""
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:  # noqa: ANN401 - vLLM's
+        """The processor of a request; None: it forces nothing."""
+        forced = (params.extra_args or {}).get(_FORCED)
+        if forced is None:
+            return None
+
+        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            wanted = torch.full_like(logits, -torch.inf)
+            wanted[forced[len(output_ids)]] = 0
+            return wanted
+
+        return force
+
+
+class Recorder:
+    """Queries and keys of one document, by layer and position. Used by the forward pass's thread.
+
+    Attributes:
+        query: float16 [layers, query heads, queries, size].
+        key: float16 [layers, KV heads, tokens, size].
+    """
+
+    def __init__(self, layers: int, tokens: int, queries: int):
+        self._tokens = tokens
+        self._first = tokens - queries
+        self._layers = layers
+        self.query = np.empty((0, 0, 0, 0), np.float16)
+        self.key = np.empty((0, 0, 0, 0), np.float16)
+        self._seen = np.zeros((layers, tokens), np.bool_)
+        self.scale = 0.0
+
+    def take(self, layer: int, first: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Keep the queries [T, Hq, D] and keys [T, Hkv, D] of tokens from ``first`` on."""
+        if not self.query.size:
+            queries = self._tokens - self._first
+            size = query.shape[2]
+            self.query = np.zeros((self._layers, query.shape[1], queries, size), np.float16)
+            self.key = np.zeros((self._layers, key.shape[1], self._tokens, size), np.float16)
+        end = min(first + len(key), self._tokens)
+        kept = max(first, self._first)
+        self.key[layer, :, first:end] = _by_head(key[: end - first])
+        if kept < end:
+            rows = _by_head(query[kept - first : end - first])
+            self.query[layer, :, kept - self._first : end - self._first] = rows
+        self._seen[layer, first:end] = True
+
+    def require_all(self) -> None:
+        """Raise BenchError unless every token of every layer was seen, with finite values."""
+        if not self._seen.all():
+            raise BenchError(f"the engine left out {int((~self._seen).sum())} tokens of layers")
+        if not (np.isfinite(self.query).all() and np.isfinite(self.key).all()):
+            raise BenchError("queries or keys are beyond the range of float16")
+
+
+def _by_head(values: torch.Tensor) -> NDArray[np.float16]:
+    """[T, H, D] to [H, T, D]."""
+    rows: NDArray[np.float16] = values.detach().cpu().to(torch.float16).numpy().swapaxes(0, 1)
+    return rows
+
+
+class RecordingAttention:
+    """Attention of a layer that shows a recorder what it is given, and does what ``inner`` does."""
+
+    def __init__(self, inner: Any, layer: int):  # noqa: ANN401 - vLLM's attention of any backend
+        self.inner = inner
+        self.layer = layer
+        self.recorder: Recorder | None = None
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever vLLM asks for
+        return getattr(self.inner, name)
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ANN401 - vLLM's
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - PagedMetadata
+        *rest: Any,  # noqa: ANN401 - as above
+        **more: Any,  # noqa: ANN401 - as above
+    ) -> Any:  # noqa: ANN401 - as above
+        """See vLLM. Steps without rows, as in warm-ups, are not recorded."""
+        out = self.inner.forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
+        rows = None if attn_metadata is None else attn_metadata.rows
+        if self.recorder is not None and rows is not None:
+            count = attn_metadata.num_actual_tokens
+            size = self.inner.head_size
+            self.recorder.take(
+                self.layer,
+                int(rows.first_position[0]),
+                query[:count].view(count, -1, size),
+                key[:count].view(count, -1, size),
+            )
+        return out
+
+
+def record(plan: RecordPlan, events: TextIO) -> None:
+    """Record all documents of the plan; each is in the manifest as soon as it is whole."""
+    llm: Any = LLM(**_engine_settings(plan))
+    attention = _attach(llm, plan)
+    directory = Path(plan.directory)
+    manifest = Manifest.read(directory) or Manifest(plan.settings())
+    for number, document in enumerate(plan.documents):
+        prompt, forced = _tokens(llm, document, plan)
+        recorder = Recorder(len(plan.layers), plan.tokens, plan.prompt + plan.steps)
+        for one in attention:
+            one.recorder = recorder
+        _run(llm, document.name, prompt, forced, events)
+        recorder.require_all()
+        counted = len(prompt) - plan.prompt if document.task else len(prompt) - WINDOW
+        trace = Trace(
+            document.name,
+            recorder.query,
+            recorder.key,
+            np.array(plan.layers, np.int64),
+            counted // PAGE * PAGE,
+            plan.prompt,
+            float(attention[0].inner.scale),
+        )
+        part = trace.write(directory)
+        manifest.parts[document.name] = part
+        manifest.write(directory)
+        _tell(events, event="part", number=number, part=asdict(part))
+    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
+    _tell(events, event="result")
+
+
+def _engine_settings(plan: RecordPlan) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM``: one request at a time, its whole KV in DRAM."""
+    per_token = bytes_per_token(Path(plan.model))
+    content = plan.tokens * per_token
+    options = {
+        "mode": "page",
+        "devices": [{"path": plan.store, "capacity": 6 * content + 64 * MIB, "weight": 1}],
+        "dram_gib": f"{STAGING + 256 * MIB + 3 * content}B",
+        "hbm_window_tokens": WINDOW,
+        "selector": "exact",
+        "io": {"staging": STAGING},
+    }
+    return {
+        "model": plan.model,
+        "max_model_len": plan.tokens + 1,
+        "block_size": BLOCK_TOKENS,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": (WINDOW + CHUNK + 2 * BLOCK_TOKENS) * per_token,
+        "distributed_executor_backend": "uni",
+        "enforce_eager": True,
+        "logits_processors": [ForcedTokens],
+        "kv_transfer_config": {
+            "kv_connector": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options,
+        },
+    }
+
+
+def _attach(
+    llm: Any,  # noqa: ANN401 - vLLM's LLM
+    plan: RecordPlan,
+) -> list[RecordingAttention]:
+    """Put a recording attention into each layer that the plan names.
+
+    Raises:
+        BenchError: the model has other layers than its configuration says.
+    """
+    layers = list(
+        get_layers_from_vllm_config(llm.llm_engine.vllm_config, AttentionLayerBase).values()
+    )
+    if max(plan.layers) >= len(layers):
+        raise BenchError(f"the engine has {len(layers)} attention layers, not {max(plan.layers)}")
+    made = []
+    for number, layer in enumerate(plan.layers):
+        recording = RecordingAttention(layers[layer].impl, number)
+        layers[layer].impl = recording
+        made.append(recording)
+    return made
+
+
+def _tokens(
+    llm: Any,  # noqa: ANN401 - vLLM's LLM
+    document: Document,
+    plan: RecordPlan,
+) -> tuple[list[int], list[int]]:
+    """Prompt of a document, and the tokens that follow it.
+
+    Raises:
+        BenchError: the file is too short or no text.
+    """
+    turns = plan.prompt + plan.steps
+    if document.task:
+        task: Any = document.task
+        context, asked = recall.conversation(task, plan.tokens - turns, turns, seed=0)
+        ids = [*context.tolist(), *asked.tolist()]
+    else:
+        try:
+            text = Path(document.path).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise BenchError(f"{document.path} cannot be read: {error.strerror}") from error
+        # As many as are wanted, and no more: tokens are bytes at least.
+        ids = llm.get_tokenizer().encode(text[: 32 * plan.tokens])[: plan.tokens]
+    if len(ids) < plan.tokens:
+        raise BenchError(
+            f"{document.path} has {len(ids)} tokens, not {plan.tokens}: take a longer text, or set "
+            "--tokens"
+        )
+    return ids[: -plan.steps], ids[-plan.steps :]
+
+
+def _run(
+    llm: Any,  # noqa: ANN401 - vLLM's LLM
+    name: str,
+    prompt: list[int],
+    forced: list[int],
+    events: TextIO,
+) -> None:
+    """Compute a prompt, and a decode step for each forced token."""
+    # An answer's last token is fed to nothing: one more is asked for than are to be decoded.
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=len(forced) + 1,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={_FORCED: [*forced, forced[-1]]},
+    )
+    engine = llm.llm_engine
+    engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+        if steps % _PROGRESS_STEPS == 1:
+            done = min(1.0, steps / (-(-len(prompt) // CHUNK) + len(forced)))
+            _tell(events, event="progress", document=name, done=done)
+
+
+def _tell(events: TextIO, **fields: object) -> None:
+    events.write(json.dumps(fields) + "\n")
+    events.flush()
+
+
+def main() -> None:
+    """Entry point of the process."""
+    plan, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the recorder sees what the engine does
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
+        try:
+            record(RecordPlan.from_json(plan), events)
+        except BenchError as error:
+            _tell(events, event="refused", reason=str(error))
+            raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The lab on synthetic traces: laws of recall, clusters, schedules, and all tables."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.profiling.clusters.synthetic import trace
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.profiling.clusters import lab, mass_recall, page_clusters, published, upkeep
+from vllm_ssdkv.profiling.clusters.lab import Settings
+from vllm_ssdkv.profiling.clusters.layer_reads import Scored, baseline
+from vllm_ssdkv.profiling.clusters.stability import Activity, control, half_test, stability
+from vllm_ssdkv.profiling.clusters.summary import summary_table
+from vllm_ssdkv.profiling.clusters.trace import PAGE, budget_pages
+
+SETTINGS = Settings(budgets=(0.1,), drives=(1, 4), heads=2, batches=(1, 2), tokens=False)
+
+
+@pytest.fixture(scope="module")
+def head() -> mass_recall.Head:
+    one = trace()
+    return mass_recall.Head.of(one, 0, 0, one.decode_steps[::4])
+
+
+def by_method(found: Iterable[mass_recall.Recall]) -> dict[str, float]:
+    """The share of each method at the one budget that was asked for."""
+    return {name: value for _, name, value in found}
+
+
+def test_no_selector_recalls_more_than_the_oracle(head: mass_recall.Head) -> None:
+    found = by_method(mass_recall.single_pages(head, [0.1]))
+    for name, value in found.items():
+        _, _, order = name.partition(", keys in")
+        oracle = f"oracle, keys in{order}" if order else "oracle"
+        if "co-activation" not in name:
+            assert 0 <= value <= found[oracle] + 1e-6, name
+    others = [*mass_recall.swarm(head, [0.1]), *mass_recall.infllm(head, [0.1])]
+    assert all(value <= found["oracle"] + 1e-6 for _, _, value in others)
+
+
+def test_pages_of_alike_keys_hold_more(head: mass_recall.Head) -> None:
+    found = by_method(mass_recall.single_pages(head, [0.1]))
+    assert found["oracle, keys in 128"] > 1.2 * found["oracle"]
+    assert found["spread, keys in 512"] > 1.2 * found["spread"]
+
+
+def test_the_whole_budget_recalls_everything(head: mass_recall.Head) -> None:
+    whole = [*mass_recall.single_pages(head, [1.0]), *mass_recall.swarm(head, [1.0])]
+    for _, name, value in whole:
+        if "no dedup" not in name:
+            assert value == pytest.approx(1, abs=1e-4), name
+
+
+def test_orders_give_the_same_mass(head: mass_recall.Head) -> None:
+    for order in mass_recall.orders(head).values():
+        pages = mass_recall.page_scores(head, order)["oracle"]
+        np.testing.assert_allclose(pages.sum(1), head.mass.sum(1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", page_clusters.VARIANTS, ids=lambda one: one.name)
+def test_clusters_cover_all_pages(head: mass_recall.Head, variant: page_clusters.Variant) -> None:
+    made = page_clusters.clusters_of(head.profile, variant)
+    assert (made.copies() >= 1).all()
+    if not variant.copies:
+        assert (made.copies() == 1).all()
+    again = page_clusters.clusters_of(head.profile, variant)
+    np.testing.assert_array_equal(made.member, again.member)
+
+
+def test_activated_clusters_fill_the_budget(head: mass_recall.Head) -> None:
+    made = page_clusters.clusters_of(head.profile, page_clusters.VARIANTS[0])
+    scores = np.random.default_rng(0).random(len(made)).astype(np.float32)
+    picked = page_clusters.activated(scores, made, 10)
+    pages: set[int] = set()
+    for number in picked.tolist():
+        assert len(pages) < 10
+        assert not set(made[number].tolist()) <= pages
+        pages |= set(made[number].tolist())
+    assert len(pages) >= 10
+
+
+def test_schedules_are_ordered() -> None:
+    one = trace()
+    heads = one.adjacent_heads(4)
+    clusters, which = lab.activated_clusters(one, heads, SETTINGS)
+    loads = {s: page_clusters.scheduled(which, clusters, 4, s) for s in page_clusters.SCHEDULES}
+    busiest = {name: found.pages.max(1).mean() for name, found in loads.items()}
+    assert busiest["full"] <= busiest["no balance"] <= busiest["static"]
+    assert busiest["full"] <= busiest["no dedup"] <= busiest["static"]
+    assert (loads["full"].pages.sum(1) == loads["no balance"].pages.sum(1)).all()
+    assert (loads["no dedup"].pages.sum(1) == loads["static"].pages.sum(1)).all()
+
+
+def test_bytes_at_equal_recall_meet_their_meaning() -> None:
+    one = trace()
+    heads, steps = one.heads(), one.decode_steps[::8]
+    scored, count, recall = baseline(one, heads, steps)
+    assert count == budget_pages(0.1, one.pages)
+    assert scored.pages_for(recall) == count
+    other = Scored.of(one, heads, steps, 128, "spread")
+    need = other.pages_for(recall)
+    assert other.recall()[need - 1] >= recall - 1e-6
+    assert need == 1 or other.recall()[need - 2] < recall
+    assert need < count
+
+
+def test_co_activation_is_found_where_it_was_made() -> None:
+    one = trace(tokens=4096, queries=1024)
+    here = Activity.of(one, 0, 0)
+    found = half_test(here)
+    assert found["co-activation, Jaccard"] > 1.5 * found["popularity"]
+    assert found["co-activation, Jaccard"] > 1.3 * found["co-activation, steps shuffled"]
+    steady = stability(here)
+    assert steady["overlap of t and t+1"] > 2 * steady["overlap of t and t+8"]
+    other = Activity.of(trace(seed=7, tokens=4096, queries=1024), 0, 0)
+    assert control(here, other) < 0.5
+    assert control(here, here) >= control(here, other)
+
+
+def test_upkeep_puts_the_rules_in_the_papers_order() -> None:
+    found = upkeep.distances(trace(tokens=4096, queries=1024), 0, 0)
+    assert found is not None
+    assert found["rule (9), corrected"] < found["Min-Size"]
+
+
+def test_all_tables() -> None:
+    traces = [trace("a"), trace("b", seed=3)]
+    tables = lab.measure(traces, SETTINGS, lambda _: None)
+    assert [table.title.split(",")[0].split(" at ")[0] for table in tables] == [
+        "Attention mass",
+        "Bytes",
+        "Time of a layer's reads",
+        "Pages of the busiest drive",
+        "Swarm's reads of clusters",
+        "Hit rate of the cache",
+        "Right of 16 pages that are read ahead per head",
+        "Gains over version 1: times less",
+        "Published figures and ours",
+    ]
+    assert all(table.rows for table in tables)
+    assert [row[0] for row in tables[-1].rows] == [f"P{n}" for n in range(9, 16)]
+    text = tables[0].markdown()
+    assert text.count("\n|") == len(tables[0].rows) + 2
+    summary = summary_table(traces)
+    assert {row[0] for row in summary.rows} >= {"overlap of t and t+1", "newest pages"}
+
+
+def test_p9_is_reproduced() -> None:
+    assert published.p9() == pytest.approx(37.67, rel=0.05)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("faiss", "sklearn")),
+    reason="needs the extra clusters",
+)
+def test_tokens_recall_more_than_pages(head: mass_recall.Head) -> None:
+    found = by_method(mass_recall.tokens(head, [0.1]))
+    oracle = by_method(mass_recall.single_pages(head, [0.1]))["oracle"]
+    assert oracle < found["tokens: oracle"]
+    assert oracle < found["k-means, tokens (RetroInfer)"] <= found["tokens: oracle"] + 1e-6
+    assert found["k-means, whole pages"] <= found["k-means, tokens (RetroInfer)"]
+    assert found["tokens: PQ (PQCache)"] <= found["tokens: oracle"] + 1e-6
+
+
+def test_missing_libraries_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"pip install 'vllm-ssdkv\[clusters\]'"):
+        lab.measure([trace()], replace(SETTINGS, tokens=True), lambda _: None)
+
+
+def test_a_context_is_whole_pages() -> None:
+    with pytest.raises(ValueError, match="a context of"):
+        replace(trace(), context=PAGE + 1)

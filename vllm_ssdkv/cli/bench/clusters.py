@@ -1,0 +1,117 @@
+"""``ssdkv bench clusters``: methods of choosing, placing and caching pages, on recorded traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.bench.bench import PlotOption
+from vllm_ssdkv.cli.bench.clusters_output import print_tables, write_markdown
+from vllm_ssdkv.profiling.clusters.trace import PAGE, Trace, read_traces
+from vllm_ssdkv.profiling.recall.bench import numbers
+
+
+def clusters(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            parser=arguments.directory, metavar="DIR", help="Of traces, made by `ssdkv profile`."
+        ),
+    ],
+    only: Annotated[
+        str | None, typer.Option(help="Traces that take part, e.g. chain,copy; all, if missing.")
+    ] = None,
+    budgets: Annotated[str, typer.Option(help="Shares of the pages that are read.")] = "0.05,0.1",
+    drives: Annotated[str, typer.Option(help="Numbers of drives, from 1 to 8.")] = "1,2,4,8",
+    batches: Annotated[str, typer.Option(help="Contexts at a time.")] = "1,4",
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Contexts are cut to these lengths in tokens, too; whole, if missing."),
+    ] = None,
+    heads: Annotated[
+        int, typer.Option(min=1, max=64, help="KV heads of a trace whose recall is measured.")
+    ] = 6,
+    every: Annotated[
+        int, typer.Option(min=1, max=64, help="Of so many decode steps one is measured.")
+    ] = 8,
+    tokens: Annotated[
+        bool,
+        typer.Option(help="Also PQ, k-means and FAISS, which need the extra `clusters`."),
+    ] = True,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(parser=arguments.file_to_write, metavar="FILE", help="Write the tables."),
+    ] = None,
+    as_json: arguments.Json = False,
+    plot_file: PlotOption = None,
+) -> None:
+    """Compare clusters of pages with single pages, on the traces of a directory.
+
+    Methods are No Cluster (single pages by each selector, in the text's order and with alike keys
+    or co-activated tokens in a page), blocks of InfLLM, PQ, k-means on keys, and Swarm with its
+    ablations. Times of reads come from a model of drives: the longest of bytes by bandwidth and
+    requests by IOPS. The last table has published figures beside these.
+
+    Nothing is read from drives and no engine runs: minutes of one core.
+    """
+    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.clusters.lab import Settings, measure
+
+    settings = Settings(
+        budgets=numbers("--budgets", budgets, 0.005, 0.5),
+        drives=_whole("--drives", drives, 8),
+        heads=heads,
+        every=every,
+        batches=_whole("--batches", batches, 64),
+        tokens=tokens,
+    )
+    console = Console(stderr=True)
+    try:
+        if plot_file is not None:
+            require_plot(plot_file)
+        traces = _traces(directory, only, lengths)
+        with console.status("reading traces") as status:
+            tables = measure(traces, settings, status.update)
+        if markdown is not None:
+            write_markdown(tables, markdown)
+        if plot_file is not None:
+            from vllm_ssdkv.cli.bench.clusters_plot import plot
+
+            plot(tables, plot_file)
+    except BenchError as error:
+        typer.echo(f"ssdkv bench clusters: {error}", err=True)
+        raise typer.Exit(1) from error
+    print_tables(tables, as_json=as_json)
+
+
+def _whole(option: str, text: str, most: int) -> list[int]:
+    """Whole numbers of a list, ascending."""
+    found = numbers(option, text, 1, most)
+    if any(value != int(value) for value in found):
+        raise typer.BadParameter(f"{text!r}: whole numbers from 1 to {most}", param_hint=option)
+    return sorted({int(value) for value in found})
+
+
+def _traces(directory: Path, only: str | None, lengths: str | None) -> list[Trace]:
+    """The traces that take part, whole or cut.
+
+    Raises:
+        BenchError: one is damaged, or ``only`` names one that is not there.
+    """
+    _, traces = read_traces(directory)
+    if only is not None:
+        names = only.split(",")
+        known = [trace.name for trace in traces]
+        if wrong := sorted(set(names) - set(known)):
+            raise BenchError(f"--only {wrong[0]}: {directory} has {', '.join(known)}")
+        traces = [trace for trace in traces if trace.name in names]
+    if lengths is None:
+        return traces
+    longest = min(trace.context for trace in traces)
+    wanted = numbers("--lengths", lengths, 64 * PAGE, longest)
+    return [trace.shortened(int(n) // PAGE * PAGE) for n in wanted for trace in traces]

@@ -1,0 +1,1 @@
+"""Clusters of co-activated pages (Swarm): counts, clusters, maintenance, routing, scheduling."""
