@@ -63,7 +63,7 @@ format: install ## rewrite sources in the project's style
 	$(bin)/ruff format $(python_sources)
 	$(bin)/clang-format -i $(cpp_sources)
 
-bench: install ## the benchmarks that need no GPU
+bench: text-model ## the benchmarks that need no GPU
 	@for name in $(benchmarks); do \
 	  echo "== $$name"; \
 	  $(bin)/python -P -m vllm_ssdkv.profiling.$$name || exit 1; \
@@ -71,6 +71,8 @@ bench: install ## the benchmarks that need no GPU
 	@mkdir -p build/bench
 	$(bin)/ssdkv bench io build/bench --quick
 	$(bin)/python -P -m vllm_ssdkv.profiling.bench_ssds --quick
+	$(bin)/ssdkv bench accuracy --suite text,needles,json --model build/text-model \
+	  --dir build/bench --block-tokens 128 --beside-window
 
 soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \

@@ -62,6 +62,7 @@ OTHERS = {
 
 WITH_VLLM = ("connector", "batch", "plugin.py", "cli")
 MEASURE_VLLM = (
+    "accuracy",
     "bench_engine.py",
     "bench_metrics.py",
     "bench_ttft.py",
