@@ -48,7 +48,9 @@ def language_reference() -> str:
             f"document reference: {error}; install all of Python's standard library "
             "(Debian and Ubuntu: libpython3-stdlib), or leave this document out"
         ) from error
-    return "\n\n".join(topics[name] for name in sorted(topics))
+    # Topics contain each other's paragraphs: a model would copy them, and measure nothing else.
+    paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n"))
+    return "\n\n".join(dict.fromkeys(part.strip("\n") for part in paragraphs))
 
 
 def _source(module: str) -> str:

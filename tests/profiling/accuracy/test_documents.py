@@ -29,6 +29,11 @@ def test_a_document_is_long_and_what_it_says(name: str, words: str) -> None:
     assert len(text) > 60_000
 
 
+def test_no_paragraph_of_the_reference_comes_twice() -> None:
+    paragraphs = text_of("reference").split("\n\n")
+    assert len(set(paragraphs)) == len(paragraphs)
+
+
 def test_all_are_tested_above() -> None:
     assert set(DOCUMENTS) == {"licences", "reference", "inspect", "argparse"}
 
