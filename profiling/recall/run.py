@@ -18,20 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from vllm_ssdkv.base.metrics import parse_key
-from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.connector.names import CONNECTOR
+from vllm_ssdkv.profiling.page_engine import SHUTDOWN_S, PageEngine
 from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
 from vllm_ssdkv.profiling.recall import recall
-from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import DTYPE
 
 if TYPE_CHECKING:
     from vllm_ssdkv.profiling.recall.device_time import DeviceTime
 
 BLOCK_TOKENS: Final = 16
-CHUNK: Final = 512
-STAGING: Final = 4 * MIB
-SHUTDOWN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +70,7 @@ class RecallRun:
         drafts: Tokens that n-grams draft in a step; 0: there is no speculative decoding.
         compare_every: Attention is compared with exact attention in every so manieth step in which
             tokens are decoded; 0: never.
+        block_tokens: Of vLLM's blocks.
     """
 
     stores: tuple[str, ...]
@@ -89,6 +85,7 @@ class RecallRun:
     longest: int = 0
     drafts: int = 0
     compare_every: int = 0
+    block_tokens: int = BLOCK_TOKENS
 
     @classmethod
     def from_json(cls, text: str) -> RecallRun:
@@ -105,45 +102,33 @@ class RecallRun:
     def engine_settings(self) -> dict[str, object]:
         """Keyword arguments of ``vllm.LLM``."""
         rows = max(len(batch.tasks) * batch.count for batch in self.batches)
-        longest = max(self.longest, *(batch.context for batch in self.batches)) + 8 * BLOCK_TOKENS
-        held = self.window + CHUNK + 2 * BLOCK_TOKENS
+        longest = (
+            max(self.longest, *(batch.context for batch in self.batches)) + 8 * self.block_tokens
+        )
         speculation: dict[str, object] = {}
         if self.drafts:
             ngrams = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
             method = {"method": "ngram", "num_speculative_tokens": self.drafts, **ngrams}
             speculation = {"speculative_config": method}
-        return {
-            **speculation,
-            "model": str(recall.MODEL_DIR),
-            "dtype": DTYPE,
-            "max_model_len": longest,
-            "block_size": BLOCK_TOKENS,
-            "max_num_batched_tokens": CHUNK,
-            "max_num_seqs": rows,
-            "kv_cache_memory_bytes": rows * held * bytes_per_token(),
-            "distributed_executor_backend": "uni",
-            "enforce_eager": True,
-            "disable_log_stats": False,
-            "kv_transfer_config": {
-                "kv_connector": CONNECTOR,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": self.options(),
-            },
-        }
+        return {**speculation, **self.engine().settings(longest, rows, DTYPE)}
+
+    def engine(self) -> PageEngine:
+        """The engine without its limits. All requests choose, however short."""
+        return PageEngine(
+            recall.MODEL_DIR,
+            self.stores,
+            self.capacity,
+            self.dram_bytes,
+            self.window,
+            self.selector,
+            self.sparse,
+            self.block_tokens,
+            self.throttle,
+        )
 
     def options(self) -> dict[str, object]:
-        """Options of this package. All requests choose, however short."""
-        return {
-            "mode": "page",
-            "devices": [
-                {"path": path, "capacity": self.capacity, "weight": 1} for path in self.stores
-            ],
-            "dram_gib": f"{self.dram_bytes}B",
-            "hbm_window_tokens": self.window,
-            "selector": self.selector,
-            "sparse": {"exact_below": 0, **self.sparse},
-            "io": {"staging": STAGING, "throttle": list(self.throttle)},
-        }
+        """Options of this package."""
+        return self.engine().options()
 
 
 def run(plan: RecallRun, events: TextIO) -> None:
@@ -185,7 +170,7 @@ def _ask(
 ) -> dict[str, object]:
     """Figures of a batch. *Decoding* is what comes after every request has its first token, or if
     the prompts are stored, its second: a first step brings in what later ones find in DRAM."""
-    engine, questions, idle = llm.llm_engine, batch.questions(), _metrics(device_time)
+    engine, questions, idle = llm.llm_engine, batch.questions(), worker_metrics(device_time)
     if batch.stored:
         for _ in _answers(engine, f"{number}.stored", [(q, 1) for q in questions]):
             pass
@@ -198,7 +183,7 @@ def _ask(
     for tokens in _answers(engine, str(number), asked):
         end, steps = time.monotonic(), steps + 1
         if begun is None and sum(len(t) >= first for t in tokens.values()) == len(questions):
-            known = _metrics(device_time)  # takes as long as a step of a small model
+            known = worker_metrics(device_time)  # takes as long as a step of a small model
             begun, steps = (time.monotonic(), sum(map(len, tokens.values())), known), 0
             if profiler is not None:
                 python.start()
@@ -210,7 +195,7 @@ def _ask(
     if begun is None:
         raise RuntimeError("the engine lost a request")
     start, before, known = begun
-    last = _metrics(device_time)
+    last = worker_metrics(device_time)
     right: dict[str, int] = {}
     for i, question in enumerate(questions):
         good = tokens[i][: len(question.answer)] == question.answer
@@ -265,7 +250,7 @@ def _answers(
         yield tokens
 
 
-def _metrics(device_time: DeviceTime | None) -> dict[str, float]:
+def worker_metrics(device_time: DeviceTime | None = None) -> dict[str, float]:
     """The worker's counters by name and labels, devices added up, as of now.
 
     What it tells vLLM, and what the I/O engine tells it, comes now and then only.

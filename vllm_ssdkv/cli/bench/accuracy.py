@@ -1,66 +1,99 @@
-"""``ssdkv bench accuracy``: what sparse decode loses, in the real vLLM with the demo's model."""
+"""``ssdkv bench accuracy``: what sparse decode loses, in the real vLLM."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.base.errors import BenchError, ConfigError
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.cli.bench.accuracy_plot import as_fraction, plot
+from vllm_ssdkv.cli.bench import recall_accuracy, text_accuracy
+from vllm_ssdkv.cli.bench.accuracy_plot import plot
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.recall_options import (
     DirectoryOption,
     ReuseOption,
     SelectorsOption,
     SimilarityOption,
-    WindowOption,
 )
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.accuracy.suites import NEEDLES, SUITES
 from vllm_ssdkv.profiling.recall import recall
-from vllm_ssdkv.profiling.recall.bench import (
-    SPARSE,
-    WINDOW,
-    RecallStores,
-    Row,
-    names,
-    numbers,
-    recall_plan,
-    require_choices,
-)
-from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
-from vllm_ssdkv.profiling.recall.run import STAGING, Batch
+from vllm_ssdkv.profiling.recall.bench import SPARSE, WINDOW, RecallStores, names, numbers
+from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
 
 _SELECTORS: Final = ",".join(SPARSE)
 _CONTEXTS: Final = "2048,4096,8192,16384,32768"
 _BUDGETS: Final = "0.5,0.25,0.125,0.0625,0.03125"
 _QUESTIONS: Final = "8,8,8,4,2"
-_COMPARE_EVERY: Final = 4
-"""Steps. Reading whole contexts would else be most of the time."""
+_TEXT_CONTEXTS: Final = "8192"
+_TEXT_BUDGETS: Final = "0.05,0.02"
+_RECALL: Final = "recall"
+_OWN: Final = {"budget": "--budgets", "budget_tokens": "--budgets", "summaries": "the length"}
+"""Options of ``sparse`` that the command sets itself, and by what."""
 
 
 def accuracy(
     directory: DirectoryOption = None,
+    suite: Annotated[
+        str, typer.Option(help=f"Of {', '.join((_RECALL, *SUITES))}, separated by commas.")
+    ] = _RECALL,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            parser=arguments.directory,
+            metavar="DIR",
+            help="Model of the suites of real text; `make text-model` makes one.",
+        ),
+    ] = None,
     contexts: Annotated[
-        str | None, typer.Option(help=f"Lengths of the prompts in tokens; default: {_CONTEXTS}.")
+        str | None,
+        typer.Option(
+            help=f"Lengths of the prompts in tokens; default: {_CONTEXTS}; of real text: "
+            f"{_TEXT_CONTEXTS}."
+        ),
     ] = None,
     selectors: SelectorsOption = _SELECTORS,
     budgets: Annotated[
-        str | None, typer.Option(help=f"Shares of the tokens; default: {_BUDGETS}.")
+        str | None,
+        typer.Option(
+            help=f"Shares of the tokens; default: {_BUDGETS}; of real text: {_TEXT_BUDGETS}."
+        ),
     ] = None,
+    beside_window: Annotated[
+        bool,
+        typer.Option(
+            "--beside-window",
+            help="Budgets of real text are shares of what the window does not hold, on top of it.",
+        ),
+    ] = False,
     questions: Annotated[
         str | None,
         typer.Option(
-            help=f"Of each task: one number, or one for each length; default: {_QUESTIONS}."
+            help=f"Of each task: one number, or one for each length; default: {_QUESTIONS}; of "
+            f"real text one number, about each document: {len(NEEDLES)}."
         ),
     ] = None,
-    window: WindowOption = WINDOW,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            "--window",
+            min=1,
+            max=8192,
+            help=f"Newest tokens that every query attends to; default: {WINDOW}; of real text: "
+            f"{text_accuracy.WINDOW}.",
+        ),
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(min=16, max=4096, help="Of vLLM's blocks.")
+    ] = BLOCK_TOKENS,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
     channel_dtype: Annotated[
@@ -72,64 +105,106 @@ def accuracy(
     channel_group: Annotated[
         int, typer.Option(min=1, help="Neighbours among its channels that are chosen together.")
     ] = 1,
+    sparse: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Another option of `sparse`, such as mass=0.95; may be repeated.",
+        ),
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="4 questions at 2048 and 4096 tokens, budget 1/8.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="4 questions at 2048 and 4096 tokens, budget 1/8; real text: 2048 tokens, 5 %.",
+        ),
     ] = False,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Ask the recall model questions with each selector and budget: how many answers are right.
+    """Ask with each selector and budget: how many answers are right, and how far from dense.
 
-    An answer is right when all of its tokens are. Its first token comes from the prompt, which is
-    exact, the others from sparse decode. In every fourth step the attention that was computed is
-    compared with exact attention over the same context: `error` is the relative L2 distance of the
-    outputs, the mean over layers and heads, `mass` the share of the softmax that window and chosen
-    pages have, `recall` what the chosen pages have of what the best choice of as many has.
+    Suite `recall` asks the recall model. An answer is right when all of its tokens are. Its first
+    token comes from the prompt, which is exact, the others from sparse decode. In every fourth step
+    the attention that was computed is compared with exact attention over the same context: `error`
+    is the relative L2 distance of the outputs, the mean over layers and heads, `mass` the share of
+    the softmax that window and chosen pages have, `recall` what the chosen pages have of what the
+    best choice of as many has.
+
+    The other suites force the right continuation of real text on the model given by --model, and
+    compare the log-probabilities of all words with those of exact attention. `text`: four documents
+    of prose and code; `KL` is the divergence per token in nats, `loss` what the forced tokens lose,
+    `same` the share of equal first choices. `needles`: numbers in the first half of a document.
+    `json`: fields of a table in a document. A number or field is right when all of its tokens are
+    the model's first choice.
     """
     from vllm_ssdkv.profiling.bench_io.plot import require_plot
 
+    suites, chosen = _suites(suite), names(selectors)
+    options = {
+        "reuse_steps": reuse_steps,
+        "reuse_similarity": reuse_similarity,
+        "channel_dtype": channel_dtype,
+        "channel_group": channel_group,
+        **_sparse(sparse or [], chosen),
+    }
+    asks_recall = _RECALL in suites
+    if beside_window and asks_recall:
+        raise typer.BadParameter("not for suite recall", param_hint="--beside-window")
     lengths = contexts or ("2048,4096" if quick else _CONTEXTS)
-    batches = _batches(lengths, questions or ("4" if quick or contexts else _QUESTIONS))
     shares = numbers("--budgets", budgets or ("0.125" if quick else _BUDGETS), 0.001, 1)
-    chosen = names(selectors)
-    if recall.HEAD_SIZE % channel_group:
-        raise typer.BadParameter(
-            f"{channel_group} does not divide the model's head size, {recall.HEAD_SIZE}",
-            param_hint="--channel-group",
+    batches = []
+    if asks_recall:
+        batches = recall_accuracy.batches_of(
+            lengths, questions or ("4" if quick or contexts else _QUESTIONS)
         )
-    # Channels and sums take nine 16ths of the KV that they stand for, and nobody may go without.
-    most = max(batch.context * batch.count * len(batch.tasks) for batch in batches)
-    summaries = MIB + most * bytes_per_token() * 5 // 8
-    dram = STAGING + 256 * MIB + summaries
+        if recall.HEAD_SIZE % channel_group:
+            raise typer.BadParameter(
+                f"{channel_group} does not divide the model's head size, {recall.HEAD_SIZE}",
+                param_hint="--channel-group",
+            )
+    text = None
+    if named := tuple(name for name in SUITES if name in suites):
+        counts = numbers("--questions", questions or str(len(NEEDLES)), 1, len(NEEDLES))
+        if len(counts) > 1:
+            raise typer.BadParameter("one number, with real text", param_hint="--questions")
+        place = text_accuracy.require_model(model, named)
+        shares_of_text = budgets or ("0.05" if quick else _TEXT_BUDGETS)
+        of_text = text_accuracy.lengths_of(contexts or ("2048" if quick else _TEXT_CONTEXTS), place)
+        text = text_accuracy.TextSuites(
+            model=place,
+            suites=tuple((name, length) for name in named for length in of_text),
+            questions=int(counts[0]),
+            budgets=tuple(numbers("--budgets", shares_of_text, 0.001, 1)),
+            window=window or text_accuracy.WINDOW,
+            block_tokens=block_tokens,
+            beside_window=beside_window,
+            sparse=options,
+        )
     console, stores, rows = Console(stderr=True), RecallStores(directory, 2), []
     begun, load = time.time(), os.getloadavg()
     try:
         if plot_file is not None:
             require_plot(plot_file)
-        cases = [("exact", 1.0), *((name, share) for name in chosen for share in shares)]
-        for number, (name, share) in enumerate(cases, 1):
-            sparse: dict[str, object] = {
-                "budget": share,
-                "floor": min(share, 1 / 32),
-                "reuse_steps": reuse_steps,
-                "reuse_similarity": reuse_similarity,
-                "channel_dtype": channel_dtype,
-                "channel_group": channel_group,
-                "summaries": summaries,
-            }
-            plan = recall_plan(stores.places(name), name, batches, dram, sparse, window=window)
-            if name != "exact":
-                plan = replace(plan, compare_every=_COMPARE_EVERY)
-            what = f"{name} at {share:g} ({number} of {len(cases)})"
-            found = stores.run(plan, what, console)
-            require_choices(found, what)
-            rows += [{"selector": name, "budget": share, **batch} for batch in found]
+        if asks_recall:
+            cases = [("exact", 1.0), *((name, share) for name in chosen for share in shares)]
+            rows += recall_accuracy.recall_rows(
+                batches,
+                cases,
+                stores,
+                console,
+                options,
+                window=window or WINDOW,
+                block_tokens=block_tokens,
+            )
+        of_recall = len(rows)
+        if text is not None:
+            rows += text.rows(chosen, stores, console)
         document = {
-            "window_tokens": window,
-            "reuse_steps": reuse_steps,
-            "reuse_similarity": reuse_similarity,
-            "channel_dtype": channel_dtype,
-            "channel_group": channel_group,
+            "window_tokens": window or (WINDOW if asks_recall else text_accuracy.WINDOW),
+            "block_tokens": block_tokens,
+            "beside_window": beside_window,
+            **options,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
             "seconds": time.time() - begun,
             "load_before": load,
@@ -138,59 +213,52 @@ def accuracy(
         if as_json:
             arguments.print_json(document)
         if plot_file is not None:
-            plot(rows, plot_file)
+            plot(rows[:of_recall], plot_file)
     except BenchError as error:
         typer.echo(f"ssdkv bench accuracy: {error}", err=True)
         raise typer.Exit(1) from error
     finally:
         stores.remove()
-    for length in sorted({int(row["context"]) for row in rows}):
-        Console(stderr=as_json).print(
-            _table(length, [row for row in rows if row["context"] == length])
-        )
+    for table in (
+        *recall_accuracy.tables(rows[:of_recall]),
+        *text_accuracy.tables(rows[of_recall:]),
+    ):
+        Console(stderr=as_json).print(table)
 
 
-def _batches(lengths: str, questions: str) -> list[Batch]:
-    """A batch for each length, with its number of questions."""
-    found = numbers("--contexts", lengths, recall.MIN_CONTEXT, recall.MAX_CONTEXT)
-    counts = numbers("--questions", questions, 1, 1000)
-    if len(counts) == 1:
-        counts *= len(found)
-    if len(counts) != len(found):
-        raise typer.BadParameter(
-            f"{questions!r}: one number, or as many as --contexts has ({len(found)})",
-            param_hint="--questions",
-        )
-    return [Batch(int(n), int(count)) for n, count in zip(found, counts, strict=True)]
+def _suites(text: str) -> tuple[str, ...]:
+    """The suites of a list.
+
+    Raises:
+        BadParameter: one does not exist.
+    """
+    found = tuple(dict.fromkeys(text.split(",")))
+    known = (_RECALL, *SUITES)
+    if not set(found) <= set(known):
+        raise typer.BadParameter(f"{text!r}: any of {', '.join(known)}", param_hint="--suite")
+    return found
 
 
-def _table(length: int, rows: list[Row]) -> Table:
-    """The cases of one length, as they were run."""
-    title = f"{length} tokens"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    table.add_column("selector")
-    for name in ("budget", "pages", *recall.TASKS, "all", "error", "mass", "recall"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        counted, asked = row["decoding"], row["asked"]
-        whole = counted.get("sparse_pages_in_context", 0)
-        right = [row["right"][task] for task in recall.TASKS]
-        exact = row["selector"] == "exact"
-        table.add_row(
-            row["selector"],
-            "-" if exact else as_fraction(row["budget"]),
-            f"{counted['sparse_pages_selected'] / whole if whole else 1.0:.1%}",
-            *(f"{count}/{asked}" for count in right),
-            f"{sum(right) / asked / len(right):.1%}",
-            *_deviation(row.get("deviation", [])),
-        )
-    return table
+def _sparse(given: Sequence[str], selectors: Sequence[str]) -> dict[str, object]:
+    """Options of ``sparse`` by name; each value is JSON, or a word as it is.
 
-
-def _deviation(layers: list[Row]) -> list[str]:
-    """Error, mass and recall of a case, the mean over its layers."""
-    if not layers:
-        return ["-"] * 3
-    names = ("relative_l2", "mass", "recall")
-    error, mass, recalled = (sum(x[name] for x in layers) / len(layers) for name in names)
-    return [f"{error:.3f}", f"{mass:.1%}", f"{recalled:.1%}"]
+    Raises:
+        BadParameter: there is no such option, or not of this value with a selector.
+    """
+    found: dict[str, object] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r}: NAME=VALUE", param_hint="--sparse")
+        if name in _OWN:
+            raise typer.BadParameter(f"{name} is set by {_OWN[name]}", param_hint="--sparse")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    try:
+        for selector in selectors:
+            SSDKVConfig.from_extra_config({"mode": "page", "selector": selector, "sparse": found})
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--sparse") from None
+    return found

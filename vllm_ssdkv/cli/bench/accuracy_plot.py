@@ -75,6 +75,11 @@ def as_fraction(share: float) -> str:
     return str(Fraction(share).limit_denominator(1000))
 
 
+def as_percent(share: float) -> str:
+    """A small budget as it is mostly named: 5 %."""
+    return f"{100 * share:g} %"
+
+
 def _error(row: Row) -> float:
     """Mean over the layers; exact attention has none."""
     layers = row.get("deviation", [])

@@ -31,6 +31,7 @@ from vllm_ssdkv.cli.bench.recall_options import (
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.kernels.step_clock import PARTS
 from vllm_ssdkv.profiling.console import wide_console
+from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.bench import (
     WINDOW,
     RecallStores,
@@ -42,7 +43,7 @@ from vllm_ssdkv.profiling.recall.bench import (
 )
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import MAX_CONTEXT
-from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, STAGING, Batch, RecallRun
+from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, Batch, RecallRun
 
 _MIN_CONTEXT: Final = 512
 _FRAMES: Final = 2 * MIB

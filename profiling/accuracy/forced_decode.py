@@ -1,0 +1,87 @@
+"""Teacher forcing in vLLM: a logits processor that makes requests decode given tokens.
+
+Log-probabilities of the whole vocabulary are kept as the model gives them, float32, before anything
+is forced. vLLM returns the same with ``logprobs=-1``, as a dictionary of one Python object per word
+and token: 50,000 of them for each of 255 tokens of a document are minutes and gigabytes. Here a row
+is one copy of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from vllm_ssdkv.base.errors import BenchError
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+FORCED: Final = "ssdkv_forced"
+"""Key of ``SamplingParams.extra_args``: the name of a request in :data:`RECORDS`."""
+
+
+@dataclass(slots=True)
+class Record:
+    """Tokens to force on a request, and what the model gave for them.
+
+    Attributes:
+        rows: Log-probabilities, float32 ``[forced tokens, vocabulary]``; empty before the first.
+        seen: Which of them were computed.
+    """
+
+    forced: tuple[int, ...]
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    seen: set[int] = field(default_factory=set)
+
+    def force(self, output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Keep the log-probabilities of the next token, then leave one token possible.
+
+        A prompt that is computed in chunks comes here once per chunk; the last one counts.
+        """
+        step = len(output)
+        if step >= len(self.forced):
+            return logits
+        if not len(self.rows):
+            self.rows = torch.empty(len(self.forced), len(logits), dtype=torch.float32)
+        self.rows[step] = logits.log_softmax(-1, dtype=torch.float32)
+        self.seen.add(step)
+        only = torch.full_like(logits, float("-inf"))
+        only[self.forced[step]] = 0
+        return only
+
+    def whole(self, name: str, tokens: Sequence[int]) -> torch.Tensor:
+        """All rows, after the request decoded ``tokens``.
+
+        Raises:
+            BenchError: others than the forced ones, or a row was not computed.
+        """
+        if tuple(tokens) != self.forced or len(self.seen) != len(self.forced):
+            raise BenchError(
+                f"{name}: {len(tokens)} tokens were decoded and {len(self.seen)} recorded of "
+                f"{len(self.forced)} to force"
+            )
+        return self.rows
+
+
+RECORDS: Final[dict[str, Record]] = {}
+"""Of the requests of this process, by the name in their ``extra_args``. The engine core has to be
+in the process that fills it."""
+
+
+class ForcedDecode(AdapterLogitsProcessor):
+    """The processor, given to vLLM as ``logits_processors=[ForcedDecode]``."""
+
+    def is_argmax_invariant(self) -> bool:
+        """It decides what is sampled."""
+        return False
+
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        """The record of a request that asks to be forced."""
+        name = (params.extra_args or {}).get(FORCED)
+        return None if name is None else RECORDS[name].force

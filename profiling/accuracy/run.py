@@ -1,0 +1,224 @@
+"""One engine that decodes what suites force on it, in a process of its own, and how it did.
+
+``python -P -m vllm_ssdkv.profiling.accuracy.run RUN FD`` writes one JSON object per line to the
+descriptor FD, each with its ``event``: ``pass`` after all requests of a suite at a budget,
+``result`` at the end. Everything else goes to standard output and error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from vllm_ssdkv.profiling.accuracy.suites import Request, SuiteName, requests, right
+from vllm_ssdkv.profiling.page_engine import SHUTDOWN_S, PageEngine
+
+if TYPE_CHECKING:
+    import torch
+
+SEATS: Final = 4
+"""Requests at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyRun:
+    """One engine's life.
+
+    Attributes:
+        model: Directory of the checkpoint.
+        stores, capacity, dram_bytes, window, selector, sparse, block_tokens: As of
+            :class:`PageEngine`.
+        suites: Each with the tokens of its contexts, once after the other.
+        questions: About each document, of suites that ask.
+        budgets: Shares of a request's tokens; one of them is no matter with ``exact``.
+        beside_window: Budgets are shares of what the window does not hold, and come on top of it.
+        dense: Directory of the log-probabilities of dense attention; ``exact`` writes them.
+    """
+
+    model: str
+    stores: tuple[str, ...]
+    capacity: int
+    dram_bytes: int
+    window: int
+    selector: str
+    suites: tuple[tuple[SuiteName, int], ...]
+    questions: int
+    budgets: tuple[float, ...]
+    dense: str
+    sparse: dict[str, object] = field(default_factory=dict)
+    block_tokens: int = 16
+    beside_window: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> AccuracyRun:
+        """The run that :meth:`to_json` wrote."""
+        fields = json.loads(text)
+        suites = tuple((name, tokens) for name, tokens in fields["suites"])
+        lists = {name: tuple(fields[name]) for name in ("stores", "budgets")}
+        return cls(**{**fields, **lists, "suites": suites})
+
+    def to_json(self) -> str:
+        """As text, for the command line."""
+        return json.dumps(asdict(self))
+
+    def engine(self) -> PageEngine:
+        """The engine without its limits."""
+        return PageEngine(
+            Path(self.model),
+            self.stores,
+            self.capacity,
+            self.dram_bytes,
+            self.window,
+            self.selector,
+            self.sparse,
+            self.block_tokens,
+        )
+
+    def engine_settings(self) -> dict[str, object]:
+        """Keyword arguments of ``vllm.LLM``. vLLM computes prompts in chunks as it likes: the
+        longest context is a sequence's limit, which may be the model's own."""
+        from vllm_ssdkv.profiling.accuracy.forced_decode import ForcedDecode
+
+        longest = max(tokens for _, tokens in self.suites)
+        settings = self.engine().settings(longest, SEATS, "auto")
+        return {**settings, "logits_processors": [ForcedDecode]}
+
+    def asked(self, share: float, tokens: int) -> dict[str, object]:
+        """Options of a request of so many tokens."""
+        if self.selector == "exact":
+            return {}
+        if not self.beside_window:
+            return {"budget": share}
+        # The window gives whole blocks to the context: half of one is there beside it on average.
+        held = min(tokens, self.window + self.block_tokens // 2)
+        return {"budget_tokens": held + round(share * (tokens - held))}
+
+
+def run(plan: AccuracyRun, events: TextIO) -> None:
+    """Start the engine, decode, report, stop the engine."""
+    from transformers import AutoTokenizer
+    from vllm import LLM
+
+    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    # Before the engine starts: a document may be missing.
+    suites = [
+        (suite, tokens, requests(suite, tokenizer, tokens, plan.questions))
+        for suite, tokens in plan.suites
+    ]
+    llm: Any = LLM(**plan.engine_settings())
+    found = []
+    for suite, tokens, asked in suites:
+        _store_prompts(llm.llm_engine, asked)
+        for share in plan.budgets:
+            rows = _decode(llm.llm_engine, plan, suite, share, asked)
+            found.append({"suite": suite, "context": tokens, "budget": share, **rows})
+            _tell(events, event="pass", suite=suite, budget=share)
+    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
+    _tell(events, event="result", passes=found)
+
+
+def _store_prompts(engine: Any, asked: Sequence[Request]) -> None:  # noqa: ANN401 - vLLM's
+    """Compute each prompt that is shared once, so that all passes decode from what is stored."""
+    first = {request.group: request for request in reversed(asked)}
+    for _ in _answers(engine, {f"stored {g}": (r, 1, {}) for g, r in first.items()}):
+        pass
+
+
+def _decode(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    plan: AccuracyRun,
+    suite: str,
+    share: float,
+    asked: Sequence[Request],
+) -> dict[str, object]:
+    """Figures of a pass: those of each request, and what the worker counted meanwhile."""
+    from vllm_ssdkv.profiling.accuracy.forced_decode import FORCED, RECORDS, Record
+    from vllm_ssdkv.profiling.recall.run import worker_metrics
+
+    names = [f"{suite} {share:g} {number}" for number in range(len(asked))]
+    RECORDS.clear()
+    RECORDS.update((n, Record(r.forced)) for n, r in zip(names, asked, strict=True))
+    waiting: dict[str, tuple[Request, int, dict[str, object]]] = {}
+    for name, request in zip(names, asked, strict=True):
+        extra: dict[str, object] = {FORCED: name}
+        tokens = len(request.prompt) + len(request.forced)
+        if choice := plan.asked(share, tokens):
+            extra["kv_transfer_params"] = {"ssdkv": choice}
+        waiting[name] = request, len(request.forced), extra
+    before = worker_metrics()
+    tokens_of: dict[str, tuple[int, ...]] = {}
+    for answers in _answers(engine, waiting):
+        tokens_of |= answers
+    after = worker_metrics()
+    rows = []
+    for number, (name, request) in enumerate(zip(names, asked, strict=True)):
+        probabilities = RECORDS.pop(name).whole(name, tokens_of[name])
+        file = Path(plan.dense, f"{suite}.{len(request.prompt)}.{number}.npy")
+        rows.append({"name": request.name, **_compared(plan, request, probabilities, file)})
+    return {
+        "requests": rows,
+        "rows_exact": after.get("sparse_rows_exact", 0.0) - before.get("sparse_rows_exact", 0.0),
+        "decoding": {name: value - before.get(name, 0) for name, value in after.items()},
+    }
+
+
+def _compared(
+    plan: AccuracyRun, request: Request, found: torch.Tensor, file: Path
+) -> dict[str, object]:
+    """Figures of a request. Its first token is left out where distributions are compared: it comes
+    from the prompt, in which everything is attended to."""
+    import numpy as np
+    import torch
+
+    from vllm_ssdkv.profiling.accuracy.divergence import divergence
+
+    if plan.selector == "exact":
+        np.save(file, found.numpy())
+    dense = torch.from_numpy(np.load(file))
+    figures = divergence(dense[1:], found[1:], request.forced[1:])
+    same = (found.argmax(-1) == torch.tensor(request.forced)).tolist()
+    return {
+        **asdict(figures),
+        "steps": len(found) - 1,
+        "parts": len(request.parts),
+        "right": right(request.parts, same),
+    }
+
+
+def _answers(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    asked: dict[str, tuple[Request, int, dict[str, object]]],
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """After each step of the engine, the tokens so far, by name."""
+    from vllm import SamplingParams
+
+    for name, (request, count, extra) in asked.items():
+        sampling = SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling)
+    while engine.has_unfinished_requests():
+        yield {o.request_id: tuple(o.outputs[0].token_ids) for o in engine.step()}
+
+
+def _tell(events: TextIO, **fields: object) -> None:
+    events.write(json.dumps(fields) + "\n")
+    events.flush()
+
+
+def main() -> None:
+    """Entry point of the process."""
+    plan, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the processor's records are read here
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
+        run(AccuracyRun.from_json(plan), events)
+
+
+if __name__ == "__main__":
+    main()
