@@ -238,6 +238,15 @@ def assert_chosen(run: Run, names: range) -> None:
     run.store.drop_context("r")
 
 
+def requests(run: Run, name: int) -> int:
+    """Requests that the devices get for a hit of one block."""
+    before = run.opened.files.engine.statistics()
+    assert run.load([name]).complete
+    after = run.opened.files.engine.statistics()
+    run.store.frames.forget(run.slots([name]))
+    return sum(after[key] - before[key] for key in after if key.startswith("read_requests."))
+
+
 def test_a_store_without_rules_is_read_and_gets_them(tmp_path: Path) -> None:
     """Old blocks are read where they are; new ones go round the lanes by heads."""
     devices = unpacked("sparse", tmp_path)
@@ -262,6 +271,8 @@ def test_a_store_without_rules_is_read_and_gets_them(tmp_path: Path) -> None:
                 for name in names:
                     assert np.array_equal(run.copied[name + 1], payloads(name, SPARSE)), name
                 run.store.frames.forget(run.slots(list(names)))
+                # What a slot has on a device is read at once: old ones lie on one.
+                assert requests(run, names[0]) == (1 if rule is UNSET else len(devices))
                 assert_chosen(run, names)
         finally:
             run.close()
