@@ -261,7 +261,6 @@ def _reads(board: Dashboard) -> None:
 def _memory(board: Dashboard) -> None:
     board.with_row(row("Memory"))
     frames = total(ours("dram_frames"))
-    members = total(ours("sparse_cluster_members"))
     for panel in (
         graph(
             "Page cache",
@@ -290,12 +289,13 @@ def _memory(board: Dashboard) -> None:
             (share(total(ours("dram_frames_used")), frames), "in use"),
         ),
         graph(
-            "Pages of a cluster",
-            "Of requests that choose by `swarm`: 1 where no pages are together. `clusters of a "
-            "page`: more than 1 are copies.",
+            "Clusters",
+            "Of requests that choose by `swarm`. As many clusters as pages: none are together. "
+            "More pages in clusters than pages: some are in several.",
             "short",
-            (share(members, total(ours("sparse_clusters"))), "pages"),
-            (share(members, total(ours("sparse_clustered_pages"))), "clusters of a page"),
+            (total(ours("sparse_clusters")), "clusters"),
+            (total(ours("sparse_cluster_members")), "pages in clusters"),
+            (total(ours("sparse_clustered_pages")), "pages"),
         ),
     ):
         board.with_panel(panel)

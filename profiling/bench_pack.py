@@ -1,12 +1,12 @@
 """Cost of bringing completed blocks from HBM to frames, with what selectors need and without.
 
 Blocks of all layers are packed into frames as the end of a step does it: pages alone (``exact``),
-with their bounds, with mean and variance, with channel-major K, with that in int8. Medians of
-``--repeat`` runs, in turns, so that a noisy machine disturbs all alike; each is told as a multiple
-of ``exact`` in the same run.
+with their bounds, with mean and variance, with channel-major K, with that in int8; ``keys`` puts
+tokens with alike K into one page. Medians of ``--repeat`` runs, in turns, so that a noisy machine
+disturbs all alike; each is told as a multiple of ``exact`` in the same run.
 ``tails`` are made again from frames, on one thread, as the writer does it for the devices.
 ``small`` is one block of the model that `ssdkv demo` makes: there, what a call costs whatever it
-copies is most of it.
+copies is most of it. ``text`` and ``text512`` are 512 tokens of the model of `make text-model`.
 
     python -m vllm_ssdkv.profiling.bench_pack --threads 2
 """
@@ -27,6 +27,7 @@ import torch
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
@@ -52,7 +53,12 @@ class Shape:
     page_tokens: int = 16
 
 
-SHAPES = {"large": Shape(8, 32, 8, 128), "small": Shape(1, 3, 2, 64)}
+SHAPES = {
+    "large": Shape(8, 32, 8, 128),
+    "small": Shape(1, 3, 2, 64),
+    "text": Shape(4, 30, 3, 64, 128),
+    "text512": Shape(1, 30, 3, 64, 512),
+}
 
 
 def geometries(shape: Shape) -> dict[str, SlotGeometry]:
@@ -70,7 +76,7 @@ def geometries(shape: Shape) -> dict[str, SlotGeometry]:
 
 
 def calls(
-    shape: Shape, geometry: SlotGeometry, caches: list[torch.Tensor]
+    shape: Shape, geometry: SlotGeometry, caches: list[torch.Tensor], *, ordered: bool
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Packs other blocks into other frames with each call; and makes the tails of other frames."""
     layout = BlockLayout.unpadded(
@@ -83,13 +89,18 @@ def calls(
     frames = FrameCache(arena, 0, geometry.frame_bytes, count, count)
     steps = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
     tails = np.uint64(arena.address + behind) + steps
-    port = PagedPort(select_kernels(torch.device("cpu")), caches, layout, geometry, frames)
+    ordering = None
+    if ordered:
+        layers = shape.layers
+        ordering = TokenOrdering(layout, layers, range(layers), 16, by_co_activation=False)
+    kernels = select_kernels(torch.device("cpu"))
+    port = PagedPort(kernels, caches, layout, geometry, frames, ordering)
     summaries = KernelSummaryBuilder(layout, geometry)
     turns = itertools.cycle(np.arange(count).reshape(ROTATION, -1))
 
     def pack() -> None:
         ids = next(turns)
-        port.save(ids, ids.astype(np.int32), tails)
+        port.save(ids, ids.astype(np.int32), tails, ids)
 
     def make_tails() -> None:
         summaries.make_tails(frames.address(next(turns).astype(np.int32)), tails)
@@ -105,8 +116,9 @@ def measure(shape: Shape, repeat: int) -> dict[str, list[float]]:
     ]
     timed: dict[str, Callable[[], None]] = {}
     for name, held in geometries(shape).items():
-        timed[name], make_tails = calls(shape, held, caches)
+        timed[name], make_tails = calls(shape, held, caches, ordered=False)
         if held.tail_pages:
+            timed[f"{name}: keys"], _ = calls(shape, held, caches, ordered=True)
             timed[f"{name}: tails"] = make_tails
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for turn in range(ROTATION + repeat):

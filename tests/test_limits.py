@@ -38,7 +38,6 @@ LARGER = {
     # Attributes.
     "profiling/decode_harness/decoder.py PagedDecoder": _ROOT,
     "vllm_ssdkv/cli/monitor/metrics_sample.py Sample": "a number for each place on the screen",
-    "vllm_ssdkv/config/sparse.py SparseConfig": "an attribute for each option of its group",
     "vllm_ssdkv/connector/worker/worker.py SSDKVWorker": _ROOT,
     "vllm_ssdkv/store/cache/summaries.py SummaryTable": _ARRAYS,
     "vllm_ssdkv/store/format/manifest.py Manifest": "its fields are those of a file on disk",
