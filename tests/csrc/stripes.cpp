@@ -59,9 +59,9 @@ void refuses_hostile_numbers() {
   wrong = two_devices();
   wrong.place.pop_back();
   check_throws<std::invalid_argument>([&] { wrong.check(); }, "a table that is too small");
-  for (const auto& start : {std::vector<int64_t>{}, std::vector<int64_t>{0, 8192, 8192},
-                            std::vector<int64_t>{4096, 6144, 8192},
-                            std::vector<int64_t>{0, 4096, 8191}}) {
+  for (const auto& start :
+       {std::vector<int64_t>{}, std::vector<int64_t>{0, 8192, 8192},
+        std::vector<int64_t>{4096, 6144, 8192}, std::vector<int64_t>{0, 4096, 8191}}) {
     wrong = two_devices();
     wrong.start = start;
     check_throws<std::invalid_argument>([&] { wrong.check(); }, "units that do not cover the slot");
@@ -70,8 +70,8 @@ void refuses_hostile_numbers() {
 
 void finds_units_of_unequal_sizes() {
   // A unit of 4096 and one of 12288 bytes, the second slot's the other way round on the devices.
-  const StripeTable table{2, 1, 16384, 0, 1, {0, 4096, 16384}, {0, 1, 1, 0}, {0, 0, 12288, 4096},
-                          {16384, 16384}};
+  const StripeTable table{
+      2, 1, 16384, 0, 1, {0, 4096, 16384}, {0, 1, 1, 0}, {0, 0, 12288, 4096}, {16384, 16384}};
   table.check();
   const std::vector<int64_t> begin{0, 0};
   const std::vector<StripedRange> ranges{{0, 4, &table, begin.data()}};

@@ -40,8 +40,8 @@ class Batch {
   // Bytes of a chain.
   uint32_t length(size_t first) const;
 
-  // Called exactly once per chain, with its bytes, by whichever thread ended it. The bytes of a read are visible
-  // to every thread that has seen done() or wait() return true afterwards.
+  // Called exactly once per chain, with its bytes, by whichever thread ended it. The bytes of a
+  // read are visible to every thread that has seen done() or wait() return true afterwards.
   void complete(size_t first, int32_t result) noexcept { end(set(first, result)); }
   // The same in two steps, for an engine that ends many at once: every set(), then one end() with
   // the sum of what they return, the requests of the chain.

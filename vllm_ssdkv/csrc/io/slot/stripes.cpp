@@ -31,9 +31,9 @@ void check_bytes(const StripeTable& table, int64_t offset, int64_t length) {
 }  // namespace
 
 void StripeTable::check() const {
-  const bool ascends = start.size() > 1 && start.front() == 0 &&
-                       std::adjacent_find(start.begin(), start.end(),
-                                          std::greater_equal<>()) == start.end();
+  const bool ascends =
+      start.size() > 1 && start.front() == 0 &&
+      std::adjacent_find(start.begin(), start.end(), std::greater_equal<>()) == start.end();
   const bool shape = ascends && lanes > 0 && copies > 0 && merge_units > 0 && slot_bytes > 0 &&
                      slot_bytes <= start.back() && first_byte >= 0 &&
                      device.size() == static_cast<size_t>(lanes * copies * units()) &&

@@ -42,8 +42,7 @@ void DeviceQueue::run(const Taken& taken) noexcept {
   const auto begin = Clock::now();
   std::array<iovec, kMaxJoined> memory{};
   const size_t count = memory_of(*taken.batch, taken.index, 0, arena_, memory);
-  const int32_t result =
-      transfer(file_.get(), op, std::span(memory).first(count), request.offset);
+  const int32_t result = transfer(file_.get(), op, std::span(memory).first(count), request.offset);
   const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
   end(taken, result, static_cast<uint64_t>(spent.count()));
 }

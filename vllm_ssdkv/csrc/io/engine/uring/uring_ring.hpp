@@ -26,7 +26,8 @@ struct Piece {
   uint64_t buffer;  // bytes, in the arena
   uint32_t length;
   // Of a chain, in place of `buffer`; it stays until the piece was submitted. Registered memory is
-  // not used then: the kernel takes stretches of it from 6.15 on, and of one part of the arena only.
+  // not used then: the kernel takes stretches of it from 6.15 on, and of one part of the arena
+  // only.
   std::span<const iovec> memory;
 };
 

@@ -229,8 +229,12 @@ bool UringWorker::issue(UringRing& ring) noexcept {
     Flight& flight = flights_[slot];
     const Batch& batch = *flight.taken.batch;
     const Request& request = batch.request(flight.taken.index);
-    Piece piece{batch.op(), flight.device, request.offset + flight.from,
-                request.buffer + flight.from, flight.length - flight.from, {}};
+    Piece piece{batch.op(),
+                flight.device,
+                request.offset + flight.from,
+                request.buffer + flight.from,
+                flight.length - flight.from,
+                {}};
     if (batch.next(flight.taken.index) != Batch::kAlone) {
       const size_t count =
           memory_of(batch, flight.taken.index, flight.from, arena_.base, memory_[slot]);

@@ -96,12 +96,12 @@ class UringWorker {
   std::atomic<bool> asleep_{false};  // set under mutex_; the thread waits or is about to
 
   // The thread's alone.
-  std::vector<Flight> flights_;     // by slot; the slot is the tag in the ring
+  std::vector<Flight> flights_;                        // by slot; the slot is the tag in the ring
   std::vector<std::array<iovec, kMaxJoined>> memory_;  // by slot: of a chain's piece
-  std::vector<uint32_t> free_;      // slots
-  uint64_t bytes_taken_ = 0;        // of the requests that have a slot
-  std::vector<uint32_t> to_issue_;  // slots with a piece for the kernel
-  std::vector<uint32_t> later_;     // slots that try again at retry_at_
+  std::vector<uint32_t> free_;                         // slots
+  uint64_t bytes_taken_ = 0;                           // of the requests that have a slot
+  std::vector<uint32_t> to_issue_;                     // slots with a piece for the kernel
+  std::vector<uint32_t> later_;                        // slots that try again at retry_at_
   Clock::time_point retry_at_;
   std::vector<Ended> ended_;
   bool wake_armed_ = false;
