@@ -65,6 +65,7 @@ OTHERS: dict[str, set[str]] = {
 WITH_VLLM = ("connector", "batch", "plugin.py", "cli")
 MEASURE_VLLM = (
     "accuracy",
+    "forced_decode.py",
     "bench_engine.py",
     "bench_metrics.py",
     "bench_ttft.py",

@@ -82,7 +82,7 @@ class AccuracyRun:
     def engine_settings(self) -> dict[str, object]:
         """Keyword arguments of ``vllm.LLM``. vLLM computes prompts in chunks as it likes: the
         longest context is a sequence's limit, which may be the model's own."""
-        from vllm_ssdkv.profiling.accuracy.forced_decode import ForcedDecode
+        from vllm_ssdkv.profiling.forced_decode import ForcedDecode
 
         longest = max(tokens for _, tokens in self.suites)
         settings = self.engine().settings(longest, SEATS, "auto")
@@ -137,12 +137,13 @@ def _decode(
     asked: Sequence[Request],
 ) -> dict[str, object]:
     """Figures of a pass: those of each request, and what the worker counted meanwhile."""
-    from vllm_ssdkv.profiling.accuracy.forced_decode import FORCED, RECORDS, Record
+    from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, Record
     from vllm_ssdkv.profiling.recall.run import worker_metrics
 
     names = [f"{suite} {share:g} {number}" for number in range(len(asked))]
-    RECORDS.clear()
-    RECORDS.update((n, Record(r.forced)) for n, r in zip(names, asked, strict=True))
+    records = {n: Record(r.forced) for n, r in zip(names, asked, strict=True)}
+    FORCINGS.clear()
+    FORCINGS.update(records)
     waiting: dict[str, tuple[Request, int, dict[str, object]]] = {}
     for name, request in zip(names, asked, strict=True):
         extra: dict[str, object] = {FORCED: name}
@@ -157,7 +158,8 @@ def _decode(
     after = worker_metrics()
     rows = []
     for number, (name, request) in enumerate(zip(names, asked, strict=True)):
-        probabilities = RECORDS.pop(name).whole(name, tokens_of[name])
+        del FORCINGS[name]
+        probabilities = records.pop(name).whole(name, tokens_of[name])
         file = Path(plan.dense, f"{suite}.{len(request.prompt)}.{number}.npy")
         rows.append({"name": request.name, **_compared(plan, request, probabilities, file)})
     return {

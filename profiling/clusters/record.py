@@ -24,41 +24,19 @@ from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.clusters.plan import Document, RecordPlan
 from vllm_ssdkv.profiling.clusters.trace import PAGE, WINDOW, Manifest, Trace
+from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, ForcedDecode, Forcing
 from vllm_ssdkv.profiling.page_engine import CHUNK, SHUTDOWN_S, STAGING
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
 
-_FORCED: Final = "forced_tokens"
 _PROGRESS_STEPS: Final = 16
-
-
-class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc] # vLLM's class is Any
-    """Makes a request's next token the one that its ``extra_args`` name."""
-
-    def is_argmax_invariant(self) -> bool:
-        """See vLLM."""
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:  # noqa: ANN401 - vLLM's
-        """The processor of a request; None: it forces nothing."""
-        forced = (params.extra_args or {}).get(_FORCED)
-        if forced is None:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            wanted = torch.full_like(logits, -torch.inf)
-            wanted[forced[len(output_ids)]] = 0
-            return wanted
-
-        return force
 
 
 class Recorder:
@@ -196,7 +174,7 @@ def _engine_settings(plan: RecordPlan) -> dict[str, Any]:
         "kv_cache_memory_bytes": (WINDOW + CHUNK + 2 * BLOCK_TOKENS) * per_token,
         "distributed_executor_backend": "uni",
         "enforce_eager": True,
-        "logits_processors": [ForcedTokens],
+        "logits_processors": [ForcedDecode],
         "kv_transfer_config": {
             "kv_connector": CONNECTOR,
             "kv_role": "kv_both",
@@ -271,8 +249,9 @@ def _run(
         max_tokens=len(forced) + 1,
         ignore_eos=True,
         detokenize=False,
-        extra_args={_FORCED: [*forced, forced[-1]]},
+        extra_args={FORCED: name},
     )
+    FORCINGS[name] = Forcing((*forced, forced[-1]))
     engine = llm.llm_engine
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     steps = 0

@@ -15,7 +15,7 @@ from tests.e2e.engine import Engine
 from tests.e2e.models import VOCAB, prompts
 from tests.e2e.workload import ROOMY_DRAM, kv_tokens, page_mode
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.profiling.accuracy.forced_decode import FORCED, RECORDS, ForcedDecode, Record
+from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, ForcedDecode, Record
 
 WINDOW, CHUNK, STEPS = 128, 512, 6
 
@@ -28,7 +28,8 @@ def test_rows_are_the_log_probabilities_that_vllm_gives(
     ssdkv = page_mode(devices(2), dram=ROOMY_DRAM, selector="window", sparse=sparse)
     asked = dict(zip("abc", prompts((1300, 40, 700), seed=5), strict=True))
     forced = {name: tuple(range(7 + i, 7 + i + STEPS)) for i, name in enumerate("ab")}
-    RECORDS.update((name, Record(tokens)) for name, tokens in forced.items())
+    records = {name: Record(tokens) for name, tokens in forced.items()}
+    FORCINGS.update(records)
     with Engine(
         models["llama"],
         ssdkv=ssdkv,
@@ -45,7 +46,7 @@ def test_rows_are_the_log_probabilities_that_vllm_gives(
             done |= {o.request_id: o.outputs[0] for o in engine.llm.llm_engine.step()}
         engine.settle()
     for name, tokens in forced.items():
-        rows = RECORDS.pop(name).whole(name, done[name].token_ids)
+        rows = records[name].whole(name, done[name].token_ids)
         theirs = torch.tensor([[p[i].logprob for i in range(VOCAB)] for p in done[name].logprobs])
         torch.testing.assert_close(rows, theirs)
         assert done[name].token_ids == list(tokens)

@@ -21,11 +21,30 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 FORCED: Final = "ssdkv_forced"
-"""Key of ``SamplingParams.extra_args``: the name of a request in :data:`RECORDS`."""
+"""Key of ``SamplingParams.extra_args``: the name of a request in :data:`FORCINGS`."""
 
 
 @dataclass(slots=True)
-class Record:
+class Forcing:
+    """Tokens to force on a request.
+
+    >>> Forcing((2, 0)).force([], torch.zeros(3)).argmax().item()
+    2
+    """
+
+    forced: tuple[int, ...]
+
+    def force(self, output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Logits that leave one token possible, the one behind ``output``."""
+        if len(output) >= len(self.forced):
+            return logits
+        only = torch.full_like(logits, float("-inf"))
+        only[self.forced[len(output)]] = 0
+        return only
+
+
+@dataclass(slots=True)
+class Record(Forcing):
     """Tokens to force on a request, and what the model gave for them.
 
     Attributes:
@@ -33,7 +52,6 @@ class Record:
         seen: Which of them were computed.
     """
 
-    forced: tuple[int, ...]
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     seen: set[int] = field(default_factory=set)
 
@@ -43,15 +61,12 @@ class Record:
         A prompt that is computed in chunks comes here once per chunk; the last one counts.
         """
         step = len(output)
-        if step >= len(self.forced):
-            return logits
-        if not len(self.rows):
-            self.rows = torch.empty(len(self.forced), len(logits), dtype=torch.float32)
-        self.rows[step] = logits.log_softmax(-1, dtype=torch.float32)
-        self.seen.add(step)
-        only = torch.full_like(logits, float("-inf"))
-        only[self.forced[step]] = 0
-        return only
+        if step < len(self.forced):
+            if not len(self.rows):
+                self.rows = torch.empty(len(self.forced), len(logits), dtype=torch.float32)
+            self.rows[step] = logits.log_softmax(-1, dtype=torch.float32)
+            self.seen.add(step)
+        return Forcing.force(self, output, logits)
 
     def whole(self, name: str, tokens: Sequence[int]) -> torch.Tensor:
         """All rows, after the request decoded ``tokens``.
@@ -67,9 +82,9 @@ class Record:
         return self.rows
 
 
-RECORDS: Final[dict[str, Record]] = {}
-"""Of the requests of this process, by the name in their ``extra_args``. The engine core has to be
-in the process that fills it."""
+FORCINGS: Final[dict[str, Forcing]] = {}
+"""Those of the requests of this process, by the name in their ``extra_args``. The engine core has
+to be in the process that fills it."""
 
 
 class ForcedDecode(AdapterLogitsProcessor):
@@ -82,6 +97,6 @@ class ForcedDecode(AdapterLogitsProcessor):
     def new_req_logits_processor(
         self, params: SamplingParams
     ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
-        """The record of a request that asks to be forced."""
+        """The forcing of a request that asks for it."""
         name = (params.extra_args or {}).get(FORCED)
-        return None if name is None else RECORDS[name].force
+        return None if name is None else FORCINGS[name].force

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.accuracy.forced_decode import Record
+from vllm_ssdkv.profiling.forced_decode import Record
 
 
 def test_the_row_is_kept_before_a_token_is_forced() -> None:
