@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -91,13 +93,27 @@ def test_the_end_of_the_file_is_that_of_each(engine: NativeEngine, fd: int) -> N
     assert move(engine, Op.READ, [1, 2, 3, 4, 5], [9, 7, 5, 3, 1]) == [PAGE, PAGE, 512, 0, 0]
 
 
-def test_an_error_is_that_of_all_of_them(fd: int, arena: Arena, tmp_path: Path) -> None:
+def test_an_error_is_not_that_of_neighbours(engine: NativeEngine) -> None:
+    """A place that cannot be written, as behind a limit of files: the others are tried alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12 * PAGE, hard))
+    try:
+        results = move(engine, Op.WRITE, [9, 10, 11, 12, 13, 20], [5, 3, 1, 7, 9, 0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert results == [PAGE] * 3 + [-errno.EFBIG] * 3
+    counts = engine.statistics()
+    assert counts["write_errors.0"] == 3
+    assert counts["write_requests.0"] == counts["write_submitted.0"] == 6
+
+
+def test_an_error_of_all_is_that_of_each(fd: int, arena: Arena, tmp_path: Path) -> None:
     read_only = os.open(tmp_path / "data", os.O_RDONLY)
     engine = ThreadsEngine([read_only], arena, 2)
     engine.joined = True
     try:
         assert move(engine, Op.WRITE, [1, 2, 9], [5, 3, 1]) == [-9, -9, -9]  # EBADF
-        assert engine.statistics()["write_errors.0"] == 2
+        assert engine.statistics()["write_errors.0"] == 3
     finally:
         assert engine.close(PATIENCE_S)
         os.close(read_only)

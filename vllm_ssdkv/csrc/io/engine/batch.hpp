@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "io/engine/descriptor.hpp"
@@ -34,6 +35,11 @@ class Batch {
   // Have request `next`, which goes on where `index` ends on the device, move with it in one call,
   // wherever their memory is: a chain, which is known by its first request. Before any is queued.
   void join(uint32_t index, uint32_t next);
+  // Have the first request of a chain be alone again; returns the rest, a chain, or kAlone. Only by
+  // who is to complete the chain, and then has to complete both.
+  uint32_t cut(uint32_t first) noexcept {
+    return next_.empty() ? kAlone : std::exchange(next_[first], kAlone);
+  }
   // Request that moves behind this one in one call with it; kAlone: none.
   static constexpr uint32_t kAlone = std::numeric_limits<uint32_t>::max();
   uint32_t next(size_t index) const { return next_.empty() ? kAlone : next_[index]; }

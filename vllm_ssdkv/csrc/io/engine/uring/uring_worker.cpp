@@ -164,7 +164,7 @@ void UringWorker::run(UringRing& ring) noexcept {
 
 bool UringWorker::take() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  outstanding_ -= ended_.size();
+  outstanding_ -= std::exchange(freed_, 0);
   if (outstanding_ == 0) {
     became_idle_.notify_all();
     if (stopping_) return false;
@@ -192,7 +192,8 @@ void UringWorker::start(size_t device, Taken&& taken) {
   const uint32_t slot = free_.back();
   free_.pop_back();
   const uint32_t length = taken.batch->length(taken.index);
-  flights_[slot] = {std::move(taken), 0, 0, length, static_cast<uint16_t>(device), {}, {}};
+  flights_[slot] = {
+      std::move(taken), 0, 0, length, Batch::kAlone, static_cast<uint16_t>(device), {}, {}};
   to_issue_.push_back(slot);
   bytes_taken_ += length;
   const unsigned in_flight = ++devices_[device].in_flight;
@@ -300,6 +301,9 @@ void UringWorker::on_completion(uint32_t slot, int32_t result, Clock::time_point
       // O_DIRECT cannot go on inside a block; after a transfer cut there, repeat that block.
       flight.from -= flight.from % static_cast<uint32_t>(kAlign);
       to_issue_.push_back(slot);
+    } else if (flight.taken.batch->next(flight.taken.index) != Batch::kAlone) {
+      // What one place on the device has is not the fault of its neighbours.
+      try_alone(slot, flight.taken.index);
     } else {
       end(slot, result, now);
       return;
@@ -317,6 +321,19 @@ void UringWorker::on_completion(uint32_t slot, int32_t result, Clock::time_point
   retries_.fetch_add(1, std::memory_order_relaxed);
 }
 
+void UringWorker::try_alone(uint32_t slot, uint32_t index) {
+  Flight& flight = flights_[slot];
+  const Batch& batch = *flight.taken.batch;
+  bytes_taken_ -= flight.length;
+  flight.taken.index = index;
+  flight.rest = flight.taken.batch->cut(index);
+  flight.moved = flight.from = 0;
+  flight.length = batch.request(index).length;
+  flight.began = flight.busy_since = {};
+  bytes_taken_ += flight.length;
+  to_issue_.push_back(slot);
+}
+
 void UringWorker::end(uint32_t slot, int32_t result, Clock::time_point now) {
   Flight& flight = flights_[slot];
   Device& device = devices_[flight.device];
@@ -324,7 +341,15 @@ void UringWorker::end(uint32_t slot, int32_t result, Clock::time_point now) {
   // Counted before report(), so that whoever sees the batch done sees it in the statistics too.
   device.totals.of(flight.taken.batch->op())
       .add_ended(result, static_cast<uint64_t>(spent.count()));
+  if (flight.rest != Batch::kAlone) {
+    ended_.push_back({flight.taken, result});
+    device.totals.of(flight.taken.batch->op()).submitted.fetch_add(1, std::memory_order_relaxed);
+    device.totals.add_started(device.in_flight);
+    try_alone(slot, flight.rest);
+    return;
+  }
   --device.in_flight;
+  ++freed_;
   bytes_taken_ -= flight.length;
   ended_.push_back({std::move(flight.taken), result});
   free_.push_back(slot);
