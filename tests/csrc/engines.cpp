@@ -34,7 +34,8 @@ constexpr double kPatience = 60.0;
 class Engine {
  public:
   virtual ~Engine() = default;
-  virtual std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays) = 0;
+  virtual std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays,
+                                        bool joined = false) = 0;
   virtual std::vector<std::pair<std::string, uint64_t>> statistics() const = 0;
   virtual bool close(double timeout_s) = 0;
 };
@@ -44,8 +45,8 @@ class Wrapped : public Engine {
  public:
   template <class... Args>
   explicit Wrapped(const Args&... args) : native_(args...) {}
-  std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays) override {
-    return native_.submit(op, arrays);
+  std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays, bool joined) override {
+    return native_.submit(op, arrays, joined);
   }
   std::vector<std::pair<std::string, uint64_t>> statistics() const override {
     return native_.statistics();
@@ -230,10 +231,10 @@ void many_threads(const Kind& kind) {
         in.add(device, thread * kPages + at, pages, read + at);
         at += pages;
       }
-      auto batch = engine->submit(Op::kWrite, out.arrays());
+      auto batch = engine->submit(Op::kWrite, out.arrays(), round % 2 == 0);
       check(batch->wait_until(deadline_after(kPatience)), "writes end");
       check(all(batch->results(), out.length), "writes are whole");
-      batch = engine->submit(Op::kRead, in.arrays());
+      batch = engine->submit(Op::kRead, in.arrays(), round % 3 == 0);
       check(batch->wait_until(deadline_after(kPatience)), "reads end");
       check(all(batch->results(), in.length), "reads are whole");
       check(std::memcmp(memory.data() + written * kPage, memory.data() + read * kPage,

@@ -13,7 +13,7 @@ namespace {
 
 // One unit on each of two devices.
 StripeTable two_devices() {
-  return {2, 1, 2, 4096, 8192, 0, 1, {0, 1, 1, 0}, {0, 0, 1, 1}, {2, 2}};
+  return {2, 1, 8192, 0, 1, {0, 4096, 8192}, {0, 1, 1, 0}, {0, 0, 4096, 4096}, {8192, 8192}};
 }
 
 void finds_slots() {
@@ -59,6 +59,27 @@ void refuses_hostile_numbers() {
   wrong = two_devices();
   wrong.place.pop_back();
   check_throws<std::invalid_argument>([&] { wrong.check(); }, "a table that is too small");
+  for (const auto& start :
+       {std::vector<int64_t>{}, std::vector<int64_t>{0, 8192, 8192},
+        std::vector<int64_t>{4096, 6144, 8192}, std::vector<int64_t>{0, 4096, 8191}}) {
+    wrong = two_devices();
+    wrong.start = start;
+    check_throws<std::invalid_argument>([&] { wrong.check(); }, "units that do not cover the slot");
+  }
+}
+
+void finds_units_of_unequal_sizes() {
+  // A unit of 4096 and one of 12288 bytes, the second slot's the other way round on the devices.
+  const StripeTable table{
+      2, 1, 16384, 0, 1, {0, 4096, 16384}, {0, 1, 1, 0}, {0, 0, 12288, 4096}, {16384, 16384}};
+  table.check();
+  const std::vector<int64_t> begin{0, 0};
+  const std::vector<StripedRange> ranges{{0, 4, &table, begin.data()}};
+  const std::vector<int64_t> slots{0, 1, 2}, from{4095, 4096, 8192};
+  const SlotRequests found = find_slots(ranges, slots, from, 4096, 0, true, 0);
+  check(found.device == std::vector<uint16_t>{0, 1, 0, 1}, "devices");
+  check(found.offset == std::vector<uint64_t>{4095, 0, 4096, 16384 + 4096}, "offsets");
+  check(found.length == std::vector<uint32_t>{1, 4095, 4096, 4096}, "lengths");
 }
 
 Stripes stripes() {
@@ -109,6 +130,7 @@ void places_pieces() {
 
 Tests stripe_tests() {
   return {{"stripes find slots", finds_slots},
+          {"stripes find units of unequal sizes", finds_units_of_unequal_sizes},
           {"stripes refuse hostile numbers", refuses_hostile_numbers},
           {"stripes place pieces", places_pieces}};
 }

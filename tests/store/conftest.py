@@ -45,6 +45,7 @@ from vllm_ssdkv.store.placement.lanes import lanes_for
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.replica_selector import Replicas
 from vllm_ssdkv.store.placement.stripe_map import StripeMap
+from vllm_ssdkv.store.placement.units import rule_for
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
@@ -105,9 +106,10 @@ def striped(
 ) -> Placement:
     """One segment of so many slots over all devices."""
     lanes = lanes_for(weights, copies)
-    stripes = StripeMap(geometry, lanes, len(weights), copies)
+    rule = rule_for(geometry, lanes)
+    stripes = StripeMap(geometry, lanes, len(weights), copies, rule)
     extents = [Extent(d, 0, stripes.device_units(d, slots)) for d in range(len(weights))]
-    segment = Segment(0, slots, slots, lanes, tuple(extents), copies)
+    segment = Segment(0, slots, slots, lanes, tuple(extents), copies, rule=rule)
     return Placement(geometry, [segment], len(weights))
 
 
@@ -458,7 +460,8 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             fault_file=str(control) if faulty else None,
             throttle=tuple(throttle),
         )
-        engine = open_engine(options, [d.fd for d in opened], directories, arena)
+        joined = geometry.summary_pages > 0
+        engine = open_engine(options, [d.fd for d in opened], directories, arena, joined=joined)
         counters = Counters()
         health = DeviceHealth([str(d) for d in directories], PATIENCE_S, counters)
         speed = ThroughputEstimator(health.paths, weights or [1.0] * placement.devices)

@@ -4,7 +4,7 @@ Run it with the folder to write into; it works below ``/tmp/golden``, which it r
 
     .venv/bin/python tests/store/golden_runs.py tests/store/golden_runs
 
-The store ``move`` is of version 0.1.0, and cannot be made any more.
+The others are made by code of earlier times, and cannot be made any more.
 """
 
 from __future__ import annotations
@@ -17,40 +17,19 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # behind the package that is installed
 
-from tests.store.conftest import PATIENCE_S, array, key_of
-from tests.store.test_golden_runs import BLOCKS, NEWER, Run, payloads
+from tests.store.test_golden_runs import BLOCKS, NEWER, Run
 from vllm_ssdkv.store.placement import segments as dividing
 
 PLACE = Path("/tmp/golden")
 
 
-def written(run: Run) -> list[int]:
-    """Slots that are written; none failed."""
-    assert run.store.drain(PATIENCE_S)
-    durable, failed = run.store.take_write_results()
-    assert not failed
-    return [slot for slot, _ in durable]
-
-
-def fill(run: Run, names: range) -> None:
-    """Store blocks as an engine does."""
-    for name in names:
-        slots = run.index.allocate(1)
-        (frame,) = run.store.reserve_frames(slots, wait=True).tolist()
-        run.pages(frame)[:] = payloads(name)
-        run.store.flush(slots, run.index.epochs(slots), [key_of(name)])
-        assert run.index.publish(int(slots[0]), key_of(name))
-        run.index.durable(array(written(run)))
-        run.index.unpin(slots)
-
-
 def make_segments(devices: list[Path]) -> None:
     """A device is added."""
     run = Run(devices[:1])
-    fill(run, range(BLOCKS - NEWER["segments"]))
+    run.fill(range(BLOCKS - NEWER["segments"]))
     run.close()
     run = Run(devices)
-    fill(run, range(BLOCKS - NEWER["segments"], BLOCKS))
+    run.fill(range(BLOCKS - NEWER["segments"], BLOCKS))
     run.close()
 
 

@@ -1,5 +1,6 @@
 """Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
-channel pages and with int8 ones, the same bytes on every machine.
+channel pages, with int8 ones and with heads that go round the lanes, the same bytes on every
+machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -75,6 +76,15 @@ def doubled(units: int) -> tuple[Segment, ...]:
     return (
         Segment(0, 3, 3, (0, 1), (Extent(0, 0, share), Extent(1, 0, share)), copies=2),
         Segment(3, 1, 1, (1,), (Extent(1, share, units),)),
+    )
+
+
+def by_heads() -> tuple[Segment, ...]:
+    """Three slots with two copies each, cut at heads, then one that is cut into equal units."""
+    extents = (Extent(0, 0, 4), Extent(1, 1, 3))
+    return (
+        Segment(0, 3, 3, (0, 1), extents, copies=2, rule="heads"),
+        Segment(3, 1, 1, (1,), (Extent(1, 0, 1),)),
     )
 
 
@@ -194,6 +204,8 @@ class Golden:
             state="/state",
             inode=7,
         )
+        if any(segment.rule is not msgspec.UNSET for segment in self.segments):
+            mine.version = 6
         (directory / NAME).write_bytes(mine.text)
         return mine.text
 
@@ -229,6 +241,9 @@ STORES = {
     "int8": Golden(
         SlotGeometry("paged", 2, 1, 5, 1000, summary_pages=1, channel_pages=2, scaled_from=2),
         segments(1),
+    ),
+    "heads": Golden(
+        SlotGeometry("paged", 2, 3, 2, 1000, summary_pages=2, channel_pages=4), by_heads()
     ),
 }
 

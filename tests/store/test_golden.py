@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -66,7 +66,7 @@ def channels() -> dict[str, bytes]:
     return committed("channels")
 
 
-STORES = ("plain", "encrypted", "twice", "channels", "int8")
+STORES = ("plain", "encrypted", "twice", "channels", "int8", "heads")
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -219,6 +219,7 @@ def test_superblock_as_documented(files: dict[str, bytes]) -> None:
                 "rank": 0,
                 "channel_pages": 0,
                 "scaled_from": 0,
+                "record": 0,
                 "epoch": epoch,
                 "kind": 0,
                 "layers": 3,
@@ -249,9 +250,27 @@ def test_superblock_with_channel_pages_as_documented(store: str, more: dict[str,
     assert {name: manifest[name] for name in constants} == constants | {"version": 5}
 
 
-def documented_slot(files: dict[str, bytes], slot: int, copy: int = 0) -> bytes:
+def units_by_heads(manifest: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Bytes and turn of each unit, by the rule of heads under "Striping"; pages of 4096 bytes."""
+    layers, heads, groups = (manifest[name] for name in ("layers", "heads", "groups"))
+    units = [(4096, 0)]
+    counts = [(layer, heads * groups) for layer in range(layers)]
+    counts += [(layers, manifest["summary_pages"])]
+    counts += [(layer, manifest["channel_pages"]) for layer in range(layers)]
+    for layer, pages in counts:
+        of_head = [page * heads // pages for page in range(pages)]
+        units += [(4096 * of_head.count(h), layer + h) for h in range(heads) if h in of_head]
+    return units
+
+
+def documented_slot(
+    files: dict[str, bytes],
+    slot: int,
+    copy: int = 0,
+    units: Sequence[tuple[int, int]] = ((UNIT, 0), (UNIT, 1)),
+    unit_bytes: int = UNIT,
+) -> bytes:
     """Read a slot by the rules under "Striping", one unit after the other."""
-    units = 2
     (segment,) = [
         s
         for s in json.loads(files["store.json"])["segments"]
@@ -263,24 +282,25 @@ def documented_slot(files: dict[str, bytes], slot: int, copy: int = 0) -> bytes:
     partner = {lane: order[(j + most) % len(order)] for j, lane in enumerate(order)}
 
     def device_of(s: int, c: int, u: int) -> int:
-        lane = (s + u) % len(lanes)
+        lane = (s + units[u][1]) % len(lanes)
         return int(lanes[partner[lane] if c else lane])
 
     begin_on = {extent["device"]: extent["begin"] for extent in segment["extents"]}
     row, phase = divmod(slot - segment["first"], len(lanes))
     pieces = []
-    for unit in range(units):
+    for unit in range(len(units)):
         device = device_of(phase, copy, unit)
         there = [
             (s, c, u)
             for s in range(len(lanes))
             for c in range(copies)
-            for u in range(units)
+            for u in range(len(units))
             if device_of(s, c, u) == device
         ]
-        place = row * len(there) + there.index((phase, copy, unit))
-        begin = 1_048_576 + (begin_on[device] + place) * UNIT
-        pieces.append(files[f"device{device}.data"][begin : begin + UNIT])
+        size = [units[u][0] for _, _, u in there]
+        before = row * sum(size) + sum(size[: there.index((phase, copy, unit))])
+        begin = 1_048_576 + begin_on[device] * unit_bytes + before
+        pieces.append(files[f"device{device}.data"][begin : begin + units[unit][0]])
     return b"".join(pieces)
 
 
@@ -292,6 +312,27 @@ def test_two_copies_as_documented(
     whole = documented_slot(files, slot)[:used]
     for copy in range(1 if slot == 3 else 2):
         assert documented_slot(twice, slot, copy)[:used] == whole
+
+
+@pytest.mark.parametrize("slot", [0, 1, 3])
+def test_units_by_heads_as_documented(slot: int) -> None:
+    files = committed("heads")
+    manifest = json.loads(files["store.json"])
+    assert [segment.get("rule") for segment in manifest["segments"]] == ["heads", None]
+    pages = 2 * 3 * 2 + 2 + 2 * 4
+    whole = 4096 * (1 + pages)
+    units = units_by_heads(manifest) if slot < 3 else [(whole, 0)]
+    assert sum(size for size, _ in units) == whole
+    turns = [0, 0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 1, 2, 3]
+    assert slot == 3 or [turn for _, turn in units] == turns
+    for copy in range(1 if slot == 3 else 2):
+        data = documented_slot(files, slot, copy, units, whole)
+        assert data[:8] == b"SSDKVSLT"
+        sums = np.frombuffer(data, "<u8", pages, 128).tolist()
+        for number in range(pages):
+            payload = data[4096 * (1 + number) :][:1000]
+            assert payload == bytes((i + 31 * slot + 7 * number) % 251 for i in range(1000))
+            assert xxhash.xxh3_64_intdigest(payload) == sums[number]
 
 
 @pytest.mark.parametrize(
@@ -434,8 +475,8 @@ def test_manifest_as_documented(name: str) -> None:
     text = FORMAT_PAGE.read_text(encoding="utf-8").split("## Manifest")[1].split("\n## ")[0]
     members = dict(re.findall(r"^\| `([\w.\[\]]+)` \| (\w+) \|", text, flags=re.MULTILINE))
     found = json.loads(committed(name)["store.json"])
-    for member in ("channel_pages", "scaled_from"):
-        if not getattr(writer.STORES[name].geometry, member):
+    for member, left_out in (("channel_pages", 0), ("scaled_from", 0), ("record", "bounds")):
+        if getattr(writer.STORES[name].geometry, member) == left_out:
             del members[member]
     kinds = {
         "integer": int,
@@ -454,6 +495,8 @@ def test_manifest_as_documented(name: str) -> None:
             for name, kind in members.items()
             if name.startswith(prefix) and "." not in name.removeprefix(prefix)
         }
+        if prefix == "segments[]." and "rule" not in content:
+            del expected["rule"]
         assert content.keys() == expected.keys()
         for member, kind in expected.items():
             assert isinstance(content[member], kinds[kind]), member

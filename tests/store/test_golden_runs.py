@@ -1,13 +1,15 @@
 """Stores that running code left behind: every block is found, and read with the right bytes.
 
-The code of version 0.1.0 made them, when blocks still moved between slots (``golden_runs.py`` can
-make the first one anew):
+The code of version 0.1.0 made them, the first two when blocks still moved between slots
+(``golden_runs.py`` can make the first one anew):
 
 - ``segments``: a store on one device had some blocks. Then a second device was added, and the next
   blocks went into a segment over both.
 - ``move``: a device had become slow, and blocks that were read again were written anew into another
   segment. The process was killed when the journal had the records of their new slots, before it
   was told that the old ones are gone: each of these keys names two slots.
+- ``sparse``: a store for a sparse selector on three devices, before segments had rules. The second
+  of its segments is half full, the others behind it are empty.
 
 Reading them needs neither that script nor any code of that time.
 """
@@ -15,18 +17,23 @@ Reading them needs neither that script nor any code of that time.
 from __future__ import annotations
 
 import gzip
+import json
 import struct
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 from numpy.typing import NDArray
 
-from tests.store.conftest import array, key_of, until
+from tests.store.chosen_pages import bring
+from tests.store.conftest import PATIENCE_S, array, key_of, until
+from tests.store.tails import Tails, tail_of
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.segment import Rule
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
@@ -35,6 +42,7 @@ from vllm_ssdkv.store.tiered_store import TieredStore
 
 GOLDEN = Path(__file__).parent / "golden_runs"
 GEOMETRY = SlotGeometry("paged", layers=2, heads=1, groups=1, payload_bytes=1000)
+SPARSE = SlotGeometry("paged", layers=2, heads=3, groups=2, payload_bytes=512, summary_pages=1)
 BLOCKS = 40
 """Blocks of each store, whose keys are made of 0, 1, ..."""
 NEWER = {"segments": 20, "move": 12}
@@ -42,24 +50,26 @@ NEWER = {"segments": 20, "move": 12}
 slot in the older one, too."""
 
 
-def payloads(name: int) -> NDArray[np.uint8]:
-    """Content of a block, [pages, payload_bytes]."""
-    at = np.arange(GEOMETRY.payload_bytes)
-    page = np.arange(GEOMETRY.pages)[:, None]
+def payloads(name: int, geometry: SlotGeometry = GEOMETRY) -> NDArray[np.uint8]:
+    """Content of a block, [pages of KV, payload_bytes]."""
+    at = np.arange(geometry.payload_bytes)
+    page = np.arange(geometry.kv_pages)[:, None]
     return ((at + 31 * name + 7 * page) % 251).astype(np.uint8)
 
 
 class Run:
     """Both roles of a store in one process."""
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, paths: list[Path], geometry: SlotGeometry = GEOMETRY):
+        self.geometry = geometry
         devices = [{"path": path, "capacity": "16MiB", "weight": 1} for path in paths]
         io = {"staging": "4MiB", "engine": "threads"}
-        self.config = SSDKVConfig.from_extra_config(
-            {"mode": "page", "devices": devices, "dram_gib": "16MiB", "io": io}
-        )
+        options = {"mode": "page", "devices": devices, "dram_gib": "16MiB", "io": io}
+        if geometry.summary_pages:
+            options |= {"selector": "bounds", "sparse": {"budget": 0.1, "page_cache": "1MiB"}}
+        self.config = SSDKVConfig.from_extra_config(options)
         fingerprint = Fingerprint({"model": "golden run"})
-        self.place = StorePlace(self.config, GEOMETRY, fingerprint, 1, model="golden/run")
+        self.place = StorePlace(self.config, geometry, fingerprint, 1, model="golden/run")
         self.counters = Counters()
         self.copied: dict[int, NDArray[np.uint8]] = {}
         with ExitStack() as stack:
@@ -75,6 +85,7 @@ class Run:
                 self.opened.num_slots,
                 32,
                 self._copy_in,
+                summarizer=Tails(geometry) if geometry.tail_pages else None,
             )
             stack.callback(self.store.close)
             self.close = stack.pop_all().close
@@ -87,18 +98,41 @@ class Run:
             self.opened.files.placement.change(segments)
 
     def pages(self, frame: int) -> NDArray[np.uint8]:
-        """Payloads in a frame, [pages, payload_bytes], writable."""
-        pages = self.store.frames.view(frame)[GEOMETRY.header_bytes :]
-        return pages.reshape(GEOMETRY.pages, -1)[:, : GEOMETRY.payload_bytes]
+        """Payloads in a frame, [pages of KV, payload_bytes], writable."""
+        pages = self.store.frames.view(frame)[self.geometry.header_bytes :]
+        return pages.reshape(self.geometry.kv_pages, -1)[:, : self.geometry.payload_bytes]
 
     def _copy_in(self, frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:
         for frame, block in zip(frames.tolist(), blocks.tolist(), strict=True):
             self.copied[block] = self.pages(frame).copy()
 
-    def load(self, names: list[int]) -> LoadOutcome:
-        """Read blocks; HBM block ``name + 1`` gets each one's bytes."""
+    def fill(self, names: range) -> None:
+        """Store blocks as an engine does."""
+        for name in names:
+            slots = self.index.allocate(1)
+            (frame,) = self.store.reserve_frames(slots, wait=True).tolist()
+            self.pages(frame)[:] = payloads(name, self.geometry)
+            self.store.flush(slots, self.index.epochs(slots), [key_of(name)])
+            assert self.index.publish(int(slots[0]), key_of(name))
+            self.index.durable(array(self._written()))
+            self.index.unpin(slots)
+
+    def _written(self) -> list[int]:
+        """Slots that are written; none failed."""
+        assert self.store.drain(PATIENCE_S)
+        durable, failed = self.store.take_write_results()
+        assert not failed
+        return [slot for slot, _ in durable]
+
+    def slots(self, names: list[int]) -> NDArray[np.int64]:
+        """Where blocks are; all of them are found."""
         slots = np.concatenate([self.index.lookup([key_of(name)]) for name in names])
         assert len(slots) == len(names)
+        return slots
+
+    def load(self, names: list[int]) -> LoadOutcome:
+        """Read blocks; HBM block ``name + 1`` gets each one's bytes."""
+        slots = self.slots(names)
         keys = tuple(map(key_of, names))
         self.store.load(LoadJob("r", slots, self.index.epochs(slots), keys, array(names) + 1))
         outcomes: list[LoadOutcome] = []
@@ -131,7 +165,7 @@ def in_two_slots(state: Path) -> int:
     return len(held) - len(set(held.values()))
 
 
-@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("name", [*NEWER, "sparse"])
 def test_the_committed_run_is_small(name: str) -> None:
     files = (path for path in (GOLDEN / name).rglob("*") if path.is_file())
     assert sum(path.stat().st_size for path in files) < 64 * 1024
@@ -159,7 +193,7 @@ def test_every_block_of_a_run_is_read(name: str, tmp_path: Path) -> None:
 def test_blocks_are_found_where_they_were_written_last(name: str, tmp_path: Path) -> None:
     run = Run(unpacked(name, tmp_path))
     try:
-        slots = [int(run.index.lookup([key_of(block)])[0]) for block in range(BLOCKS)]
+        slots = run.slots(list(range(BLOCKS)))
         firsts = sorted(s.first for s in run.rebalancer.placement.segments if s.slots)
     finally:
         run.close()
@@ -167,3 +201,81 @@ def test_blocks_are_found_where_they_were_written_last(name: str, tmp_path: Path
     older = BLOCKS - NEWER[name]
     assert len(set(where[:older])) == len(set(where[older:])) == 1
     assert where[0] != where[-1]
+
+
+def rules(run: Run, names: range) -> list[Rule]:
+    """Of the segment that each block is in."""
+    live = [s for s in run.opened.files.placement.segments if s.slots]
+    return [
+        segment.rule
+        for slot in run.slots(list(names)).tolist()
+        for segment in live
+        if segment.first <= slot < segment.first + segment.slots
+    ]
+
+
+def assert_chosen(run: Run, names: range) -> None:
+    """Summaries of blocks, and single pages of each head, are read from the devices."""
+    slots = run.slots(list(names))
+    run.store.extend_context("r", 0, slots)
+    assert run.load(list(names)).complete
+    run.store.frames.forget(slots)
+    chosen = run.store.choose([slots], [0])
+    assert chosen.fetched_summaries.ssd == SPARSE.summary_pages * len(slots)
+    size = SPARSE.pages_per_layer * SPARSE.payload_bytes // 16
+    for layer in range(SPARSE.layers):
+        for at, name in zip(chosen.page_records(layer).tolist(), names, strict=True):
+            summary = tail_of(SPARSE, payloads(name, SPARSE))[0][layer * size :][:size]
+            held = run.store.arena.view(at - run.store.arena.address, size)
+            np.testing.assert_array_equal(held, summary)
+        wanted = [(b, p) for b in range(len(names)) for p in range(SPARSE.pages_per_layer)]
+        found = bring(run, chosen, layer, {0: wanted})
+        for block, page in wanted:
+            data = payloads(names[block], SPARSE)[SPARSE.first_page(layer) + page]
+            assert found[0, block, page] == data.tobytes(), (layer, block, page)
+    assert (chosen.poisoned, chosen.bad) == (set(), [])
+    chosen.close()
+    run.store.drop_context("r")
+
+
+def requests(run: Run, name: int) -> int:
+    """Requests that the devices get for a hit of one block."""
+    before = run.opened.files.engine.statistics()
+    assert run.load([name]).complete
+    after = run.opened.files.engine.statistics()
+    run.store.frames.forget(run.slots([name]))
+    return sum(after[key] - before[key] for key in after if key.startswith("read_requests."))
+
+
+def test_a_store_without_rules_is_read_and_gets_them(tmp_path: Path) -> None:
+    """Old blocks are read where they are; new ones go round the lanes by heads."""
+    devices = unpacked("sparse", tmp_path)
+    manifest = json.loads((devices[0] / "store.json").read_bytes())
+    assert manifest["version"] == 5
+    assert not any("rule" in segment for segment in manifest["segments"])
+    old, new = range(BLOCKS), range(BLOCKS, 2 * BLOCKS)
+    for opening in range(3):
+        run = Run(devices, SPARSE)
+        try:
+            assert run.index.gauges()["ready"] == (2 * BLOCKS if opening else BLOCKS)
+            assert run.index.counters["journal_corrupt_records"] == 0
+            if opening == 0:
+                run.rebalancer.step_and_wait(PATIENCE_S)
+                run.follow()
+                run.fill(new)
+            for names, rule in ((old, UNSET), (new, "heads")):
+                assert rules(run, names) == [rule] * BLOCKS
+                run.copied.clear()
+                outcome = run.load(list(names))
+                assert (outcome.complete, outcome.bad) == (True, [])
+                for name in names:
+                    assert np.array_equal(run.copied[name + 1], payloads(name, SPARSE)), name
+                run.store.frames.forget(run.slots(list(names)))
+                # What a slot has on a device is read at once: old ones lie on one.
+                assert requests(run, names[0]) == (1 if rule is UNSET else len(devices))
+                assert_chosen(run, names)
+        finally:
+            run.close()
+    manifest = json.loads((devices[0] / "store.json").read_bytes())
+    assert manifest["version"] == 6
+    assert {segment.get("rule") for segment in manifest["segments"]} == {None, "heads"}

@@ -236,7 +236,7 @@ def test_a_failed_opening_lets_go_of_everything(
         open_rank(place(devices), 0, Counters())
     devices[2].unlink()
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise EngineUnavailableError("of a test")
 
     with monkeypatch.context() as patch:

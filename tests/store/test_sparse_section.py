@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.store.chosen_pages import bring, context
 from tests.store.conftest import (
     PAGED,
+    PATIENCE_S,
     MakeStore,
     StoreRig,
     array,
@@ -20,7 +21,7 @@ from tests.store.conftest import (
     key_of,
     striped,
 )
-from tests.store.write.test_flusher import gate, on_disk, results, started
+from tests.store.write.test_flusher import on_disk, results, started
 from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.store.format.slot_geometry import STRIPE_UNIT, SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
@@ -127,10 +128,11 @@ def test_the_summary_of_what_is_being_written_is_made_from_its_frame(
     """Its tail is on no device yet, and its row has gone to another block."""
     rig = make_store(CHANNELS, staging=160)
     names = context(rig, range(3))
-    gate(rig, rig.device_of(9))
+    # Writes alone: a stall stops all of a device, and the tail of slot 2 is read from each.
+    rig.faults({"kind": "latency", "seconds": PATIENCE_S, "op": "write"})
     rig.hold({9: 99})
     rig.commit({9: 99})
-    started(rig, 1)
+    started(rig, len(rig.paths), "latency")
     chosen = rig.store.choose([array([2, 9])], [0])
     assert chosen.poisoned == set()
     assert chosen.framed.tolist() == [False, True]

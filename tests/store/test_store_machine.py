@@ -544,7 +544,9 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still makes no healthy device late."""
-    monkeypatch.setattr(opening, "open_engine", lambda *a: UnhurriedEngine(open_engine(*a)))
+    monkeypatch.setattr(
+        opening, "open_engine", lambda *a, **k: UnhurriedEngine(open_engine(*a, **k))
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ PATIENCE_S = 60.0
 def open_unhurried_engines(patch: pytest.MonkeyPatch) -> None:
     """Stores that are opened from now on have such engines, but those with throttled devices."""
 
-    def open_unhurried(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
-        engine = open_engine(options, *rest)
+    def open_unhurried(options: EngineOptions, *rest: Any, **more: Any) -> IoEngine:  # noqa: ANN401 - handed on
+        engine = open_engine(options, *rest, **more)
         return engine if options.throttle else UnhurriedEngine(engine)
 
     patch.setattr(opening, "open_engine", open_unhurried)

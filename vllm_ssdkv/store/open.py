@@ -421,7 +421,13 @@ def open_rank(
         arena = Arena(plan.nbytes)
         stack.callback(arena.close)
         codec = place.codec(rank, arena)
-        engine = open_engine(place.config.io.engine_options(), [d.fd for d in opened], paths, arena)
+        engine = open_engine(
+            place.config.io.engine_options(),
+            [d.fd for d in opened],
+            paths,
+            arena,
+            joined=place.geometry.summary_pages > 0,  # segments may be cut at heads
+        )
         deadline = place.config.io.deadline
         stack.callback(engine.close, deadline)
         arena.populate()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from msgspec import structs
 
 from vllm_ssdkv.base.errors import (
     DamagedError,
@@ -74,24 +75,30 @@ def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
 
 
 def test_the_kind_of_record_is_kept(tmp_path: Path) -> None:
-    """In a store with bounds it is not named, so that earlier releases read it."""
+    """In a store with bounds it is not named, so that earlier releases read it; they refuse others
+    by the version."""
     mine = manifest()
     assert b"record" not in mine.text
     mine.record = "spread"
-    (tmp_path / NAME).write_bytes(mine.text)
+    mine.save(tmp_path)
     found = Manifest.load(tmp_path)
     assert found is not None
-    assert found.geometry == replace(SHAPE, record="spread")
+    assert (found.version, found.geometry) == (6, replace(SHAPE, record="spread"))
     (tmp_path / NAME).write_bytes(sealed(mine.text.replace(b'"spread"', b'"means!"')))
     with pytest.raises(DamagedError, match="record"):
         Manifest.load(tmp_path)
+    mine.version = 5  # as development versions wrote it
+    (tmp_path / NAME).write_bytes(mine.text)
+    found = Manifest.load(tmp_path)
+    assert found is not None
+    assert found.geometry.record == "spread"
 
 
 @pytest.mark.parametrize(
     ("version", "summaries", "channels", "scaled_from", "text"),
     [
-        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4, 5"),
-        (2, 1, 2, 0, "has format version 2, this release reads 1, 4, 5: use another directory"),
+        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4, 5, 6"),
+        (2, 1, 2, 0, "has format version 2, this release reads 1, 4, 5, 6: use another directory"),
         (4, 0, 0, 0, "version 4, and summary_pages is 0"),
         (4, 0, 2, 0, "channel_pages is 2, with 0 summary pages"),
         (4, 1, 0, 2, "scaled_from is 2, with 0 channel pages"),
@@ -286,12 +293,12 @@ def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"version": 6, "new": true}')
-    with pytest.raises(FormatError, match="format version 6, this release reads 1, 4, 5"):
+    (tmp_path / NAME).write_text('{"version": 7, "new": true}')
+    with pytest.raises(FormatError, match="format version 7, this release reads 1, 4, 5, 6"):
         Manifest.load(tmp_path)
-    text = sealed(manifest().text.replace(b'"version": 5', b'"version": 6'))
+    text = sealed(manifest().text.replace(b'"version": 5', b'"version": 7'))
     (tmp_path / NAME).write_bytes(text)
-    with pytest.raises(FormatError, match="format version 6") as refused:
+    with pytest.raises(FormatError, match="format version 7") as refused:
         Manifest.load(tmp_path)
     assert not isinstance(refused.value, DamagedError)
 
@@ -395,3 +402,20 @@ def test_another_key_is_refused(made: bytes, given: bytes, text: str) -> None:
         mine.check_key(given)
     assert "the store on /a, /b " in str(caught.value)
     assert "or delete the content of these" in str(caught.value)
+
+
+def test_a_rule_of_segments_is_told_by_the_version(tmp_path: Path) -> None:
+    """Older releases, who would misread such segments, refuse it; of others they read all."""
+    mine = manifest()
+    mine.save(tmp_path)
+    assert mine.version == 5
+    assert b'"rule"' not in (tmp_path / NAME).read_bytes()
+    mine.segments[0] = structs.replace(mine.segments[0], rule="heads")
+    mine.save(tmp_path)
+    again = Manifest.load(tmp_path)
+    assert again is not None
+    assert (again.version, again.segments[0].rule) == (6, "heads")
+    mine.version = 5
+    (tmp_path / NAME).write_bytes(mine.text)
+    with pytest.raises(FormatError, match=r"version 5, and segments\[0\] has a rule"):
+        Manifest.load(tmp_path)

@@ -137,14 +137,14 @@ def test_extents_cover_exactly_the_requested_bytes(stripes: StripeMap, data: st.
     assert np.array_equal(extents.buffer[1:], ends[:-1])
     assert np.array_equal(extents.buffer // length, extents.slot_index.astype(np.uint64))
     assert bool((extents.length > 0).all())
-    most = max(MERGE_BYTES, stripes.unit_bytes) if merged else stripes.unit_bytes
+    most = max(MERGE_BYTES, stripes.geometry.unit_bytes) if merged else stripes.geometry.unit_bytes
     assert bool((extents.length <= most).all())
 
 
 def place_of(stripes: StripeMap, slot: int, byte: int) -> tuple[int, int]:
     """Device and offset of one byte, by the definition: count the units that precede it."""
-    n, units = len(stripes.lanes), stripes.units_per_slot
-    unit = byte // stripes.unit_bytes
+    n, units = len(stripes.lanes), stripes.geometry.units_per_slot
+    unit = byte // stripes.geometry.unit_bytes
     device = stripes.lanes[(slot + unit) % n]
     row = slot // n
     per_row = sum(stripes.lanes[(s + u) % n] == device for s in range(n) for u in range(units))
@@ -153,7 +153,12 @@ def place_of(stripes: StripeMap, slot: int, byte: int) -> tuple[int, int]:
         for s in range(slot % n + 1)
         for u in range(units if s < slot % n else unit)
     )
-    return device, SUPERBLOCK_BYTES + before * stripes.unit_bytes + byte % stripes.unit_bytes
+    return (
+        device,
+        SUPERBLOCK_BYTES
+        + before * stripes.geometry.unit_bytes
+        + byte % stripes.geometry.unit_bytes,
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,14 +181,18 @@ def test_every_byte_lies_where_the_definition_says(
 @given(maps, st.integers(1, 40))
 def test_slots_never_overlap_and_fill_the_device(stripes: StripeMap, num_slots: int) -> None:
     extents = stripes.extents(np.arange(num_slots, dtype=np.int64), 0, stripes.geometry.slot_bytes)
-    slack = stripes.units_per_slot * stripes.unit_bytes - stripes.geometry.slot_bytes
-    assert 0 <= slack < stripes.units_per_slot * stripes.geometry.quantum
+    slack = (
+        stripes.geometry.units_per_slot * stripes.geometry.unit_bytes - stripes.geometry.slot_bytes
+    )
+    assert 0 <= slack < stripes.geometry.units_per_slot * stripes.geometry.quantum
     for device in range(stripes.devices):
         mine = extents.device == device
         order = np.argsort(extents.offset[mine])
         begin = extents.offset[mine][order].astype(np.int64)
         end = begin + extents.length[mine][order].astype(np.int64)
-        size = SUPERBLOCK_BYTES + stripes.device_units(device, num_slots) * stripes.unit_bytes
+        size = (
+            SUPERBLOCK_BYTES + stripes.device_units(device, num_slots) * stripes.geometry.unit_bytes
+        )
         assert bool((begin[1:] >= end[:-1]).all())
         assert bool((begin >= SUPERBLOCK_BYTES).all())
         assert bool((end <= size).all())
@@ -193,17 +202,20 @@ def test_slots_never_overlap_and_fill_the_device(stripes: StripeMap, num_slots: 
         gaps = begin[1:] - end[:-1]
         assert gaps.size == 0 or int(gaps.max()) <= slack
     total = sum(stripes.device_units(d, num_slots) for d in range(stripes.devices))
-    assert total == num_slots * stripes.units_per_slot
+    assert total == num_slots * stripes.geometry.units_per_slot
 
 
 @settings(max_examples=60, deadline=None)
 @given(maps)
 def test_units_are_aligned_and_no_page_straddles_two(stripes: StripeMap) -> None:
     shape = stripes.geometry
-    assert stripes.unit_bytes <= STRIPE_UNIT
-    assert stripes.unit_bytes % PAGE_ALIGN == 0
+    assert stripes.geometry.unit_bytes <= STRIPE_UNIT
+    assert stripes.geometry.unit_bytes % PAGE_ALIGN == 0
     if shape.slot_bytes <= STRIPE_UNIT // shape.quantum * shape.quantum:
-        assert (stripes.units_per_slot, stripes.unit_bytes) == (1, shape.slot_bytes)
+        assert (stripes.geometry.units_per_slot, stripes.geometry.unit_bytes) == (
+            1,
+            shape.slot_bytes,
+        )
     if shape.kind == "paged" and shape.page_bytes <= STRIPE_UNIT:
         for page in range(shape.pages):
             assert len(stripes.extents(np.array([3]), shape.page_offset(page), 1).device) == 1
@@ -225,7 +237,7 @@ def test_touches_agrees_with_extents(stripes: StripeMap, first: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(maps, st.data())
 def test_max_slots_is_the_largest_that_fits(stripes: StripeMap, data: st.DataObject) -> None:
-    span = 30 * stripes.units_per_slot
+    span = 30 * stripes.geometry.units_per_slot
     rooms = [data.draw(st.integers(0, span)) for _ in range(stripes.devices)]
 
     def fits(num_slots: int) -> bool:
@@ -254,7 +266,7 @@ def test_a_slow_device_gets_its_share_only() -> None:
 def test_a_single_device_reads_a_slot_in_few_requests() -> None:
     stripes = striped(SlotGeometry("opaque", 32, 1, 1, 262_144), [1.0])
     whole = stripes.extents(np.arange(2), 0, stripes.geometry.slot_bytes)
-    assert stripes.units_per_slot == 17
+    assert stripes.geometry.units_per_slot == 17
     assert whole.slot_index.tolist() == [0, 0, 0, 1, 1, 1]
 
 
@@ -307,7 +319,7 @@ def test_two_copies_share_nothing(
     assert (first.device != second.device).all()
     device = np.concatenate([first.device, second.device])
     offset = np.concatenate([first.offset, second.offset]).astype(np.int64)
-    place = (offset - SUPERBLOCK_BYTES) // stripes.unit_bytes
+    place = (offset - SUPERBLOCK_BYTES) // stripes.geometry.unit_bytes
     for number in range(len(weights)):
         mine = np.sort(place[device == number])
         np.testing.assert_array_equal(mine, np.arange(stripes.device_units(number, count)))

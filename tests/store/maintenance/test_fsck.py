@@ -471,8 +471,8 @@ def test_a_raw_device_that_is_too_small_is_left_alone(tmp_path: Path) -> None:
 def faulty(monkeypatch: pytest.MonkeyPatch, *rules: FaultRule) -> Iterator[None]:
     """Engines of checks have these faults."""
 
-    def opener(options: EngineOptions, *rest: Any) -> IoEngine:  # noqa: ANN401 - handed on
-        return open_engine(replace(options, faults=rules), *rest)
+    def opener(options: EngineOptions, *rest: Any, **more: Any) -> IoEngine:  # noqa: ANN401 - handed on
+        return open_engine(replace(options, faults=rules), *rest, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(slot_reader, "open_engine", opener)

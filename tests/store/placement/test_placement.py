@@ -9,21 +9,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
+from msgspec.structs import replace
 
-from tests.store.conftest import PAGED, array
-from vllm_ssdkv.store.format.segment import Extent, Segment
+from tests.store.conftest import PAGED, SUMMED, array
+from vllm_ssdkv.store.format.segment import Extent, Rule, Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
 TWO_UNITS = SlotGeometry("opaque", 3, 1, 1, 204_000)
+RULES: tuple[Rule, ...] = (UNSET, "heads")
 THREE_UNITS = SlotGeometry("opaque", 5, 1, 1, 280_000)
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
     """Segments of several sizes and lane lists, with gaps between their numbers and extents."""
-    geometry = draw(st.sampled_from([PAGED, TWO_UNITS, THREE_UNITS]))
+    geometry = draw(st.sampled_from([PAGED, TWO_UNITS, THREE_UNITS, SUMMED]))
     devices = draw(st.integers(1, 4))
     at = [0] * devices
     first = 0
@@ -32,7 +35,8 @@ def placements(draw: st.DrawFn) -> Placement:
         lanes = tuple(draw(st.lists(st.integers(0, devices - 1), min_size=1, max_size=5)))
         slots = draw(st.integers(0, 12))
         first += draw(st.integers(0, 3))
-        stripes = StripeMap(geometry, lanes, devices)
+        rule = draw(st.sampled_from(RULES))
+        stripes = StripeMap(geometry, lanes, devices, rule=rule)
         extents = []
         for device in range(devices):
             units = stripes.device_units(device, slots) + draw(st.integers(0, 2))
@@ -42,7 +46,7 @@ def placements(draw: st.DrawFn) -> Placement:
                 continue
             extents.append(Extent(device, begin, units))
         numbers = slots + draw(st.integers(0, 2))
-        segments.append(Segment(first, numbers, slots, lanes, tuple(extents)))
+        segments.append(Segment(first, numbers, slots, lanes, tuple(extents), rule=rule))
         first += numbers
     return Placement(geometry, draw(st.permutations(segments)), devices)
 
@@ -154,7 +158,8 @@ def test_a_store_without_slots() -> None:
 
 def test_segments_travel_between_processes() -> None:
     segment = Segment(0, 4, 4, (0, 1), (Extent(0, 0, 2), Extent(1, 0, 2)))
-    assert pickle.loads(pickle.dumps((segment,))) == (segment,)
+    both = (segment, replace(segment, rule="heads"))
+    assert pickle.loads(pickle.dumps(both)) == both
 
 
 def test_a_reader_sees_the_segments_of_one_moment() -> None:

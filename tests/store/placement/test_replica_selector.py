@@ -32,7 +32,7 @@ from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for, partners
-from vllm_ssdkv.store.placement.replica_selector import Replicas, shared
+from vllm_ssdkv.store.placement.replica_selector import Replicas, runs, shared
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
 LONG = SlotGeometry("opaque", layers=4, heads=1, groups=1, payload_bytes=8192)
@@ -521,3 +521,23 @@ def test_a_write_that_hangs(make_store: MakeStore, geometry: SlotGeometry) -> No
     until(lambda: not any(here.store._writer.writes(slot) for slot in names), "the late writes")
     assert_loaded(here, names)
     here.assert_no_leak()
+
+
+def test_neighbours_choose_their_copy_together() -> None:
+    """They are one request; apart they would be many."""
+    page = 8192
+    device = np.array([0, 1, 0, 0, 0, 0], dtype=np.uint16)
+    offset = np.array([0, 8, 2, 1, 3, 64], dtype=np.uint64) * page
+    place = np.array([4, 9, 6, 5, 8, 65], dtype=np.uint64) * page
+    length = np.full(6, page, dtype=np.uint32)
+    slots = np.zeros(6, dtype=np.int64)
+    first = Extents(device, offset, length, slots, offset)
+    second = Extents((device + 1) % 3, place, length, slots, offset)
+    found = runs(first, second, np.arange(6))
+    # 0, 3 and 2 follow each other in both copies; 4 only in the first, 5 nowhere.
+    assert found.tolist() == [0, 3, 0, 0, 1, 2]
+    many = np.arange(200, dtype=np.uint64) * page
+    ones = np.ones(200, dtype=np.uint16)
+    long = Extents(ones, many, np.full(200, page, dtype=np.uint32), np.zeros(200, np.int64), many)
+    limited = runs(long, replace(long, device=ones + 1), np.arange(200))
+    assert np.bincount(limited).max() * page == slot_geometry.STRIPE_UNIT

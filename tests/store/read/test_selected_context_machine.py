@@ -100,7 +100,7 @@ class ChoosingMachine(StoreMachine):
         for layer in range(geometry.layers):
             if chosen.poisoned:
                 return
-            for at, name in zip(chosen.bounds(layer).tolist(), names, strict=True):
+            for at, name in zip(chosen.page_records(layer).tolist(), names, strict=True):
                 held = arena.view(at - arena.address, per_layer * record)
                 summary = tail_of(geometry, content(name))[0]
                 wanted = summary[layer * per_layer * record :][: per_layer * record]

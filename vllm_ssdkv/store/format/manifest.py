@@ -35,9 +35,10 @@ from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 
 NAME = "store.json"
 COPY = "store.json.copy"
-VERSIONS = (1, 4, 5)
-"""Of those that are read; the last one is written. The first two are :attr:`SlotGeometry.version`,
-and know no :attr:`Manifest.revision`."""
+VERSIONS = (1, 4, 5, 6)
+"""Of those that are read; one of the last two is written, the last where segments have a rule or
+the geometry has a record. The first two are :attr:`SlotGeometry.version`, and know no
+:attr:`Manifest.revision`."""
 
 _OF_SAMPLED_WEIGHTS = frozenset({"model", "hf_config"})
 """Fields of fingerprints before keys were bound to the weights in memory."""
@@ -78,7 +79,7 @@ class _Versioned(msgspec.Struct):
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
 
-    version: int = VERSIONS[-1]
+    version: int = VERSIONS[-2]
     store: str
     model: str
     """The model's name as it was last given; for people, nothing depends on it."""
@@ -280,6 +281,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
             if low < 0 or not named <= set(range(len(self.devices))):
                 raise ValueError(f"segments[{i}] is {segment}")
+            if segment.rule is not msgspec.UNSET and self.version < VERSIONS[-1]:
+                raise ValueError(f"version {self.version}, and segments[{i}] has a rule")
             if segment.copies not in (1, 2) or segment.since < 0:
                 raise ValueError(
                     f"segments[{i}].copies is {segment.copies}, since is {segment.since}"
@@ -294,8 +297,15 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"revision is {self.revision}"
             )
         # The geometry checks its numbers.
-        if self.geometry.version != self.version != VERSIONS[-1]:
+        if self.geometry.version != self.version < 5:
             raise ValueError(f"version {self.version}, and summary_pages is {self.summary_pages}")
+
+    @property
+    def _version(self) -> int:
+        """Version to write: older releases refuse the last one. Segments by a rule they would
+        misread, and a record they would take for damage."""
+        ruled = any(segment.rule is not msgspec.UNSET for segment in self.segments)
+        return VERSIONS[-1] if ruled or self.record is not msgspec.UNSET else VERSIONS[-2]
 
     @property
     def text(self) -> bytes:
@@ -308,7 +318,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Raises:
             StoreError: the directory cannot be written.
         """
-        self.version = VERSIONS[-1]
+        self.version = self._version
         # By the clock, so that a manifest made anew is newer than a copy that was away meanwhile.
         self.revision = max(self.revision + 1, int(time.time()))
         try:

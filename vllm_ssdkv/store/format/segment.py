@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 import numpy as np
 
 from vllm_ssdkv.store.format.slot_geometry import (
     I64,
 )
+
+Rule: TypeAlias = Literal["heads"] | msgspec.UnsetType
+"""Rule by which slots are cut into units: at KV heads, or, where it is left out, into equal ones.
+See :mod:`vllm_ssdkv.store.placement.units`."""
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,6 +42,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             devices on which it has no lane.
         copies: How often each slot is there, 1 or 2: a second one lies on other devices.
         since: Slot headers with a lower epoch are of an earlier segment here, or were given up.
+        rule: How its slots are cut into units.
     """
 
     first: int
@@ -45,6 +52,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extents: tuple[Extent, ...]
     copies: int = 1
     since: int = 0
+    rule: Rule = msgspec.UNSET
 
     def rooms(self, devices: int) -> list[int]:
         """Units it owns of each device."""

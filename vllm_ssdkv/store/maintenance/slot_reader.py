@@ -58,6 +58,7 @@ def open_slots(
             [nowhere if file is None else file.fd for file in files],
             paths,
             arena,
+            joined=manifest.geometry.summary_pages > 0,
         )
         stack.callback(engine.close, DEADLINE_S)
         digest = store.fingerprint.digest

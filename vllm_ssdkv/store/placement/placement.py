@@ -6,9 +6,9 @@ extent. Devices come and go, and change their speed, segment by segment: one tha
 striped anew over the devices of that day (``store/placement/rebalancer.py``), the others stay as
 they are. What this file computes is the on-disk format (``docs/format.md``).
 
-Inside a segment, unit ``u`` of slot ``s`` lies on lane ``(s - first + u) mod n``:
-``store/placement/stripe_map.py``. With two copies, ``store/placement/replica_selector.py`` says
-which is read.
+Inside a segment, slots are cut into units, which lie on its lanes in turn:
+``store/placement/units.py`` and ``stripe_map.py``. With two copies,
+``store/placement/replica_selector.py`` says which is read.
 """
 
 from __future__ import annotations
@@ -88,14 +88,15 @@ class Placement:
 
     def _build(self, segments: Sequence[Segment]) -> _Tables:
         live = sorted((s for s in segments if s.slots), key=lambda s: s.first)
-        maps = dict.fromkeys((s.lanes, s.copies) for s in live)
+        maps = dict.fromkeys((s.lanes, s.copies, s.rule) for s in live)
         stripes = tuple(
-            StripeMap(self.geometry, lanes, self.devices, copies) for lanes, copies in maps
+            StripeMap(self.geometry, lanes, self.devices, copies, rule)
+            for lanes, copies, rule in maps
         )
         index = {kind: i for i, kind in enumerate(maps)}
         first = np.array([s.first for s in live], dtype=np.int64)
         slots = np.array([s.slots for s in live], dtype=np.int64)
-        map_of = np.array([index[s.lanes, s.copies] for s in live], dtype=np.int64)
+        map_of = np.array([index[s.lanes, s.copies, s.rule] for s in live], dtype=np.int64)
         self._check(segments, live, [stripes[i] for i in map_of.tolist()])
         begin = np.zeros((len(live), self.devices), dtype=np.int64)
         for i, segment in enumerate(live):

@@ -304,7 +304,8 @@ class Rebalancer:
         self._stale = [
             s
             for s in self.placement.segments
-            if best_striping(s, self.weights, self._replicas) != (s.lanes, s.copies)
+            if best_striping(self.placement.geometry, s, self.weights, self._replicas)
+            != (s.lanes, s.copies, s.rule)
         ]
         self._outdated = sorted(
             (s for s in self._stale if s.slots and self._speedup(s) >= WORTH_REWRITING),
@@ -319,7 +320,7 @@ class Rebalancer:
         self._index.defer(mask)
 
     def _speedup(self, segment: Segment) -> float:
-        striping = best_striping(segment, self.weights, self._replicas)
+        striping = best_striping(self.placement.geometry, segment, self.weights, self._replicas)
         return speedup(segment, striping, self.weights)
 
     def _ahead(self) -> int:
@@ -379,7 +380,7 @@ class Rebalancer:
 
     def _successor(self, segment: Segment) -> Segment:
         placement = self.placement
-        striping = best_striping(segment, self.weights, self._replicas)
+        striping = best_striping(self.placement.geometry, segment, self.weights, self._replicas)
         new = restriped(placement.geometry, segment, striping, placement.devices)
         first, numbers = self._numbers(segment, new.slots)
         slots = min(new.slots, numbers)

@@ -1,6 +1,7 @@
 """Selection of the copy to read: one that is right, on a device that answers, with least to do.
 
 Where a slot has two copies, their bytes are the same, so each piece of a read may come from either.
+Pieces that are neighbours choose together: apart, they would be more requests.
 A copy is suspect when it was found wrong, could not be written, or was stored while its device was
 away; it is read only where there is nothing better, and checksums decide as always.
 """
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.queue_depths import QueueDepths
 from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
-from vllm_ssdkv.store.format.slot_geometry import I64, U16
+from vllm_ssdkv.store.format.slot_geometry import I64, STRIPE_UNIT, U16
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.engines.protocol import U32, Batch
 from vllm_ssdkv.store.placement.stripe_map import Extents
@@ -125,10 +126,35 @@ class Replicas:
             device = np.where(taken, second.device, first.device)[fixed]
             load = self._in_flight.pending()
             load += np.bincount(device, first.length[fixed], len(rates)).astype(np.int64)
-            taken[free] = shared(
-                first.device[free], second.device[free], first.length[free], rates, load
-            )
+            run = runs(first, second, free)
+            _, begin = np.unique(run, return_index=True)
+            lengths = np.bincount(run, first.length[free]).astype(np.uint32)
+            of = free[begin]
+            taken[free] = shared(first.device[of], second.device[of], lengths, rates, load)[run]
         return taken
+
+
+def runs(first: Extents, second: Extents, which: I64) -> I64:
+    """Number of the run that each of some pieces, [n], is in: neighbours on a device, in both
+    copies, up to :data:`STRIPE_UNIT` bytes. From 0 on; int64, [n].
+
+    A run is one request. Pieces that chose their copy one by one would be many.
+    """
+    device, offset = first.device[which].astype(np.int64), first.offset[which].astype(np.int64)
+    other, place = second.device[which].astype(np.int64), second.offset[which].astype(np.int64)
+    length = first.length[which].astype(np.int64)
+    order = np.lexsort((offset, device))
+    before, after = order[:-1], order[1:]
+    apart = np.ones(len(order), dtype=np.bool_)
+    apart[1:] = (device[after] != device[before]) | (other[after] != other[before])
+    apart[1:] |= offset[after] != offset[before] + length[before]
+    apart[1:] |= place[after] != place[before] + length[before]
+    start = offset[order][np.flatnonzero(apart)][np.cumsum(apart) - 1]
+    part = (offset[order] - start) // STRIPE_UNIT
+    apart[1:] |= part[1:] != part[:-1]
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = np.cumsum(apart) - 1
+    return found
 
 
 def shared(

@@ -10,12 +10,14 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from vllm_ssdkv.store.format.segment import Extent, Segment
+from vllm_ssdkv.store.format.segment import Extent, Rule, Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for
 from vllm_ssdkv.store.placement.stripe_map import StripeMap
+from vllm_ssdkv.store.placement.units import rule_for
 
 SEGMENTS = 32
 """Segments that a store of equal devices is made of: what is striped anew at a time, and so what
@@ -78,24 +80,28 @@ class Striping(NamedTuple):
 
     lanes: tuple[int, ...]
     copies: int
+    rule: Rule = UNSET
 
 
-def best_striping(segment: Segment, weights: Sequence[float], replicas: int = 1) -> Striping:
+def best_striping(
+    geometry: SlotGeometry, segment: Segment, weights: Sequence[float], replicas: int = 1
+) -> Striping:
     """Best striping for the devices that a segment has room on; its own if that is as good.
 
     Args:
+        geometry: Shape of the slots.
         segment: The segment.
         weights: By device; 0 for one that is not to be used.
         replicas: Copies that each slot shall have, where there are so many devices.
     """
     usable = sorted(e.device for e in segment.extents if weights[e.device] > 0)
     if not usable:
-        return Striping(segment.lanes, segment.copies)
+        return Striping(segment.lanes, segment.copies, segment.rule)
     copies = min(replicas, len(usable))
     lanes = lanes_over(usable, weights, copies)
     if copies == segment.copies and Counter(lanes) == Counter(segment.lanes):
         lanes = segment.lanes
-    return Striping(lanes, copies)
+    return Striping(lanes, copies, rule_for(geometry, lanes))
 
 
 def speedup(segment: Segment, striping: Striping, weights: Sequence[float]) -> float:
@@ -111,7 +117,7 @@ def speedup(segment: Segment, striping: Striping, weights: Sequence[float]) -> f
     """
     before, after = (
         _rate(lanes, copies, weights)
-        for lanes, copies in ((segment.lanes, segment.copies), striping)
+        for lanes, copies in ((segment.lanes, segment.copies), striping[:2])
     )
     return after / before if before > 0 else 1.0
 
@@ -128,9 +134,17 @@ def restriped(
     geometry: SlotGeometry, segment: Segment, striping: Striping, devices: int
 ) -> Segment:
     """The segment striped otherwise, with as many slots as fit; its numbers are yet to be found."""
-    stripes = StripeMap(geometry, striping.lanes, devices, striping.copies)
+    stripes = StripeMap(geometry, striping.lanes, devices, striping.copies, striping.rule)
     slots = stripes.max_slots(segment.rooms(devices))
-    return Segment(segment.first, slots, slots, striping.lanes, segment.extents, striping.copies)
+    return Segment(
+        segment.first,
+        slots,
+        slots,
+        striping.lanes,
+        segment.extents,
+        striping.copies,
+        rule=striping.rule,
+    )
 
 
 class Arrangement(NamedTuple):
@@ -179,8 +193,9 @@ def arrange(
     made = _fill(geometry, weights, space, top, sum(s.slots for s in kept), replicas)
     numbers = top + sum(s.slots for s in made)
     wanted = [
-        max(s.numbers, restriped(geometry, s, best_striping(s, weights, replicas), len(ends)).slots)
+        max(s.numbers, restriped(geometry, s, striping, len(ends)).slots)
         for s in (*kept, *made)
+        for striping in (best_striping(geometry, s, weights, replicas),)
     ]
     if sum(wanted) > sum(s.numbers for s in (*kept, *made)):
         # Room for their new numbers; that of the largest once more, since ranges must be whole.
@@ -201,7 +216,8 @@ def _cut(
     if extents == segment.extents:
         return segment
     cut = replace(segment, extents=extents)
-    fitting = restriped(geometry, cut, Striping(segment.lanes, segment.copies), len(ends)).slots
+    as_it_was = Striping(segment.lanes, segment.copies, segment.rule)
+    fitting = restriped(geometry, cut, as_it_was, len(ends)).slots
     slots = min(segment.slots, fitting)
     return replace(cut, numbers=slots, slots=slots)
 
@@ -241,8 +257,8 @@ def _fill(
     while len(devices) >= max(1, copies):
         rooms = [space.largest(d) if d in devices else 0 for d in range(len(weights))]
         lanes = lanes_over(devices, weights, copies)
-        stripes = StripeMap(geometry, lanes, len(weights), copies)
-        slots = stripes.max_slots(rooms)
+        stripes = StripeMap(geometry, lanes, len(weights), copies, rule_for(geometry, lanes))
+        slots = _divisible(stripes, rooms)
         total = known + sum(s.slots for s in made)
         if slots < max(len(stripes.lanes), MIN_SHARE * total):
             # Not even a row, or not worth it: the device that ends first is in the others' way.
@@ -282,7 +298,7 @@ def next_segment(
     rooms = [space.largest(device) if weights[device] else 0 for device in range(len(weights))]
     copies = min(replicas, len(present))
     lanes = lanes_over(present, weights, copies)
-    stripes = StripeMap(geometry, lanes, len(weights), copies)
+    stripes = StripeMap(geometry, lanes, len(weights), copies, rule_for(geometry, lanes))
     count = min(ceil(slots / len(lanes)) * len(lanes), stripes.max_slots(rooms))
     if count < len(lanes):
         return None
@@ -294,28 +310,53 @@ def next_segment(
             return None
         extents.append(Extent(device, begin, units))
     first = max((segment.first + segment.numbers for segment in segments), default=0)
-    return Segment(first, count, count, lanes, tuple(extents), copies)
+    return Segment(first, count, count, lanes, tuple(extents), copies, rule=stripes.rule)
+
+
+def _parts(stripes: StripeMap, slots: int) -> list[int]:
+    """Slots of each segment of a run of slots: whole rows, but for the end of the last one."""
+    each = segment_slots(slots, len(stripes.lanes))
+    ends = [*range(each, slots - each + 1, each), slots]
+    return [end - at for at, end in pairwise([0, *ends])]
+
+
+def _divisible(stripes: StripeMap, rooms: Sequence[int]) -> int:
+    """Most slots that fit the rooms when they are divided: each segment begins at a whole unit."""
+    slots = stripes.max_slots(rooms)
+    while slots > 0:
+        parts = _parts(stripes, slots)
+        needed = {d: sum(stripes.device_units(d, n) for n in parts) for d in set(stripes.lanes)}
+        if all(units <= rooms[device] for device, units in needed.items()):
+            break
+        slots -= len(stripes.lanes)
+    return max(slots, 0)
 
 
 def _divided(stripes: StripeMap, slots: int, space: _Space, first: int) -> list[Segment]:
-    """A run of slots as segments of whole rows, but for the end of the last one."""
-    each = segment_slots(slots, len(stripes.lanes))
-    begin: dict[int, int] = {}
+    """A run of slots as segments."""
+    parts = _parts(stripes, slots)
+    at: dict[int, int] = {}
     for device in sorted(set(stripes.lanes)):
-        start = space.take(device, stripes.device_units(device, slots))
+        start = space.take(device, sum(stripes.device_units(device, n) for n in parts))
         if start is None:
             raise ValueError(f"device {device} has no room for {slots} slots")
-        begin[device] = start
+        at[device] = start
     made: list[Segment] = []
-    ends = [*range(each, slots - each + 1, each), slots]
-    for at, end in pairwise([0, *ends]):
-        count = end - at
+    for count in parts:
         extents = []
-        for device, start in begin.items():
-            before = stripes.device_units(device, at)
-            units = stripes.device_units(device, at + count) - before
-            extents.append(Extent(device, start + before, units))
+        for device, begin in at.items():
+            extents.append(Extent(device, begin, stripes.device_units(device, count)))
+        at = {extent.device: extent.end for extent in extents}
         made.append(
-            Segment(first + at, count, count, stripes.lanes, tuple(extents), stripes.copies)
+            Segment(
+                first,
+                count,
+                count,
+                stripes.lanes,
+                tuple(extents),
+                stripes.copies,
+                rule=stripes.rule,
+            )
         )
+        first += count
     return made

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.store.format.segment import Rule
 from vllm_ssdkv.store.format.slot_geometry import (
     I64,
     MERGE_BYTES,
@@ -19,6 +21,7 @@ from vllm_ssdkv.store.format.slot_geometry import (
     SlotGeometry,
 )
 from vllm_ssdkv.store.placement.lanes import partners
+from vllm_ssdkv.store.placement.units import units_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,15 @@ class Extents:
 class StripeMap:
     """Maps (slot, byte) to (device, byte). Immutable; safe from any thread.
 
-    A slot is cut into units; unit u of slot s lies on lane ``(s + u) mod n_lanes``, so that the
-    same piece of many slots spreads over all devices. ``n_lanes`` consecutive slots form a row.
-    A row takes the same number of bytes on every lane, rows follow each other without gaps, and
-    inside a row a device holds its units ordered by slot, then copy, then unit: one slot's share of
-    a device is one contiguous range. A store has one such map per list of lanes in use; where the
-    rows of each begin on a device is told by ``Placement``.
+    A slot is cut into units by a rule; unit u of slot s lies on lane ``(s + turn[u]) mod n_lanes``,
+    so that the same piece of many slots spreads over all devices. By the first rule units are equal
+    and ``turn[u]`` is u; by the rule of heads each is the run of a layer's KV head, and ``turn`` is
+    layer plus head, so that the heads of one slot spread as well
+    (:mod:`vllm_ssdkv.store.placement.units`). ``n_lanes`` consecutive slots form a row. Rows follow
+    each other without gaps, and inside a row a device holds its units ordered by slot, then copy,
+    then unit: one slot's share of a device is one contiguous range. A store has one such map per
+    rule and list of lanes in use; where the rows of each begin on a device is told by
+    ``Placement``.
 
     With two copies, the second one of a unit lies on the partner of its lane
     (:func:`vllm_ssdkv.store.placement.lanes.partners`), which is on another device.
@@ -58,11 +64,8 @@ class StripeMap:
         lanes: Device of each lane.
         devices: Number of devices; some may have no lane.
         copies: How often each slot is there: 1 or 2.
+        rule: How slots are cut into units.
         table: The same for native code.
-        units_per_slot: Units a slot is cut into.
-        unit_bytes: Bytes of a unit, a multiple of 4096 and at most :data:`STRIPE_UNIT`, except
-            that every unit of a slot has the same size, so that the last may be partly unused
-            (less than one quantum per unit).
 
     Raises:
         ValueError: no lanes, a lane on no device, more than 65535 devices, copies other than 1 and
@@ -70,50 +73,57 @@ class StripeMap:
     """
 
     def __init__(
-        self, geometry: SlotGeometry, lanes: Sequence[int], devices: int, copies: int = 1
+        self,
+        geometry: SlotGeometry,
+        lanes: Sequence[int],
+        devices: int,
+        copies: int = 1,
+        rule: Rule = UNSET,
     ) -> None:
         self.geometry = geometry
         self.lanes = tuple(lanes)
         self.devices = devices
         self.copies = copies
+        self.rule: Rule = rule
         if self.devices > 0xFFFF:
             raise ValueError(f"{self.devices} devices; at most 65535")
         if not lanes or not all(0 <= device < devices for device in lanes):
             raise ValueError(f"lanes {list(lanes)} on {devices} devices")
         if copies not in (1, 2):
             raise ValueError(f"{copies} copies")
-        self.units_per_slot = geometry.units_per_slot
-        self.unit_bytes = geometry.unit_bytes
-
-        n, units = len(self.lanes), self.units_per_slot
+        units = units_of(geometry, rule)
+        sizes = np.diff(units.start)
+        n = len(self.lanes)
         lane_devices = np.asarray(self.lanes, dtype=np.int64)
         phase = np.arange(n, dtype=np.int64)[:, None]
-        unit = np.arange(units, dtype=np.int64)[None, :]
-        lane = (phase + unit) % n
+        lane = (phase + units.turn[None, :]) % n
         found = [lane_devices[lane]]
         if copies > 1:
             found.append(lane_devices[np.asarray(partners(self.lanes), dtype=np.int64)[lane]])
-        # [phase, copy, unit]: the device, and the unit's place among its device's in the row.
+        # [phase, copy, unit]: the device, and the bytes of the row before it there.
         self._device: I64 = np.stack(found, axis=1)
-        self._place: I64 = np.empty((n, copies, units), dtype=np.int64)
-        # [phase + 1, device]: units of the row's first `phase` slots on the device.
+        place: I64 = np.empty(self._device.shape, dtype=np.int64)
+        # [phase + 1, device]: bytes of the row's first `phase` slots on the device.
         self._before: I64 = np.zeros((n + 1, self.devices), dtype=np.int64)
         for device in range(self.devices):
             here = self._device == device
-            self._place[here] = np.arange(int(here.sum()), dtype=np.int64)
-            self._before[1:, device] = np.cumsum(here.sum(axis=(1, 2)))
-        self._row_units: I64 = self._before[n].copy()
+            nbytes = np.where(here, sizes, 0)
+            place[here] = np.cumsum(nbytes[here]) - nbytes[here]
+            self._before[1:, device] = np.cumsum(nbytes.sum(axis=(1, 2)))
+        self._row_bytes: I64 = self._before[n].copy()
         self._touches: NDArray[np.bool_] = np.diff(self._before, axis=0) > 0
         # Pieces of both copies are cut alike, at every unit: either may be read in place of the
-        # other. Neighbours are rare there, since a device has at most half of the lanes.
-        merge_units = max(1, MERGE_BYTES // self.unit_bytes) if copies == 1 else 1
+        # other. Neighbours are rare there, since a device has at most half of the lanes. So they
+        # are where heads follow each other on different lanes: the engine joins what is left.
+        alone = copies > 1 or rule is not UNSET
+        merge_units = 1 if alone else max(1, MERGE_BYTES // geometry.unit_bytes)
         self.table = _io.StripeTable(
+            units.start,
             self._device.ravel(),
-            self._place.ravel(),
-            self._row_units,
+            place.ravel(),
+            self._row_bytes,
             n,
             copies,
-            self.unit_bytes,
             geometry.slot_bytes,
             SUPERBLOCK_BYTES,
             merge_units,
@@ -189,7 +199,8 @@ class StripeMap:
         return by_phase[np.asarray(slots, dtype=np.int64) % len(self.lanes)]
 
     def device_units(self, device: int, num_slots: int) -> int:
-        """Units that slots ``[0, num_slots)`` take on a device.
+        """Room that slots ``[0, num_slots)`` take on a device, in units of
+        :attr:`SlotGeometry.unit_bytes`.
 
         Raises:
             ValueError: there is no such device, or ``num_slots`` is negative.
@@ -198,22 +209,24 @@ class StripeMap:
         if num_slots < 0:
             raise ValueError(f"num_slots is {num_slots}")
         rows, rest = divmod(num_slots, len(self.lanes))
-        return rows * int(self._row_units[device]) + int(self._before[rest, device])
+        nbytes = rows * int(self._row_bytes[device]) + int(self._before[rest, device])
+        return -(-nbytes // self.geometry.unit_bytes)
 
     def max_slots(self, rooms: Sequence[int]) -> int:
-        """Largest ``num_slots`` whose units fit the room (units) of every device that has a lane.
+        """Largest ``num_slots`` that fit the room of every device that has a lane, in units as
+        above.
 
         Raises:
             ValueError: not one room per device.
         """
         if len(rooms) != self.devices:
             raise ValueError(f"rooms of {len(rooms)} of {self.devices} devices")
-        used = np.flatnonzero(self._row_units)
-        have = np.asarray(rooms, dtype=np.int64)[used]
+        used = np.flatnonzero(self._row_bytes)
+        have = np.asarray(rooms, dtype=np.int64)[used] * self.geometry.unit_bytes
         if int(have.min()) < 0:
             return 0
-        rows = int((have // self._row_units[used]).min())
-        fits = np.all(self._before[:, used] <= have - rows * self._row_units[used], axis=1)
+        rows = int((have // self._row_bytes[used]).min())
+        fits = np.all(self._before[:, used] <= have - rows * self._row_bytes[used], axis=1)
         return rows * len(self.lanes) + int(np.flatnonzero(fits)[-1])
 
     def _check_device(self, device: int) -> None:

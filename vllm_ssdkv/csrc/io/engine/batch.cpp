@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "io/engine/coalesced.hpp"
+
 namespace ssdkv {
 
 Clock::time_point deadline_after(double seconds) {
@@ -23,6 +25,28 @@ Batch::Batch(Op op, std::vector<Request> requests)
   for (size_t i = 0; i < requests_.size(); ++i) {
     results_[i].store(kPending, std::memory_order_relaxed);
   }
+}
+
+void Batch::join(uint32_t index, uint32_t next) {
+  if (next_.empty()) next_.assign(requests_.size(), kAlone);
+  next_[index] = next;
+}
+
+uint32_t Batch::length(size_t first) const {
+  uint32_t sum = requests_[first].length;
+  for (uint32_t i = next(first); i != kAlone; i = next(i)) sum += requests_[i].length;
+  return sum;
+}
+
+size_t Batch::set(size_t first, int32_t result) noexcept {
+  size_t count = 0;
+  int64_t begin = 0;
+  for (auto i = static_cast<uint32_t>(first); i != kAlone; i = next(i), ++count) {
+    const uint32_t length = requests_[i].length;
+    results_[i].store(part_result(result, begin, length), std::memory_order_release);
+    begin += length;
+  }
+  return count;
 }
 
 void Batch::end(size_t count) noexcept {

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "io/engine/descriptor.hpp"
@@ -31,16 +32,26 @@ class Batch {
   size_t size() const { return requests_.size(); }
   const Request& request(size_t index) const { return requests_[index]; }
 
-  // Called exactly once per request, by whichever thread ended it. The bytes of a read are visible
-  // to every thread that has seen done() or wait() return true afterwards.
-  void complete(size_t index, int32_t result) noexcept {
-    set(index, result);
-    end(1);
+  // Have request `next`, which goes on where `index` ends on the device, move with it in one call,
+  // wherever their memory is: a chain, which is known by its first request. Before any is queued.
+  void join(uint32_t index, uint32_t next);
+  // Have the first request of a chain be alone again; returns the rest, a chain, or kAlone. Only by
+  // who is to complete the chain, and then has to complete both.
+  uint32_t cut(uint32_t first) noexcept {
+    return next_.empty() ? kAlone : std::exchange(next_[first], kAlone);
   }
-  // The same in two steps, for an engine that ends many at once: every set(), then one end().
-  void set(size_t index, int32_t result) noexcept {
-    results_[index].store(result, std::memory_order_release);
-  }
+  // Request that moves behind this one in one call with it; kAlone: none.
+  static constexpr uint32_t kAlone = std::numeric_limits<uint32_t>::max();
+  uint32_t next(size_t index) const { return next_.empty() ? kAlone : next_[index]; }
+  // Bytes of a chain.
+  uint32_t length(size_t first) const;
+
+  // Called exactly once per chain, with its bytes, by whichever thread ended it. The bytes of a
+  // read are visible to every thread that has seen done() or wait() return true afterwards.
+  void complete(size_t first, int32_t result) noexcept { end(set(first, result)); }
+  // The same in two steps, for an engine that ends many at once: every set(), then one end() with
+  // the sum of what they return, the requests of the chain.
+  size_t set(size_t first, int32_t result) noexcept;
   void end(size_t count) noexcept;
 
   bool done() const noexcept { return left_.load(std::memory_order_acquire) == 0; }
@@ -64,6 +75,7 @@ class Batch {
   const Op op_;
   const std::vector<Request> requests_;
   const std::unique_ptr<std::atomic<int32_t>[]> results_;
+  std::vector<uint32_t> next_;  // empty where nothing is joined
   std::atomic<size_t> left_;
   std::atomic<size_t> enough_{0};  // somebody is to be woken when less than this are left
   std::mutex mutex_;

@@ -30,11 +30,11 @@ void bind_protocol(nanobind::class_<Engine>& engine) {
       .def(
           "submit",
           [](Engine& self, int op, const ArrayIn<uint16_t>& device, const ArrayIn<uint64_t>& offset,
-             const ArrayIn<uint32_t>& length, const ArrayIn<uint64_t>& buffer) {
-            return self.submit(to_op(op), request_arrays(device, offset, length, buffer));
+             const ArrayIn<uint32_t>& length, const ArrayIn<uint64_t>& buffer, bool joined) {
+            return self.submit(to_op(op), request_arrays(device, offset, length, buffer), joined);
           },
           "op"_a, "device"_a.noconvert(), "offset"_a.noconvert(), "length"_a.noconvert(),
-          "buffer"_a.noconvert())
+          "buffer"_a.noconvert(), "joined"_a = false)
       .def("statistics", [](const Engine& self) { return to_dict(self.statistics()); })
       .def("close", &Engine::close, "timeout_s"_a, nanobind::call_guard<Unlocked>());
 }

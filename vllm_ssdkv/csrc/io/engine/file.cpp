@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <thread>
@@ -15,11 +17,23 @@ constexpr std::chrono::milliseconds kBusyPause{1};
 
 }  // namespace
 
-int32_t transfer(int fd, Op op, std::byte* memory, uint64_t offset, uint32_t length) noexcept {
+int32_t transfer(int fd, Op op, std::span<const iovec> memory, uint64_t offset) noexcept {
+  uint32_t length = 0;
+  for (const iovec& stretch : memory) length += static_cast<uint32_t>(stretch.iov_len);
   const auto move = [=](uint32_t from) {
+    std::array<iovec, kMaxJoined> left{};
+    size_t count = 0;
+    size_t skip = from;
+    for (const iovec& stretch : memory) {
+      const size_t gone = std::min(skip, stretch.iov_len);
+      skip -= gone;
+      if (gone == stretch.iov_len) continue;
+      left[count++] = {static_cast<std::byte*>(stretch.iov_base) + gone, stretch.iov_len - gone};
+    }
     const auto where = static_cast<off_t>(offset + from);
-    return op == Op::kRead ? pread(fd, memory + from, length - from, where)
-                           : pwrite(fd, memory + from, length - from, where);
+    const auto stretches = static_cast<int>(count);
+    return op == Op::kRead ? preadv(fd, left.data(), stretches, where)
+                           : pwritev(fd, left.data(), stretches, where);
   };
   uint32_t moved = 0;
   int busy = 0;
@@ -44,6 +58,19 @@ int32_t transfer(int fd, Op op, std::byte* memory, uint64_t offset, uint32_t len
     moved = reached;
   }
   return static_cast<int32_t>(moved);
+}
+
+size_t memory_of(const Batch& batch, uint32_t first, uint32_t from, std::byte* arena,
+                 std::span<iovec, kMaxJoined> memory) noexcept {
+  size_t count = 0;
+  for (uint32_t i = first; i != Batch::kAlone; i = batch.next(i)) {
+    const Request& request = batch.request(i);
+    const uint32_t gone = std::min(from, request.length);
+    from -= gone;
+    if (gone == request.length) continue;
+    memory[count++] = {arena + request.buffer + gone, request.length - gone};
+  }
+  return count;
 }
 
 int preallocate(int fd, uint64_t nbytes) noexcept {

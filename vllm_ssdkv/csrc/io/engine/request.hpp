@@ -15,6 +15,11 @@ constexpr uint64_t kAlign = 4096;
 // Results are int32, and Linux moves at most this much per call.
 constexpr uint64_t kMaxLength = 0x7ffff000;
 
+// Limits of neighbours on a device that go to it as one: what is tried again alone, and what a load
+// waits for.
+constexpr uint32_t kMaxJoinedBytes = 512 << 10;
+constexpr uint32_t kMaxJoined = 32;
+
 struct Request {
   uint64_t offset;  // bytes, on the device
   uint64_t buffer;  // bytes, in the arena

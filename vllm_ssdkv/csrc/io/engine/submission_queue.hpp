@@ -22,9 +22,11 @@ struct Share {
 // One list per device, with one element or none.
 using Shares = std::vector<std::list<Share>>;
 
-Shares split(const std::shared_ptr<Batch>& batch, size_t devices);
+// `joined`: requests that are neighbours on a device, one after the other in the batch's order of
+// that device, become chains, of which a share has the first ones.
+Shares split(const std::shared_ptr<Batch>& batch, size_t devices, bool joined);
 
-// One request of a batch.
+// One request of a batch, or one chain.
 struct Taken {
   std::shared_ptr<Batch> batch;
   uint32_t index = 0;

@@ -50,26 +50,24 @@ void bind_stripes(nb::module_& m) {
   nb::class_<StripeTable>(m, "StripeTable")
       .def(
           "__init__",
-          [](StripeTable* self, const I64& device, const I64& place, const I64& row_units,
-             int64_t lanes, int64_t copies, int64_t unit_bytes, int64_t slot_bytes,
+          [](StripeTable* self, const I64& start, const I64& device, const I64& place,
+             const I64& row_bytes, int64_t lanes, int64_t copies, int64_t slot_bytes,
              int64_t first_byte, int64_t merge_units) {
-            const int64_t rows = lanes * copies;
-            const int64_t units = rows > 0 ? static_cast<int64_t>(device.shape(0)) / rows : 0;
             StripeTable table{lanes,
                               copies,
-                              units,
-                              unit_bytes,
                               slot_bytes,
                               first_byte,
                               merge_units,
+                              to_vector(start),
                               to_vector(device),
                               to_vector(place),
-                              to_vector(row_units)};
+                              to_vector(row_bytes)};
             table.check();
             new (self) StripeTable(std::move(table));
           },
-          "device"_a.noconvert(), "place"_a.noconvert(), "row_units"_a.noconvert(), "lanes"_a,
-          "copies"_a, "unit_bytes"_a, "slot_bytes"_a, "first_byte"_a, "merge_units"_a);
+          "start"_a.noconvert(), "device"_a.noconvert(), "place"_a.noconvert(),
+          "row_bytes"_a.noconvert(), "lanes"_a, "copies"_a, "slot_bytes"_a, "first_byte"_a,
+          "merge_units"_a);
 
   nb::class_<Stripes>(m, "Stripes")
       .def(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -30,12 +31,15 @@ void check_bytes(const StripeTable& table, int64_t offset, int64_t length) {
 }  // namespace
 
 void StripeTable::check() const {
-  const bool shape = lanes > 0 && copies > 0 && units > 0 && unit_bytes > 0 && merge_units > 0 &&
-                     slot_bytes > 0 && slot_bytes <= units * unit_bytes && first_byte >= 0 &&
-                     device.size() == static_cast<size_t>(lanes * copies * units) &&
-                     place.size() == device.size() && row_units.size() <= UINT16_MAX;
+  const bool ascends =
+      start.size() > 1 && start.front() == 0 &&
+      std::adjacent_find(start.begin(), start.end(), std::greater_equal<>()) == start.end();
+  const bool shape = ascends && lanes > 0 && copies > 0 && merge_units > 0 && slot_bytes > 0 &&
+                     slot_bytes <= start.back() && first_byte >= 0 &&
+                     device.size() == static_cast<size_t>(lanes * copies * units()) &&
+                     place.size() == device.size() && row_bytes.size() <= UINT16_MAX;
   if (!shape) throw std::invalid_argument("the tables of a stripe map do not fit its shape");
-  const auto devices = static_cast<int64_t>(row_units.size());
+  const auto devices = static_cast<int64_t>(row_bytes.size());
   for (const int64_t one : device) {
     if (one < 0 || one >= devices) throw std::invalid_argument("a stripe map names no device");
   }
@@ -57,14 +61,15 @@ SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const in
     const int64_t inside = slots[i] - range.first;
     const int64_t row = inside / table.lanes;
     const int64_t phase = (inside % table.lanes) * table.copies + copy % table.copies;
-    const int64_t unit_bytes = table.unit_bytes;
+    const auto behind = std::upper_bound(table.start.begin(), table.start.end(), start);
+    int64_t unit = behind - table.start.begin() - 1;
     int64_t end = start;
     while (end < start + length) {
       const int64_t begin = end;
-      const int64_t unit = begin / unit_bytes;
-      end = std::min(start + length, (unit + 1) * unit_bytes);
+      if (begin == table.start[static_cast<size_t>(unit) + 1]) ++unit;
+      end = std::min(start + length, table.start[static_cast<size_t>(unit) + 1]);
       if (begin < cut && cut < end) end = cut;
-      const auto entry = static_cast<size_t>(phase * table.units + unit);
+      const auto entry = static_cast<size_t>(phase * table.units() + unit);
       const int64_t device = table.device[entry];
       // A slot's consecutive units on one device have consecutive places: they are contiguous.
       if (merged && begin > start && begin != cut && device == found.device.back() &&
@@ -73,9 +78,8 @@ SlotRequests find_slots(std::span<const StripedRange> ranges, std::span<const in
         continue;
       }
       const auto column = static_cast<size_t>(device);
-      const int64_t place = row * table.row_units[column] + table.place[entry];
-      const int64_t disk =
-          range.begin[column] + table.first_byte + place * unit_bytes + (begin - unit * unit_bytes);
+      const int64_t disk = range.begin[column] + table.first_byte + row * table.row_bytes[column] +
+                           table.place[entry] + begin - table.start[static_cast<size_t>(unit)];
       found.device.push_back(static_cast<uint16_t>(device));
       found.offset.push_back(static_cast<uint64_t>(disk));
       found.length.push_back(static_cast<uint32_t>(end - begin));
@@ -93,7 +97,7 @@ Stripes::Stripes(std::vector<std::shared_ptr<const StripeTable>> tables,
     : tables_(std::move(tables)), begin_(std::move(begin)), devices_(devices) {
   const size_t n = first.size();
   bool fits = slots.size() == n && table_of.size() == n && begin_.size() == n * devices;
-  for (const auto& table : tables_) fits = fits && table->row_units.size() == devices;
+  for (const auto& table : tables_) fits = fits && table->row_bytes.size() == devices;
   int64_t end = 0;
   for (size_t i = 0; fits && i < n; ++i) {
     fits = table_of[i] >= 0 && static_cast<size_t>(table_of[i]) < tables_.size() &&

@@ -11,19 +11,20 @@
 
 namespace ssdkv {
 
-// One list of lanes, as vllm_ssdkv.store.format.slot_geometry.StripeMap, which makes the tables and
+// One list of lanes, as vllm_ssdkv.store.placement.stripe_map.StripeMap, which makes the tables and
 // says what they mean.
 struct StripeTable {
   int64_t lanes;
   int64_t copies;
-  int64_t units;  // of a slot
-  int64_t unit_bytes;
   int64_t slot_bytes;
   int64_t first_byte;              // of a device that holds slots
   int64_t merge_units;             // merged requests end at multiples of so many units
+  std::vector<int64_t> start;      // [units + 1]: of each unit, bytes of the slot before it
   std::vector<int64_t> device;     // [lanes, copies, units]
-  std::vector<int64_t> place;      // [lanes, copies, units]
-  std::vector<int64_t> row_units;  // [devices]
+  std::vector<int64_t> place;      // [lanes, copies, units]: bytes of the row before it
+  std::vector<int64_t> row_bytes;  // [devices]
+
+  int64_t units() const { return static_cast<int64_t>(start.size()) - 1; }  // of a slot
 
   // Throws std::invalid_argument when the sizes do not fit, or an entry names no device.
   void check() const;

@@ -33,7 +33,14 @@ class NativeEngine:
         native: Engine of the native module.
         memory: All of the arena. It stays mapped as long as a request may touch it, even if the
             arena is closed or forgotten by everybody else.
+
+    Attributes:
+        joined: Whether requests of a batch that are neighbours on a device go to it as one, up to
+            512 KiB, wherever they are in memory. Each has its own result; the statistics count
+            what the device gets. Not for memory that is registered: see ``uring_ring.hpp``.
     """
+
+    joined = False
 
     def __init__(self, native: _Native, memory: NDArray[np.uint8]) -> None:
         self._native = native
@@ -49,6 +56,7 @@ class NativeEngine:
             np.ascontiguousarray(offset),
             np.ascontiguousarray(length),
             np.ascontiguousarray(buffer),
+            self.joined,
         )
 
     def statistics(self) -> Mapping[str, int]:

@@ -11,6 +11,7 @@ from vllm_ssdkv.base.errors import EngineUnavailableError
 from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions
 from vllm_ssdkv.store.io.engines.aiofiles import AiofilesEngine
 from vllm_ssdkv.store.io.engines.kvikio import KvikioEngine
+from vllm_ssdkv.store.io.engines.native import NativeEngine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine
 from vllm_ssdkv.store.io.engines.threads import ThreadsEngine
 from vllm_ssdkv.store.io.engines.uring import UringEngine
@@ -37,7 +38,12 @@ _AUTO = ("uring", "threads")
 
 
 def open_engine(
-    options: EngineOptions, fds: Sequence[int], paths: Sequence[str | Path], arena: Arena
+    options: EngineOptions,
+    fds: Sequence[int],
+    paths: Sequence[str | Path],
+    arena: Arena,
+    *,
+    joined: bool = False,
 ) -> IoEngine:
     """Start the engine that ``options`` asks for, inside the twins that they ask for.
 
@@ -46,6 +52,7 @@ def open_engine(
         fds: Open descriptors, one per device; they stay the caller's.
         paths: Their paths, for messages, one per device.
         arena: Memory of all requests.
+        joined: As :attr:`NativeEngine.joined`; engines in Python have no such calls.
 
     Raises:
         EngineUnavailableError: the engine does not exist or cannot run here.
@@ -55,6 +62,8 @@ def open_engine(
     if len(fds) != len(paths):
         raise ValueError(f"{len(fds)} descriptors for {len(paths)} paths")
     engine = _open_base(options, fds, arena)
+    if isinstance(engine, NativeEngine):
+        engine.joined = joined
     try:
         if options.throttle:
             engine = ThrottledEngine(engine, len(fds), options.throttle)

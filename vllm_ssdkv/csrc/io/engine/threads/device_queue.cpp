@@ -1,7 +1,9 @@
 #include "io/engine/threads/device_queue.hpp"
 
+#include <array>
 #include <cerrno>
 #include <chrono>
+#include <span>
 
 #include "io/engine/file.hpp"
 
@@ -38,8 +40,23 @@ void DeviceQueue::run(const Taken& taken) noexcept {
   const Op op = taken.batch->op();
   const Request& request = taken.batch->request(taken.index);
   const auto begin = Clock::now();
-  const int32_t result =
-      transfer(file_.get(), op, arena_ + request.buffer, request.offset, request.length);
+  std::array<iovec, kMaxJoined> memory{};
+  const size_t count = memory_of(*taken.batch, taken.index, 0, arena_, memory);
+  const int32_t result = transfer(file_.get(), op, std::span(memory).first(count), request.offset);
+  if (result < 0) {
+    // What one place on the device has is not the fault of its neighbours.
+    const uint32_t rest = taken.batch->cut(taken.index);
+    if (rest != Batch::kAlone) {
+      run(taken);
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        totals_.of(op).submitted.fetch_add(1, std::memory_order_relaxed);
+        totals_.add_started(running_);
+      }
+      run({taken.batch, rest});
+      return;
+    }
+  }
   const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
   end(taken, result, static_cast<uint64_t>(spent.count()));
 }

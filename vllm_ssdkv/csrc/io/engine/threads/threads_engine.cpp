@@ -53,11 +53,11 @@ ThreadsEngine::~ThreadsEngine() { close(0.0); }
 
 bool ThreadsEngine::forked() const noexcept { return getpid() != owner_; }
 
-std::shared_ptr<Batch> ThreadsEngine::submit(Op op, const RequestArrays& arrays) {
+std::shared_ptr<Batch> ThreadsEngine::submit(Op op, const RequestArrays& arrays, bool joined) {
   if (forked()) throw std::invalid_argument("the engine is closed: it belongs to the parent");
   auto batch = std::make_shared<Batch>(op, check_requests(arrays, queues_.size(), arena_bytes_));
   // Everything that may fail comes before the first push.
-  Shares shares = split(batch, queues_.size());
+  Shares shares = split(batch, queues_.size(), joined);
   const std::lock_guard<std::mutex> lock(submit_mutex_);
   if (closed_) throw std::invalid_argument("the engine is closed");
   for (size_t device = 0; device < shares.size(); ++device) {

@@ -25,8 +25,9 @@ class ThreadsEngine {
   ThreadsEngine(const ThreadsEngine&) = delete;
   ThreadsEngine& operator=(const ThreadsEngine&) = delete;
 
-  // Does not block on I/O. Throws std::invalid_argument, also in a forked child.
-  std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays);
+  // Does not block on I/O. `joined`: neighbours on a device go to it as one, wherever they are in
+  // memory. Throws std::invalid_argument, also in a forked child.
+  std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays, bool joined = false);
 
   // Name and value, e.g. {"read_bytes.0", 4096}.
   Statistics statistics() const;

@@ -67,11 +67,11 @@ UringEngine::~UringEngine() { close(0.0); }
 
 bool UringEngine::forked() const noexcept { return getpid() != owner_; }
 
-std::shared_ptr<Batch> UringEngine::submit(Op op, const RequestArrays& arrays) {
+std::shared_ptr<Batch> UringEngine::submit(Op op, const RequestArrays& arrays, bool joined) {
   if (forked()) throw std::invalid_argument("the engine is closed: it belongs to the parent");
   auto batch = std::make_shared<Batch>(op, check_requests(arrays, devices_, arena_bytes_));
   // Everything that may fail comes before the first push.
-  Shares shares = split(batch, devices_);
+  Shares shares = split(batch, devices_, joined);
   const std::span<std::list<Share>> all(shares);
   const std::lock_guard<std::mutex> lock(submit_mutex_);
   if (closed_) throw std::invalid_argument("the engine is closed");

@@ -27,8 +27,9 @@ class UringEngine {
   UringEngine(const UringEngine&) = delete;
   UringEngine& operator=(const UringEngine&) = delete;
 
-  // Does not block on I/O. Throws std::invalid_argument, also in a forked child.
-  std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays);
+  // Does not block on I/O. `joined`: neighbours on a device go to it as one, wherever they are in
+  // memory. Throws std::invalid_argument, also in a forked child.
+  std::shared_ptr<Batch> submit(Op op, const RequestArrays& arrays, bool joined = false);
 
   // As of the threads engine, and "in_flight_max.<device>", "ring_enters.<ring>" and so on.
   Statistics statistics() const;

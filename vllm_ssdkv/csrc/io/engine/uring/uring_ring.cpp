@@ -97,13 +97,20 @@ void UringRing::register_chunk(size_t index) noexcept {
 }
 
 bool UringRing::prepare(const Piece& piece, uint64_t tag) noexcept {
-  const bool fixed_buffer = use_registered(piece);
+  const bool fixed_buffer = piece.memory.empty() && use_registered(piece);
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
   if (sqe == nullptr) return false;
   const bool fixed_file = setup_.register_files_errno == 0;
   const int file = fixed_file ? piece.file : files_[piece.file];
   std::byte* const memory = arena_.base + piece.buffer;
-  if (fixed_buffer) {
+  if (!piece.memory.empty()) {
+    const auto stretches = static_cast<unsigned>(piece.memory.size());
+    if (piece.op == Op::kRead) {
+      io_uring_prep_readv(sqe, file, piece.memory.data(), stretches, piece.offset);
+    } else {
+      io_uring_prep_writev(sqe, file, piece.memory.data(), stretches, piece.offset);
+    }
+  } else if (fixed_buffer) {
     const auto index = static_cast<int>(piece.buffer / kChunk);
     if (piece.op == Op::kRead) {
       io_uring_prep_read_fixed(sqe, file, memory, piece.length, piece.offset, index);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "io/engine/request.hpp"
@@ -24,6 +25,10 @@ struct Piece {
   uint64_t offset;  // bytes, in the file
   uint64_t buffer;  // bytes, in the arena
   uint32_t length;
+  // Of a chain, in place of `buffer`; it stays until the piece was submitted. Registered memory is
+  // not used then: the kernel takes stretches of it from 6.15 on, and of one part of the arena
+  // only.
+  std::span<const iovec> memory;
 };
 
 class UringRing {

@@ -11,6 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "io/engine/file.hpp"
+
 namespace ssdkv {
 namespace {
 
@@ -58,6 +60,7 @@ UringWorker::UringWorker(const std::vector<int>& fds, ArenaRange arena, unsigned
   // Everything that the thread needs, so that it never allocates.
   const size_t slots = fds.size() * queue_depth;
   flights_.resize(slots);
+  memory_.resize(slots);
   free_.resize(slots);
   std::iota(free_.rbegin(), free_.rend(), 0U);
   to_issue_.reserve(slots);
@@ -161,7 +164,7 @@ void UringWorker::run(UringRing& ring) noexcept {
 
 bool UringWorker::take() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  outstanding_ -= ended_.size();
+  outstanding_ -= std::exchange(freed_, 0);
   if (outstanding_ == 0) {
     became_idle_.notify_all();
     if (stopping_) return false;
@@ -188,9 +191,11 @@ bool UringWorker::take() {
 void UringWorker::start(size_t device, Taken&& taken) {
   const uint32_t slot = free_.back();
   free_.pop_back();
-  flights_[slot] = {std::move(taken), 0, 0, static_cast<uint16_t>(device), {}, {}};
+  const uint32_t length = taken.batch->length(taken.index);
+  flights_[slot] = {
+      std::move(taken), 0, 0, length, Batch::kAlone, static_cast<uint16_t>(device), {}, {}};
   to_issue_.push_back(slot);
-  bytes_taken_ += flights_[slot].taken.batch->request(flights_[slot].taken.index).length;
+  bytes_taken_ += length;
   const unsigned in_flight = ++devices_[device].in_flight;
   devices_[device].totals.add_started(in_flight);
   auto& most = devices_[device].in_flight_max;
@@ -203,11 +208,11 @@ void UringWorker::report() noexcept {
   for (size_t i = 0; i < ended_.size();) {
     // Neighbours mostly belong to one batch; its counter is touched once for all of them.
     Batch& batch = *ended_[i].taken.batch;
-    const size_t first = i;
+    size_t requests = 0;
     for (; i < ended_.size() && ended_[i].taken.batch.get() == &batch; ++i) {
-      batch.set(ended_[i].taken.index, ended_[i].result);
+      requests += batch.set(ended_[i].taken.index, ended_[i].result);
     }
-    batch.end(i - first);
+    batch.end(requests);
   }
   ended_.clear();
 }
@@ -225,8 +230,17 @@ bool UringWorker::issue(UringRing& ring) noexcept {
     Flight& flight = flights_[slot];
     const Batch& batch = *flight.taken.batch;
     const Request& request = batch.request(flight.taken.index);
-    const Piece piece{batch.op(), flight.device, request.offset + flight.from,
-                      request.buffer + flight.from, request.length - flight.from};
+    Piece piece{batch.op(),
+                flight.device,
+                request.offset + flight.from,
+                request.buffer + flight.from,
+                flight.length - flight.from,
+                {}};
+    if (batch.next(flight.taken.index) != Batch::kAlone) {
+      const size_t count =
+          memory_of(batch, flight.taken.index, flight.from, arena_.base, memory_[slot]);
+      piece.memory = std::span<const iovec>(memory_[slot]).first(count);
+    }
     if (!ring.prepare(piece, slot)) break;
     if (flight.began == Clock::time_point{}) flight.began = now;
   }
@@ -275,7 +289,7 @@ void UringWorker::reap(UringRing& ring) noexcept {
 
 void UringWorker::on_completion(uint32_t slot, int32_t result, Clock::time_point now) {
   Flight& flight = flights_[slot];
-  const uint32_t length = flight.taken.batch->request(flight.taken.index).length;
+  const uint32_t length = flight.length;
   if (result < 0) {
     // ECANCELED: the kernel could not start a thread for it; nobody else cancels.
     const bool busy = result == -EAGAIN || result == -EINTR || result == -ECANCELED;
@@ -287,6 +301,9 @@ void UringWorker::on_completion(uint32_t slot, int32_t result, Clock::time_point
       // O_DIRECT cannot go on inside a block; after a transfer cut there, repeat that block.
       flight.from -= flight.from % static_cast<uint32_t>(kAlign);
       to_issue_.push_back(slot);
+    } else if (flight.taken.batch->next(flight.taken.index) != Batch::kAlone) {
+      // What one place on the device has is not the fault of its neighbours.
+      try_alone(slot, flight.taken.index);
     } else {
       end(slot, result, now);
       return;
@@ -304,6 +321,19 @@ void UringWorker::on_completion(uint32_t slot, int32_t result, Clock::time_point
   retries_.fetch_add(1, std::memory_order_relaxed);
 }
 
+void UringWorker::try_alone(uint32_t slot, uint32_t index) {
+  Flight& flight = flights_[slot];
+  const Batch& batch = *flight.taken.batch;
+  bytes_taken_ -= flight.length;
+  flight.taken.index = index;
+  flight.rest = flight.taken.batch->cut(index);
+  flight.moved = flight.from = 0;
+  flight.length = batch.request(index).length;
+  flight.began = flight.busy_since = {};
+  bytes_taken_ += flight.length;
+  to_issue_.push_back(slot);
+}
+
 void UringWorker::end(uint32_t slot, int32_t result, Clock::time_point now) {
   Flight& flight = flights_[slot];
   Device& device = devices_[flight.device];
@@ -311,8 +341,16 @@ void UringWorker::end(uint32_t slot, int32_t result, Clock::time_point now) {
   // Counted before report(), so that whoever sees the batch done sees it in the statistics too.
   device.totals.of(flight.taken.batch->op())
       .add_ended(result, static_cast<uint64_t>(spent.count()));
+  if (flight.rest != Batch::kAlone) {
+    ended_.push_back({flight.taken, result});
+    device.totals.of(flight.taken.batch->op()).submitted.fetch_add(1, std::memory_order_relaxed);
+    device.totals.add_started(device.in_flight);
+    try_alone(slot, flight.rest);
+    return;
+  }
   --device.in_flight;
-  bytes_taken_ -= flight.taken.batch->request(flight.taken.index).length;
+  ++freed_;
+  bytes_taken_ -= flight.length;
   ended_.push_back({std::move(flight.taken), result});
   free_.push_back(slot);
 }

@@ -1,6 +1,9 @@
 // The waiting requests of some devices, and the one thread with the ring that serves them.
 #pragma once
 
+#include <sys/uio.h>
+
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -50,6 +53,8 @@ class UringWorker {
     Taken taken;
     uint32_t moved = 0;  // bytes
     uint32_t from = 0;   // where the piece in flight begins, in the request
+    uint32_t length = 0;
+    uint32_t rest = Batch::kAlone;  // of a chain that failed: what is tried alone after this one
     uint16_t device = 0;
     Clock::time_point began;
     Clock::time_point busy_since;  // when the kernel first said "again"
@@ -71,8 +76,9 @@ class UringWorker {
   void run(UringRing& ring) noexcept;
   bool take();  // fills to_issue_; false when it is time to end
   void start(size_t device, Taken&& taken);
-  void report() noexcept;                // tells the owners of ended_
-  bool issue(UringRing& ring) noexcept;  // false when something had no room
+  void try_alone(uint32_t slot, uint32_t index);  // a request of a chain that failed
+  void report() noexcept;                         // tells the owners of ended_
+  bool issue(UringRing& ring) noexcept;           // false when something had no room
   void wait(UringRing& ring, bool all_issued) noexcept;
   void reap(UringRing& ring) noexcept;
   void on_completion(uint32_t slot, int32_t result, Clock::time_point now);
@@ -92,11 +98,13 @@ class UringWorker {
   std::atomic<bool> asleep_{false};  // set under mutex_; the thread waits or is about to
 
   // The thread's alone.
-  std::vector<Flight> flights_;     // by slot; the slot is the tag in the ring
-  std::vector<uint32_t> free_;      // slots
-  uint64_t bytes_taken_ = 0;        // of the requests that have a slot
-  std::vector<uint32_t> to_issue_;  // slots with a piece for the kernel
-  std::vector<uint32_t> later_;     // slots that try again at retry_at_
+  std::vector<Flight> flights_;                        // by slot; the slot is the tag in the ring
+  std::vector<std::array<iovec, kMaxJoined>> memory_;  // by slot: of a chain's piece
+  std::vector<uint32_t> free_;                         // slots
+  size_t freed_ = 0;                                   // slots, since outstanding_ was told
+  uint64_t bytes_taken_ = 0;                           // of the requests that have a slot
+  std::vector<uint32_t> to_issue_;                     // slots with a piece for the kernel
+  std::vector<uint32_t> later_;                        // slots that try again at retry_at_
   Clock::time_point retry_at_;
   std::vector<Ended> ended_;
   bool wake_armed_ = false;
