@@ -360,7 +360,7 @@ def test_clusters_do_not_depend_on_where_pages_are(
         scorer = sparf(budget, 8, "page")
         by = BoundsSelector(budget, PAGE, CpuScoringKernels()) if geometry is GEOMETRY else scorer
         selector = SwarmSelector(by, budget, PAGE, CpuScoringKernels())
-        clusters = ContextClusters(LAYERS, HEADS, ClusterOptions(0.7, 8, "jaccard", 1))
+        clusters = ContextClusters(LAYERS, HEADS, ClusterOptions(0.8, 8, "jaccard", 1))
         made: list[torch.Tensor] = []
         for step in range(3):
             if turn:

@@ -77,7 +77,8 @@ class Mixed(Bench):
         self.engine = Engine(
             self.model,
             ssdkv=page_mode(self.places, window=WINDOW, dram="40MiB", io=io, **OPTIONS),
-            kv_tokens=2 * kv_tokens(WINDOW, CHUNK),
+            kv_tokens=3 * kv_tokens(WINDOW, CHUNK),
+            max_num_seqs=len(ASKED),
             max_num_batched_tokens=CHUNK,
             max_model_len=2048,
         )

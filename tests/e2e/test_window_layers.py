@@ -123,7 +123,7 @@ def choosing(paged: Paged, devices: Devices, **sparse: object) -> Engine:
     paged.engine.close()
     sparse = {"exact_below": 0, "page_cache": "1MiB", "summaries": "2MiB", **sparse}
     paged.place = devices(2)
-    paged.engine = start(paged.path, paged.place, "12MiB", selector="sparf", sparse=sparse)
+    paged.engine = start(paged.path, paged.place, "10MiB", selector="sparf", sparse=sparse)
     return paged.engine
 
 

