@@ -19,7 +19,13 @@ _PROMPT, _STEPS, _TOKENS = 128, 32, 1280
 
 def test_a_profile_of_the_demo_model(tmp_path: Path) -> None:
     place = tmp_path / "traces"
-    command = [sys.executable, "-c", "from vllm_ssdkv.cli.main import main; main()", "profile"]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from vllm_ssdkv.cli.main import main; main()",
+        "profile",
+    ]
     numbers = {"--prompt": _PROMPT, "--steps": _STEPS, "--tokens": _TOKENS}
     options = [word for name, number in numbers.items() for word in (name, str(number))]
     subprocess.run(
