@@ -1,6 +1,6 @@
 """Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
-channel pages, with int8 ones and with heads that go round the lanes, the same bytes on every
-machine.
+channel pages, with int8 ones, with heads that go round the lanes and with records of mean and
+variance, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -184,6 +184,7 @@ class Golden:
             summary_pages=self.geometry.summary_pages,
             channel_pages=shape.channel_pages or msgspec.UNSET,
             scaled_from=shape.scaled_from or msgspec.UNSET,
+            record=msgspec.UNSET if shape.record == "bounds" else shape.record,
             tp_size=1,
             devices=[
                 ManifestDevice(
@@ -204,7 +205,8 @@ class Golden:
             state="/state",
             inode=7,
         )
-        if any(segment.rule is not msgspec.UNSET for segment in self.segments):
+        ruled = any(segment.rule is not msgspec.UNSET for segment in self.segments)
+        if ruled or shape.record != "bounds":
             mine.version = 6
         (directory / NAME).write_bytes(mine.text)
         return mine.text
@@ -244,6 +246,10 @@ STORES = {
     ),
     "heads": Golden(
         SlotGeometry("paged", 2, 3, 2, 1000, summary_pages=2, channel_pages=4), by_heads()
+    ),
+    "spread": Golden(
+        SlotGeometry("paged", 2, 1, 3, 1000, summary_pages=1, record="spread_with_values"),
+        segments(1),
     ),
 }
 

@@ -66,7 +66,7 @@ def channels() -> dict[str, bytes]:
     return committed("channels")
 
 
-STORES = ("plain", "encrypted", "twice", "channels", "int8", "heads")
+STORES = ("plain", "encrypted", "twice", "channels", "int8", "heads", "spread")
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -248,6 +248,13 @@ def test_superblock_with_channel_pages_as_documented(store: str, more: dict[str,
     fields("Superblock", files["device0.data"][:4096], constants)
     manifest = json.loads(files["store.json"])
     assert {name: manifest[name] for name in constants} == constants | {"version": 5}
+
+
+def test_records_of_mean_and_variance_as_documented() -> None:
+    files = committed("spread")
+    fields("Superblock", files["device0.data"][:4096], {"version": 5, "record": 2})
+    manifest = json.loads(files["store.json"])
+    assert (manifest["version"], manifest["record"]) == (6, "spread_with_values")
 
 
 def units_by_heads(manifest: Mapping[str, int]) -> list[tuple[int, int]]:
