@@ -35,7 +35,9 @@ FLOORS = (
     "triton_kernels",
     "sparse",
     "kernels",
+    "offload/protocol.py",
     "attention",
+    "offload",
     "connector/names.py connector/messages.py connector/obstacle.py connector/kv_layout.py",
     "connector/kv_cache_spec.py connector/metadata.py",
     "connector/identity connector/metrics",
@@ -59,6 +61,7 @@ OTHERS: dict[str, set[str]] = {
     "triton_kernels": {"torch", "triton"},
     "sparse": {"torch"},
     "attention": {"torch"},
+    "offload": {"torch"},
 }
 """Packages of others that a package may import beside :data:`BASE`. The rest is free."""
 

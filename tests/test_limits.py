@@ -65,6 +65,7 @@ LARGER = {
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,
     "vllm_ssdkv/connector/kv_cache_spec.py TieredManager.find_longest_cache_hit": _VLLM,
     "vllm_ssdkv/connector/worker/paged_attention.py attend_layer": _ATTENTION,
+    "vllm_ssdkv/connector/worker/paged_step.py PagedStep.__init__": "parts of a rank in a step",
     "vllm_ssdkv/store/devices/data_file.py claim": "what a superblock says, each by its name",
     "vllm_ssdkv/store/index/journal.py Journal.__init__": _OPENING,
     "vllm_ssdkv/store/io/slot_io.py SlotIO.submit": "a batch as parallel arrays",

@@ -123,6 +123,16 @@ def finish(
     ``out [T][q_heads][head_size]`` has its tokens ``out_stride_bytes`` apart; ``lse [T, q_heads]``.
     """
 
+def merge(
+    m: torch.Tensor | NDArray[np.float32],
+    l: torch.Tensor | NDArray[np.float32],
+    acc: torch.Tensor | NDArray[np.float32],
+    part_m: torch.Tensor | NDArray[np.float32],
+    part_l: torch.Tensor | NDArray[np.float32],
+    part_acc: torch.Tensor | NDArray[np.float32],
+) -> None:
+    """Fold a state over further keys into a state of the same queries; keeps the GIL."""
+
 def store_kv(
     key_address: int,
     value_address: int,

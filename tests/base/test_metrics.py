@@ -68,6 +68,7 @@ def test_ranks_that_do_the_same_in_a_step_do_not_add_up() -> None:
     assert {parse_key(key)[0].name for key in MOST_OF_RANKS} == {
         *("write_stalls", "write_stall_seconds", "stores_skipped"),
         *("context_steps", "sparse_rows_exact", "attention_seconds"),
+        *("offload_steps", "offload_seconds", "offload_step_seconds"),
     }
     assert counter_key("attention_seconds", part="wait") in MOST_OF_RANKS
 

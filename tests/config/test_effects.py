@@ -32,7 +32,7 @@ ALWAYS = {
     "io.fault_file",
 }
 """Options that have an effect whatever the others are, beside those of the groups below."""
-GROUPS = ("devices", "encryption", "io.faults", "io.throttle", "batch")
+GROUPS = ("devices", "encryption", "io.faults", "io.throttle", "batch", "offload")
 
 PAGE = {"mode": "page"}
 BOUNDS = {**PAGE, "selector": "bounds"}

@@ -31,7 +31,7 @@ from vllm_ssdkv.config.schema import Option, walk
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING
 
 OPTIONS = list(walk(SSDKVConfig))
-OFF = re.compile(r"encryption\.")
+OFF = re.compile(r"(encryption|offload)\.")
 """Options in groups that are null by default."""
 
 

@@ -335,14 +335,20 @@ class StoreRig:
         assert outcome.request_id == request
         return outcome
 
-    def walk(self, *contexts: Sequence[int]) -> Walk:
-        """Stream contexts (slots per row) through all layers, as a step does."""
+    def walk(self, *contexts: Sequence[int], given_up: int | None = None) -> Walk:
+        """Stream contexts (slots per row) through all layers, as a step does; each of them a second
+        time, after so many pieces that were ``given_up``."""
         stream = self.store.stream([array(c) for c in contexts])
         shape = (self.geometry.kv_pages, self.geometry.payload_bytes)
         walk = Walk([{} for _ in contexts], stream.poisoned, stream.bad)
         per_layer = self.geometry.pages_per_layer
         start = self.store.arena.address
         for layer in range(self.geometry.layers):
+            if given_up is not None:
+                first_walk = stream.pieces(layer)
+                for _ in range(given_up):
+                    next(first_walk, None)
+                stream.restart(layer)
             for piece in stream.pieces(layer):
                 walk.pieces += 1
                 for row in range(len(contexts)):

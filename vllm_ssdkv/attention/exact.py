@@ -7,8 +7,10 @@ tier a block came from (log-sum-exp merge; Milakov and Gimelshein 2018, FlashAtt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +19,11 @@ from numpy.typing import NDArray
 from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
-from vllm_ssdkv.store.read.context_stream import Piece
+from vllm_ssdkv.offload.protocol import HostKernels
+from vllm_ssdkv.store.read.context_stream import ContextStream, Piece
+
+NO_LEASE: Final = nullcontext()
+"""Lease of the thread of the forward pass, where nobody else uses the store's tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +110,129 @@ class RowBatch:
         )
 
 
+class LayerContext(Protocol):
+    """Contexts of all rows in one layer, wherever they are attended to."""
+
+    def begin(self, query: torch.Tensor, scale: float) -> None:
+        """Let a device begin, if there is one. ``query`` [T, Hq, D]. Does not block."""
+        ...
+
+    def fold(
+        self,
+        kernels: AttentionKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+    ) -> None:
+        """Fold the contexts into ``state``; blocks until they have been attended to."""
+        ...
+
+
+class _NoContext:
+    """Contexts that nobody may attend to: they are lost, and their rows poisoned."""
+
+    def begin(self, query: torch.Tensor, scale: float) -> None:
+        """See :meth:`LayerContext.begin`."""
+
+    def fold(
+        self,
+        kernels: AttentionKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+    ) -> None:
+        """See :meth:`LayerContext.fold`."""
+
+
+NO_CONTEXT: Final[LayerContext] = _NoContext()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedContext:
+    """Contexts of a layer that are attended to piece by piece, by who folds them.
+
+    Attributes:
+        stream: Of the step.
+        layer: From 0.
+        batch: The step's rows.
+        layout: Of a block of the context.
+    """
+
+    stream: ContextStream
+    layer: int
+    batch: RowBatch
+    layout: BlockLayout
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Slots of all rows' blocks."""
+        return self.stream.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V in this layer; blocks that rows share count once."""
+        layout = self.layout
+        pages = layout.kv_heads * layout.groups
+        return self.stream.blocks(self.layer) * pages * layout.page_payload_bytes
+
+    @property
+    def selection_bytes(self) -> int:
+        """See ``ContextPages``: all of them are attended to."""
+        return 0
+
+    def begin(self, query: torch.Tensor, scale: float) -> None:
+        """See :meth:`LayerContext.begin`: there is no device."""
+
+    def fold(
+        self,
+        kernels: AttentionKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+        lease: AbstractContextManager[None] = NO_LEASE,
+    ) -> None:
+        """See :meth:`LayerContext.fold`; the stream is used within the ``lease`` only."""
+        pieces = self.stream.pieces(self.layer)
+        while True:
+            with lease:
+                piece = next(pieces, None)
+            clock.lap(WAIT)
+            if piece is None:
+                return
+            rows, position = self.batch.over(piece, self.layout.block_tokens)
+            source = BlockSource(None, piece.base, position)
+            kernels.attend(query, state, rows, source, layout=self.layout, scale=scale)
+            wait_for(query.device)  # the next piece reuses this one's memory
+            clock.lap(ATTEND)
+
+    def fold_on_host(
+        self,
+        kernels: HostKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+        lease: AbstractContextManager[None],
+    ) -> None:
+        """See :meth:`ContextPages.fold_on_host`."""
+        self.fold(kernels.dense, query, state, scale, clock, lease)
+
+    def restart(self) -> None:
+        """Have :meth:`fold` begin anew, after a call that was given up."""
+        self.stream.restart(self.layer)
+
+
 def attend_exact(
     kernels: AttentionKernels,
     query: torch.Tensor,
     cache: torch.Tensor,
     out: torch.Tensor,
     batch: RowBatch,
-    context: Iterable[Piece],
+    context: LayerContext,
     layout: BlockLayout,
-    context_layout: BlockLayout,
     scale: float,
     clock: StepClock,
     chosen: Callable[[PartialState], None] | None = None,
@@ -127,9 +247,8 @@ def attend_exact(
         cache: The layer's blocks in HBM, [num_blocks, ...].
         out: [T, Hq, D], written.
         batch: The step's rows.
-        context: The layer's context blocks, rows numbered by the stream.
+        context: The layer's contexts, which a device may attend to while the window is.
         layout: Of a block in HBM.
-        context_layout: Of a block of the context: the same at another page stride.
         scale: Of the logits.
         clock: Gets the time of wait, attend and merge.
         chosen: Folds in the chosen pages of rows that choose, after the window; it keeps the clock.
@@ -139,19 +258,13 @@ def attend_exact(
             the window.
     """
     clock.start()
+    context.begin(query, scale)
     state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device, sinks)
     source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
     kernels.attend(query, state, batch.window, source, layout, scale, sliding_window)
     clock.lap(ATTEND)
     if chosen is not None:
         chosen(state)
-    for piece in context:
-        clock.lap(WAIT)
-        rows, position = batch.over(piece, layout.block_tokens)
-        source = BlockSource(None, piece.base, position)
-        kernels.attend(query, state, rows, source, layout=context_layout, scale=scale)
-        wait_for(query.device)  # the next piece reuses this one's memory
-        clock.lap(ATTEND)
-    clock.lap(WAIT)
+    context.fold(kernels, query, state, scale, clock)
     kernels.finish(state, out)
     clock.lap(MERGE)

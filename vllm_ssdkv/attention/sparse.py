@@ -9,7 +9,8 @@ where they were, and in how many turns they came, changes nothing but the time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate
-from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.exact import NO_LEASE, RowBatch
 from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
 from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import wait_for
@@ -26,6 +27,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, 
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
+from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
 from vllm_ssdkv.sparse.concat import concat
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.next_best import next_best
@@ -34,6 +36,8 @@ from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selec
 from vllm_ssdkv.sparse.selection_reuse import RowSizes, SelectionReuse
 from vllm_ssdkv.sparse.sizes import ContextSizes
 from vllm_ssdkv.store.read.channel_reader import ChannelReader
+from vllm_ssdkv.store.read.gpu_pages import GpuFetch
+from vllm_ssdkv.store.read.page_fetcher import Fetch
 from vllm_ssdkv.store.read.selected_context import BlockPages, SelectedContexts
 
 
@@ -96,7 +100,11 @@ class _Choosing:
 
 
 class SparseDecode:
-    """The rows of one step that choose their pages. Used by the thread of the forward pass."""
+    """The rows of one step that choose their pages. Used by the thread of the forward pass.
+
+    While a device attends to chosen pages that thread waits, and the device's uses the contexts,
+    the prefetcher and its counts within a lease (:class:`ChosenPages`).
+    """
 
     def __init__(
         self,
@@ -110,12 +118,15 @@ class SparseDecode:
         guesses: Prefetcher | None = None,
         kept: SelectionReuse | None = None,
         clusters: ContextClusters | None = None,
+        offload: Callable[[ContextWork, PartialState, StepClock], bool] | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
         HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
         rows of the step; ``deviation`` compares what comes out with exact attention; with
         ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
-        rows do not choose at every token; ``clusters`` likewise, for selectors that need them."""
+        rows do not choose at every token; ``clusters`` likewise, for selectors that need them;
+        ``offload`` has a device attend to chosen pages, and answers whether they are in the state
+        then, or lost with their rows."""
         of_rows = [selectors[row] for row in contexts.rows.tolist()]
         self._selectors = list(dict.fromkeys(of_rows))
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
@@ -134,6 +145,7 @@ class SparseDecode:
         self._guesses = guesses
         self._kept = kept
         self._clusters = clusters
+        self._offload = offload
         self._choosing: _Choosing | None = None
         self._parts: list[tuple[NDArray[np.int64], Selection]] = []
         """What all rows chose in the latest layer, and which rows; empty where some did not."""
@@ -176,34 +188,10 @@ class SparseDecode:
         selection = self._select(clock, layer, now, batch, cache, mine, scale, seen)
         wanted, starts = self._locate(layer, alive, selection.pages, selection.begin)
         clock.lap(SELECT)
-        turns = self.contexts.turns(wanted.pages)
-        for left, part in zip(reversed(range(len(turns))), turns, strict=True):
-            fetch = self.contexts.fetch_hot(wanted.part(part))
-            clock.lap(FETCH)
-            try:
-                if left == 0:
-                    self._read_ahead(layer, now, selection, reads=fetch.from_ssd > 0)
-                clock.lap(AHEAD)
-                self.contexts.wait_for_io(fetch)
-                clock.lap(WAIT)
-                self.contexts.complete(fetch, wanted.blocks[part])
-                clock.lap(FETCH)
-                begin, end = self._lists(alive, selection.begin, part)
-                listed = PageList(
-                    now.token,
-                    now.position,
-                    begin,
-                    end,
-                    fetch.address,
-                    starts[part],
-                    None if selection.token_mask is None else selection.token_mask[part],
-                )
-                kernels.attend_pages(query, state, listed, self._layout, scale)
-                wait_for(query.device)  # what is released may be written to
-                clock.lap(ATTEND)
-            finally:
-                self.contexts.release(fetch)
-            clock.lap(FETCH)
+        pages = ChosenPages(self, layer, now, selection, wanted, starts, self._layout)
+        work = ContextWork(query, pages, scale)
+        if self._offload is None or not self._offload(work, state, clock):
+            pages.fold(kernels, query, state, scale, clock)
         if selection.alpha is not None:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
@@ -240,7 +228,7 @@ class SparseDecode:
             )
         return self._choosing
 
-    def _lists(
+    def lists(
         self,
         alive: NDArray[np.int64],
         edges: NDArray[np.int32],
@@ -427,7 +415,7 @@ class SparseDecode:
     ) -> tuple[BlockPages, NDArray[np.int64]]:
         return self.contexts.locate(layer, rows, pages, begin, self._layout.page_tokens)
 
-    def _read_ahead(self, layer: int, now: _Choosing, selection: Selection, *, reads: bool) -> None:
+    def read_ahead(self, layer: int, now: _Choosing, selection: Selection, *, reads: bool) -> None:
         """Start to read what the next layer will probably choose, and what it may choose as far as
         devices are idle; after the last one, what the first will in the next step. ``reads``: this
         layer had to read; where DRAM has what is chosen, looking further is work for nothing."""
@@ -476,6 +464,116 @@ class SparseDecode:
         if summaries.channel_scales is not None:
             blocks = int((summaries.row_end - summaries.row_begin).sum())
             self.counts.scale_bytes += blocks * channels * layout.kv_heads * 4
+
+
+class ChosenPages:
+    """Chosen pages of one layer, which whoever attends to them fetches. See ``ContextPages``.
+
+    One thread at a time: it uses contexts, prefetcher and counts within its lease only.
+    """
+
+    def __init__(
+        self,
+        decode: SparseDecode,
+        layer: int,
+        now: _Choosing,
+        selection: Selection,
+        wanted: BlockPages,
+        starts: NDArray[np.int64],
+        layout: BlockLayout,
+    ):
+        """``wanted``: all pages of the ``selection``, by the rows of ``now``; ``starts``: position
+        of the first token of each."""
+        self._decode, self._contexts = decode, decode.contexts
+        self._layer, self._now, self._selection = layer, now, selection
+        self._wanted, self._starts, self._layout = wanted, starts, layout
+        self._fetch: Fetch | GpuFetch | None = None
+        self._looked_ahead = False
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Slots of the pages."""
+        return self._wanted.pages.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V in them."""
+        return len(self._wanted.pages) * self._layout.page_payload_bytes
+
+    @property
+    def selection_bytes(self) -> int:
+        """Bytes of a bit per KV head and page of the contexts."""
+        pages = int(self._now.blocks.sum()) * self._layout.groups
+        return -(-pages * self._layout.kv_heads // 8)
+
+    def fold(
+        self,
+        kernels: PageKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+        lease: AbstractContextManager[None] = NO_LEASE,
+    ) -> None:
+        """Fetch the pages and fold them into ``state``; blocks until they have arrived. Begins
+        anew when it is called again."""
+        with lease:
+            self._end_fetch()
+            turns = self._contexts.turns(self._wanted.pages)
+        for left, part in zip(reversed(range(len(turns))), turns, strict=True):
+            try:
+                with lease:
+                    listed = self._bring(part, clock, last=left == 0)
+                kernels.attend_pages(query, state, listed, self._layout, scale)
+                wait_for(query.device)  # what is released may be written to
+                clock.lap(ATTEND)
+            finally:
+                with lease:
+                    self._end_fetch()
+            clock.lap(FETCH)
+
+    def fold_on_host(
+        self,
+        kernels: HostKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+        lease: AbstractContextManager[None],
+    ) -> None:
+        """See :meth:`ContextPages.fold_on_host`."""
+        self.fold(kernels.paged, query, state, scale, clock, lease)
+
+    def _bring(self, part: slice | NDArray[np.int64], clock: StepClock, *, last: bool) -> PageList:
+        """Bring a part of the pages into memory, where they stay until :meth:`_end_fetch`."""
+        contexts, selection = self._contexts, self._selection
+        fetch = self._fetch = contexts.fetch_hot(self._wanted.part(part))
+        clock.lap(FETCH)
+        if last and not self._looked_ahead:
+            self._looked_ahead = True
+            reads = fetch.from_ssd > 0
+            self._decode.read_ahead(self._layer, self._now, selection, reads=reads)
+        clock.lap(AHEAD)
+        contexts.wait_for_io(fetch)
+        clock.lap(WAIT)
+        contexts.complete(fetch, self._wanted.blocks[part])
+        clock.lap(FETCH)
+        begin, end = self._decode.lists(self._now.alive, selection.begin, part)
+        return PageList(
+            self._now.token,
+            self._now.position,
+            begin,
+            end,
+            fetch.address,
+            self._starts[part],
+            None if selection.token_mask is None else selection.token_mask[part],
+        )
+
+    def _end_fetch(self) -> None:
+        """Give back the pages of the latest turn, whoever brought them."""
+        if self._fetch is not None:
+            ended, self._fetch = self._fetch, None
+            self._contexts.release(ended)
 
 
 def _windows(

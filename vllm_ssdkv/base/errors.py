@@ -54,6 +54,14 @@ class DamagedError(FormatError):
     """Bytes on disk were ours and are not what we wrote; the text names the file."""
 
 
+class OffloadError(SSDKVError):
+    """A device that attends has answered with something that is no answer; the text says what."""
+
+
+class WithdrawnError(OffloadError):
+    """Work was taken back from the device that had begun it."""
+
+
 class StoreFullError(StoreError):
     """No slot is free and none may be evicted."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ DEFAULT_DRAM_LIMIT: Final = 4 * GIB
 CGROUP: Final = Path("/sys/fs/cgroup")
 MEMINFO: Final = Path("/proc/meminfo")
 STATUS: Final = Path("/proc/self/status")
+NUMA_NODES: Final = Path("/sys/devices/system/node")
 _CAP_IPC_LOCK: Final = 14
 
 
@@ -55,6 +57,31 @@ def lockable_memory(status: Path = STATUS) -> int | None:
     masks = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
     # The capability CAP_IPC_LOCK is above the limit.
     return None if any(mask >> _CAP_IPC_LOCK & 1 for mask in masks) else limit
+
+
+def nearby_cpus(cpus: Set[int], nodes: Path = NUMA_NODES) -> set[int]:
+    """All CPUs of the NUMA node that holds these CPUs; those of the machine if none does.
+
+    A thread is often bound to one CPU. Others that it starts inherit that, and need more.
+    """
+    every = set(range(os.cpu_count() or 1))
+    for node in sorted(nodes.glob("node[0-9]*/cpulist")):
+        try:
+            held = _cpu_list(node.read_text())
+        except (OSError, ValueError):
+            continue
+        if held and cpus <= held:
+            return held
+    return every
+
+
+def _cpu_list(text: str) -> set[int]:
+    """CPUs of a list as the kernel writes it, ``0-3,8``."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def free_bytes(path: Path) -> int:

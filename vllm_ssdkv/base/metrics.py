@@ -22,6 +22,7 @@ from vllm_ssdkv.base.metric import (
     counter,
     gauge,
 )
+from vllm_ssdkv.base.metrics_offload import OFFLOAD_METRICS
 from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 
@@ -166,6 +167,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "has become slow, or was added.",
     ),
     *SPARSE_METRICS,
+    *OFFLOAD_METRICS,
     counter(
         "attention_seconds",
         "seconds",

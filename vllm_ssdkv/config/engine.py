@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
@@ -47,6 +47,7 @@ from vllm_ssdkv.base.sizes import (
 from vllm_ssdkv.config.batch import BatchConfig
 from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.io import IoConfig
+from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.config.problems import problems
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
@@ -278,6 +279,18 @@ class SSDKVConfig(OptionModel):
         SparseConfig,
         Field(description="What the selectors other than `exact` may choose."),
     ] = SparseConfig()
+    offload: Annotated[
+        OffloadConfig | None,
+        Field(
+            description="Has a device near storage attend to contexts (page mode), while the "
+            "accelerator attends to the window. Steps that compute a part of a prompt do without. "
+            "It changes no token beyond rounding."
+        ),
+        Reason(
+            "null: off. It pays where the link to the accelerator is slower than the host's "
+            "attention, and takes cores that vLLM may need."
+        ),
+    ] = None
     load: Annotated[
         Literal["auto", "always"],
         Field(
@@ -416,6 +429,8 @@ class SSDKVConfig(OptionModel):
                 f'selector: "{self.selector}" needs mode "page"; mode "{self.mode}" loads whole '
                 "prefixes, and never changes a result"
             )
+        if self.offload is not None:
+            lines.extend(self._offload_problems())
         tokens = self.sparse.budget_tokens
         if self.selector != "exact" and tokens is not None and tokens <= self.window_tokens:
             lines.append(
@@ -447,6 +462,18 @@ class SSDKVConfig(OptionModel):
         if lines:
             raise ValueError("\n".join(lines))
         return self
+
+    def _offload_problems(self) -> Iterator[str]:
+        if self.mode != "page":
+            yield (
+                'offload: needs mode "page"; mode "reuse" loads a prefix before it is attended '
+                "to: leave offload out, or change the mode"
+            )
+        if self.selector != "exact" and self.sparse.hbm_pages is not None:
+            yield (
+                "sparse.hbm_pages: with offload chosen pages are attended to on the host, and "
+                "none is kept in the memory of the GPU: leave one of the two out"
+            )
 
     @property
     def scores_channels(self) -> bool:

@@ -72,6 +72,13 @@ class AttentionKernels(Protocol):
         """
         ...
 
+    def merge(self, state: PartialState, part: PartialState) -> None:
+        """Fold ``part``, a state of the same queries over further keys, into ``state`` in place.
+
+        ``part`` lies on the kernels' device or on the host. Where it saw no key, nothing changes.
+        """
+        ...
+
     def store_kv(
         self,
         key: torch.Tensor,
@@ -254,6 +261,17 @@ class CpuKernels(NativeKernels):
             self.threads,
         )
 
+    def merge(self, state: PartialState, part: PartialState) -> None:
+        """See :meth:`AttentionKernels.merge`; keeps the GIL, since it takes microseconds."""
+        self._native.merge(
+            state.m.numpy(),
+            state.l.numpy(),
+            state.acc.numpy(),
+            part.m.numpy(),
+            part.l.numpy(),
+            part.acc.numpy(),
+        )
+
     def store_kv(
         self,
         key: torch.Tensor,
@@ -398,6 +416,16 @@ class TritonKernels:
     ) -> None:
         """See :meth:`AttentionKernels.finish`."""
         self._finish.finish(state, out, lse)
+
+    def merge(self, state: PartialState, part: PartialState) -> None:
+        """See :meth:`AttentionKernels.merge`."""
+        m, l, acc = (x.to(self.device, non_blocking=True) for x in (part.m, part.l, part.acc))  # noqa: E741
+        top = torch.maximum(state.m, m)
+        base = torch.where(torch.isneginf(top), 0.0, top)  # -inf - -inf is not a number
+        keep, add = torch.exp(state.m - base), torch.exp(m - base)
+        state.acc.mul_(keep[..., None]).addcmul_(acc, add[..., None])
+        state.l.mul_(keep).addcmul_(l, add)
+        state.m.copy_(top)
 
     def store_kv(
         self,

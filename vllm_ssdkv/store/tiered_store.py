@@ -479,16 +479,16 @@ class TieredStore:
         """Wait until every committed slot is written or failed."""
         return self._writer.drain(timeout_s)
 
-    def close(self) -> None:
-        """Write what is committed and stop. Memory that an I/O may still touch is leaked, not
-        freed."""
+    def close(self, *, read_elsewhere: bool = False) -> None:
+        """Write what is committed and stop. Memory that an I/O may still touch, or that is
+        ``read_elsewhere``, is leaked, not freed."""
         timeout = self.files.deadline_s
         ended = self._scrubber is None or self._scrubber.close(timeout)
         ended = self._writer.close(timeout) and ended
         ended = self._loader.close(timeout) and ended
         ended = self._verifier.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
-        if ended:
+        if ended and not read_elsewhere:
             self.arena.close()
-        else:
+        elif not ended:
             logger.error("ssdkv: I/O is still in flight at shutdown; its memory stays allocated")

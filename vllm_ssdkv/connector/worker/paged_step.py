@@ -6,12 +6,13 @@ way while the first layer computes. The attention backend uses it layer by layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
-from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.attention.exact import NO_CONTEXT, LayerContext, RowBatch, StreamedContext
 from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.metrics import Counters
@@ -19,13 +20,18 @@ from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row, SlotArray
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
-from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
+from vllm_ssdkv.offload.offloader import OffloadedContext, Offloader, Outcome
+from vllm_ssdkv.offload.protocol import ContextWork
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
-from vllm_ssdkv.store.read.context_stream import Piece
 from vllm_ssdkv.store.tiered_store import TieredStore
+
+OFFLOADED_TOKENS: Final = 16
+"""Query tokens of each row, at most, in a step whose contexts a device attends to. More are parts
+of prompts: bound by arithmetic, which the accelerator is better at."""
 
 
 class PagedStep:
@@ -41,11 +47,13 @@ class PagedStep:
         choices: SelectorRegistry | None = None,
         guesses: Prefetcher | None = None,
         deviation: SparseDeviation | None = None,
+        offloader: Offloader | None = None,
     ):
         """``poisoned`` are requests that wait to be computed again: they get no context.
         ``context_layers``, ascending, attend to contexts; the others to HBM's window alone. Without
         ``choices`` all rows attend to everything; with a ``deviation`` what those that choose get
         is compared with that. Without ``guesses``, which outlive the step, no page is read ahead.
+        An ``offloader`` has its device attend to contexts, where all rows are short.
         Blocks while summaries are read, if any are."""
         self._rows = tuple(rows)
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
@@ -63,6 +71,14 @@ class PagedStep:
                 self._hopeless.add(i)
                 context = none
             contexts.append(context)
+        self._offloader = offloader
+        self._offloads = (
+            offloader is not None
+            and offloader.in_use
+            and max(row.tokens for row in self._rows) <= OFFLOADED_TOKENS
+        )
+        self._lost = False
+        """Whether a device holds the step's contexts, and does not give them back."""
         self._decode: SparseDecode | None = None
         self.left_out = 0
         """Rows that would choose, if DRAM had room for their summaries."""
@@ -84,6 +100,7 @@ class PagedStep:
                 guesses,
                 choices.kept,
                 choices.clusters,
+                self._attend_elsewhere if self._offloads else None,
             )
         self._clusters = None if choices is None else choices.clusters
         self._clustered: set[int] = (
@@ -109,9 +126,30 @@ class PagedStep:
         """Index of the row's first block that is read from HBM."""
         return self._rows[row].hbm_start
 
-    def pieces(self, layer_name: str) -> Iterator[Piece]:
-        """The layer's context blocks, piece by piece, rows numbered as in :meth:`row_of`."""
-        return self._stream.pieces(self._layers[layer_name])
+    def context(self, layer_name: str, batch: RowBatch, layout: BlockLayout) -> LayerContext:
+        """The layer's contexts. ``layout``: of a block of them."""
+        layer = self._layers[layer_name]
+        if self._lost:
+            return NO_CONTEXT
+        streamed = StreamedContext(self._stream, layer, batch, layout)
+        if self._offloader is None or not self._offloads or not self._stream.blocks(layer):
+            return streamed
+        if not self._offloader.in_use:
+            return streamed
+        return OffloadedContext(streamed, self._offloader, self._lose)
+
+    def _attend_elsewhere(self, work: ContextWork, state: PartialState, clock: StepClock) -> bool:
+        """Have the device attend to chosen pages. False: the caller attends to them."""
+        if self._offloader is None or not self._offloader.in_use:
+            return False
+        outcome = self._offloader.attend(work, state, clock)
+        if outcome is Outcome.LOST:
+            self._lose()
+        return outcome is not Outcome.TAKEN_BACK
+
+    def _lose(self) -> None:
+        """A device does not give the step's contexts back: nobody else may use them."""
+        self._lost = True
 
     def choosing(
         self,
@@ -128,7 +166,7 @@ class PagedStep:
         decode, layer = self._decode, self._layers[layer_name]
         if self._clusters is not None and self._clustered:
             self._note_prompts(self._clusters, layer, query, batch)
-        if decode is None:
+        if decode is None or self._lost:
             return None
 
         def fold(state: PartialState) -> None:
@@ -151,6 +189,8 @@ class PagedStep:
     def poisoned_rows(self) -> list[Row]:
         """Rows whose output must be thrown away."""
         poisoned = self._hopeless | self._stream.poisoned
+        if self._lost:
+            poisoned |= {i for i, slots in enumerate(self._contexts) if len(slots)}
         if self._decode is not None:
             poisoned |= self._decode.contexts.poisoned
         return [self._rows[i] for i in sorted(poisoned)]
@@ -170,6 +210,8 @@ class PagedStep:
         counters.add_keyed(STEP_KEYS, gains)
         if self._decode is not None:
             counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
+        if self._offloader is not None and any(map(len, self._contexts)):
+            self._offloader.count_step(offloaded=self._offloads)
 
     def _chosen(self, decode: SparseDecode) -> tuple[float, ...]:
         """Gains of :data:`CHOICE_KEYS`."""
@@ -222,10 +264,11 @@ class PagedStep:
         return [self._rows[i] for i in which], [self._contexts[i] for i in which]
 
     def close(self) -> None:
-        """End of the step."""
-        self._stream.close()
-        if self._decode is not None:
-            self._decode.contexts.close()
+        """End of the step. What a device does not give back stays as it is."""
+        if not self._lost:
+            self._stream.close()
+            if self._decode is not None:
+                self._decode.contexts.close()
         # With their blocks in HBM: nobody reads those, until they leave it.
         known = [self._store.context_from(row.request_id, 0) for row in self._rows]
         self._store.rebalance_dram(known, self._choosing, self._later)

@@ -53,6 +53,8 @@ from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.offload.offloader import Offloader
+from vllm_ssdkv.offload.open import open_offloader
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.open_store import OpenStore
@@ -139,6 +141,8 @@ class SSDKVWorker:
         """Says how tokens of blocks that leave HBM are ordered; None: by position."""
         self.deviation: SparseDeviation | None = None
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
+        self.offloader: Offloader | None = None
+        """Has a device attend to contexts, in steps that begin later; benches set their own."""
         self.layer_ended: Callable[[], None] | None = None
         """Set by benches: called when a layer has its attention."""
 
@@ -199,6 +203,7 @@ class SSDKVWorker:
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
             self._choices = SelectorRegistry.of(self.config, self.layout, caches[0].device)
+            self.offloader = self._open_offloader()
             if self.config.orders_tokens:
                 self.ordering = TokenOrdering(
                     self.block_layout,
@@ -236,6 +241,14 @@ class SSDKVWorker:
         if config.scores_channels and config.sparse.channel_pages == "hbm":
             places = self.store.channel_places
             self.store.keep_channels(channel_memory(places, layout, geometry, device))
+
+    def _open_offloader(self) -> Offloader | None:
+        config, opened = self.config, self._opened
+        if config.offload is None:
+            return None
+        # Its threads wait for reads: one deadline for each drive that hangs.
+        deadline_s = config.io.deadline * (len(opened.devices) + 1)
+        return open_offloader(config.offload, self.layout.tp_size, deadline_s, self.counters)
 
     def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry
@@ -343,6 +356,7 @@ class SSDKVWorker:
                 self._choices,
                 self._guesses,
                 self.deviation,
+                self.offloader,
             )
         if plan.timed and self._timer is not None:
             self._timer.begin(plan.step)
@@ -435,6 +449,12 @@ class SSDKVWorker:
             if len(frames) == 0 or self._port is None:
                 break
             part = slice(done, done + len(frames))
+            if self.offloader is not None:
+                self.offloader.reclaim(wanted[: len(frames)])
+                geometry = self.layout.geometry
+                self.offloader.count_stored(
+                    len(frames) * geometry.kv_pages * geometry.payload_bytes
+                )
             tails = self.store.tails[: len(frames)]
             self._port.save(save.block_ids[part], frames, tails, save.index[part])
             self.store.filled(save.slots[part], tails)
@@ -591,8 +611,9 @@ class SSDKVWorker:
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
+        ended = self.offloader is None or self.offloader.close(self.config.io.deadline)
         if self._store is not None:
-            self._store.close()
+            self._store.close(read_elsewhere=not ended)
         self._opened.close()
 
 

@@ -1,6 +1,7 @@
 #include "attention/attend.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -161,6 +162,22 @@ void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
   for_tasks((tokens + step - 1) / step, threads, 0, [&](std::int64_t i, std::byte*) {
     kernels.finish(output, i * step, std::min(tokens, (i + 1) * step));
   });
+}
+
+void merge(const States& states, const ConstStates& part, std::int64_t count,
+           std::int64_t head_size) {
+  for (std::int64_t at = 0; at < count; ++at) {
+    if (part.denominator[at] == 0.0f) continue;  // saw no key
+    const float before = states.maximum[at];
+    const float now = std::max(before, part.maximum[at]);
+    const float keep = std::exp(before - now);
+    const float add = std::exp(part.maximum[at] - now);
+    states.maximum[at] = now;
+    states.denominator[at] = states.denominator[at] * keep + part.denominator[at] * add;
+    float* const to = states.accumulator + at * head_size;
+    const float* const from = part.accumulator + at * head_size;
+    for (std::int64_t d = 0; d < head_size; ++d) to[d] = to[d] * keep + from[d] * add;
+  }
 }
 
 }  // namespace ssdkv::attention

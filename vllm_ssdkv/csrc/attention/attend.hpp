@@ -15,4 +15,20 @@ void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
 void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
             std::int64_t threads);
 
+// States of an online softmax, one for each query and head, as Problem has them.
+struct States {
+  float* maximum;
+  float* denominator;
+  float* accumulator;
+};
+struct ConstStates {
+  const float* maximum;
+  const float* denominator;
+  const float* accumulator;
+};
+
+// Folds `part`, over further keys, into `states`, on this thread.
+void merge(const States& states, const ConstStates& part, std::int64_t count,
+           std::int64_t head_size);
+
 }  // namespace ssdkv::attention

@@ -178,6 +178,18 @@ void py_finish(ConstMatrix m, ConstMatrix l, ConstCube acc, std::uint64_t out_ad
   finish(active_kernels(), o, tokens, threads);
 }
 
+// A few thousand numbers: letting other Python threads run would cost more than it takes.
+void py_merge(Matrix m, Matrix l, Cube acc, ConstMatrix part_m, ConstMatrix part_l,
+              ConstCube part_acc) {
+  check_state(m, l, acc);
+  check_state(part_m, part_l, part_acc);
+  require(part_acc.shape(0) == acc.shape(0) && part_acc.shape(1) == acc.shape(1) &&
+              part_acc.shape(2) == acc.shape(2),
+          "the states are not of the same queries");
+  merge({m.data(), l.data(), acc.data()}, {part_m.data(), part_l.data(), part_acc.data()},
+        extent(m.shape(0) * m.shape(1)), extent(acc.shape(2)));
+}
+
 void py_store_kv(std::uint64_t key_address, std::uint64_t value_address, int dtype,
                  std::int64_t key_stride_bytes, std::int64_t value_stride_bytes,
                  Vector<std::int64_t> slot_mapping, std::uint64_t cache_address,
@@ -277,6 +289,10 @@ NB_MODULE(_kernels, module) {
              nb::arg("acc").noconvert(), nb::arg("out_address"), nb::arg("out_dtype"),
              nb::arg("out_stride_bytes"), nb::arg("lse").noconvert().none(), nb::arg("threads"),
              "out = acc / l (zero where l is 0); lse = m + log(l).");
+  module.def("merge", &py_merge, nb::arg("m").noconvert(), nb::arg("l").noconvert(),
+             nb::arg("acc").noconvert(), nb::arg("part_m").noconvert(),
+             nb::arg("part_l").noconvert(), nb::arg("part_acc").noconvert(),
+             "Fold the state of further keys into a state of the same queries.");
   module.def("store_kv", &py_store_kv, nb::arg("key_address"), nb::arg("value_address"),
              nb::arg("dtype"), nb::arg("key_stride_bytes"), nb::arg("value_stride_bytes"),
              nb::arg("slot_mapping").noconvert(), nb::arg("cache_address"),

@@ -115,7 +115,11 @@ def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArr
 
 
 class ContextStream:
-    """Streams the contexts of one step's rows. Used by the thread that runs the forward pass.
+    """Streams the contexts of one step's rows. Used by one thread at a time.
+
+    That is the thread that runs the forward pass, or, for the pieces of a layer, the thread of the
+    device that attends to them. They hand it over by a lease (``offload/protocol.py``): who has it
+    may ask for the next piece, and whoever takes it over calls :meth:`restart`.
 
     After a failure the row is *poisoned*: its output must be thrown away. Other rows go on.
     """
@@ -180,6 +184,10 @@ class ContextStream:
         )
         """Layer and chunk of the reads to start, in the order in which they are needed."""
         self._reads: collections.deque[_Read] = collections.deque()
+        self._attended: _Read | None = None
+        """The chunk behind the latest piece."""
+        self.slots: NDArray[np.int64] = slots
+        """Slots of all rows' blocks, row after row."""
         self._read_ahead()
 
     def _walk(
@@ -219,18 +227,40 @@ class ContextStream:
             if not self._reads:
                 self._skip_chunk()
                 continue
-            read = self._reads.popleft()
+            read = self._attended = self._reads.popleft()
             piece, hanging = self._arrive(read)
             if piece is not None:
                 yield piece
-            self._give_back(read)
+            self._end_piece()
             if hanging is not None:
                 self._put_off(layer, hanging)
             self._read_ahead()
 
+    def blocks(self, layer: int) -> int:
+        """Distinct blocks of a layer's contexts."""
+        walk = self._walks[layer]
+        return walk.frames + sum(len(chunk.slots) for chunk in walk.chunks)
+
+    def restart(self, layer: int) -> None:
+        """Have all pieces of a layer come again, for another caller of :meth:`pieces`.
+
+        The iterator that was given up must not be used any more. Memory of its latest piece goes
+        back, so who may still read that piece gets wrong bytes.
+        """
+        self._end_piece()
+        while self._reads:
+            read = self._reads.pop()
+            self._give_back(read)
+            self._todo.appendleft((read.layer, read.chunk))
+        while self._todo and self._todo[0][0] == layer:
+            self._todo.popleft()
+        self._todo.extendleft((layer, chunk) for chunk in reversed(self._walks[layer].chunks))
+        self._read_ahead()
+
     def close(self) -> None:
         """End the step: its memory goes back, that of reads in flight when they end."""
         self.closed = True
+        self._end_piece()
         for read in self._reads:
             self._give_back(read)
         self._reads.clear()
@@ -313,6 +343,12 @@ class ContextStream:
         for row in self.poisoned:
             end[row] = begin[row]
         return Piece(base[chunk.which], chunk.index, begin, end), late
+
+    def _end_piece(self) -> None:
+        """Nobody attends to the latest piece any more."""
+        if self._attended is not None:
+            ended, self._attended = self._attended, None
+            self._give_back(ended)
 
     def _give_back(self, mine: _Read) -> None:
         if mine.read is not None:

@@ -69,7 +69,7 @@ class Fetch:
 
 
 class PageFetcher:
-    """Brings pages into memory. Used by the thread that runs the forward pass."""
+    """Brings pages into memory. Used by one thread at a time, see ``SelectedContexts``."""
 
     def __init__(self, files: SlotIO, seals: ChecksumTable, cache: SelectedPageCache):
         self._files = files

@@ -57,7 +57,10 @@ class BlockPages:
 
 
 class SelectedContexts:
-    """Contexts of the rows of a step that choose. Used by the thread of the forward pass.
+    """Contexts of the rows of a step that choose. Used by one thread at a time.
+
+    That is the thread of the forward pass, or, while that one waits for chosen pages, the thread of
+    the device that attends to them (``attention/sparse.py``, ``ChosenPages``).
 
     After a failure the row is *poisoned*, as in ``ContextStream``.
 

@@ -1,0 +1,41 @@
+"""Options of attention near storage: refusals name the option and a way out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.engine import SSDKVConfig
+
+PAGE = {"mode": "page"}
+
+
+def test_the_host_attends_where_it_is_asked_to() -> None:
+    assert SSDKVConfig.from_extra_config(PAGE).offload is None
+    config = SSDKVConfig.from_extra_config({**PAGE, "offload": {}}).offload
+    assert config is not None
+    assert config.kind == "host"
+    cpus = os.cpu_count() or 1
+    assert config.threads_of(1) == max(1, cpus // 2)
+    assert config.threads_of(1000) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"offload": {}}, 'offload: needs mode "page"; .* leave offload out, or change the mode'),
+        ({**PAGE, "offload": {"threads": 0}}, "offload.threads: got 0; allowed: an integer"),
+        ({**PAGE, "offload": {"threads": 1000}}, "offload.threads: got 1000; this machine has "),
+        ({**PAGE, "offload": {"kind": "fpga"}}, 'offload.kind: got "fpga"; allowed: "host"'),
+        ({**PAGE, "offload": {"thread": 1}}, r"unknown option; did you mean offload\.threads"),
+        (
+            {**PAGE, "offload": {}, "selector": "bounds", "sparse": {"hbm_pages": "64MiB"}},
+            "sparse.hbm_pages: with offload .* leave one of the two out",
+        ),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        SSDKVConfig.from_extra_config(options)

@@ -1,0 +1,187 @@
+"""Decoding without vLLM, with contexts attended to by the host: as without a device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SelectorName
+from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault
+from vllm_ssdkv.offload.host import HostDevice
+from vllm_ssdkv.offload.offloader import Offloader
+from vllm_ssdkv.offload.testing.faulty import FaultyDevice
+from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
+from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+from vllm_ssdkv.profiling.decode_harness.tokens import (
+    CHOOSING,
+    COUNT,
+    ROOM,
+    config_of,
+    own_tokens,
+    prompts,
+)
+
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 2, 4, 2, 16
+"""Of the model."""
+
+CPU = torch.device("cpu")
+HOST = OffloadConfig(threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Decoded:
+    """What came out: tokens by request, logits [steps, requests, vocabulary], and the counters."""
+
+    tokens: list[list[int]]
+    logits: torch.Tensor
+    counters: Counters
+    in_use: bool
+    """Whether the device is, at the end."""
+
+
+def decoded(
+    directory: Path,
+    selector: SelectorName,
+    offload: OffloadConfig | None,
+    *,
+    fault: OffloadFault | None = None,
+    deadline_s: float = 30.0,
+) -> Decoded:
+    """Decode both prompts together, of which most comes from the drive."""
+    model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.float32)
+    config = config_of(selector, budget=0.25).model_copy(update={"offload": offload})
+    if selector == "exact":
+        config = config.model_copy(update={"dram_gib": 5 / 1024})
+    names, tokens, seen = ["a", "b"], [], []
+    with PagedDecoder(model, config, ROOM, directory) as decoder:
+        worker = decoder.worker
+        if fault is not None:
+            assert worker.offloader is not None
+            assert worker.offloader.close(10.0)
+            worker.offloader = Offloader(
+                FaultyDevice(HostDevice(1), fault), deadline_s, worker.counters
+            )
+        asked = prompts(model.config.vocab_size)
+        logits = torch.stack([decoder.prefill(*pair) for pair in zip(names, asked, strict=True)])
+        for _ in range(COUNT):
+            seen.append(logits)
+            ids = logits.argmax(-1)
+            tokens.append(ids.tolist())
+            logits = decoder.step(names, ids)
+        for name in names:
+            decoder.forget(name)
+        in_use = worker.offloader is not None and worker.offloader.in_use
+    by_request = [list(row) for row in zip(*tokens, strict=True)]
+    return Decoded(by_request, torch.stack(seen), worker.counters, in_use)
+
+
+Without = Callable[[SelectorName], Decoded]
+
+
+@pytest.fixture(scope="module")
+def without_device(tmp_path_factory: pytest.TempPathFactory) -> Without:
+    """What comes out without a device."""
+
+    @functools.cache
+    def decode(selector: SelectorName) -> Decoded:
+        return decoded(tmp_path_factory.mktemp("without") / "store", selector, None)
+
+    return decode
+
+
+@pytest.mark.parametrize("selector", ["exact", *CHOOSING])
+def test_the_same_comes_out(
+    selector: SelectorName, without_device: Without, tmp_path: Path
+) -> None:
+    without = without_device(selector)
+    assert without.counters.total("offload_tickets") == 0
+    got = decoded(tmp_path / "store", selector, HOST)
+    assert got.in_use
+    assert got.tokens == without.tokens
+    assert torch.allclose(got.logits, without.logits, atol=2e-5)
+    assert got.counters.total("offload_tickets") == LAYERS * (COUNT + 1)
+    # The rest of a prompt behind its last whole chunk is short enough, too.
+    assert got.counters.total("offload_steps", by="device") == COUNT + 1
+    assert got.counters.total("offload_steps", by="step") > 0
+    if selector == "exact":
+        model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.float32)
+        asked = prompts(model.config.vocab_size)
+        assert got.tokens == [own_tokens(model, ids, COUNT) for ids in asked]
+        assert got.counters.total("context_pages_streamed", tier="ssd") > 0
+
+
+@pytest.mark.parametrize("selector", ["exact", "sparf"])
+@pytest.mark.parametrize(
+    ("kind", "cause", "after"),
+    [("error", "error", 5), ("rows", "answer", 5), ("stall", "deadline", 0)],
+)
+def test_a_device_that_fails_changes_nothing(
+    selector: SelectorName,
+    kind: Literal["error", "rows", "stall"],
+    cause: str,
+    after: int,
+    without_device: Without,
+    tmp_path: Path,
+) -> None:
+    without = without_device(selector)
+    fault = OffloadFault(kind=kind, after=after)
+    got = decoded(tmp_path / "store", selector, HOST, fault=fault, deadline_s=0.05)
+    assert got.tokens == without.tokens
+    assert torch.allclose(got.logits, without.logits, atol=2e-5)
+    assert got.counters.total("offload_tickets") == after + 1
+    assert got.counters.total("offload_failures", cause=cause) == 1
+    assert not got.in_use
+
+
+@pytest.mark.parametrize("selector", ["exact", "sparf"])
+def test_rows_whose_pages_are_held_are_lost(selector: SelectorName, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"requests \['a'"):
+        decoded(
+            tmp_path / "store",
+            selector,
+            HOST,
+            fault=OffloadFault(kind="hold", after=4),
+            deadline_s=0.05,
+        )
+
+
+def test_bytes_over_the_link(tmp_path: Path) -> None:
+    """Per row, token and layer n (2 Hq d + Hq (4 d + 8)) + 4 n_kv d with 16-bit queries and n = 1,
+    whatever the context."""
+    model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.bfloat16)
+    config = config_of("exact").model_copy(update={"offload": HOST})
+    room = Room(requests=1, longest=1024, chunk=64)
+    payloads = ("query", "partials", "selection", "kv")
+    per_token = []
+    with PagedDecoder(model, config, room, tmp_path / "store") as decoder:
+        counters = decoder.worker.counters
+
+        def counted() -> float:
+            return sum(counters.total("offload_bytes", payload=payload) for payload in payloads)
+
+        for prompt in (320, 640):
+            logits = decoder.prefill("a", [i % 250 for i in range(prompt)])
+            before = counted()
+            for _ in range(160):
+                logits = decoder.step(["a"], logits.reshape(-1, 256).argmax(-1))
+            per_token.append((counted() - before) / 160 / LAYERS)
+            decoder.forget("a")
+    q, d = QUERY_HEADS, HEAD_SIZE
+    formula = (2 * q * d + q * (4 * d + 8)) + 4 * KV_HEADS * d
+    assert per_token == [pytest.approx(formula, rel=0.02)] * 2

@@ -1,0 +1,199 @@
+"""Devices by their protocol: order, errors, deadlines, work that is taken back, and the twins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.store.unhurried import PATIENCE_S
+from vllm_ssdkv.base.errors import WithdrawnError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.step_clock import AttentionClock
+from vllm_ssdkv.offload.host import HostDevice
+from vllm_ssdkv.offload.offloader import Offloader, Outcome
+from vllm_ssdkv.offload.protocol import ContextWork, HostKernels, Lease
+from vllm_ssdkv.offload.testing.noop import NoopDevice
+from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
+
+QUERY = torch.zeros(3, 4, 8)
+
+
+@dataclass
+class Pages:
+    """Pages whose attention is whatever a test wants; by default the state of one key."""
+
+    attend: Callable[[PartialState], None] = lambda state: None
+    nbytes: int = 1000
+    selection_bytes: int = 0
+    parts: int = 1
+    threads: list[int] = field(default_factory=list)
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return np.zeros(0, dtype=np.int64)
+
+    def fold_on_host(
+        self,
+        kernels: HostKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: object,
+        lease: AbstractContextManager[None],
+    ) -> None:
+        del kernels, query, clock
+        self.threads.append(threading.get_ident())
+        for _ in range(self.parts):
+            with lease:
+                pass
+            self.attend(state)
+        state.m.fill_(0.0)
+        state.l.fill_(1.0)
+        state.acc.fill_(scale)
+
+
+def work(pages: Pages, scale: float = 1.0) -> ContextWork:
+    return ContextWork(QUERY, pages, scale)
+
+
+def folded(made: Offloader, pages: Pages) -> tuple[Outcome, PartialState]:
+    state = PartialState.empty(3, 4, 8, QUERY.device)
+    clock = AttentionClock()
+    clock.start()
+    return made.attend(work(pages), state, clock), state
+
+
+def test_any_number_in_flight_end_in_order() -> None:
+    device = HostDevice(1)
+    go = threading.Event()
+    first = Pages(lambda _: go.wait(PATIENCE_S) and None)
+    rest = [Pages() for _ in range(20)]
+    tickets = [device.submit(work(pages, i)) for i, pages in enumerate([first, *rest])]
+    assert not any(ticket.done() for ticket in tickets)
+    assert not tickets[0].wait(0.01)
+    go.set()
+    assert tickets[-1].wait(PATIENCE_S)
+    assert all(ticket.done() for ticket in tickets)
+    assert [float(t.partials().acc[0, 0, 0]) for t in tickets] == list(range(21))
+    # All on one thread, which is not the caller's.
+    used = {ident for pages in [first, *rest] for ident in pages.threads}
+    assert len(used) == 1
+    assert threading.get_ident() not in used
+    assert device.statistics()["tickets"] == 21
+    assert device.close(PATIENCE_S)
+    with pytest.raises(ValueError, match="closed"):
+        device.submit(work(Pages()))
+
+
+def test_an_error_is_its_own_tickets() -> None:
+    def fail(state: PartialState) -> None:
+        raise KeyError("a page")
+
+    device = HostDevice(1)
+    wrong, right = device.submit(work(Pages(fail))), device.submit(work(Pages()))
+    assert right.wait(PATIENCE_S)
+    with pytest.raises(KeyError, match="a page"):
+        wrong.partials()
+    assert float(right.partials().l.sum()) == 12
+    assert device.close(PATIENCE_S)
+
+
+def test_work_that_was_taken_back_is_not_begun() -> None:
+    device = HostDevice(1)
+    go = threading.Event()
+    device.submit(work(Pages(lambda _: go.wait(PATIENCE_S) and None)))
+    pages = Pages()
+    waiting = device.submit(work(pages))
+    assert waiting.withdraw(0.0)
+    go.set()
+    assert waiting.wait(PATIENCE_S)
+    with pytest.raises(WithdrawnError):
+        waiting.partials()
+    assert pages.threads == []
+    assert device.close(PATIENCE_S)
+
+
+def test_nobody_enters_a_lease_that_was_withdrawn() -> None:
+    lease = Lease()
+    with lease:
+        assert not lease.withdraw(0.01)  # somebody is inside
+    assert lease.turns == 1
+    assert lease.withdraw(0.01)
+    with pytest.raises(WithdrawnError), lease:
+        pytest.fail("entered")
+    assert lease.withdraw(0.01)
+
+
+def test_who_gets_on_has_no_deadline() -> None:
+    """Each sign of progress begins it anew."""
+    device = HostDevice(1)
+    made = Offloader(device, 0.2, Counters())
+    pause = threading.Event()
+    outcome, state = folded(made, Pages(lambda _: pause.wait(0.08) and None, parts=8))
+    assert outcome is Outcome.FOLDED
+    assert float(state.l.sum()) == 12
+    assert made.in_use
+    # Amid a part without end the work is taken back, and the device does not see it any more.
+    outcome, state = folded(made, Pages(lambda _: pause.wait(PATIENCE_S) and None))
+    assert outcome is Outcome.TAKEN_BACK
+    assert float(state.l.sum()) == 0
+    assert not made.in_use
+    assert not made.close(0.05)  # it may still read pages
+    pause.set()
+    assert device.close(PATIENCE_S)
+
+
+def test_a_device_that_keeps_the_lease_loses_the_work() -> None:
+    class Holding(Pages):
+        def fold_on_host(
+            self,
+            kernels: HostKernels,
+            query: torch.Tensor,
+            state: PartialState,
+            scale: float,
+            clock: object,
+            lease: AbstractContextManager[None],
+        ) -> None:
+            with lease:
+                pause.wait(PATIENCE_S)
+
+    pause = threading.Event()
+    device, counters = HostDevice(1), Counters()
+    made = Offloader(device, 0.05, counters)
+    assert folded(made, Holding())[0] is Outcome.LOST
+    assert counters.total("offload_failures", cause="deadline") == 1
+    pause.set()
+    assert device.close(PATIENCE_S)
+
+
+def test_a_throttled_device_answers_by_its_model() -> None:
+    """Pieces of work occupy it one after the other; latencies occupy nobody."""
+    now = [100.0]
+    inner = HostDevice(1)
+    device = ThrottledDevice(inner, 1000.0, 0.5, lambda: now[0])
+    tickets = [device.submit(work(Pages(nbytes=2000))) for _ in range(2)]
+    for ticket in tickets:
+        ticket.wait(0.0)
+    assert inner.submit(work(Pages())).wait(PATIENCE_S)  # both are done behind the model
+    seen = []
+    for later in (2.4, 2.6, 4.4, 4.6):
+        now[0] = 100.0 + later
+        seen.append([ticket.done() for ticket in tickets])
+    assert seen == [[False, False], [True, False], [True, False], [True, True]]
+    assert device.close(PATIENCE_S)
+
+
+def test_a_noop_device_adds_nothing() -> None:
+    made = Offloader(NoopDevice(), 1.0, Counters())
+    outcome, state = folded(made, Pages())
+    assert outcome is Outcome.FOLDED
+    assert float(state.l.sum()) == 0
+    assert bool(torch.isneginf(state.m).all())

@@ -1,0 +1,100 @@
+"""The ``offload`` group of options: the device that attends to contexts where these lie."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from vllm_ssdkv.base.sizes import SIZE_TEXT, size_or_none
+from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
+
+MAX_THREADS: Final = 1024
+
+
+def _threads(value: int | None) -> int | None:
+    cpus = os.cpu_count() or 1
+    if value is not None and value > cpus:
+        raise ValueError(
+            f"this machine has {cpus} CPUs, and a thread attends as fast as a CPU: lower it, or "
+            "leave it out"
+        )
+    return value
+
+
+class OffloadFault(OptionModel):
+    """One injected fault of the faulty twin."""
+
+    kind: Annotated[
+        Literal["error", "rows", "stall", "hold"],
+        Field(
+            description="`error` raises in place of an answer, `rows` answers with a row too few, "
+            "`stall` never begins, `hold` begins, and never gives the pages back."
+        ),
+        Reason("There is no harmless choice to default to."),
+    ]
+    after: Annotated[
+        int,
+        Field(ge=0, description="Pieces of work that are done well before."),
+        Reason("The fault begins at once."),
+    ] = 0
+
+
+class OffloadThrottle(OptionModel):
+    """Model of a slow device for the throttled twin."""
+
+    bandwidth: Annotated[
+        int | None,
+        Field(ge=1, description="Bytes of K and V attended to per second; null is no limit."),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(size_or_none),
+        Reason("Only what is named is modelled."),
+    ] = None
+    latency: Annotated[
+        float,
+        Field(ge=0, le=60, description="Seconds that every answer takes longer."),
+        Reason("Only what is named is modelled."),
+    ] = 0.0
+
+
+class OffloadConfig(OptionModel):
+    """Attention near storage."""
+
+    kind: Annotated[
+        Literal["host"],
+        Field(
+            description="Device that attends. `host`: threads of this machine attend to what lies "
+            "in DRAM, and to what arrives from the drives, while the accelerator attends to its "
+            "window; queries and partial results travel in place of K and V."
+        ),
+        Reason("It is the one kind there is."),
+    ] = "host"
+    threads: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_THREADS,
+            description="Threads of each worker that attend, at most; no more than the machine "
+            "has CPUs.",
+        ),
+        AfterValidator(_threads),
+        Reason(
+            "null: half of the CPUs, shared by the workers. DRAM's bandwidth is used up by then, "
+            "and vLLM needs the others."
+        ),
+    ] = None
+    fault: Annotated[
+        OffloadFault | None,
+        Field(description="A fault to inject, for tests of failure handling."),
+        Reason("null: none outside tests."),
+    ] = None
+    throttle: Annotated[
+        OffloadThrottle | None,
+        Field(description="Model of a slow device, for repeatable benchmarks."),
+        Reason("null: none outside benchmarks."),
+    ] = None
+
+    def threads_of(self, workers: int) -> int:
+        """Threads of each of the engine's ``workers``."""
+        return self.threads or max(1, (os.cpu_count() or 1) // 2 // workers)

@@ -1,0 +1,1 @@
+"""Attention near storage: devices that attend to contexts where these lie."""

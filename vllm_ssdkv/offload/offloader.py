@@ -1,0 +1,218 @@
+"""A rank's device that attends, for as long as it is in use, and the fold of its answers.
+
+The thread of the forward pass hands work in, attends to the window, and waits at the end of the
+layer only. A device that raises, answers with something else than was asked for, or shows no
+progress for its deadline is out of use from then on. Its work is taken back and done by the waiting
+thread, with the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ssdkv.attention.exact import StreamedContext
+from vllm_ssdkv.base.errors import OffloadError
+from vllm_ssdkv.base.metrics import Counters, counter_key
+from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.step_clock import MERGE, WAIT, StepClock
+from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
+
+logger = logging.getLogger(__name__)
+
+Cause = Literal["error", "answer", "deadline"]
+
+KEYS: Final[tuple[str, ...]] = (
+    counter_key("offload_tickets"),
+    counter_key("offload_bytes", payload="query"),
+    counter_key("offload_bytes", payload="selection"),
+    counter_key("offload_bytes", payload="partials"),
+    counter_key("offload_seconds", part="wait"),
+    counter_key("offload_seconds", part="attend"),
+    counter_key("offload_step_seconds"),
+)
+
+
+class Outcome(Enum):
+    """End of work that was handed in.
+
+    ``FOLDED``: its states are in the state. ``TAKEN_BACK``: they are not, and the caller attends.
+    ``LOST``: they are not, and the device may use the store: its rows cannot be attended to.
+    """
+
+    FOLDED = auto()
+    TAKEN_BACK = auto()
+    LOST = auto()
+
+
+class Offloader:
+    """Hands work to a device and folds its answers. Used by the thread of the forward pass.
+
+    Attributes:
+        in_use: Whether the device is; once it is not, it never is again.
+    """
+
+    def __init__(self, device: ContextDevice, deadline_s: float, counters: Counters):
+        """``deadline_s``: for each sign of progress; longer than any wait for I/O."""
+        self._device = device
+        self._deadline_s = deadline_s
+        self._counters = counters
+        self._gains = [0.0] * len(KEYS)
+        self.in_use = True
+        for cause in ("error", "answer", "deadline"):
+            counters.add("offload_failures", 0, cause=cause)
+        counters.set("offload_in_use", 1)
+
+    def submit(self, work: ContextWork) -> Ticket:
+        """Hand in work; does not block."""
+        begin = time.perf_counter()
+        ticket = self._device.submit(work)
+        query = work.query
+        self._gain(1, query.numel() * query.itemsize, work.pages.selection_bytes)
+        self._gains[-1] += time.perf_counter() - begin
+        return ticket
+
+    def fold(self, ticket: Ticket, work: ContextWork, state: PartialState) -> Outcome:
+        """Wait for the work, and fold its states into ``state``."""
+        if not self._wait(ticket):
+            return self._give_up("deadline", f"no progress in {self._deadline_s:g} s", ticket)
+        begin = time.perf_counter()
+        try:
+            part = ticket.partials()
+            _check(part, work.query)
+        except OffloadError as error:
+            return self._give_up("answer", str(error), ticket)
+        except Exception as error:  # noqa: BLE001  # counted, and told
+            return self._give_up("error", repr(error), ticket, error)
+        select_kernels(state.acc.device).merge(state, part)
+        self._gain(0, 0, 0, (part.m.numel() * 2 + part.acc.numel()) * 4, *ticket.seconds)
+        self._gains[-1] += time.perf_counter() - begin
+        return Outcome.FOLDED
+
+    def attend(self, work: ContextWork, state: PartialState, clock: StepClock) -> Outcome:
+        """Hand in work and wait for it."""
+        outcome = self.fold(self.submit(work), work, state)
+        clock.lap(WAIT)
+        return outcome
+
+    def reclaim(self, slots: NDArray[np.int64]) -> None:
+        """Slots get other bytes, see ``ContextDevice``."""
+        if self.in_use:
+            self._device.reclaim(slots)
+
+    def count_stored(self, nbytes: int) -> None:
+        """New K and V has gone to where the device reads it."""
+        if self.in_use:
+            self._counters.add("offload_bytes", nbytes, payload="kv")
+
+    def count_step(self, *, offloaded: bool) -> None:
+        """A step has ended, whose contexts the device attended to, or not."""
+        self._counters.add("offload_steps", by="device" if offloaded else "step")
+        self._counters.add_keyed(KEYS, self._gains)
+        self._gains = [0.0] * len(KEYS)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the device; False: it may still read pages."""
+        if self._device.close(timeout_s):
+            return True
+        logger.error("ssdkv: offload: a thread is still at work; the memory of the store stays")
+        return False
+
+    def _wait(self, ticket: Ticket) -> bool:
+        progress = -1
+        while not ticket.wait(self._deadline_s):
+            if ticket.progress == progress:
+                return False
+            progress = ticket.progress
+        return True
+
+    def _give_up(
+        self, cause: Cause, text: str, ticket: Ticket, error: Exception | None = None
+    ) -> Outcome:
+        """The device is out of use; see whether the work can be done elsewhere."""
+        back = ticket.withdraw(self._deadline_s)
+        self._counters.add("offload_failures", cause=cause)
+        if self.in_use:
+            self.in_use = False
+            self._counters.set("offload_in_use", 0)
+            logger.error(
+                "ssdkv: offload: the %s device is out of use until the engine starts again: %s; "
+                "contexts are attended to without it",
+                self._device.name,
+                text,
+                exc_info=error,
+            )
+        if back:
+            return Outcome.TAKEN_BACK
+        logger.error(
+            "ssdkv: offload: the %s device holds the pages of this step, whose requests are "
+            "computed again",
+            self._device.name,
+        )
+        return Outcome.LOST
+
+    def _gain(self, *gains: float) -> None:
+        for place, gain in enumerate(gains):
+            self._gains[place] += gain
+
+
+@dataclass(slots=True)
+class OffloadedContext:
+    """Contexts of a layer that a device attends to. See ``LayerContext``.
+
+    Attributes:
+        streamed: The same, attended to by who folds them.
+        offloader: Of the rank.
+        lose: Called when the device does not give them back.
+    """
+
+    streamed: StreamedContext
+    offloader: Offloader
+    lose: Callable[[], None]
+    _handed_in: tuple[ContextWork, Ticket] | None = None
+
+    def begin(self, query: torch.Tensor, scale: float) -> None:
+        """See ``LayerContext``."""
+        work = ContextWork(query, self.streamed, scale)
+        self._handed_in = work, self.offloader.submit(work)
+
+    def fold(
+        self,
+        kernels: AttentionKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+    ) -> None:
+        """See ``LayerContext``.
+
+        Raises:
+            RuntimeError: it was not begun.
+        """
+        if self._handed_in is None:
+            raise RuntimeError("there is nothing to fold: begin() comes first")
+        work, ticket = self._handed_in
+        outcome = self.offloader.fold(ticket, work, state)
+        clock.lap(WAIT if outcome is not Outcome.FOLDED else MERGE)
+        if outcome is Outcome.TAKEN_BACK:
+            self.streamed.restart()
+            self.streamed.fold(kernels, query, state, scale, clock)
+        elif outcome is Outcome.LOST:
+            self.lose()
+
+
+def _check(part: PartialState, query: torch.Tensor) -> None:
+    """Raise OffloadError unless this is a state of the query."""
+    shape = tuple(query.shape)
+    found = tuple(part.m.shape), tuple(part.l.shape), tuple(part.acc.shape)
+    if found != (shape[:2], shape[:2], shape):
+        raise OffloadError(f"states of shapes {found} for queries {shape}")

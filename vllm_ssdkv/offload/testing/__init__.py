@@ -1,0 +1,1 @@
+"""Twins of devices that attend: noop, faulty, throttled."""

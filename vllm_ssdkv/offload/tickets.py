@@ -1,0 +1,98 @@
+"""Tickets of devices whose threads are in this process."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.offload.protocol import ContextWork, Lease
+
+
+class LocalTicket:
+    """See ``Ticket``. One thread of the device ends it, by :meth:`answer` or :meth:`fail`.
+
+    Attributes:
+        work: What to do.
+        lease: Under which the device uses the store.
+        seconds: See ``Ticket``; set before the end.
+    """
+
+    def __init__(self, work: ContextWork):
+        self.work = work
+        self.lease = Lease()
+        self.seconds = (0.0, 0.0)
+        self._ended = threading.Lock()
+        """Held until the end: a wait for it costs a microsecond, one for an event ten."""
+        self._ended.acquire()
+        self._state: PartialState | None = None
+        self._error: Exception | None = None
+
+    @property
+    def progress(self) -> int:
+        """See ``Ticket``."""
+        return self.lease.turns
+
+    def done(self) -> bool:
+        """See ``Ticket``."""
+        return not self._ended.locked()
+
+    def wait(self, timeout_s: float) -> bool:
+        """See ``Ticket``."""
+        if not self._ended.acquire(timeout=max(timeout_s, 0.0)):
+            return False
+        self._ended.release()
+        return True
+
+    def partials(self) -> PartialState:
+        """See ``Ticket``."""
+        if self._error is not None:
+            raise self._error
+        if self._state is None:
+            raise RuntimeError("the device has not answered yet")
+        return self._state
+
+    def withdraw(self, timeout_s: float) -> bool:
+        """See ``Ticket``."""
+        return self.lease.withdraw(timeout_s)
+
+    def answer(self, state: PartialState) -> None:
+        """End it well."""
+        self._state = state
+        self._ended.release()
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        self._error = error
+        self._ended.release()
+
+
+class HostQuery:
+    """A query on its way to the host, [T, Hq, D]."""
+
+    def __init__(self, query: torch.Tensor):
+        """Start to copy it to pinned memory, if it lies on an accelerator; does not block."""
+        self._copied: torch.cuda.Event | None = None
+        self._query = query
+        if query.is_cuda:
+            self._query = torch.empty(query.shape, dtype=query.dtype, pin_memory=True)
+            self._query.copy_(query, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(query.device))
+
+    def wait(self) -> torch.Tensor:
+        """The query on the host, once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._query
+
+
+def empty_state(query: torch.Tensor) -> PartialState:
+    """State on the host of queries that have seen no key. Made without torch, which would fill it
+    by a team of its own."""
+    tokens, heads, head_size = query.shape
+    m = np.full((tokens, heads), -np.inf, dtype=np.float32)
+    acc = np.zeros((tokens, heads, head_size), dtype=np.float32)
+    return PartialState(*map(torch.from_numpy, (m, np.zeros_like(m), acc)))
