@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -141,6 +142,7 @@ class Special(FullAttentionSpec):
     """Attention of a kind of its own."""
 
 
+CPUS = os.cpu_count() or 1
 STATES_AT_ENDS = f"{REUSE} and start with --enable-prefix-caching"
 REUSE_ALONE: dict[str, Mapping[str, Any]] = {REUSE: TO_REUSE}
 NO_WAY: dict[str, Mapping[str, Any]] = {WITHOUT_US: GONE}
@@ -382,6 +384,16 @@ CASES = {
             }
         },
         settings={"parallel_config__enable_dbo": True},
+    ),
+    "offload-threads": Case(
+        "llama",
+        f"offload.threads: {CPUS} threads of each of 2 workers are more than the machine's {CPUS}",
+        {
+            "lower it": {"options": {**PAGE, "offload": {"threads": CPUS // 2}}},
+            "leave it out": {"options": {**PAGE, "offload": {}}},
+        },
+        options={**PAGE, "offload": {"threads": CPUS}},
+        settings={"parallel_config__tensor_parallel_size": 2},
     ),
     "layer-features": Case(
         "llama",

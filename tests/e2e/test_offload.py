@@ -158,7 +158,8 @@ def test_a_device_that_fails_changes_no_token(
     before = near.count("offload_failures", cause=cause)
     recomputed = near.count("recomputed_requests")
     fault = OffloadFault(kind=kind, after=after)
-    made = Offloader(FaultyDevice(HostDevice(1), fault), 0.2, near.worker.counters)
+    deadline_s = 0.2 if kind == "stall" else 30.0
+    made = Offloader(FaultyDevice(HostDevice(1), fault), deadline_s, near.worker.counters)
     with near.device(made):
         assert near.run(NAMES) == wanted
         assert not made.in_use

@@ -136,3 +136,46 @@ def test_two_ranks_that_choose(
         control.write_text(json.dumps([{"kind": "eio", "device": 1}]))
         assert ask() == wanted
         assert engine.ssdkv("device_lost", device=places[1]["path"]) > 0
+
+
+def test_two_ranks_whose_contexts_the_host_attends_to(
+    models: dict[str, Path],
+    stock: Stock,
+    devices: Callable[..., list[dict[str, str]]],
+    tmp_path: Path,
+) -> None:
+    """Each rank has a device of its own, over an encrypted store with two copies, of which one dies
+    under it."""
+    prompts = LONG[2:6]
+    wanted = [a.tokens for a in stock.answers("llama", prompts)]
+    places, control, key = devices(3), tmp_path / "faults.json", tmp_path / "key"
+    key.write_text(bytes(range(32)).hex())
+    key.chmod(0o600)
+    options = page_mode(
+        places,
+        window=64,
+        dram="24MiB",
+        replicas=2,
+        encryption={"key_file": str(key)},
+        offload={"kind": "host", "threads": 1},
+        io={"staging": "4MiB", "fault_file": str(control)},
+    )
+    with Engine(
+        models["llama"],
+        ssdkv=options,
+        kv_tokens=2 * kv_tokens(64, CHUNK),
+        max_num_batched_tokens=CHUNK,
+        max_model_len=4096,
+        tensor_parallel_size=2,
+        in_process=False,
+    ) as engine:
+        assert [a.tokens for a in engine.answers(prompts)] == wanted
+        assert engine.ssdkv("offload_in_use") == 2
+        assert engine.ssdkv("offload_steps", by="device") > 0
+        control.write_text(json.dumps([{"kind": "eio", "device": 1}]))
+        before = engine.ssdkv("offload_tickets")
+        assert [a.tokens for a in engine.answers(prompts)] == wanted
+        assert engine.ssdkv("device_lost", device=places[1]["path"]) > 0
+        assert engine.ssdkv("recomputed_requests") == 0
+        assert engine.ssdkv("offload_tickets") > before
+        assert engine.ssdkv("offload_in_use") == 2

@@ -8,13 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ssdkv.kernels.dense import CpuKernels
+from vllm_ssdkv.kernels.dense import AttentionKernels, CpuKernels, TritonKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 
 BLOCK, HEADS, GROUP, HEAD_SIZE = 16, 2, 2, 16
 LAYOUT = BlockLayout.unpadded(BLOCK, BLOCK, HEADS, HEAD_SIZE, torch.float32)
 CPU = torch.device("cpu")
 KERNELS = CpuKernels(1)
+MERGING: dict[str, AttentionKernels] = {"native": KERNELS, "triton": TritonKernels(CPU)}
+"""Of a GPU merging is torch's own work, so it runs here as well."""
+
+merging = pytest.mark.parametrize("merger", MERGING)
 
 
 def attended(query: torch.Tensor, cache: torch.Tensor, blocks: list[list[int]]) -> PartialState:
@@ -33,13 +37,16 @@ def empty(rows: int) -> PartialState:
     return PartialState.empty(rows, HEADS * GROUP, HEAD_SIZE, CPU)
 
 
+@merging
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(1, 4),
     owner=st.lists(st.integers(0, 4), min_size=1, max_size=12),
     size=st.sampled_from([1e-3, 1.0, 30.0]),
 )
-def test_any_split_merges_to_the_whole(seed: int, rows: int, owner: list[int], size: float) -> None:
+def test_any_split_merges_to_the_whole(
+    merger: str, seed: int, rows: int, owner: list[int], size: float
+) -> None:
     """``owner[b]``: the device that holds block b; some hold none, or none of some rows."""
     torch.manual_seed(seed)
     query = torch.randn(rows, HEADS * GROUP, HEAD_SIZE) * size
@@ -52,20 +59,21 @@ def test_any_split_merges_to_the_whole(seed: int, rows: int, owner: list[int], s
     state = empty(rows)
     for device in range(5):
         part = [[b for b in blocks if owner[b] == device] for blocks in contexts]
-        KERNELS.merge(state, attended(query, cache, part))
+        MERGING[merger].merge(state, attended(query, cache, part))
     KERNELS.finish(state, got, got_lse)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(got_lse, want_lse, rtol=2e-5, atol=2e-5)
 
 
-def test_a_part_without_keys_changes_nothing() -> None:
+@merging
+def test_a_part_without_keys_changes_nothing(merger: str) -> None:
     torch.manual_seed(1)
     query, cache = torch.randn(2, HEADS * GROUP, HEAD_SIZE), torch.randn(3, LAYOUT.block_bytes // 4)
     state = attended(query, cache, [[0, 1], [2]])
     before = [x.clone() for x in (state.m, state.l, state.acc)]
     other = empty(2)
-    KERNELS.merge(state, other)
-    KERNELS.merge(other, state)
+    MERGING[merger].merge(state, other)
+    MERGING[merger].merge(other, state)
     for found in (state, other):
         for part, was in zip((found.m, found.l, found.acc), before, strict=True):
             assert torch.equal(part, was)

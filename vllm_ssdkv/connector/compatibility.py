@@ -189,6 +189,14 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacl
         yield Obstacle(
             "steps are cut into micro-batches", ("leave out --enable-dbo and --ubatch-size",)
         )
+    workers = vllm_config.parallel_config.tensor_parallel_size
+    threads = 0 if config.offload is None else config.offload.threads or 0
+    if workers * threads > (cpus := os.cpu_count() or 1):
+        yield Obstacle(
+            f"offload.threads: {threads} threads of each of {workers} workers are more than the "
+            f"machine's {cpus} CPUs",
+            ("lower it", "leave it out"),
+        )
 
 
 def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
