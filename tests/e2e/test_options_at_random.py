@@ -93,6 +93,8 @@ def drawn(source: random.Random, places: list[dict[str, Any]], control: Path) ->
     selector = options["selector"] = source.choice(SELECTORS)
     if selector != "exact":
         options["sparse"] = sparse_options(source, selector)
+    if source.random() < 0.5:
+        options["offload"] = {"threads": 1}
     return options
 
 

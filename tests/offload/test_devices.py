@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from tests.store.unhurried import PATIENCE_S
 from vllm_ssdkv.base.errors import WithdrawnError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader, Outcome
@@ -91,6 +92,41 @@ def test_any_number_in_flight_end_in_order() -> None:
     assert device.close(PATIENCE_S)
     with pytest.raises(ValueError, match="closed"):
         device.submit(work(Pages()))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_more_threads_than_asked_for(threads: int) -> None:
+    """Neither kernels nor states have torch start a team of its own."""
+    blocks, layout = 256, BlockLayout.unpadded(16, 16, 4, 64, torch.float32)
+    query = torch.randn(64, 32, 64)
+    cache = torch.randn(blocks, layout.block_bytes // 4)
+
+    class Large(Pages):
+        def fold_on_host(
+            self,
+            kernels: HostKernels,
+            query: torch.Tensor,
+            state: PartialState,
+            scale: float,
+            clock: object,
+            lease: AbstractContextManager[None],
+        ) -> None:
+            ids = np.arange(blocks)
+            source = BlockSource.of_cache(cache, ids, ids * 16)
+            begin = np.zeros(64)
+            rows = Rows.build(np.arange(64), begin + 1, begin + 16 * blocks, begin, begin + blocks)
+            kernels.dense.attend(query, state, rows, source, layout, scale)
+
+    def running() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = running()
+    device = HostDevice(threads)
+    ticket = device.submit(ContextWork(query, Large(), 0.1))
+    assert ticket.wait(PATIENCE_S)
+    assert bool((ticket.partials().l > 0).all())
+    assert running() - before == threads
+    assert device.close(PATIENCE_S)
 
 
 def test_an_error_is_its_own_tickets() -> None:

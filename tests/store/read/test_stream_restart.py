@@ -21,5 +21,6 @@ def test_all_pieces_come_again(make_store: MakeStore, geometry: SlotGeometry, se
     walk = rig.walk(*rows, given_up=seen)
     rig.assert_rows(walk, *[[names[slot] for slot in row] for row in rows])
     assert walk.bad == []
+    assert walk.pieces == rig.walk(*rows).pieces  # each of them once
     rig.store.drop_context("r")
     rig.assert_no_leak()
