@@ -17,7 +17,9 @@ from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader
+from vllm_ssdkv.offload.protocol import ContextPages, ContextWork
 from vllm_ssdkv.offload.testing.faulty import FaultyDevice
+from vllm_ssdkv.offload.tickets import LocalTicket
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import (
@@ -160,6 +162,42 @@ def test_rows_whose_pages_are_held_are_lost(selector: SelectorName, tmp_path: Pa
             fault=OffloadFault(kind="hold", after=4),
             deadline_s=0.05,
         )
+
+
+@pytest.mark.parametrize("selector", ["exact", "bounds"])
+def test_work_names_its_pages(selector: SelectorName, tmp_path: Path) -> None:
+    """A device elsewhere has nothing else to go by."""
+    model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.float32)
+    config = config_of(selector, budget=0.25).model_copy(update={"offload": HOST})
+    seen: list[ContextPages] = []
+
+    class Seeing(HostDevice):
+        def submit(self, work: ContextWork) -> LocalTicket:
+            seen.append(work.pages)
+            return super().submit(work)
+
+    with PagedDecoder(model, config, ROOM, tmp_path / "store") as decoder:
+        worker = decoder.worker
+        own = worker.offloader
+        assert own is not None
+        decoder.prefill("a", prompts(model.config.vocab_size)[0][:320])
+        worker.offloader = Offloader(Seeing(1), 30.0, worker.counters)
+        decoder.step(["a"], torch.tensor([1]))
+        blocks = decoder.context_tokens("a") // ROOM.block_tokens
+        slots = set(worker.store.context_from("a", 0)[:blocks].tolist())
+        assert own.close(10.0)
+    assert len(seen) == LAYERS
+    for pages in seen:
+        found = set(pages.slots.tolist())
+        block_bytes = ROOM.block_tokens * KV_HEADS * HEAD_SIZE * 2 * 4
+        if selector == "exact":
+            assert found == slots
+            assert pages.nbytes == blocks * block_bytes
+            assert pages.selection_bytes == 0
+        else:
+            assert set() < found < slots
+            assert 0 < pages.nbytes < blocks * block_bytes / 2
+            assert pages.selection_bytes == -(-blocks * KV_HEADS // 8)
 
 
 def test_bytes_over_the_link(tmp_path: Path) -> None:

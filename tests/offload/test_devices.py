@@ -210,6 +210,14 @@ def test_a_device_that_keeps_the_lease_loses_the_work() -> None:
     assert device.close(PATIENCE_S)
 
 
+def test_a_device_that_refuses_work_fails() -> None:
+    device = HostDevice(1)
+    assert device.close(PATIENCE_S)
+    made = Offloader(device, 1.0, Counters())
+    assert folded(made, Pages())[0] is Outcome.TAKEN_BACK
+    assert not made.in_use
+
+
 def test_a_throttled_device_answers_by_its_model() -> None:
     """Pieces of work occupy it one after the other; latencies occupy nobody."""
     now = [100.0]

@@ -26,6 +26,7 @@ from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.kernels.step_clock import MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
+from vllm_ssdkv.offload.tickets import LocalTicket
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,13 @@ class Offloader:
         counters.set("offload_in_use", 1)
 
     def submit(self, work: ContextWork) -> Ticket:
-        """Hand in work; does not block."""
+        """Hand in work; does not block. A device that refuses it fails as if it had answered so."""
         begin = time.perf_counter()
-        ticket = self._device.submit(work)
+        try:
+            ticket = self._device.submit(work)
+        except Exception as error:  # noqa: BLE001  # whoever waits has it
+            ticket = refused = LocalTicket(work)
+            refused.fail(error)
         query = work.query
         self._gain(1, query.numel() * query.itemsize, work.pages.selection_bytes)
         self._gains[-1] += time.perf_counter() - begin
@@ -122,6 +127,8 @@ class Offloader:
 
     def close(self, timeout_s: float) -> bool:
         """End the device; False: it may still read pages."""
+        counts = ", ".join(f"{name} {n:.6g}" for name, n in self._device.statistics().items())
+        logger.info("ssdkv: offload: the %s device ends: %s", self._device.name, counts)
         if self._device.close(timeout_s):
             return True
         logger.error("ssdkv: offload: a thread is still at work; the memory of the store stays")
