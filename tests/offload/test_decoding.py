@@ -25,9 +25,11 @@ from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import (
     CHOOSING,
     COUNT,
+    FAMILIES,
     ROOM,
     config_of,
     own_tokens,
+    paged_logits,
     prompts,
 )
 
@@ -126,6 +128,16 @@ def test_the_same_comes_out(
         asked = prompts(model.config.vocab_size)
         assert got.tokens == [own_tokens(model, ids, COUNT) for ids in asked]
         assert got.counters.total("context_pages_streamed", tier="ssd") > 0
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llama"])
+def test_tokens_are_those_of_transformers_own_cache(family: str, tmp_path: Path) -> None:
+    """Of other families: with norms of queries and keys, and with as many KV heads as heads."""
+    model: Any = make_model(small_config(family, head_size=HEAD_SIZE), CPU, torch.float32)
+    config = config_of("exact").model_copy(update={"offload": HOST, "dram_gib": 5 / 1024})
+    asked = prompts(model.config.vocab_size)
+    got, _ = paged_logits(model, config, asked, tmp_path / "store")
+    assert got == [own_tokens(model, ids, COUNT) for ids in asked]
 
 
 @pytest.mark.parametrize("selector", ["exact", "sparf"])
