@@ -419,6 +419,9 @@ class TritonKernels:
 
     def merge(self, state: PartialState, part: PartialState) -> None:
         """See :meth:`AttentionKernels.merge`."""
+        shapes = part.m.shape, part.l.shape, part.acc.shape
+        if shapes != (state.m.shape, state.l.shape, state.acc.shape):
+            raise ValueError(f"the states are not of the same queries: {shapes}")
         m, l, acc = (x.to(self.device, non_blocking=True) for x in (part.m, part.l, part.acc))  # noqa: E741
         top = torch.maximum(state.m, m)
         base = torch.where(torch.isneginf(top), 0.0, top)  # -inf - -inf is not a number

@@ -21,11 +21,11 @@ from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.kernels.step_clock import ATTEND, WAIT, AttentionClock
 from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
-from vllm_ssdkv.offload.tickets import HostQuery, LocalTicket, empty_state
+from vllm_ssdkv.offload.tickets import LocalTicket, PinnedQuery, empty_state
 
 logger = logging.getLogger(__name__)
 
-_Job = tuple[LocalTicket, HostQuery]
+_Job = tuple[LocalTicket, PinnedQuery | None]
 
 
 class HostDevice:
@@ -66,7 +66,7 @@ class HostDevice:
         if self._closed:
             raise ValueError("the device is closed")
         ticket = LocalTicket(work)
-        self._jobs.put((ticket, HostQuery(work.query)))
+        self._jobs.put((ticket, PinnedQuery(work.query) if work.query.is_cuda else None))
         return ticket
 
     def reclaim(self, slots: NDArray[np.int64]) -> None:
@@ -93,14 +93,14 @@ class HostDevice:
             self._attend(*job)
             del job
 
-    def _attend(self, ticket: LocalTicket, query: HostQuery) -> None:
+    def _attend(self, ticket: LocalTicket, query: PinnedQuery | None) -> None:
         clock = AttentionClock()
         clock.start()
         work = ticket.work
         try:
             with ticket.lease:  # not if it was withdrawn meanwhile
                 state = empty_state(work.query)
-            here = query.wait()
+            here = work.query if query is None else query.wait()
             work.pages.fold_on_host(self._kernels, here, state, work.scale, clock, ticket.lease)
         except Exception as error:  # noqa: BLE001  # whoever waits has it
             ticket.fail(error)

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.exact import StreamedContext
-from vllm_ssdkv.base.errors import OffloadError
 from vllm_ssdkv.base.metrics import Counters, counter_key
 from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
@@ -81,31 +80,37 @@ class Offloader:
         except Exception as error:  # noqa: BLE001  # whoever waits has it
             ticket = refused = LocalTicket(work)
             refused.fail(error)
-        query = work.query
-        self._gain(1, query.numel() * query.itemsize, work.pages.selection_bytes)
-        self._gains[-1] += time.perf_counter() - begin
+        gains = self._gains
+        gains[0] += 1
+        gains[1] += work.query.nbytes
+        gains[2] += work.pages.selection_bytes
+        gains[6] += time.perf_counter() - begin
         return ticket
 
-    def fold(self, ticket: Ticket, work: ContextWork, state: PartialState) -> Outcome:
+    def fold(self, ticket: Ticket, state: PartialState) -> Outcome:
         """Wait for the work, and fold its states into ``state``."""
         if not self._wait(ticket):
             return self._give_up("deadline", f"no progress in {self._deadline_s:g} s", ticket)
         begin = time.perf_counter()
         try:
             part = ticket.partials()
-            _check(part, work.query)
-        except OffloadError as error:
-            return self._give_up("answer", str(error), ticket)
         except Exception as error:  # noqa: BLE001  # counted, and told
             return self._give_up("error", repr(error), ticket, error)
-        select_kernels(state.acc.device).merge(state, part)
-        self._gain(0, 0, 0, (part.m.numel() * 2 + part.acc.numel()) * 4, *ticket.seconds)
-        self._gains[-1] += time.perf_counter() - begin
+        try:
+            select_kernels(state.acc.device).merge(state, part)
+        except ValueError as error:
+            return self._give_up("answer", str(error), ticket)
+        wait_s, attend_s = ticket.seconds
+        gains = self._gains
+        gains[3] += part.acc.nbytes + 2 * part.m.nbytes
+        gains[4] += wait_s
+        gains[5] += attend_s
+        gains[6] += time.perf_counter() - begin
         return Outcome.FOLDED
 
     def attend(self, work: ContextWork, state: PartialState, clock: StepClock) -> Outcome:
         """Hand in work and wait for it."""
-        outcome = self.fold(self.submit(work), work, state)
+        outcome = self.fold(self.submit(work), state)
         clock.lap(WAIT)
         return outcome
 
@@ -167,10 +172,6 @@ class Offloader:
         )
         return Outcome.LOST
 
-    def _gain(self, *gains: float) -> None:
-        for place, gain in enumerate(gains):
-            self._gains[place] += gain
-
 
 @dataclass(slots=True)
 class OffloadedContext:
@@ -185,12 +186,11 @@ class OffloadedContext:
     streamed: StreamedContext
     offloader: Offloader
     lose: Callable[[], None]
-    _handed_in: tuple[ContextWork, Ticket] | None = None
+    _ticket: Ticket | None = None
 
     def begin(self, query: torch.Tensor, scale: float) -> None:
         """See ``LayerContext``."""
-        work = ContextWork(query, self.streamed, scale)
-        self._handed_in = work, self.offloader.submit(work)
+        self._ticket = self.offloader.submit(ContextWork(query, self.streamed, scale))
 
     def fold(
         self,
@@ -205,21 +205,12 @@ class OffloadedContext:
         Raises:
             RuntimeError: it was not begun.
         """
-        if self._handed_in is None:
+        if self._ticket is None:
             raise RuntimeError("there is nothing to fold: begin() comes first")
-        work, ticket = self._handed_in
-        outcome = self.offloader.fold(ticket, work, state)
+        outcome = self.offloader.fold(self._ticket, state)
         clock.lap(WAIT if outcome is not Outcome.FOLDED else MERGE)
         if outcome is Outcome.TAKEN_BACK:
             self.streamed.restart()
             self.streamed.fold(kernels, query, state, scale, clock)
         elif outcome is Outcome.LOST:
             self.lose()
-
-
-def _check(part: PartialState, query: torch.Tensor) -> None:
-    """Raise OffloadError unless this is a state of the query."""
-    shape = tuple(query.shape)
-    found = tuple(part.m.shape), tuple(part.l.shape), tuple(part.acc.shape)
-    if found != (shape[:2], shape[:2], shape):
-        raise OffloadError(f"states of shapes {found} for queries {shape}")

@@ -38,6 +38,8 @@ class Lease:
         turns: How often it was left: signs of progress.
     """
 
+    __slots__ = ("_lock", "_withdrawn", "turns")
+
     def __init__(self) -> None:
         self.turns = 0
         self._lock = threading.Lock()

@@ -20,6 +20,8 @@ class LocalTicket:
         seconds: See ``Ticket``; set before the end.
     """
 
+    __slots__ = ("_ended", "_error", "_state", "lease", "seconds", "work")
+
     def __init__(self, work: ContextWork):
         self.work = work
         self.lease = Lease()
@@ -69,23 +71,19 @@ class LocalTicket:
         self._ended.release()
 
 
-class HostQuery:
-    """A query on its way to the host, [T, Hq, D]."""
+class PinnedQuery:
+    """A query on its way from an accelerator to pinned memory, [T, Hq, D]."""
 
     def __init__(self, query: torch.Tensor):
-        """Start to copy it to pinned memory, if it lies on an accelerator; does not block."""
-        self._copied: torch.cuda.Event | None = None
-        self._query = query
-        if query.is_cuda:
-            self._query = torch.empty(query.shape, dtype=query.dtype, pin_memory=True)
-            self._query.copy_(query, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(query.device))
+        """Start to copy it; does not block."""
+        self._query = torch.empty(query.shape, dtype=query.dtype, pin_memory=True)
+        self._query.copy_(query, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(query.device))
 
     def wait(self) -> torch.Tensor:
         """The query on the host, once it is there."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
         return self._query
 
 
