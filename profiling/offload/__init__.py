@@ -1,0 +1,1 @@
+"""Attention near storage: models of published devices, and the benchmark of ours."""
