@@ -272,6 +272,19 @@ def test_what_is_not_read_counts_as_mean_v() -> None:
     assert errors[3] < 0.6 * errors[1], errors
 
 
+@given(problem=contexts(), granularity=st.sampled_from(["token", "page"]), share=st.floats(0.01, 1))
+@settings(max_examples=12, deadline=None)
+def test_the_mass_of_sparf_is_its_mean_alpha(
+    problem: Contexts, granularity: Literal["token", "page"], share: float
+) -> None:
+    """So it is known without alpha, which only the rest's estimate needs."""
+    selector = SparfSelector(Budget(share=share), 5, granularity, 0, KERNELS, estimate_rest=True)
+    selection = select(selector, problem)
+    assert selection.alpha is not None
+    alpha = selection.alpha.reshape(*selection.mass.shape, -1).mean(2)
+    np.testing.assert_allclose(selection.mass, alpha, atol=1e-5)
+
+
 def test_sparf_takes_the_page_of_most_mass() -> None:
     """Five tokens that are a little worse than the best one, which lies elsewhere alone."""
     problem = Contexts(BlockLayout.unpadded(16, 16, 1, 8, torch.float32), 1, [Row(8, 1)], seed=2)

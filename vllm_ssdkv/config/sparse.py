@@ -45,7 +45,8 @@ class ScoringConfig(OptionModel):
             "more: its store made with it cannot be used without, nor the other way."
         ),
         Reason(
-            "false: it nearly doubles the distance from exact attention on text (docs/accuracy.md)."
+            "false: with `sparf` it makes the distance from exact attention on text 1.6 times as "
+            "long (docs/accuracy.md)."
         ),
     ] = False
     channels: Annotated[

@@ -9,8 +9,8 @@ alpha sums over the token set. Per KV head:
    tokens: all of it is attended to and counts against the budget,
 4. ``alpha_g``: softmax mass of the chosen tokens, of all tokens, in the approximate logits,
 5. ``out_g = alpha_g * attention over the chosen + (1 - alpha_g) * mean V`` of all tokens, if
-   ``estimate_rest``. From an eighth of the channels alpha says too little on text
-   (``docs/accuracy.md``), so the mass is told, and nothing is mixed in, by default.
+   ``estimate_rest``: from an eighth of the channels alpha says too little on text, so it is off by
+   default (``docs/accuracy.md``).
 
 With granularity "token" pages change what is read and nothing else: the output is SparQ's for every
 page size. With "page" pages are what is chosen, by the sum of their tokens' softmax weights, so
@@ -91,13 +91,13 @@ class SparfSelector:
     def complete(
         self, selection: Selection, scores: Scores, context: ContextSummaries
     ) -> Selection:
-        """The selection with its mass: the mean of alpha over a KV head's query heads."""
+        """The selection with its alpha, if the rest is to be estimated."""
+        if not self.estimate_rest:
+            return selection
         if scores.tokens is None:
             raise ValueError("these are not the scores of this selector")
         alpha = self.kernels.cover(selection, scores.tokens, context)
-        heads = alpha.reshape(len(context), context.layout.kv_heads, -1)
-        mine = alpha if self.estimate_rest else None
-        return replace(selection, alpha=mine, mass=heads.mean(axis=2))
+        return replace(selection, alpha=alpha)
 
     def select(
         self,

@@ -55,7 +55,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: Rule = msgspec.UNSET
 
     def __reduce__(self) -> tuple[type[Segment], tuple[object, ...]]:
-        """For pickle, which looks for ``UNSET`` in every imported module, and imports some."""
+        """Pickled form, without ``UNSET``: pickle would search every imported module for it."""
         values = tuple(getattr(self, name) for name in self.__struct_fields__)
         return Segment, values[:-1] if self.rule is msgspec.UNSET else values
 
