@@ -83,8 +83,8 @@ class Record(Forcing):
 
 
 FORCINGS: Final[dict[str, Forcing]] = {}
-"""Those of the requests of this process, by the name in their ``extra_args``. The engine core has
-to be in the process that fills it."""
+"""Forcings of this process's requests, by the name in their ``extra_args``. The engine core has to
+be in the process that fills it."""
 
 
 class ForcedDecode(AdapterLogitsProcessor):

@@ -513,7 +513,7 @@ def test_rows_that_do_not_choose_keep_their_state(make_rows: Callable[..., Rows]
 
 
 def sparf(budget: Budget, channels: int, granularity: Literal["token", "page"]) -> SparfSelector:
-    return SparfSelector(budget, channels, granularity, 0, CpuScoringKernels())
+    return SparfSelector(budget, channels, granularity, 0, CpuScoringKernels(), estimate_rest=True)
 
 
 def windows(rows: Rows) -> list[int]:
@@ -679,10 +679,10 @@ def test_rows_with_different_selectors_get_what_each_gets_alone(
     kernels = CpuScoringKernels()
     budget = Budget(share=0.6)
     of_rows: list[Selector] = [
-        SparfSelector(budget, 8, "token", PAGE, kernels),
+        SparfSelector(budget, 8, "token", PAGE, kernels, estimate_rest=True),
         WindowSelector(budget, PAGE),
         AdaptiveSelector(
-            SparfSelector(budget, 4, "page", PAGE, kernels),
+            SparfSelector(budget, 4, "page", PAGE, kernels, estimate_rest=True),
             0.9,
             Budget(share=0.1),
             budget,

@@ -158,6 +158,9 @@ class SavedAtOnce:
     def saved(self) -> bool:
         return not self.late
 
+    def error(self) -> str:
+        return "store.json: of a test" if self.late else ""
+
     def wait(self, timeout_s: float) -> bool:
         return True
 

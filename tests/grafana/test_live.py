@@ -258,8 +258,14 @@ class Alerts:
             if alert["state"] == "firing"
         }
 
-    def wait(self, names: set[str], work: Callable[[], object] = object) -> None:
-        """Until each of these has fired; meanwhile ``work`` is done again and again."""
+    def wait(
+        self,
+        names: set[str],
+        work: Callable[[], object] = object,
+        seen: Callable[[], object] = object,
+    ) -> None:
+        """Until each of these has fired; meanwhile ``work`` is done again and again. It has to end
+        after ``seen``, which is called then."""
         missing = set(names)
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(work)
@@ -270,11 +276,14 @@ class Alerts:
                     running.result()
                     running = pool.submit(work)
 
-            def seen() -> bool:
+            def fired() -> bool:
                 missing.difference_update(self.firing())
                 return not missing
 
-            wait_for(f"the alerts {missing}", seen, again)
+            try:
+                wait_for(f"the alerts {missing}", fired, again)
+            finally:
+                seen()
             running.result()
 
 
@@ -342,7 +351,9 @@ def test_drives_that_fail(serving: Server, alerts: Alerts) -> None:
     gone = {"SSDKVChecksumErrors", "SSDKVDeviceFailed", "SSDKVNotDurable"}
     assert not gone & set(alerts.firing())
     # What is left of the drives is striped anew, but the manifest cannot be saved.
-    (serving.devices[0] / "store.json.tmp").mkdir()
+    # Requests wait for slots until it can.
+    obstacle = serving.devices[0] / "store.json.tmp"
+    obstacle.mkdir()
     serving.faults({"kind": "corrupt", "device": 1})
-    alerts.wait(gone, work)
+    alerts.wait(gone, work, seen=obstacle.rmdir)
     assert alerts.firing()["SSDKVDeviceFailed"]["device"] == str(serving.devices[1])

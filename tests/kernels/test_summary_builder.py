@@ -30,11 +30,13 @@ __all__ = ["make_rows", "make_store"]
 
 
 def tail(rows: Rows) -> torch.Tensor:
-    """Payloads of the first slot of row 1 that its device has behind KV, [pages, 4096]."""
-    geometry = rows.rig.geometry
-    device, begin = rows.rig.place(int(rows.contexts()[1][0]), geometry.frame_bytes)
-    data = rows.rig.devices[device].path.read_bytes()[begin : begin + geometry.tail_bytes]
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, geometry.page_bytes)
+    """Payloads of the first slot of row 1 that its devices have behind KV, [pages, 4096]."""
+    geometry, data = rows.rig.geometry, bytearray()
+    slot = int(rows.contexts()[1][0])
+    for offset in range(geometry.frame_bytes, geometry.slot_bytes, geometry.page_bytes):
+        device, begin = rows.rig.place(slot, offset)
+        data += rows.rig.devices[device].path.read_bytes()[begin : begin + geometry.page_bytes]
+    return torch.frombuffer(data, dtype=torch.uint8).view(-1, geometry.page_bytes)
 
 
 def test_slots_hold_sums_and_channels_as_documented(make_rows: Callable[..., Rows]) -> None:

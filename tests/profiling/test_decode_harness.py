@@ -290,7 +290,8 @@ def test_window_takes_the_first_page_and_the_newest(one_layer: OneLayer, tmp_pat
 
 
 def test_sparf_is_sparq(one_layer: OneLayer, tmp_path: Path) -> None:
-    config = sparse("sparf", budget=0.25, granularity="token", sink_tokens=0, channels=4)
+    options = {"granularity": "token", "sink_tokens": 0, "channels": 4, "estimate_rest": True}
+    config = sparse("sparf", budget=0.25, **options)
     out, context = one_layer.attended(config, tmp_path / "store")
     tokens = len(one_layer.ids)
     local = tokens - 1 - context

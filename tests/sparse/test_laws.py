@@ -107,7 +107,7 @@ def test_everything_selected_is_dense(
     """Exact; r = d and k = s of SparF; p = 1 of adaptive; any selector with the whole budget."""
     size = problem.layout.head_size
     bounds = BoundsSelector(ALL, 0, KERNELS)
-    sparf = SparfSelector(ALL, size, granularity, 0, KERNELS)
+    sparf = SparfSelector(ALL, size, granularity, 0, KERNELS, estimate_rest=True)
     want = dense(problem)
     for selector in (
         ExactSelector(),
@@ -126,7 +126,9 @@ def test_everything_selected_is_dense(
 def sparf_as_engine_runs_it(
     problem: Contexts, channels: int, tokens: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    selector = SparfSelector(Budget(tokens=tokens), channels, "token", 0, KERNELS)
+    selector = SparfSelector(
+        Budget(tokens=tokens), channels, "token", 0, KERNELS, estimate_rest=True
+    )
     selection = select(selector, problem)
     chosen = [problem.tokens_of(selection, row) for row in range(len(problem.rows))]
     return output(selector, problem), chosen
@@ -258,10 +260,29 @@ def test_what_is_not_read_counts_as_mean_v() -> None:
     for value in problem.value:
         assert value.mean(0).abs().max() < 0.3
     want, errors = dense(problem), []
+    sixth = Budget(share=1 / 6)
     for rest in (False, True):
-        selector = SpreadSelector(Budget(share=1 / 6), 0, KERNELS, estimate_rest=rest)
-        errors.append(float((output(selector, problem) - want).norm() / want.norm()))
-    assert errors[1] < 0.6 * errors[0], errors
+        for selector in (
+            SpreadSelector(sixth, 0, KERNELS, estimate_rest=rest),
+            SparfSelector(sixth, 16, "page", 0, KERNELS, estimate_rest=rest),
+        ):
+            assert (select(selector, problem).alpha is not None) == rest
+            errors.append(float((output(selector, problem) - want).norm() / want.norm()))
+    assert errors[2] < 0.6 * errors[0], errors
+    assert errors[3] < 0.6 * errors[1], errors
+
+
+@given(problem=contexts(), granularity=st.sampled_from(["token", "page"]), share=st.floats(0.01, 1))
+@settings(max_examples=12, deadline=None)
+def test_the_mass_of_sparf_is_its_mean_alpha(
+    problem: Contexts, granularity: Literal["token", "page"], share: float
+) -> None:
+    """So it is known without alpha, which only the rest's estimate needs."""
+    selector = SparfSelector(Budget(share=share), 5, granularity, 0, KERNELS, estimate_rest=True)
+    selection = select(selector, problem)
+    assert selection.alpha is not None
+    alpha = selection.alpha.reshape(*selection.mass.shape, -1).mean(2)
+    np.testing.assert_allclose(selection.mass, alpha, atol=1e-5)
 
 
 def test_sparf_takes_the_page_of_most_mass() -> None:

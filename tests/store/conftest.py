@@ -108,7 +108,8 @@ def striped(
     lanes = lanes_for(weights, copies)
     rule = rule_for(geometry, lanes)
     stripes = StripeMap(geometry, lanes, len(weights), copies, rule)
-    extents = [Extent(d, 0, stripes.device_units(d, slots)) for d in range(len(weights))]
+    units = [stripes.device_units(device, slots) for device in range(len(weights))]
+    extents = [Extent(device, 0, count) for device, count in enumerate(units) if count]
     segment = Segment(0, slots, slots, lanes, tuple(extents), copies, rule=rule)
     return Placement(geometry, [segment], len(weights))
 

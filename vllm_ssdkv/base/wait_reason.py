@@ -57,7 +57,8 @@ class WaitReason(Enum):
         "page",
         "Slots for its context are on their way: the store grows, or segments are being striped "
         "anew.",
-        "They can be had, or the store finds no more space.",
+        "They can be had, or the store finds no more space; or nothing else has run for 60 s, and "
+        "the engine stops.",
         "none",
     )
     SLOTS = (

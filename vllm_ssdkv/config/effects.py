@@ -35,9 +35,10 @@ _SCORES_CHANNELS: Final = Condition(
     lambda config, _: config.scores_channels,
     'mode is "page" and selector "sparf", or "adaptive" or "swarm" with sparse.scorer "sparf"',
 )
-_SCORES_SPREAD: Final = Condition(
-    lambda config, _: config.scorer == "spread",
-    'mode is "page" and selector "spread", or "adaptive" or "swarm" with sparse.scorer "spread"',
+_SCORES_MASS: Final = Condition(
+    lambda config, _: config.scores_channels or config.scorer == "spread",
+    'mode is "page" and selector "sparf" or "spread", or "adaptive" or "swarm" with one of them as '
+    "sparse.scorer",
 )
 _TAKES_A_SCORER: Final = Condition(
     lambda config, _: config.selector in {"adaptive", "swarm"},
@@ -97,7 +98,7 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.prefetch": (_CHOOSES,),
     "sparse.summaries": (_CHOOSES,),
     "sparse.scorer": (_TAKES_A_SCORER,),
-    "sparse.estimate_rest": (_SCORES_SPREAD,),
+    "sparse.estimate_rest": (_SCORES_MASS,),
     "sparse.channels": (_SCORES_CHANNELS,),
     "sparse.channel_dtype": (_SCORES_CHANNELS,),
     "sparse.channel_group": (_SCORES_CHANNELS,),

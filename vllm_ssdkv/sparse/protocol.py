@@ -72,15 +72,13 @@ class Needs:
     """Parts of a :class:`ContextSummaries` that a selector reads, beside the rows' sizes.
 
     ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``channels``, how many per KV
-    head: ``channel_base`` or ``channel_source``, and ``window_base``. ``mean_value``: not the
-    selector itself, but the step that follows attention if ``Selection.alpha`` is set.
-    ``clusters``: of the rows' pages.
+    head: ``channel_base`` or ``channel_source``, and ``window_base``. ``clusters``: of the rows'
+    pages.
     """
 
     bounds: bool = False
     spread: bool = False
     channels: int = 0
-    mean_value: bool = False
     clusters: bool = False
 
 

@@ -14,8 +14,10 @@ from vllm.lora.request import LoRARequest
 from tests.connector.events import begin, end, prompt, stored
 from tests.connector.simulation import SEATS, Simulation, engine_config
 from tests.e2e.models import make_llama
+from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.wait_reason import WaitReason
+from vllm_ssdkv.connector.scheduler import page_admission
 from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 
@@ -174,6 +176,18 @@ def test_a_wait_is_counted_once_and_ends(all_configs: Configs, reason: WaitReaso
     others = [BESIDE[reason]] if reason in BESIDE else []
     assert waits(run) == {r.label: 1 for r in (reason, *others)}
     end(run, *(name for name in run.requests if not name.startswith("stored")))
+
+
+def test_slots_that_never_come_end_the_engine(
+    all_configs: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest, for which they wait, cannot be saved."""
+    run = new_slots(all_configs)
+    run.manifest.late = True
+    steps(run, 2)
+    monkeypatch.setattr(page_admission, "NEW_SLOTS_DEADLINE_S", 0.0)
+    with pytest.raises(StoreFailedError, match=r"no new slots since .* store\.json: of a test"):
+        run.step()
 
 
 def test_who_is_given_up_while_it_waits_is_forgotten(all_configs: Configs) -> None:

@@ -114,7 +114,7 @@ def test_options_reach_swarm() -> None:
     assert (swarm.needs.bounds, swarm.needs.channels, swarm.needs.clusters) == (True, 0, True)
     swarm = made("swarm", channels=16, cluster_score="medoid").selector
     assert isinstance(swarm, SwarmSelector)
-    assert (swarm.needs.channels, swarm.needs.mean_value, swarm.route) == (16, True, "medoid")
+    assert (swarm.needs.channels, swarm.route) == (16, "medoid")
 
 
 def test_prompts_count_for_those_that_will_choose_by_clusters() -> None:

@@ -327,6 +327,9 @@ class SavedAtOnce:
     def saved(self) -> bool:
         return True
 
+    def error(self) -> str:
+        return ""
+
     def wait(self, timeout_s: float) -> bool:
         return True
 

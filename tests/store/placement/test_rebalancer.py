@@ -49,6 +49,9 @@ class Saver:
     def saved(self) -> bool:
         return self.pending is None
 
+    def error(self) -> str:
+        return ""
+
     def wait(self, timeout_s: float) -> bool:
         return self.saved()
 
@@ -427,8 +430,27 @@ def test_a_save_that_never_works_ends_with_the_store() -> None:
     saver = BackgroundSaver(save, counters)
     saver.put([])
     until(lambda: counters.total("manifest_errors") > 0, "an attempt")
+    until(lambda: saver.error() == "of a test", "what it failed with")
     assert not saver.close(0.2)
     assert not saver.saved()
+
+
+def test_what_is_under_way_is_late_after_its_deadline() -> None:
+    """Segments that are striped anew, until the manifest has them."""
+    now = [100.0]
+    store = Store(saver=Saver(at_once=False))
+    store.rebalancer._clock = lambda: now[0]
+    store.rebalancer.check_progress(0.0)
+    store.rebalancer.reweigh([1.0, 1.0, 0.2])
+    store.rebalancer.step()
+    now[0] += 60.0
+    store.rebalancer.check_progress(60.0)
+    now[0] += 1.0
+    with pytest.raises(StoreError, match=r"no new slots since 61 s, .* does not answer"):
+        store.rebalancer.check_progress(60.0)
+    store.saver.save()
+    store.rebalancer.step()
+    store.rebalancer.check_progress(0.0)
 
 
 def full(weights: list[float]) -> Store:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ssdkv.base.errors import StoreFailedError
+from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, ContextRecovery
 from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
@@ -16,6 +16,10 @@ from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, Schedule
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+NEW_SLOTS_DEADLINE_S = 60.0
+"""For which a request waits for slots of new segments while nothing else runs: their manifest is
+saved in milliseconds, or its file system is full, read-only, or does not answer."""
 
 
 class PageAdmission:
@@ -55,6 +59,8 @@ class PageAdmission:
             return None
         self._rebalancer.step(patient=soon)
         if self._rebalancer.grow_for(needed):
+            if not soon:
+                self._check_progress()
             return WaitReason.NEW_SLOTS
         if self._index.available() >= needed:  # what was striped anew has come back
             return None
@@ -68,3 +74,16 @@ class PageAdmission:
             )
         self._counters.add("slot_waits")
         return WaitReason.SLOTS
+
+    def _check_progress(self) -> None:
+        """Check that slots that are to come do; for a time when nothing runs.
+
+        Raises:
+            StoreFailedError: they do not.
+        """
+        try:
+            self._rebalancer.check_progress(NEW_SLOTS_DEADLINE_S)
+        except StoreError as error:
+            raise StoreFailedError(
+                f"{error}. Free space in its directory, or make it writable, and restart"
+            ) from error

@@ -71,7 +71,13 @@ class SelectorGroup:
             else:
                 channels = sparse.channels or max(1, layout.head_size // 8)
                 scorer = SparfSelector(
-                    budget, channels, sparse.granularity, sinks, kernels, sparse.channel_group
+                    budget,
+                    channels,
+                    sparse.granularity,
+                    sinks,
+                    kernels,
+                    sparse.channel_group,
+                    estimate_rest=sparse.estimate_rest,
                 )
             selector = scorer
             if config.selector == "swarm":

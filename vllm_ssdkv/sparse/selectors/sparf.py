@@ -8,7 +8,9 @@ alpha sums over the token set. Per KV head:
 3. the tokens with the largest sums of logits over G. The window takes the place of SparQ's local
    tokens: all of it is attended to and counts against the budget,
 4. ``alpha_g``: softmax mass of the chosen tokens, of all tokens, in the approximate logits,
-5. ``out_g = alpha_g * attention over the chosen + (1 - alpha_g) * mean V`` of all tokens.
+5. ``out_g = alpha_g * attention over the chosen + (1 - alpha_g) * mean V`` of all tokens, if
+   ``estimate_rest``: from an eighth of the channels alpha says too little on text, so it is off by
+   default (``docs/accuracy.md``).
 
 With granularity "token" pages change what is read and nothing else: the output is SparQ's for every
 page size. With "page" pages are what is chosen, by the sum of their tokens' softmax weights, so
@@ -45,6 +47,8 @@ class SparfSelector:
         sink_tokens: int,
         kernels: ScoringKernels,
         channel_group: int = 1,
+        *,
+        estimate_rest: bool = False,
     ) -> None:
         """Choose ``budget`` tokens from ``channels`` channels.
 
@@ -57,6 +61,7 @@ class SparfSelector:
             kernels: Of selection.
             channel_group: Neighbours that are chosen together, as a page holds them; SparQ's is 1.
                 ``channels`` are rounded up to whole groups. Divides the head size.
+            estimate_rest: SparQ's step 5.
 
         Raises:
             ValueError: ``channels`` or ``channel_group`` is less than 1.
@@ -67,7 +72,8 @@ class SparfSelector:
         self.budget = budget
         self.channels = channels
         self.channel_group = channel_group
-        self.needs = Needs(channels=channels, mean_value=True)
+        self.estimate_rest = estimate_rest
+        self.needs = Needs(channels=channels)
         self.granularity = granularity
         self.sink_tokens = sink_tokens
         self.kernels = kernels
@@ -85,12 +91,13 @@ class SparfSelector:
     def complete(
         self, selection: Selection, scores: Scores, context: ContextSummaries
     ) -> Selection:
-        """The selection with its alpha, whose mean over a KV head's query heads is the mass."""
+        """The selection with its alpha, if the rest is to be estimated."""
+        if not self.estimate_rest:
+            return selection
         if scores.tokens is None:
             raise ValueError("these are not the scores of this selector")
         alpha = self.kernels.cover(selection, scores.tokens, context)
-        heads = alpha.reshape(len(context), context.layout.kv_heads, -1)
-        return replace(selection, alpha=alpha, mass=heads.mean(axis=2))
+        return replace(selection, alpha=alpha)
 
     def select(
         self,
@@ -99,7 +106,7 @@ class SparfSelector:
         scale: float,
         window_lse: torch.Tensor | None = None,
     ) -> Selection:
-        """The pages that hold the chosen tokens, or the chosen pages, and alpha."""
+        """The pages that hold the chosen tokens, or the chosen pages."""
         if self.granularity == "page":
             scores = self.score(query, context, scale)
             pages = page_budget(self.budget, context)

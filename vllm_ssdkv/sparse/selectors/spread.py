@@ -36,7 +36,7 @@ class SpreadSelector(PageLogitsSelector):
         mass, as with SparQ's alpha; in place of nothing."""
         super().__init__(budget, sink_tokens, kernels)
         self.estimate_rest = estimate_rest
-        self.needs = Needs(spread=True, mean_value=estimate_rest)
+        self.needs = Needs(spread=True)
 
     def complete(
         self, selection: Selection, scores: Scores, context: ContextSummaries

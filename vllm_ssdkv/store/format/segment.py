@@ -54,6 +54,11 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     since: int = 0
     rule: Rule = msgspec.UNSET
 
+    def __reduce__(self) -> tuple[type[Segment], tuple[object, ...]]:
+        """Pickled form, without ``UNSET``: pickle would search every imported module for it."""
+        values = tuple(getattr(self, name) for name in self.__struct_fields__)
+        return Segment, values[:-1] if self.rule is msgspec.UNSET else values
+
     def rooms(self, devices: int) -> list[int]:
         """Units it owns of each device."""
         rooms = [0] * devices

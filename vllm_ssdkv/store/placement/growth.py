@@ -134,6 +134,8 @@ class StoreGrowth:
         """Why the last reservation failed; empty: it did not; None: none has ended."""
         self._adding: Segment | None = None
         """A segment that the store has taken, and does not use yet."""
+        self.reserving_since: float | None = None
+        """Instant at which the reservation that is under way began."""
         self._again_at = 0.0
         self._told = False
 
@@ -161,6 +163,7 @@ class StoreGrowth:
             return
         if self._free_now() < max(self._next.slots, wanted):
             self._problem = None
+            self.reserving_since = self._clock()
             self._thread = threading.Thread(
                 target=self._run, args=(self._next,), name="ssdkv-growth", daemon=True
             )
@@ -168,6 +171,7 @@ class StoreGrowth:
 
     def _end(self) -> None:
         """A reservation has ended."""
+        self.reserving_since = None
         if self._problem or self._next is None:
             self._counters.add("growth_errors")
             self._again_at = self._clock() + RETRY_S

@@ -67,6 +67,9 @@ class SegmentSaver(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Block until :meth:`saved`; False when the time ran out."""
 
+    def error(self) -> str:
+        """Text of the last attempt's error; empty: it did not fail."""
+
     def close(self, timeout_s: float) -> bool:
         """Save what was put, and stop; False when that was not possible in time."""
 
@@ -82,6 +85,7 @@ class BackgroundSaver:
         self._wanted: Sequence[Segment] | None = None
         self._busy = False
         self._stopping = False
+        self._error = ""
         self._thread: threading.Thread | None = None
 
     def put(self, segments: Sequence[Segment]) -> None:
@@ -105,6 +109,11 @@ class BackgroundSaver:
         with self._wake:
             return self._wake.wait_for(lambda: self._wanted is None and not self._busy, timeout_s)
 
+    def error(self) -> str:
+        """See the protocol."""
+        with self._wake:
+            return self._error
+
     def close(self, timeout_s: float) -> bool:
         """See the protocol."""
         done = self.wait(timeout_s)
@@ -122,23 +131,23 @@ class BackgroundSaver:
                 if self._stopping or self._wanted is None:
                     return
                 segments, self._wanted, self._busy = self._wanted, None, True
-            failed = self._failed(segments)
+            error = self._save_or_error(segments)
             with self._wake:
-                self._busy = False
-                if failed and self._wanted is None:
+                self._busy, self._error = False, error
+                if error and self._wanted is None:
                     self._wanted = segments
                 self._wake.notify_all()
-                if failed:
+                if error:
                     self._wake.wait_for(lambda: self._stopping, _RETRY_S)
 
-    def _failed(self, segments: Sequence[Segment]) -> bool:
+    def _save_or_error(self, segments: Sequence[Segment]) -> str:
         try:
             self._save(segments)
-        except Exception:  # whatever it is, the slots of these segments wait for it
+        except Exception as error:  # whatever it is, the slots of these segments wait for it
             self._counters.add("manifest_errors", 1)
             logger.exception("ssdkv: store.json cannot be saved; it is tried again")
-            return True
-        return False
+            return str(error) or type(error).__name__
+        return ""
 
 
 @dataclass(slots=True)
@@ -189,6 +198,8 @@ class Rebalancer:
         self._look = True
         self._clock = clock
         self._look_from = 0.0
+        self._put_at = 0.0
+        """Instant at which the manifest was given the successors."""
         self._outdated: list[Segment] = []
         """Segments of which blocks are worth a rewrite, by ascending number."""
         self._firsts = np.zeros(0, dtype=np.int64)
@@ -239,6 +250,23 @@ class Rebalancer:
         """Check whether slots are about to come back, or new ones to come."""
         return bool(self._successors) or (self.growth is not None and self.growth.busy)
 
+    def check_progress(self, deadline_s: float) -> None:
+        """Check that what is :attr:`under_way` takes no longer than ``deadline_s``.
+
+        Raises:
+            StoreError: it does.
+        """
+        begun = [self._put_at] if self._successors else []
+        if self.growth is not None and self.growth.reserving_since is not None:
+            begun.append(self.growth.reserving_since)
+        waited = self._clock() - min(begun, default=self._clock())
+        if waited > deadline_s:
+            reason = self._saver.error() or "the file system of a device does not answer"
+            raise StoreError(
+                f"there are no new slots since {waited:.0f} s, in which store.json could not be "
+                f"saved: {reason}"
+            )
+
     def grow_for(self, slots: int) -> bool:
         """Check whether new slots are to come, for who wants so many free ones. Never blocks."""
         if self.growth is not None:
@@ -255,6 +283,7 @@ class Rebalancer:
         are being saved, ask again. Never blocks."""
         if self._successors:
             return False
+        self._put_at = self._clock()
         self._successors[segment.first] = replace(segment, since=self._index.next_epoch)
         self._pace.begun = self._index.counters["allocated"]
         self._saver.put(self._wanted())
@@ -369,6 +398,7 @@ class Rebalancer:
         ended = self._clock()
         self._look_from = ended + LOOK_SHARE * (ended - began)
         if self._successors:
+            self._put_at = ended
             self._pace.begun = index.counters["allocated"]
             self._saver.put(self._wanted())
 
