@@ -84,6 +84,4 @@ class PageAdmission:
         try:
             self._rebalancer.check_progress(NEW_SLOTS_DEADLINE_S)
         except StoreError as error:
-            raise StoreFailedError(
-                f"{error}. Free space in its directory, or make it writable, and restart"
-            ) from error
+            raise StoreFailedError(str(error)) from error

@@ -264,7 +264,7 @@ class Rebalancer:
             reason = self._saver.error() or "the file system of a device does not answer"
             raise StoreError(
                 f"there are no new slots since {waited:.0f} s, in which store.json could not be "
-                f"saved: {reason}"
+                f"saved: {reason}. Free space in its directory, or make it writable, and restart"
             )
 
     def grow_for(self, slots: int) -> bool:
