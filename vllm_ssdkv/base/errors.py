@@ -59,7 +59,7 @@ class OffloadError(SSDKVError):
 
 
 class WithdrawnError(OffloadError):
-    """Work was taken back from the device that had begun it."""
+    """Work was taken back from the device that had begun it; nobody is told."""
 
 
 class StoreFullError(StoreError):

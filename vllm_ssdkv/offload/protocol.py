@@ -54,7 +54,7 @@ class Lease:
         self._lock.acquire()
         if self._withdrawn:
             self._lock.release()
-            raise WithdrawnError("the pages are attended to elsewhere")
+            raise WithdrawnError
 
     def __exit__(
         self,
