@@ -118,7 +118,7 @@ def cases(settings: Settings) -> Iterator[Case]:
                 yield Case(here, profile, FLASH, drives)
         away = Contexts(tokens, requests, selector, on_drive=True)
         for name, drives, bandwidth in _links(settings):
-            if "none" in plain:
+            if "none" in plain and (name != FLEXGEN or selector == "exact"):
                 yield Case(away, "none", name, drives, drives * bandwidth)
             # The device brings the same bytes: one case shows whether it keeps a drive busy.
             if "host" in plain and name != FLEXGEN and drives == 1 and selector == "exact":

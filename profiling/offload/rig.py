@@ -24,8 +24,9 @@ from vllm_ssdkv.base.sizes import MIB, format_size
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
 from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.connector.kv_layout import paged_geometry
-from vllm_ssdkv.offload.offloader import Offloader
-from vllm_ssdkv.offload.protocol import ContextDevice
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.offload.offloader import Offloader, Outcome
+from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
 from vllm_ssdkv.offload.testing.drive_timing import FLASH_LATENCY_S
 from vllm_ssdkv.profiling.decode_harness.decoder import FILL_BLOCKS, PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.measure import Clocked
@@ -147,7 +148,13 @@ def options(contexts: Contexts, model: Any, budget: float) -> SSDKVConfig:  # no
         summaries = MIB + room.blocks * row_bytes(geometry, config.page_tokens, channels=False)
     if contexts.on_drive:
         given["io"] |= {"throttle": [{"bandwidth": FAST}]}
-        return _with_dram(given, STAGING + 2 * MIB + (MIB + summaries if sparse else 0))
+        if not sparse:
+            return _with_dram(given, STAGING + 2 * MIB)
+        # Of chosen pages DRAM holds those of about one step.
+        kv = contexts.tokens * contexts.requests * kv_bytes_per_token(model.config, model.dtype)
+        pages = max(MIB, int(budget * kv))
+        sparse |= {"summaries": summaries, "page_cache": pages}
+        return _with_dram(given, STAGING + pages + summaries + 4 * MIB)
     pages = max(MIB, 64 * geometry.layer_bytes)
     if sparse:
         sparse |= {"summaries": summaries, "page_cache": pages}
@@ -158,6 +165,30 @@ def options(contexts: Contexts, model: Any, budget: float) -> SSDKVConfig:  # no
 def _with_dram(given: dict[str, Any], nbytes: int) -> SSDKVConfig:
     dram = format_size(-(-nbytes // MIB) * MIB)
     return SSDKVConfig.from_extra_config({**given, "dram_gib": dram})
+
+
+class _Metered(Offloader):
+    """Counts CPU time of the step's thread, which other work on the machine does not change.
+
+    Attributes:
+        cpu_s: Seconds, those for which it waits left out but for the calls.
+    """
+
+    def __init__(self, device: ContextDevice, deadline_s: float, counters: Counters):
+        super().__init__(device, deadline_s, counters)
+        self.cpu_s = 0.0
+
+    def submit(self, work: ContextWork) -> Ticket:
+        begun = time.thread_time()
+        ticket = super().submit(work)
+        self.cpu_s += time.thread_time() - begun
+        return ticket
+
+    def fold(self, ticket: Ticket, state: PartialState) -> Outcome:
+        begun = time.thread_time()
+        outcome = super().fold(ticket, state)
+        self.cpu_s += time.thread_time() - begun
+        return outcome
 
 
 class Rig:
@@ -201,11 +232,12 @@ class Rig:
         self._fill()
         self._throttle(link)
         if device is not None:
-            worker.offloader = Offloader(device, PATIENCE_S, worker.counters)
+            worker.offloader = _Metered(device, PATIENCE_S, worker.counters)
         try:
             clocked = Clocked(lambda ids: decoder.step(self._names, ids), len(self._names), _CPU)
             clocked.seconds()
             before, late = worker.counters.totals(), _late(device)
+            cpu = worker.offloader.cpu_s if isinstance(worker.offloader, _Metered) else 0.0
             seconds: list[float] = []
             own = [before.get(_OWN, 0.0)]
             while len(seconds) < effort.steps:
@@ -215,10 +247,12 @@ class Rig:
                     next(writes)
                 seconds.append(clocked.seconds())
                 own.append(worker.counters.totals().get(_OWN, 0.0))
-            found = self._figures(seconds, before, worker.counters)
-            each = np.diff(own) / len(decoder.layout.layer_names)
-            found["step_thread_s"] = float(np.median(each))
-            found["step_thread_mean_s"] = float(each.mean())
+            found = self._figures(seconds, before, worker.counters, charged=writes is not None)
+            layers = len(decoder.layout.layer_names)
+            found["step_thread_s"] = float(np.median(np.diff(own))) / layers
+            found["step_thread_cpu_s"] = 0.0
+            if isinstance(worker.offloader, _Metered):
+                found["step_thread_cpu_s"] = (worker.offloader.cpu_s - cpu) / len(seconds) / layers
             if worker.offloader is not None:
                 if not worker.offloader.in_use:
                     raise BenchError("the device failed; the log has the reason")
@@ -251,7 +285,7 @@ class Rig:
             engine.change((link or ThrottleRule(bandwidth=FAST),))
 
     def _figures(
-        self, seconds: list[float], before: dict[str, float], counters: Counters
+        self, seconds: list[float], before: dict[str, float], counters: Counters, *, charged: bool
     ) -> Figures:
         after = counters.totals()
 
@@ -259,15 +293,20 @@ class Rig:
             key = counter_key(name, **labels)
             return after.get(key, 0.0) - before.get(key, 0.0)
 
+        if gained("sparse_rows_exact"):
+            raise BenchError("DRAM had no room for some contexts' summaries")
         steps, layers = len(seconds), len(self._decoder.layout.layer_names)
         rows = steps * self._contexts.requests
         paths = [str(path) for path in self._decoder.opened.files.health.paths]
         link = {name: gained("offload_bytes", payload=name) / rows / layers for name in LINK}
         attend_s = gained("offload_seconds", part="attend")
+        # Writes make some steps longer, and count.
+        step_s = sum(seconds) / steps if charged else float(np.median(seconds))
         return {
             "steps": steps,
-            "step_s": sum(seconds) / steps,
-            "tokens_per_s": rows / sum(seconds),
+            "step_s": step_s,
+            "step_mean_s": sum(seconds) / steps,
+            "tokens_per_s": self._contexts.requests / step_s,
             "link_bytes": link,
             "bytes_read": sum(gained("bytes_read", device=path) for path in paths) / steps,
             "kv_bytes": self.kv_bytes,
