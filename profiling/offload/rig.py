@@ -50,6 +50,8 @@ PATIENCE_S: Final = 60.0
 """Of devices, and of writing contexts."""
 _CPU: Final = torch.device("cpu")
 _OWN: Final = counter_key("offload_step_seconds")
+_STALL: Final = 1.5
+"""Of the median step: what takes longer counts as that."""
 FAST: Final = 10**12
 """Bytes/s of a drive that is not slowed down."""
 LINK: Final = ("query", "selection", "partials", "kv")
@@ -247,7 +249,7 @@ class Rig:
                     next(writes)
                 seconds.append(clocked.seconds())
                 own.append(worker.counters.totals().get(_OWN, 0.0))
-            found = self._figures(seconds, before, worker.counters, charged=writes is not None)
+            found = self._figures(seconds, before, worker.counters)
             layers = len(decoder.layout.layer_names)
             found["step_thread_s"] = float(np.median(np.diff(own))) / layers
             found["step_thread_cpu_s"] = 0.0
@@ -260,6 +262,7 @@ class Rig:
             return found
         finally:
             offloader, worker.offloader = worker.offloader, None
+            self._drain()  # a slot that is given back must not be written to any more
             for name in self._names:
                 decoder.forget(name)
             if offloader is not None and not offloader.close(PATIENCE_S):
@@ -271,6 +274,9 @@ class Rig:
         for name in self._names:
             self._decoder.start(name, self._contexts.tokens)
             self._decoder.fill(name, self._contexts.tokens, self._source)
+        self._drain()
+
+    def _drain(self) -> None:
         if self._contexts.on_drive and not self._decoder.drain(PATIENCE_S):
             raise BenchError(f"the contexts were not written within {PATIENCE_S:.0f} s")
 
@@ -285,7 +291,7 @@ class Rig:
             engine.change((link or ThrottleRule(bandwidth=FAST),))
 
     def _figures(
-        self, seconds: list[float], before: dict[str, float], counters: Counters, *, charged: bool
+        self, seconds: list[float], before: dict[str, float], counters: Counters
     ) -> Figures:
         after = counters.totals()
 
@@ -300,8 +306,8 @@ class Rig:
         paths = [str(path) for path in self._decoder.opened.files.health.paths]
         link = {name: gained("offload_bytes", payload=name) / rows / layers for name in LINK}
         attend_s = gained("offload_seconds", part="attend")
-        # Writes make some steps longer, and count.
-        step_s = sum(seconds) / steps if charged else float(np.median(seconds))
+        # Steps that take much longer are other work's. Median alone would miss those with writes.
+        step_s = float(np.minimum(seconds, _STALL * np.median(seconds)).mean())
         return {
             "steps": steps,
             "step_s": step_s,

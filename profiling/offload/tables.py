@@ -16,6 +16,7 @@ from vllm_ssdkv.profiling.offload.published import (
     figures,
     link_ratio,
 )
+from vllm_ssdkv.profiling.offload.rig import WINDOW
 
 _INSTINFER: Final = DRIVES["instinfer"]
 BESIDE: Final = (
@@ -105,7 +106,8 @@ def speeds(rows: Sequence[Row]) -> Table:
         if row["interval"]:
             continue
         share = None
-        moved = row["kv_bytes"] if row["place"] == FLASH else row["bytes_read"]
+        behind = row["kv_bytes"] * (1 - WINDOW / row["context"])
+        moved = behind if row["place"] == FLASH else row["bytes_read"]
         if row["bandwidth"] and row["selector"] == "exact":
             share = moved / row["step_s"] / row["bandwidth"]
         table.add(

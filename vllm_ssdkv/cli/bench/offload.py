@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeVar, get_args
 import typer
 from rich.console import Console
 
-from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.clusters_output import show_tables
@@ -31,7 +31,7 @@ _MOST_INTERVAL: Final = 128
 def offload(
     directory: DirectoryOption = None,
     contexts: Annotated[str, typer.Option(help="Tokens of each context.")] = "4096",
-    batch: Annotated[str, typer.Option(help="Contexts at a time.")] = "1,4",
+    batch: Annotated[str, typer.Option(help="Contexts at a time.")] = "4",
     selectors: Annotated[
         str, typer.Option(help="exact, bounds, spread and the other selectors of page mode.")
     ] = "exact,bounds,spread",
@@ -45,7 +45,7 @@ def offload(
     budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
     dilation: Annotated[
         float, typer.Option(min=1, help="Factor by which drives are slower than the papers'.")
-    ] = 16,
+    ] = 24,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of the host's device; as the option, if missing.")
     ] = None,
@@ -90,7 +90,7 @@ def offload(
             from vllm_ssdkv.cli.bench.offload_plot import plot
 
             plot(document, plot_file)
-    except BenchError as error:
+    except SSDKVError as error:
         typer.echo(f"ssdkv bench offload: {error}", err=True)
         raise typer.Exit(1) from error
     finally:

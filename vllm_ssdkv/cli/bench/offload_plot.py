@@ -31,7 +31,8 @@ def plot(document: Row, path: Path) -> None:
     _speed(axes[0, 0], mine)
     _scaling(axes[0, 1], mine)
     _write_back(axes[1, 0], [row for row in rows if row["interval"]])
-    _link(axes[1, 1], [row for row in mine if sum(row["link_bytes"].values())])
+    near = [row for row in mine if row["place"] in ("dram", "flash") and row["way"] != "none"]
+    _link(axes[1, 1], near)
     figure.suptitle(
         f"{largest['batch']} x {largest['context']} tokens, drives slower by "
         f"{document['dilation']:g}, budget {document['budget']:g}"
@@ -65,9 +66,10 @@ def _curves(axes: Axes, rows: Sequence[Row], *, relative: bool) -> None:
 
 
 def _speed(axes: Axes, rows: Sequence[Row]) -> None:
-    _curves(axes, [row for row in rows if row["drives"]], relative=False)
-    for row in rows:
-        if row["place"] == "dram" and row["selector"] == "exact":
+    exact = [row for row in rows if row["selector"] == "exact"]
+    _curves(axes, [row for row in exact if row["drives"]], relative=False)
+    for row in exact:
+        if row["place"] == "dram":
             style = "--" if row["way"] == "none" else ":"
             axes.axhline(row["tokens_per_s"], ls=style, color="gray", label=f"{row['way']}, DRAM")
     axes.set_ylabel("tokens/s")
