@@ -60,6 +60,7 @@ LARGER = {
     "vllm_ssdkv/cli/bench/bench.py io": _COMMAND,
     "vllm_ssdkv/cli/bench/clusters.py clusters": _COMMAND,
     "vllm_ssdkv/cli/bench/decode.py decode": _COMMAND,
+    "vllm_ssdkv/cli/bench/offload.py offload": _COMMAND,
     "vllm_ssdkv/cli/profile/profile.py profile": _COMMAND,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.__init__": _VLLM,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,

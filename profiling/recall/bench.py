@@ -49,6 +49,18 @@ def numbers(option: str, text: str, low: float, high: float) -> list[float]:
     return found
 
 
+def whole_numbers(option: str, text: str, low: int, high: int) -> list[int]:
+    """The whole numbers of a list, ascending, each once.
+
+    Raises:
+        BadParameter: one is none, or not within ``low`` and ``high``.
+    """
+    found = numbers(option, text, low, high)
+    if any(value != int(value) for value in found):
+        raise typer.BadParameter(f"{text!r}: whole numbers from {low} to {high}", param_hint=option)
+    return sorted({int(value) for value in found})
+
+
 def names(text: str) -> list[str]:
     """The selectors of a list.
 

@@ -34,6 +34,18 @@ def test_the_host_attends_where_it_is_asked_to() -> None:
             {**PAGE, "offload": {}, "selector": "bounds", "sparse": {"hbm_pages": "64MiB"}},
             "sparse.hbm_pages: with offload .* leave one of the two out",
         ),
+        (
+            {**PAGE, "offload": {"throttle": {"drives": 2, "dilation": 4}}},
+            r"offload\.throttle: got .*; dilation, drives without a profile: name one, or ",
+        ),
+        (
+            {**PAGE, "offload": {"throttle": {"profile": "instinfer", "latency": 0.1}}},
+            r"offload\.throttle: got .*; latency beside a profile: leave one of the two out",
+        ),
+        (
+            {**PAGE, "offload": {"throttle": {"profile": "instinfer", "drives": 9}}},
+            r"offload\.throttle\.drives: got 9",
+        ),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], problem: str) -> None:

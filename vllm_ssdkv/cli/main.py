@@ -14,6 +14,7 @@ from vllm_ssdkv.cli.bench import bench
 from vllm_ssdkv.cli.bench.accuracy import accuracy
 from vllm_ssdkv.cli.bench.clusters import clusters
 from vllm_ssdkv.cli.bench.decode import decode
+from vllm_ssdkv.cli.bench.offload import offload
 from vllm_ssdkv.cli.bench.ttft import ttft
 from vllm_ssdkv.cli.demo.demo import demo, demo_model
 from vllm_ssdkv.cli.docs import docs
@@ -49,6 +50,7 @@ app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)
 bench.app.command()(clusters)
 bench.app.command()(decode)
+bench.app.command()(offload)
 bench.app.command()(ttft)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")

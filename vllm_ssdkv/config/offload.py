@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vllm_ssdkv.base.sizes import SIZE_TEXT, size_or_none
 from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
 
 MAX_THREADS: Final = 1024
+MAX_DRIVES: Final = 8
+
+DriveProfile: TypeAlias = Literal["instinfer", "smartssd"]
+"""A drive of a paper that attends to what lies on it."""
 
 
 def _threads(value: int | None) -> int | None:
@@ -56,6 +60,35 @@ class OffloadThrottle(OptionModel):
         Field(ge=0, le=60, description="Seconds that every answer takes longer."),
         Reason("Only what is named is modelled."),
     ] = 0.0
+    profile: Annotated[
+        DriveProfile | None,
+        Field(
+            description="Drives of a paper, in place of bandwidth and latency: `instinfer` attends "
+            "to 7.66 GB/s of its flash, `smartssd` to 3.0. Each attends to its part of the pages."
+        ),
+        Reason("Only what is named is modelled."),
+    ] = None
+    drives: Annotated[
+        int,
+        Field(ge=1, le=MAX_DRIVES, description="Drives of the profile, side by side."),
+        Reason("One is what the profile describes."),
+    ] = 1
+    dilation: Annotated[
+        float,
+        Field(gt=0, description="Factor by which the profile's drives are slower than theirs."),
+        Reason("The numbers mean what they say."),
+    ] = 1.0
+
+    @model_validator(mode="after")
+    def _one_model(self) -> OffloadThrottle:
+        rate, drives = {"bandwidth", "latency"}, {"drives", "dilation"}
+        unused = self.model_fields_set & (drives if self.profile is None else rate)
+        if unused:
+            names = ", ".join(sorted(unused))
+            if self.profile is None:
+                raise ValueError(f"{names} without a profile: name one, or leave it out")
+            raise ValueError(f"{names} beside a profile: leave one of the two out")
+        return self
 
 
 class OffloadConfig(OptionModel):

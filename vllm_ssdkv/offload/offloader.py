@@ -82,7 +82,7 @@ class Offloader:
             refused.fail(error)
         gains = self._gains
         gains[0] += 1
-        gains[1] += work.query.nbytes
+        gains[1] += work.query.nbytes * ticket.devices
         gains[2] += work.pages.selection_bytes
         gains[6] += time.perf_counter() - begin
         return ticket
@@ -102,7 +102,7 @@ class Offloader:
             return self._give_up("answer", str(error), ticket)
         wait_s, attend_s = ticket.seconds
         gains = self._gains
-        gains[3] += part.acc.nbytes + 2 * part.m.nbytes
+        gains[3] += (part.acc.nbytes + 2 * part.m.nbytes) * ticket.devices
         gains[4] += wait_s
         gains[5] += attend_s
         gains[6] += time.perf_counter() - begin

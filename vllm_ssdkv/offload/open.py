@@ -9,8 +9,10 @@ from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.protocol import ContextDevice
+from vllm_ssdkv.offload.testing.drive_timing import DRIVES
 from vllm_ssdkv.offload.testing.faulty import FaultyDevice
 from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
+from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,13 @@ def open_offloader(
     """
     threads = config.threads_of(workers)
     device: ContextDevice = HostDevice(threads)
-    if config.throttle is not None:
-        bandwidth = config.throttle.bandwidth
-        device = ThrottledDevice(
-            device, None if bandwidth is None else float(bandwidth), config.throttle.latency
-        )
+    throttle = config.throttle
+    if throttle is not None and throttle.profile is not None:
+        timing = DRIVES[throttle.profile]
+        device = ThrottledDrives(device, timing, throttle.drives, throttle.dilation)
+    elif throttle is not None:
+        bandwidth = None if throttle.bandwidth is None else float(throttle.bandwidth)
+        device = ThrottledDevice(device, bandwidth, throttle.latency)
     if config.fault is not None:
         device = FaultyDevice(device, config.fault)
     logger.info("ssdkv: offload: contexts are attended to by %s, %d threads", device.name, threads)

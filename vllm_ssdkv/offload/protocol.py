@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import WithdrawnError
-from vllm_ssdkv.kernels.dense import AttentionKernels
+from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
-from vllm_ssdkv.kernels.paged import PageKernels
+from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.kernels.step_clock import StepClock
 
 
@@ -79,8 +79,8 @@ class Lease:
 class HostKernels:
     """Kernels that read pages in memory of the host."""
 
-    dense: AttentionKernels
-    paged: PageKernels
+    dense: CpuKernels
+    paged: CpuPageKernels
 
 
 class ContextPages(Protocol):
@@ -154,6 +154,11 @@ class Ticket(Protocol):
     @property
     def progress(self) -> int:
         """Number that grows while the device gets on."""
+        ...
+
+    @property
+    def devices(self) -> int:
+        """Devices that hold pages of the work: each gets the queries, and sends its own states."""
         ...
 
     @property

@@ -37,6 +37,11 @@ class LocalTicket:
         """See ``Ticket``."""
         return self.lease.turns
 
+    @property
+    def devices(self) -> int:
+        """See ``Ticket``."""
+        return 1
+
     def done(self) -> bool:
         """See ``Ticket``."""
         return not self._ended.locked()

@@ -96,7 +96,8 @@ def complete(words: str) -> set[str]:
 
 def test_shells_complete_commands_and_options() -> None:
     assert complete("ssdkv q") == {"quota"}
-    assert complete("ssdkv bench ") == {"io", "accuracy", "clusters", "decode", "ttft"}
+    names = {"io", "accuracy", "clusters", "decode", "offload", "ttft"}
+    assert complete("ssdkv bench ") == names
     assert "--interval" in complete("ssdkv top --i")
 
 

@@ -13,7 +13,7 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.clusters_output import print_tables, write_markdown
 from vllm_ssdkv.profiling.clusters.trace import PAGE, Trace, read_traces
-from vllm_ssdkv.profiling.recall.bench import numbers
+from vllm_ssdkv.profiling.recall.bench import numbers, whole_numbers
 
 
 def clusters(
@@ -64,10 +64,10 @@ def clusters(
 
     settings = Settings(
         budgets=numbers("--budgets", budgets, 0.005, 0.5),
-        drives=_whole("--drives", drives, 8),
+        drives=whole_numbers("--drives", drives, 1, 8),
         heads=heads,
         every=every,
-        batches=_whole("--batches", batches, 64),
+        batches=whole_numbers("--batches", batches, 1, 64),
         tokens=tokens,
     )
     console = Console(stderr=True)
@@ -87,14 +87,6 @@ def clusters(
         typer.echo(f"ssdkv bench clusters: {error}", err=True)
         raise typer.Exit(1) from error
     print_tables(tables, as_json=as_json)
-
-
-def _whole(option: str, text: str, most: int) -> list[int]:
-    """Whole numbers of a list, ascending."""
-    found = numbers(option, text, 1, most)
-    if any(value != int(value) for value in found):
-        raise typer.BadParameter(f"{text!r}: whole numbers from 1 to {most}", param_hint=option)
-    return sorted({int(value) for value in found})
 
 
 def _traces(directory: Path, only: str | None, lengths: str | None) -> list[Trace]:

@@ -19,7 +19,12 @@ def print_tables(tables: Sequence[Table], *, as_json: bool) -> None:
     """Print tables for people, and as a JSON document where that is asked for."""
     if as_json:
         arguments.print_json({"tables": [asdict(table) for table in tables]})
-    console = wide_console(stderr=as_json)
+    show_tables(tables, stderr=as_json)
+
+
+def show_tables(tables: Sequence[Table], *, stderr: bool) -> None:
+    """Print tables for people."""
+    console = wide_console(stderr=stderr)
     for table in tables:
         shown = TerminalTable(title=escape(table.title), title_justify="left", box=None)
         for number, column in enumerate(table.columns):

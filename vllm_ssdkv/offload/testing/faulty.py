@@ -24,6 +24,10 @@ class _WrongTicket:
         return self._inner.progress
 
     @property
+    def devices(self) -> int:
+        return self._inner.devices
+
+    @property
     def seconds(self) -> tuple[float, float]:
         return self._inner.seconds
 

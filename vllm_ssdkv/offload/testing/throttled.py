@@ -17,34 +17,56 @@ from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
 
 
-class _ThrottledTicket:
-    def __init__(self, inner: Ticket, due: float, clock: Callable[[], float]):
+class ThrottledTicket:
+    """See ``Ticket``; ends when the model has, and the work.
+
+    Args:
+        inner: Of the device that does the work.
+        due: Answers, once the work is done, when the model ends.
+        clock: Monotonic seconds.
+        devices: See ``Ticket``.
+    """
+
+    def __init__(
+        self,
+        inner: Ticket,
+        due: Callable[[], float],
+        clock: Callable[[], float],
+        devices: int = 1,
+    ):
         self._inner, self._due, self._clock = inner, due, clock
+        self.devices = devices
 
     @property
     def progress(self) -> int:
+        """See ``Ticket``."""
         return self._inner.progress
 
     @property
     def seconds(self) -> tuple[float, float]:
+        """See ``Ticket``."""
         return self._inner.seconds
 
     def done(self) -> bool:
-        return self._clock() >= self._due and self._inner.done()
+        """See ``Ticket``."""
+        return self._inner.done() and self._clock() >= self._due()
 
     def wait(self, timeout_s: float) -> bool:
+        """See ``Ticket``."""
         deadline = self._clock() + max(timeout_s, 0.0)
         if not self._inner.wait(timeout_s):
             return False
-        pause = min(deadline, self._due) - self._clock()
+        pause = min(deadline, self._due()) - self._clock()
         if pause > 0:
             time.sleep(pause)
         return self.done()
 
     def partials(self) -> PartialState:
+        """See ``Ticket``."""
         return self._inner.partials()
 
     def withdraw(self, timeout_s: float) -> bool:
+        """See ``Ticket``."""
         return self._inner.withdraw(timeout_s)
 
 
@@ -77,7 +99,8 @@ class ThrottledDevice:
         cost = work.pages.nbytes * self._per_byte
         self._free_at = max(self._clock(), self._free_at) + cost
         due = self._free_at + self._latency_s
-        return _ThrottledTicket(self._inner.submit(work), due, self._clock)
+        inner = self._inner.submit(work)
+        return ThrottledTicket(inner, lambda: due, self._clock, inner.devices)
 
     def reclaim(self, slots: NDArray[np.int64]) -> None:
         """See ``ContextDevice``."""

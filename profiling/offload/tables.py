@@ -1,0 +1,331 @@
+"""Tables of ``ssdkv bench offload``, and published figures beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.offload.testing.drive_timing import DRIVES
+from vllm_ssdkv.profiling.clusters.table import Cell, Table
+from vllm_ssdkv.profiling.offload.bench import DRAM, FLASH, FLEXGEN, Row
+from vllm_ssdkv.profiling.offload.published import (
+    BATCH,
+    SpillCurve,
+    Step,
+    figures,
+    link_ratio,
+)
+from vllm_ssdkv.profiling.offload.rig import WINDOW
+
+_INSTINFER: Final = DRIVES["instinfer"]
+BESIDE: Final = (
+    (
+        "P3 our path",
+        "InstInfer dense against our own I/O path over the drive's link",
+        _INSTINFER.read_bandwidth / _INSTINFER.link_bandwidth,
+        "The drive reads little faster inside than its link is: P3 is FlexGen's path.",
+    ),
+    (
+        "P5 our path",
+        "sparse on the drive against the same pages over its link",
+        _INSTINFER.read_bandwidth / _INSTINFER.link_bandwidth,
+        "Likewise; choosing and looking up pages is the same in both.",
+    ),
+)
+"""Figures beside the papers': the same drives against a baseline as good as ours."""
+
+
+def tables(document: Row) -> list[Table]:
+    """All tables of a document, as :func:`vllm_ssdkv.profiling.offload.bench.run` makes it."""
+    rows: list[Row] = document["rows"]
+    return [
+        one
+        for one in (
+            speeds(rows),
+            link(rows),
+            scaling(rows),
+            write_back(rows),
+            ablation(rows),
+            host(document),
+            published(rows),
+        )
+        if one.rows
+    ]
+
+
+def find(rows: Sequence[Row], **wanted: Any) -> Row | None:  # noqa: ANN401
+    """The first row that has these figures."""
+    for row in rows:
+        if all(row[name] == value for name, value in wanted.items()):
+            return row
+    return None
+
+
+def ratio(fast: Row | None, slow: Row | None) -> float | None:
+    """Tokens/s of one row over those of another; None where one was not measured."""
+    if fast is None or slow is None:
+        return None
+    return float(fast["tokens_per_s"] / slow["tokens_per_s"])
+
+
+def _sizes(row: Row) -> dict[str, Any]:
+    """Sizes that two rows share, to be compared."""
+    return {name: row[name] for name in ("context", "batch", "selector")}
+
+
+def _over_link(rows: Sequence[Row], row: Row) -> Row | None:
+    """The same, with KV brought over the link of the same drives to the thread of the step."""
+    place = row["way"] if row["place"] == FLASH else row["place"]
+    drives = row["drives"]
+    return find(rows, way="none", place=place, drives=drives, interval=0, **_sizes(row))
+
+
+def speeds(rows: Sequence[Row]) -> Table:
+    """Tokens per second of all cases without charges for writes."""
+    table = Table(
+        "Decoding",
+        [
+            "contexts",
+            "batch",
+            "selector",
+            "attends",
+            "KV in",
+            "drives",
+            "tok/s",
+            "x",
+            "of drives",
+            "late",
+        ],
+        decimals=2,
+        note="x: over the same KV brought over the same drives' link (DRAM: to the same memory). "
+        "of drives: bytes of KV per second, as a share of what the drives have together. "
+        "late: share of layers in which the host computed longer than the drives would.",
+    )
+    for row in rows:
+        if row["interval"]:
+            continue
+        share = None
+        behind = row["kv_bytes"] * (1 - WINDOW / row["context"])
+        moved = behind if row["place"] == FLASH else row["bytes_read"]
+        if row["bandwidth"] and row["selector"] == "exact":
+            share = moved / row["step_s"] / row["bandwidth"]
+        table.add(
+            row["context"],
+            row["batch"],
+            row["selector"],
+            row["way"],
+            row["place"],
+            row["drives"] or None,
+            row["tokens_per_s"],
+            ratio(row, _over_link(rows, row)),
+            share,
+            row["late"] / row["tickets"] if row["place"] == FLASH else None,
+        )
+    return table
+
+
+def link(rows: Sequence[Row]) -> Table:
+    """Bytes over the link, counted and by formula."""
+    table = Table(
+        "Bytes over the link per row, token and layer",
+        [
+            *("contexts", "batch", "selector", "attends", "n", "counted", "formula", "ratio"),
+            *("KV / link", "16 bit", "(s+1)/2"),
+        ],
+        decimals=3,
+        note="formula: n (2 Hq d + Hq (4 d + 8)) + 4 n_kv d, and a bit per page and KV head where "
+        "pages are chosen. 16 bit: KV / link if outputs were of 16 bit and without selection, for "
+        "one device; (s+1)/2 is the papers' figure for that, with as many KV heads as heads.",
+    )
+    most = {name: max(row[name] for row in rows) for name in ("context", "batch")}
+    for row in rows:
+        largest = all(row[name] == most[name] for name in most)
+        if not largest or row["place"] not in (DRAM, FLASH) or row["way"] == "none":
+            continue
+        if row["interval"]:
+            continue
+        sent = row["link_bytes"]
+        counted, kv = sum(sent.values()), row["kv_bytes"] / row["batch"] / row["layers"]
+        alone = row["drives"] < 2
+        table.add(
+            row["context"],
+            row["batch"],
+            row["selector"],
+            row["way"],
+            row["drives"] or 1,
+            counted,
+            row["link_formula"],
+            counted / row["link_formula"],
+            kv / counted,
+            kv / (2 * sent["query"] + sent["kv"]) if alone else None,
+            link_ratio(row["context"]) if alone else None,
+        )
+    return table
+
+
+def scaling(rows: Sequence[Row]) -> Table:
+    """Speed of several drives over that of one."""
+    table = Table(
+        "Several drives against one",
+        ["attends", "contexts", "batch", "selector", "drives", "x", "of linear"],
+        decimals=2,
+        note="What is not KV stays as it is, and grows in share: P4 is the same, for 20 drives.",
+    )
+    for row in rows:
+        if row["place"] != FLASH or row["drives"] == 1 or row["interval"]:
+            continue
+        one = find(rows, way=row["way"], place=FLASH, drives=1, interval=0, **_sizes(row))
+        x = ratio(row, one)
+        if x is not None:
+            sizes = _sizes(row).values()
+            table.add(row["way"], *sizes, row["drives"], x, x / row["drives"])
+    return table
+
+
+def write_back(rows: Sequence[Row]) -> Table:
+    """Speed by the tokens between two writes."""
+    table = Table(
+        "Tokens between two writes",
+        ["attends", "contexts", "batch", "drives", "interval", "tok/s", "x", "papers'"],
+        decimals=2,
+        note="x: over a write for every token. papers': the curve through their ratios at 16 and "
+        "64. The engine writes whole blocks; smaller intervals are charged to the twins.",
+    )
+    curve = SpillCurve.calibrated()
+    charged = [row for row in rows if row["interval"]]
+    for row in charged:
+        first = find(charged, way=row["way"], interval=1)
+        table.add(
+            row["way"],
+            row["context"],
+            row["batch"],
+            row["drives"],
+            row["interval"],
+            row["tokens_per_s"],
+            ratio(row, first),
+            curve.time(1) / curve.time(row["interval"]),
+        )
+    return table
+
+
+def ablation(rows: Sequence[Row]) -> Table:
+    """Gains of HILOS' parts, one after the other."""
+    table = Table(
+        "What each part brings",
+        ["part", "attends", "tok/s", "x", "papers'"],
+        decimals=2,
+        note="x: over the line above. The longest contexts, the largest batch, the most drives; "
+        "without the first part KV comes over the drives' links.",
+    )
+    for profile in dict.fromkeys(row["way"] for row in rows if row["interval"]):
+        mine = [row for row in rows if row["way"] == profile and row["interval"]]
+        steps = [
+            ("KV over the link", _over_link(rows, mine[0]), None),
+            ("near storage", find(mine, interval=1), 3.39),
+            ("+ write-back every 16", find(mine, interval=16), 1.32),
+        ]
+        before: Row | None = None
+        for part, row, papers in steps:
+            if row is not None:
+                x = ratio(row, before)
+                table.add(part, profile, row["tokens_per_s"], x, papers)
+                before = row
+    return table
+
+
+def host(document: Row) -> Table:
+    """Rates of the host's device, and time of the step's own thread."""
+    table = Table(
+        "The host's device",
+        ["figure", "of", "value", "aim"],
+        decimals=2,
+        note=f"{document['cpus']} CPUs; load {document['load']:.1f} when the run ended.",
+    )
+    for row in document["host"]:
+        what = f"{row['queries_per_kv']} queries per KV head, {row['threads']} threads"
+        read = f"{row['read'] / 1e9:.1f} read"
+        table.add(f"attention to DRAM, GB/s, {what}", read, row["attended"] / 1e9, None)
+        table.add("its share of reading", "1", row["share"], 0.7)
+        table.add("its share of reading, by CPU time", "1", row["cpu_share"], None)
+    for row in document["rows"]:
+        exact = row["way"] == "host" and row["selector"] == "exact"
+        if exact and row["place"] == DRAM:
+            name = f"step's thread, us per layer, {row['batch']} x {row['context']}"
+            whole = f"{row['step_s'] * 1e3:.1f} ms"
+            table.add(f"{name}, clock, median", whole, 1e6 * row["step_thread_s"], 30.0)
+            table.add(f"{name}, its CPU time", whole, 1e6 * row["step_thread_cpu_s"], 30.0)
+        elif exact:
+            name = f"drives' sum, {row['place']}'s link, {row['batch']} x {row['context']}"
+            share = row["bytes_read"] / row["step_s"] / row["bandwidth"]
+            table.add(name, f"{row['bandwidth'] / MIB:.0f} MiB/s", share, 0.95)
+    return table
+
+
+def published(rows: Sequence[Row]) -> Table:
+    """Published figures, their predictions and what the twins gave."""
+    table = Table(
+        "Published figures",
+        ["id", "what", "published", "predicted", "measured", "differs"],
+        decimals=2,
+        note="predicted: by constants of the hardware; c: calibrates one, and says nothing. "
+        "measured: in this run, with its sizes.",
+    )
+    measured = _measured(rows)
+    for figure in figures():
+        one = figure.published
+        predicted = f"{figure.predicted:.2f}{' c' if one.calibrates else ''}"
+        found: Cell = measured.get(one.name)
+        table.add(one.name, one.what, one.value, predicted, found, one.reason)
+    for name, what, gain, reason in BESIDE:
+        table.add(name, what, None, f"{gain:.2f}", measured.get(name), reason)
+    return table
+
+
+def _measured(rows: Sequence[Row]) -> dict[str, float | str | None]:
+    """Measured values of published figures, at the largest sizes."""
+    plain = [row for row in rows if not row["interval"]]
+    if not plain:
+        return {}
+    sizes = {name: max(row[name] for row in plain) for name in ("context", "batch")}
+    chosen = next((row["selector"] for row in plain if row["selector"] != "exact"), "")
+    exact, sparse = {**sizes, "selector": "exact"}, {**sizes, "selector": chosen}
+
+    def twin(profile: str, drives: int, like: dict[str, Any]) -> Row | None:
+        return find(plain, way=profile, place=FLASH, drives=drives, **like)
+
+    most = max((row["drives"] for row in plain), default=1)
+    one = twin("instinfer", 1, exact)
+    slow = find(plain, way="none", place=FLEXGEN, **exact)
+    smart = twin("smartssd", most, exact)
+    curve = [row for row in rows if row["interval"] and row["way"] == "smartssd"]
+    best = max(curve, key=lambda row: float(row["tokens_per_s"]), default=None)
+    return {
+        "P3": ratio(one, slow),
+        "P3 our path": ratio(one, find(plain, way="none", place="instinfer", drives=1, **exact)),
+        "P4 dense": _of_drives(ratio(twin("instinfer", most, exact), one), most),
+        "P4 sparse": _of_drives(
+            ratio(twin("instinfer", most, sparse), twin("instinfer", 1, sparse)),
+            most,
+            sparse=True,
+        ),
+        "P5": ratio(twin("instinfer", 1, sparse), slow),
+        "P5 our path": ratio(
+            twin("instinfer", 1, sparse),
+            find(plain, way="none", place="instinfer", drives=1, **sparse),
+        ),
+        "P6": ratio(twin("instinfer", 1, sparse), one),
+        "P18 near storage": ratio(smart, None if smart is None else _over_link(plain, smart)),
+        "P18 write-back": ratio(find(curve, interval=16), find(curve, interval=1)),
+        "P19": None if best is None else float(best["interval"]),
+    }
+
+
+def _of_drives(gain: float | None, drives: int, *, sparse: bool = False) -> str | None:
+    """A gain by another number of drives than the paper's 20, with the model's for that number."""
+    if gain is None:
+        return None
+    batch = 4 * BATCH
+    one, all_of_them = (Step.instinfer(batch, n, sparse=sparse) for n in (1, drives))
+    model = one.time / all_of_them.time
+    return f"{gain:.2f} of {drives} (model {model:.2f})"

@@ -1,0 +1,231 @@
+"""Drives of the papers as twins: their times by hand, and attention to parts of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.store.unhurried import PATIENCE_S
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.offload import DriveProfile, OffloadConfig
+from vllm_ssdkv.kernels.dense import CpuKernels
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.step_clock import AttentionClock
+from vllm_ssdkv.offload.host import HostDevice
+from vllm_ssdkv.offload.offloader import Offloader, Outcome
+from vllm_ssdkv.offload.open import open_offloader
+from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
+from vllm_ssdkv.offload.testing.drive_timing import DRIVES, DriveTiming
+from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
+
+LAYOUT = BlockLayout.unpadded(16, 16, 2, 128, torch.bfloat16)
+"""Pages of 8 KiB: two of flash."""
+HEADS, BLOCKS = 4, 11
+SLOW = DriveTiming(
+    channels=2,
+    channel_bandwidth=4096.0,
+    page_bytes=4096,
+    page_overhead_s=1.0,
+    latency_s=5.0,
+    attend_bandwidth=None,
+    write_bandwidth=4096.0,
+    link_bandwidth=1.0,
+)
+"""A page takes a channel two seconds, and a write one."""
+
+
+class Contexts:
+    """Contexts of two rows, the second half as long, in whole or some pages of it."""
+
+    def __init__(self, *, listed: bool):
+        torch.manual_seed(0)
+        self.cache = torch.randn(2 * BLOCKS, LAYOUT.block_bytes // 2).to(torch.bfloat16)
+        self.query = torch.randn(2, HEADS, LAYOUT.head_size)
+        self.listed = listed
+        self.selection_bytes = 0
+        index = [*range(BLOCKS), *range(BLOCKS // 2)]
+        self.ids = np.arange(len(index))
+        self.position = np.array(index, dtype=np.int64) * LAYOUT.block_tokens
+        self.edges = np.array([0, BLOCKS, len(index)])
+        self.last = np.array([BLOCKS, BLOCKS // 2], dtype=np.int64) * LAYOUT.block_tokens
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return self.ids
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.ids) * LAYOUT.block_bytes
+
+    @property
+    def pages(self) -> PageList:
+        """Every page of the even blocks, and of head 0 every page."""
+        base = self.cache.data_ptr() + self.ids * LAYOUT.block_bytes
+        address, position, begin, end = [], [], [], []
+        for row in range(2):
+            mine = np.arange(self.edges[row], self.edges[row + 1])
+            for head in range(LAYOUT.kv_heads):
+                those = mine if head == 0 else mine[self.position[mine] // 16 % 2 == 0]
+                begin.append(sum(map(len, address)))
+                address.append(base[those] + head * LAYOUT.page_stride_bytes)
+                position.append(self.position[those])
+                end.append(begin[-1] + len(those))
+        return PageList(
+            np.arange(2, dtype=np.int32),
+            self.last,
+            np.array(begin, dtype=np.int32),
+            np.array(end, dtype=np.int32),
+            np.concatenate(address).astype(np.uint64),
+            np.concatenate(position),
+        )
+
+    def fold_on_host(
+        self,
+        kernels: HostKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: object,
+        lease: AbstractContextManager[None],
+    ) -> None:
+        del clock, lease
+        if self.listed:
+            kernels.paged.attend_pages(query, state, self.pages, LAYOUT, scale)
+            return
+        rows = Rows.build([0, 1], [1, 1], self.last, self.edges[:-1], self.edges[1:])
+        source = BlockSource.of_cache(self.cache, self.ids, self.position)
+        kernels.dense.attend(query, state, rows, source, LAYOUT, scale)
+
+
+class Counting(ThrottledDrives):
+    """Tells how many pages of flash each drive reads."""
+
+    def __init__(self, inner: HostDevice, timing: DriveTiming, drives: int):
+        super().__init__(inner, timing, drives)
+        self.seen: list[list[int]] = []
+
+    def occupy(self, begun: float, pages: Sequence[int]) -> float:
+        self.seen.append(list(pages))
+        return super().occupy(begun, pages)
+
+
+def attended(made: Offloader, contexts: Contexts) -> torch.Tensor:
+    """Output over the contexts."""
+    state = PartialState.empty(*contexts.query.shape, contexts.query.device)
+    clock = AttentionClock()
+    clock.start()
+    work = ContextWork(contexts.query, contexts, LAYOUT.head_size**-0.5)
+    assert made.attend(work, state, clock) is Outcome.FOLDED
+    out = torch.empty_like(contexts.query)
+    CpuKernels(1).finish(state, out)
+    return out
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("drives", [1, 2, 3, 8])
+def test_drives_attend_to_their_parts(drives: int, listed: bool) -> None:
+    contexts, host, counters = Contexts(listed=listed), HostDevice(1), Counters()
+    want = attended(Offloader(host, 30.0, Counters()), contexts)
+    device = Counting(HostDevice(1), DRIVES["instinfer"], drives)
+    made = Offloader(device, 30.0, counters)
+    got = attended(made, contexts)
+    assert torch.allclose(got, want, atol=1e-5)
+    index = [*range(BLOCKS), *range(BLOCKS // 2)]
+    lists = index + [i for i in index if not listed or i % 2 == 0]
+    assert device.seen == [[2 * sum(i % drives == one for i in lists) for one in range(drives)]]
+    # Each drive gets the queries, and sends states of its own.
+    made.count_step(offloaded=True)
+    q, d = HEADS, LAYOUT.head_size
+    assert counters.total("offload_bytes", payload="query") == drives * 2 * 4 * q * d
+    assert counters.total("offload_bytes", payload="partials") == drives * 2 * q * (4 * d + 8)
+    assert made.close(PATIENCE_S)
+    assert host.close(PATIENCE_S)
+
+
+def test_a_block_that_rows_share_is_read_once() -> None:
+    contexts = Contexts(listed=False)
+    contexts.ids[BLOCKS:] = contexts.ids[: BLOCKS // 2]
+    device = Counting(HostDevice(1), DRIVES["instinfer"], 1)
+    ticket = device.submit(ContextWork(contexts.query, contexts, 1.0))
+    assert ticket.wait(PATIENCE_S)
+    assert device.seen == [[BLOCKS * 2 * 2]]
+    assert device.close(PATIENCE_S)
+
+
+def test_times_of_the_papers_drives() -> None:
+    assert set(DRIVES) == set(get_args(DriveProfile))
+    one = DRIVES["instinfer"]
+    # A page of 4 KiB: 2.926 us on a channel of 1.4 GB/s, and 1.352 beside.
+    assert one.page_s == pytest.approx(4.2778e-6, rel=1e-4)
+    assert one.read_bandwidth == pytest.approx(7.66e9)
+    assert one.attend_s(1) == one.attend_s(8) == one.page_s
+    assert one.attend_s(9) == 2 * one.page_s
+    assert one.flash_pages(1) == one.flash_pages(4096) == 1
+    assert one.flash_pages(4097) == 2
+    # A context of 4,096 tokens, 8 KiB per token and layer: 32 MiB.
+    assert one.attend_s(8192) == pytest.approx(32 * 2**20 / 7.66e9)
+    smart = DRIVES["smartssd"]
+    assert smart.read_bandwidth == pytest.approx(3.0e9)
+    assert smart.attend_s(3) == pytest.approx(3 * 4096 / 3.0e9)
+    assert smart.read_bandwidth / smart.link_bandwidth == pytest.approx(3)
+    # 16 pages are programmed side by side in 185 us.
+    assert smart.write_s(16) == pytest.approx(185e-6)
+    assert one.write_s(8) == pytest.approx(8 * 4096 / 2.15e9)
+    # Where the engine is slower than the flash, it is the limit.
+    slow = DriveTiming(8, 1.4e9, 4096, 0.0, 0.0, 1e9, 1.0, 1.0)
+    assert slow.attend_s(1000) == pytest.approx(4.096e-3)
+    assert slow.read_bandwidth == 1e9
+
+
+def test_the_last_drive_ends_the_work() -> None:
+    now = [100.0]
+    device = ThrottledDrives(HostDevice(1), SLOW, 2, dilation=3.0, clock=lambda: now[0])
+    # Four pages on two channels: two turns of 2 s; slower by three; then the latency.
+    assert device.occupy(100.0, [4, 2]) == 100.0 + 3 * (4 + 5)
+    # Drive 0 is occupied until 112, drive 1 until 106; latencies occupy nobody.
+    assert device.occupy(100.0, [0, 6]) == 106.0 + 3 * (6 + 5)
+    assert device.occupy(100.0, [2, 0]) == 112.0 + 3 * (2 + 5)
+    # A write of three pages: two on each drive at most, behind what they do.
+    device.write(3)
+    assert device.occupy(100.0, [2, 0]) == 118.0 + 6 + 3 * (2 + 5)
+    assert device.occupy(1e4, [0, 0]) == 1e4
+    assert device.statistics()["late"] == 0
+    now[0] = 1e5
+    device.occupy(100.0, [1, 1])
+    assert device.statistics()["late"] == 1
+    assert device.close(PATIENCE_S)
+
+
+def test_an_answer_waits_for_the_model() -> None:
+    contexts, now, inner = Contexts(listed=False), [100.0], HostDevice(1)
+    device = ThrottledDrives(inner, SLOW, 2, clock=lambda: now[0])
+    work = ContextWork(contexts.query, contexts, 1.0)
+    ticket = device.submit(work)
+    assert inner.submit(work).wait(PATIENCE_S)  # the other is done behind the model
+    # 16 blocks of 2 pages of KV, 9 of them on the first drive: 36 pages on two channels.
+    due = 100.0 + 18 * 2 + 5
+    now[0] = due - 0.1
+    assert not ticket.done()
+    now[0] = due + 0.1
+    assert ticket.wait(PATIENCE_S)
+    assert ticket.devices == 2
+    assert device.close(PATIENCE_S)
+
+
+def test_an_option_names_the_drives() -> None:
+    throttle = {"profile": "smartssd", "drives": 3, "dilation": 2}
+    options = {"mode": "page", "offload": {"threads": 1, "throttle": throttle}}
+    config = SSDKVConfig.from_extra_config(options).offload
+    assert isinstance(config, OffloadConfig)
+    made = open_offloader(config, 1, 30.0, Counters())
+    contexts = Contexts(listed=False)
+    assert bool((attended(made, contexts) != 0).all())
+    assert made.close(PATIENCE_S)

@@ -1,0 +1,127 @@
+"""``ssdkv bench offload``: attention near storage, on the host and on drives of the papers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Final, TypeVar, get_args
+
+import typer
+from rich.console import Console
+
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.bench.bench import PlotOption
+from vllm_ssdkv.cli.bench.clusters_output import show_tables
+from vllm_ssdkv.cli.bench.recall_options import DirectoryOption
+from vllm_ssdkv.config.engine import SelectorName
+from vllm_ssdkv.config.offload import MAX_DRIVES, OffloadConfig
+from vllm_ssdkv.profiling.recall.bench import whole_numbers
+
+_Name = TypeVar("_Name", bound=str)
+
+_LEAST_CONTEXT: Final = 256
+_MOST_CONTEXT: Final = 131072
+_MOST_INTERVAL: Final = 128
+
+
+def offload(
+    directory: DirectoryOption = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of each context.")] = "4096",
+    batch: Annotated[str, typer.Option(help="Contexts at a time.")] = "4",
+    selectors: Annotated[
+        str, typer.Option(help="exact, bounds, spread and the other selectors of page mode.")
+    ] = "exact,bounds,spread",
+    ways: Annotated[
+        str, typer.Option(help="Who attends: any of none, host, instinfer, smartssd.")
+    ] = "none,host,instinfer,smartssd",
+    drives: Annotated[str, typer.Option(help="Numbers of drives, from 1 to 8.")] = "1,2,4,8",
+    intervals: Annotated[
+        str, typer.Option(help="Tokens between two writes; powers of two.")
+    ] = "1,4,16,64",
+    budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
+    dilation: Annotated[
+        float, typer.Option(min=1, help="Factor by which drives are slower than the papers'.")
+    ] = 24,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of the host's device; as the option, if missing.")
+    ] = None,
+    as_json: arguments.Json = False,
+    plot_file: PlotOption = None,
+) -> None:
+    """Decode with attention near storage: who attends, on how many drives, what crosses the link.
+
+    A small model decodes without vLLM. `none`: the thread of the step attends to contexts in DRAM,
+    and as they come over the links of plain drives. `host`: the host's device does. `instinfer` and
+    `smartssd`: drives with the timing of the papers attend to their parts of the pages, which the
+    host computes for them; no case is faster than that.
+
+    Drives are slower than the papers' by `--dilation`, their links too, so that a small machine can
+    keep up with eight: ratios hold, tokens/s do not. Bytes come from the metrics. The last table
+    has published figures beside what constants of the hardware predict, and what was measured.
+    """
+    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.offload.bench import WAYS, Settings, run
+    from vllm_ssdkv.profiling.offload.tables import tables
+
+    settings = Settings(
+        contexts=whole_numbers("--contexts", contexts, _LEAST_CONTEXT, _MOST_CONTEXT),
+        batches=whole_numbers("--batch", batch, 1, 64),
+        selectors=_names("--selectors", selectors, get_args(SelectorName)),
+        ways=_names("--ways", ways, WAYS),
+        drives=whole_numbers("--drives", drives, 1, MAX_DRIVES),
+        intervals=_intervals(intervals),
+        budget=budget,
+        dilation=dilation,
+        threads=_threads(threads),
+    )
+    console = Console(stderr=True)
+    root = Path(tempfile.mkdtemp(prefix="ssdkv-bench-", dir=directory))
+    try:
+        if plot_file is not None:
+            require_plot(plot_file)
+        with console.status("making a model") as status:
+            document = run(settings, root, status.update)
+        made = tables(document)
+        if plot_file is not None:
+            from vllm_ssdkv.cli.bench.offload_plot import plot
+
+            plot(document, plot_file)
+    except SSDKVError as error:
+        typer.echo(f"ssdkv bench offload: {error}", err=True)
+        raise typer.Exit(1) from error
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    if as_json:
+        arguments.print_json({**document, "tables": [asdict(table) for table in made]})
+    show_tables(made, stderr=as_json)
+
+
+def _names(option: str, text: str, known: tuple[_Name, ...]) -> list[_Name]:
+    """The names of a list, each once."""
+    found = [name for name in known if name in text.split(",")]
+    if wrong := sorted(set(text.split(",")) - set(known)):
+        raise typer.BadParameter(
+            f"{wrong[0]!r} is not one of {', '.join(known)}", param_hint=option
+        )
+    return found
+
+
+def _intervals(text: str) -> list[int]:
+    """Tokens between two writes: a block, or a part of one."""
+    option = "--intervals"
+    found = whole_numbers(option, text, 1, _MOST_INTERVAL)
+    for tokens in found:
+        if tokens & (tokens - 1):
+            raise typer.BadParameter(f"{tokens} is no power of two", param_hint=option)
+    return found
+
+
+def _threads(asked: int | None) -> int:
+    cpus = os.cpu_count() or 1
+    if asked is not None and asked > cpus:
+        raise typer.BadParameter(f"this machine has {cpus} CPUs", param_hint="--threads")
+    return OffloadConfig(threads=asked).threads_of(1)

@@ -1,0 +1,115 @@
+"""The picture of ``ssdkv bench offload``: speed, scaling, write-back and bytes over the link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ssdkv.base.errors import BenchError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = dict[str, Any]
+
+
+def plot(document: Row, path: Path) -> None:
+    """Write the picture; the document as in the JSON file. Reads no display.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    rows: list[Row] = document["rows"]
+    plain = [row for row in rows if not row["interval"]]
+    largest = {name: max(row[name] for row in rows) for name in ("context", "batch")}
+    mine = [row for row in plain if all(row[name] == value for name, value in largest.items())]
+    figure = Figure(figsize=(13, 8.5), layout="constrained")
+    axes = figure.subplots(2, 2)
+    _speed(axes[0, 0], mine)
+    _scaling(axes[0, 1], mine)
+    _write_back(axes[1, 0], [row for row in rows if row["interval"]])
+    near = [row for row in mine if row["place"] in ("dram", "flash") and row["way"] != "none"]
+    _link(axes[1, 1], near)
+    figure.suptitle(
+        f"{largest['batch']} x {largest['context']} tokens, drives slower by "
+        f"{document['dilation']:g}, budget {document['budget']:g}"
+    )
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _name(row: Row) -> str:
+    where = "" if row["place"] in ("dram", "flash") else f" over {row['place']}'s link"
+    return f"{row['way']}{where}, {row['selector']}"
+
+
+def _curves(axes: Axes, rows: Sequence[Row], *, relative: bool) -> None:
+    """Tokens/s over the number of drives, or over those of one drive."""
+    for name in dict.fromkeys(map(_name, rows)):
+        points = sorted((row["drives"], row["tokens_per_s"]) for row in rows if _name(row) == name)
+        drives = [number for number, _ in points]
+        if len(set(drives)) < 2:
+            continue
+        base = points[0][1] * 1.0 / drives[0] if relative else 1.0
+        axes.plot(drives, [speed / base for _, speed in points], marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("drives")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(visible=True, alpha=0.3)
+
+
+def _speed(axes: Axes, rows: Sequence[Row]) -> None:
+    exact = [row for row in rows if row["selector"] == "exact"]
+    _curves(axes, [row for row in exact if row["drives"]], relative=False)
+    for row in exact:
+        if row["place"] == "dram":
+            style = "--" if row["way"] == "none" else ":"
+            axes.axhline(row["tokens_per_s"], ls=style, color="gray", label=f"{row['way']}, DRAM")
+    axes.set_ylabel("tokens/s")
+    axes.legend(fontsize=7)
+
+
+def _scaling(axes: Axes, rows: Sequence[Row]) -> None:
+    twins = [row for row in rows if row["place"] == "flash"]
+    _curves(axes, twins, relative=True)
+    drives = sorted({row["drives"] for row in twins})
+    axes.plot(drives, drives, color="black", lw=0.8, label="linear")
+    axes.set_ylabel("times one drive")
+    axes.legend(fontsize=7)
+
+
+def _write_back(axes: Axes, rows: Sequence[Row]) -> None:
+    for way in dict.fromkeys(row["way"] for row in rows):
+        mine = {row["interval"]: row["tokens_per_s"] for row in rows if row["way"] == way}
+        best = max(mine.values())
+        axes.plot(list(mine), [speed / best for speed in mine.values()], marker="o", label=way)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("tokens between two writes")
+    axes.set_ylabel("of the best")
+    axes.grid(visible=True, alpha=0.3)
+    if rows:
+        axes.legend(fontsize=7)
+
+
+def _link(axes: Axes, rows: Sequence[Row]) -> None:
+    names = [f"{row['way']} {row['drives'] or ''}\n{row['selector']}" for row in rows]
+    payloads = list(rows[0]["link_bytes"]) if rows else []
+    base = [0.0] * len(rows)
+    place = list(range(len(rows)))
+    for payload in payloads:
+        height = [row["link_bytes"][payload] for row in rows]
+        axes.bar(place, height, bottom=base, label=payload)
+        base = [below + more for below, more in zip(base, height, strict=True)]
+    wanted = [row["link_formula"] for row in rows]
+    axes.plot(place, wanted, "_", color="black", markersize=10, label="formula")
+    axes.set_xticks(place, names, fontsize=5, rotation=90)
+    axes.set_ylabel("bytes per row, token and layer")
+    axes.legend(fontsize=7)
