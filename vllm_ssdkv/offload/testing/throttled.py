@@ -20,6 +20,7 @@ from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
 class _ThrottledTicket:
     def __init__(self, inner: Ticket, due: float, clock: Callable[[], float]):
         self._inner, self._due, self._clock = inner, due, clock
+        self._begin = clock()
 
     @property
     def progress(self) -> int:
@@ -27,7 +28,9 @@ class _ThrottledTicket:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        return self._inner.seconds
+        """By the model, which waits where the work was done earlier."""
+        wait_s, attend_s = self._inner.seconds
+        return max(wait_s, self._due - self._begin - attend_s), attend_s
 
     def done(self) -> bool:
         return self._clock() >= self._due and self._inner.done()
