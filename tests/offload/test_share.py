@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -194,8 +195,10 @@ def test_what_is_decided_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert gauges["offload_share|of=contexts"] == pytest.approx(0.2, abs=0.01)
     assert gauges["offload_rate|of=contexts,way=step"] == pytest.approx(4e9, rel=0.01)
     slow = Machine(1e9, 4e9)
-    assert len(steps(slow, 1000, 0.01)) <= 1
-    assert "the device attends to 80 % of contexts" in steps(slow, 200, 1.0)[-1]
+    told = steps(slow, 1000, 0.01)
+    assert len(told) <= 1
+    lines = [*told, *steps(slow, 3000, 1.0)]
+    assert re.search("the device attends to (79|80|81) % of contexts", lines[-1])
     assert sharing.end_step() == (0.0, 0.0)
 
 

@@ -94,7 +94,7 @@ class FixedShare:
         """See ``ShareRule``."""
 
 
-FIRST_STEPS: Final = 3
+FIRST_STEPS: Final = {Way.STEP: 3, Way.DEVICE: 3, Way.BOTH: 7}
 """Steps of the first trial of a way; the first of them does not count, kernels are compiled in
 it."""
 
@@ -118,13 +118,15 @@ CHANGED: Final = 1.3
 """Factor of the time per byte of the way in use that says that conditions are others."""
 
 SMOOTH: Final = 0.2
-"""Weight of the latest step in what a way takes."""
+"""Weight of the latest step in what a way takes; a quarter of that where it took longer, since what
+else a machine does makes single steps slow."""
 
 GAIN: Final = 0.25
 """Part of the imbalance of a step that the share makes good; twice as much in a trial."""
 
-MOST_CHANGE: Final = 0.1
-"""Change of the share in a step, at most. It begins at what the ways alone suggest."""
+MOST_CHANGE: Final = 0.02
+"""Change of the share in a step, at most; five times as much in a trial, which begins at what the
+ways alone suggest."""
 
 LEAST: Final = 1 / 64
 """Share of either, at least, while both attend."""
@@ -162,7 +164,8 @@ class _Figure:
             self.cold = False
         else:
             seen = min(per_byte, 2 * self.per_byte)
-            self.per_byte += SMOOTH * (seen - self.per_byte)
+            weight = SMOOTH if seen < self.per_byte else SMOOTH / 4
+            self.per_byte += weight * (seen - self.per_byte)
 
 
 @dataclass(slots=True)
@@ -192,7 +195,7 @@ class MeasuredShare:
         """Begin with the step alone."""
         ways = [way for way in Way if self.splits or way is not Way.BOTH]
         self._figures = {way: _Figure() for way in ways}
-        self._begin(Way.STEP, FIRST_STEPS)
+        self._begin(Way.STEP, FIRST_STEPS[Way.STEP])
 
     @property
     def share(self) -> float:
@@ -231,7 +234,7 @@ class MeasuredShare:
             return
         unknown = [way for way, other in self._figures.items() if other.cold]
         if unknown:
-            self._begin(unknown[0], FIRST_STEPS)
+            self._begin(unknown[0], FIRST_STEPS[unknown[0]])
             return
         self._choose()
         if trial:
@@ -251,19 +254,18 @@ class MeasuredShare:
         if step + device <= 0:
             return
         change = (attended.step_s - attended.device_s) / (attended.nbytes * (step + device))
-        change *= 2 * GAIN if self._unsettled else GAIN
-        self._unsettled = max(self._unsettled - 1, 0)
-        change = min(max(change, -MOST_CHANGE), MOST_CHANGE)
+        most = MOST_CHANGE
+        if self._unsettled:
+            self._unsettled -= 1
+            change, most = 2 * change, 5 * most
+        change = min(max(GAIN * change, -most), most)
         self._split = min(max(self._split + change, LEAST), 1 - LEAST)
 
     def _note_faster(self, way: Way, per_byte: float) -> None:
-        """One of both is faster than it was alone: that it was so slow does not hold any more."""
+        """One of both is faster than it was alone: see soon whether it still is so slow."""
         figure = self._figures[way]
         if per_byte < figure.per_byte / CHANGED < math.inf:
-            figure.per_byte = per_byte
-            due = figure.due
-            self._plan(way)
-            figure.due = min(due, figure.due)
+            figure.due = min(figure.due, self._steps_until_trial(way, per_byte))
 
     def _begin(self, way: Way, steps: int) -> None:
         """Begin a trial of a way."""
@@ -289,16 +291,20 @@ class MeasuredShare:
                 self._plan(before)
 
     def _plan(self, way: Way) -> None:
-        """Plan the next trial of a way: the later, the slower it is."""
-        figure, used = self._figures[way], self._figures[self._used]
-        slower = max(figure.per_byte / used.per_byte - 1, 0.0)
-        steps = math.ceil(TRIAL_STEPS[way] * slower / TRIAL_COST)
-        most = TRIAL_EVERY[1]
+        """Plan the next trial of a way."""
+        figure = self._figures[way]
+        figure.every = figure.due = self._steps_until_trial(way, figure.per_byte)
+
+    def _steps_until_trial(self, way: Way, per_byte: float) -> int:
+        """The slower a way is, the later it is tried again."""
+        used = self._figures[self._used].per_byte
+        steps = math.ceil(TRIAL_STEPS[way] * max(per_byte / used - 1, 0.0) / TRIAL_COST)
+        least, most = TRIAL_EVERY
         if way is Way.BOTH:
             step, device = (self._figures[one].per_byte for one in (Way.STEP, Way.DEVICE))
-            if step * device < BETTER * used.per_byte * (step + device):
+            if step * device < BETTER * used * (step + device):
                 most = BOTH_EVERY
-        figure.every = figure.due = min(max(steps, TRIAL_EVERY[0]), most)
+        return min(max(steps, least), most)
 
     def _look_again(self) -> None:
         """Begin a trial that is due; all are due earlier where conditions have changed."""
