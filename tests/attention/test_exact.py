@@ -30,3 +30,18 @@ def test_rows_over_the_same_blocks_are_made_once() -> None:
     fewer = np.array([2, 2], np.int32)
     rows, _ = batch.over(Piece(np.zeros(6, np.uint64), index, begin, fewer), 16)
     assert np.asarray(rows.block_end).tolist() == [2, 2]
+
+
+def test_two_threads_have_rows_of_their_own() -> None:
+    """A device attends to a part of what the step attends to, by turns in each layer."""
+    batch = RowBatch.build(
+        np.arange(2), np.array([70]), np.zeros((1, 5), np.int64), np.array([4]), np.array([0]), 16
+    )
+    base, index = np.zeros(2, np.uint64), np.arange(2)
+    edges = [np.array([edge], np.int32) for edge in (0, 2)]
+    others = [np.array([edge], np.int32) for edge in (0, 1)]
+    mine = batch.over(Piece(base, index, *edges), 16)
+    theirs = batch.over(Piece(base[:1], index[:1], *others), 16, device=True)
+    assert batch.over(Piece(base, index, *edges), 16)[0] is mine[0]
+    assert batch.over(Piece(base[:1], index[:1], *others), 16, device=True)[0] is theirs[0]
+    assert np.asarray(theirs[0].block_end).tolist() == [1]

@@ -10,6 +10,7 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
 
 PAGE = {"mode": "page"}
+ALLOWED = 'allowed: "auto" or a number from 0 to 1'
 
 
 def test_the_host_attends_where_it_is_asked_to() -> None:
@@ -22,6 +23,14 @@ def test_the_host_attends_where_it_is_asked_to() -> None:
     assert config.threads_of(1000) == 1
 
 
+@pytest.mark.parametrize("share", ["auto", 0, 1, 0.0, 0.25, 1.0])
+def test_shares(share: float | str) -> None:
+    assert SSDKVConfig.from_extra_config({**PAGE, "offload": {}}).offload.share == "auto"  # type: ignore[union-attr]
+    config = SSDKVConfig.from_extra_config({**PAGE, "offload": {"share": share}}).offload
+    assert config is not None
+    assert config.share == share
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -29,6 +38,10 @@ def test_the_host_attends_where_it_is_asked_to() -> None:
         ({**PAGE, "offload": {"threads": 0}}, "offload.threads: got 0; allowed: an integer"),
         ({**PAGE, "offload": {"threads": 1000}}, "offload.threads: got 1000; this machine has "),
         ({**PAGE, "offload": {"kind": "fpga"}}, 'offload.kind: got "fpga"; allowed: "host"'),
+        *(
+            ({**PAGE, "offload": {"share": share}}, f"offload.share: got {text}; .*; {ALLOWED}$")
+            for share, text in ((1.5, "1.5"), (-0.1, "-0.1"), ("half", '"half"'), (True, "true"))
+        ),
         ({**PAGE, "offload": {"thread": 1}}, r"unknown option; did you mean offload\.threads"),
         (
             {**PAGE, "offload": {}, "selector": "bounds", "sparse": {"hbm_pages": "64MiB"}},

@@ -33,7 +33,7 @@ class Near(Mixed):
 
     def start(self) -> None:
         io = {"staging": "4MiB", "deadline": 2.0, "fault_file": str(self.control)}
-        options = {**OPTIONS, "offload": {"kind": "host", "threads": 1}}
+        options = {**OPTIONS, "offload": {"kind": "host", "threads": 1, "share": 1.0}}
         self.engine = Engine(
             self.model,
             ssdkv=page_mode(self.places, window=WINDOW, dram="40MiB", io=io, **options),
@@ -94,6 +94,20 @@ def test_same_tokens_as_without(near: Near, wanted: dict[str, tuple[int, ...]]) 
     for payload in ("query", "selection", "partials", "kv"):
         assert near.count("offload_bytes", payload=payload) > 0, payload
     assert near.worker.counters.total("offload_seconds", part="attend") > 0
+    near.assert_clean()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, "auto"])
+def test_no_share_changes_a_token(
+    near: Near, wanted: dict[str, tuple[int, ...]], share: float | Literal["auto"]
+) -> None:
+    """Of contexts in DRAM and on drives, and of chosen pages."""
+    before = near.count("offload_tickets")
+    both = near.count("offload_steps", by="both")
+    with near.device(Offloader(HostDevice(1), 30.0, near.worker.counters, share)):
+        assert near.run(NAMES) == wanted
+    assert (near.count("offload_tickets") > before) == (share != 0.0)
+    assert (near.count("offload_steps", by="both") > both) == (share != 0.0)
     near.assert_clean()
 
 

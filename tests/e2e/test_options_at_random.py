@@ -94,7 +94,7 @@ def drawn(source: random.Random, places: list[dict[str, Any]], control: Path) ->
     if selector != "exact":
         options["sparse"] = sparse_options(source, selector)
     if source.random() < 0.5:
-        options["offload"] = {"threads": 1}
+        options["offload"] = {"threads": 1, "share": source.choice(["auto", 0.5, 1.0])}
     return options
 
 

@@ -157,7 +157,7 @@ def test_two_ranks_whose_contexts_the_host_attends_to(
         dram="24MiB",
         replicas=2,
         encryption={"key_file": str(key)},
-        offload={"kind": "host", "threads": 1},
+        offload={"kind": "host", "threads": 1, "share": 1.0},
         io={"staging": "4MiB", "fault_file": str(control)},
     )
     with Engine(

@@ -37,7 +37,8 @@ LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 2, 4, 2, 16
 """Of the model."""
 
 CPU = torch.device("cpu")
-HOST = OffloadConfig(threads=1)
+HOST = OffloadConfig(threads=1, share=1.0)
+"""A device that attends to everything."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +77,12 @@ def decoded(
     with PagedDecoder(model, config, ROOM, directory) as decoder:
         worker = decoder.worker
         if fault is not None:
+            assert offload is not None
+            share = offload.share
             assert worker.offloader is not None
             assert worker.offloader.close(10.0)
             worker.offloader = Offloader(
-                FaultyDevice(HostDevice(1), fault), deadline_s, worker.counters
+                FaultyDevice(HostDevice(1), fault), deadline_s, worker.counters, share
             )
         asked = prompts(model.config.vocab_size)
         logits = torch.stack([decoder.prefill(*pair) for pair in zip(names, asked, strict=True)])
@@ -130,6 +133,34 @@ def test_the_same_comes_out(
         assert got.counters.total("context_pages_streamed", tier="ssd") > 0
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.9, "auto"])
+@pytest.mark.parametrize("selector", ["exact", "bounds", "sparf"])
+def test_no_share_changes_anything(
+    selector: SelectorName,
+    share: float | Literal["auto"],
+    without_device: Without,
+    tmp_path: Path,
+) -> None:
+    """Contexts are in DRAM and on the drive, and come in pieces."""
+    without = without_device(selector)
+    offload = HOST.model_copy(update={"share": share})
+    got = decoded(tmp_path / "store", selector, offload)
+    assert got.tokens == without.tokens
+    assert torch.allclose(got.logits, without.logits, atol=2e-5)
+    count = got.counters.total
+    by = {way: count("offload_steps", by=way) for way in ("device", "step", "both")}
+    if share == 0.0:
+        assert (by["device"], by["both"], count("offload_tickets")) == (0, 0, 0)
+    elif share == "auto":
+        assert 0 < count("offload_tickets") < LAYERS * (COUNT + 1)
+        assert count("offload_trials", of="contexts" if selector == "exact" else "pages") > 4
+    elif selector == "exact":
+        assert by["both"] == COUNT + 1
+    else:  # chosen pages go one way as a whole, and the end of the prompt is exact
+        assert by["device"] == (COUNT if share > 0.5 else 0)
+        assert by["both"] == 1
+
+
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llama"])
 def test_tokens_are_those_of_transformers_own_cache(family: str, tmp_path: Path) -> None:
     """Of other families: with norms of queries and keys, and with as many KV heads as heads."""
@@ -138,6 +169,30 @@ def test_tokens_are_those_of_transformers_own_cache(family: str, tmp_path: Path)
     asked = prompts(model.config.vocab_size)
     got, _ = paged_logits(model, config, asked, tmp_path / "store")
     assert got == [own_tokens(model, ids, COUNT) for ids in asked]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.9])
+@pytest.mark.parametrize(
+    ("kind", "cause", "after"),
+    [("error", "error", 5), ("rows", "answer", 5), ("stall", "deadline", 0)],
+)
+def test_a_part_that_is_taken_back_changes_nothing(
+    share: float,
+    kind: Literal["error", "rows", "stall"],
+    cause: str,
+    after: int,
+    without_device: Without,
+    tmp_path: Path,
+) -> None:
+    without = without_device("exact")
+    fault = OffloadFault(kind=kind, after=after)
+    offload = HOST.model_copy(update={"share": share})
+    deadline_s = 0.05 if kind == "stall" else 30.0
+    got = decoded(tmp_path / "store", "exact", offload, fault=fault, deadline_s=deadline_s)
+    assert got.tokens == without.tokens
+    assert torch.allclose(got.logits, without.logits, atol=2e-5)
+    assert got.counters.total("offload_failures", cause=cause) == 1
+    assert not got.in_use
 
 
 @pytest.mark.parametrize("selector", ["exact", "sparf"])

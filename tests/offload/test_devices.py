@@ -210,6 +210,40 @@ def test_a_device_that_keeps_the_lease_loses_the_work() -> None:
     assert device.close(PATIENCE_S)
 
 
+@pytest.mark.parametrize(("share", "elsewhere"), [(0.0, 0), (0.4, 0), (0.5, 1), (1.0, 1)])
+def test_chosen_pages_go_one_way(share: float, elsewhere: int) -> None:
+    made = Offloader(HostDevice(1), PATIENCE_S, counters := Counters(), share)
+    pages, here = Pages(), []
+    state = PartialState.empty(3, 4, 8, QUERY.device)
+    clock = AttentionClock()
+
+    def attend() -> Outcome:
+        return made.attend_or(lambda: here.append(1), work(pages), state, clock)
+
+    assert attend() is Outcome.FOLDED
+    assert (len(pages.threads), len(here)) == (elsewhere, 1 - elsewhere)
+    made.count_step()
+    by = "device" if elsewhere else "step"
+    assert counters.total("offload_steps", by=by) == 1
+    # While the device has contexts of the layer, nobody else uses the store.
+    ticket = made.submit(work(Pages()))
+    assert attend() is Outcome.FOLDED
+    assert len(pages.threads) == elsewhere + 1
+    assert made.fold(ticket, state) is Outcome.FOLDED
+    assert made.close(PATIENCE_S)
+
+
+def test_chosen_pages_that_a_device_does_not_attend_to_are_attended_to_here() -> None:
+    device = HostDevice(1)
+    assert device.close(PATIENCE_S)
+    made, here = Offloader(device, 1.0, Counters()), []
+    state = PartialState.empty(3, 4, 8, QUERY.device)
+    clock = AttentionClock()
+    outcome = made.attend_or(lambda: here.append(1), work(Pages()), state, clock)
+    assert (outcome, here) == (Outcome.FOLDED, [1])
+    assert not made.in_use
+
+
 def test_a_device_that_refuses_work_fails() -> None:
     device = HostDevice(1)
     assert device.close(PATIENCE_S)
@@ -227,6 +261,8 @@ def test_a_throttled_device_answers_by_its_model() -> None:
     for ticket in tickets:
         ticket.wait(0.0)
     assert inner.submit(work(Pages())).wait(PATIENCE_S)  # both are done behind the model
+    # Work took no time behind the model.
+    assert [sum(ticket.seconds) for ticket in tickets] == [pytest.approx(2.5), pytest.approx(4.5)]
     seen = []
     for later in (2.4, 2.6, 4.4, 4.6):
         now[0] = 100.0 + later

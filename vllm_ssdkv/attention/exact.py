@@ -20,7 +20,7 @@ from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import HostKernels
-from vllm_ssdkv.store.read.context_stream import ContextStream, Piece
+from vllm_ssdkv.store.read.context_stream import ContextStream, Part, Piece
 
 NO_LEASE: Final = nullcontext()
 """Lease of the thread of the forward pass, where nobody else uses the store's tables."""
@@ -48,15 +48,22 @@ class RowBatch:
     window_ids: NDArray[np.int64]
     window_position: NDArray[np.int64]
     stream_row: NDArray[np.int64]
-    _latest: list[tuple[Piece, Rows, NDArray[np.int64]]] = field(default_factory=list, init=False)
-    """What :meth:`over` answered last."""
+    _latest: dict[bool, tuple[Piece, Rows, NDArray[np.int64]]] = field(
+        default_factory=dict, init=False
+    )
+    """What :meth:`over` answered last, to each of the two threads that may ask."""
 
-    def over(self, piece: Piece, block_tokens: int) -> tuple[Rows, NDArray[np.int64]]:
+    def over(
+        self, piece: Piece, block_tokens: int, *, device: bool = False
+    ) -> tuple[Rows, NDArray[np.int64]]:
         """The rows over a piece of the context, and the position of each of its blocks.
 
-        What lies in DRAM are the same blocks in every layer, so it is asked for again and again.
+        What lies in DRAM are the same blocks in every layer, so it is asked for again and again: by
+        the thread of the forward pass, and at the same time by that of a ``device``.
         """
-        for known, rows, position in self._latest:
+        latest = self._latest.get(device)
+        if latest is not None:
+            known, rows, position = latest
             if known.row_begin is piece.row_begin and known.row_end is piece.row_end:
                 return rows, position
         rows = Rows.build(
@@ -67,7 +74,7 @@ class RowBatch:
             piece.row_end[self.stream_row],
         )
         position = piece.index * block_tokens
-        self._latest[:] = [(piece, rows, position)]
+        self._latest[device] = (piece, rows, position)
         return rows, position
 
     @classmethod
@@ -151,36 +158,62 @@ NO_CONTEXT: Final[LayerContext] = _NoContext()
 
 @dataclass(frozen=True, slots=True)
 class StreamedContext:
-    """Contexts of a layer that are attended to piece by piece, by who folds them.
+    """Contexts of a layer, or a part of them, that are attended to piece by piece, by who folds
+    them.
 
     Attributes:
         stream: Of the step.
         layer: From 0.
         batch: The step's rows.
         layout: Of a block of the context.
+        part: The part; None: all of them.
+        device: Whether a device's thread folds it.
     """
 
     stream: ContextStream
     layer: int
     batch: RowBatch
     layout: BlockLayout
+    part: Part | None = None
+    device: bool = False
+
+    def cut(self, share: float) -> tuple[StreamedContext, StreamedContext]:
+        """A device's part, and the other. ``share``: the first one's."""
+        theirs, own = self.stream.parts(self.layer, share)
+        return (
+            StreamedContext(self.stream, self.layer, self.batch, self.layout, theirs, device=True),
+            StreamedContext(self.stream, self.layer, self.batch, self.layout, own),
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of K and V of a block of a layer."""
+        layout = self.layout
+        return layout.kv_heads * layout.groups * layout.page_payload_bytes
+
+    @property
+    def pairs(self) -> int:
+        """Blocks of all rows: those that rows share count for each."""
+        return self._part.pairs
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """Slots of all rows' blocks."""
-        return self.stream.slots
+        """Slots of the blocks."""
+        return self.stream.slots_of(self.layer, self._part)
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V in this layer; blocks that rows share count once."""
-        layout = self.layout
-        pages = layout.kv_heads * layout.groups
-        return self.stream.blocks(self.layer) * pages * layout.page_payload_bytes
+        return self._part.blocks * self.block_bytes
 
     @property
     def selection_bytes(self) -> int:
         """See ``ContextPages``: all of them are attended to."""
         return 0
+
+    @property
+    def _part(self) -> Part:
+        return self.stream.parts(self.layer, 1.0)[0] if self.part is None else self.part
 
     def begin(self, query: torch.Tensor, scale: float) -> None:
         """See :meth:`LayerContext.begin`: there is no device."""
@@ -195,14 +228,14 @@ class StreamedContext:
         lease: AbstractContextManager[None] = NO_LEASE,
     ) -> None:
         """See :meth:`LayerContext.fold`; the stream is used within the ``lease`` only."""
-        pieces = self.stream.pieces(self.layer)
+        pieces = self.stream.pieces(self.layer, self.part)
         while True:
             with lease:
                 piece = next(pieces, None)
             clock.lap(WAIT)
             if piece is None:
                 return
-            rows, position = self.batch.over(piece, self.layout.block_tokens)
+            rows, position = self.batch.over(piece, self.layout.block_tokens, device=self.device)
             source = BlockSource(None, piece.base, position)
             kernels.attend(query, state, rows, source, layout=self.layout, scale=scale)
             wait_for(query.device)  # the next piece reuses this one's memory
@@ -222,7 +255,8 @@ class StreamedContext:
 
     def restart(self) -> None:
         """Have :meth:`fold` begin anew, after a call that was given up."""
-        self.stream.restart(self.layer)
+        if self._part.arriving:
+            self.stream.restart(self.layer)
 
 
 def attend_exact(

@@ -40,6 +40,9 @@ from vllm_ssdkv.store.read.gpu_pages import GpuFetch
 from vllm_ssdkv.store.read.page_fetcher import Fetch
 from vllm_ssdkv.store.read.selected_context import BlockPages, SelectedContexts
 
+Attend = Callable[[ContextWork, PartialState, StepClock, Callable[[], None]], None]
+"""Has a device attend to chosen pages, or calls the last argument, which attends here."""
+
 
 @dataclass(slots=True)
 class ChoiceCounts:
@@ -118,15 +121,14 @@ class SparseDecode:
         guesses: Prefetcher | None = None,
         kept: SelectionReuse | None = None,
         clusters: ContextClusters | None = None,
-        offload: Callable[[ContextWork, PartialState, StepClock], bool] | None = None,
+        offload: Attend | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
         HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
         rows of the step; ``deviation`` compares what comes out with exact attention; with
         ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
         rows do not choose at every token; ``clusters`` likewise, for selectors that need them;
-        ``offload`` has a device attend to chosen pages, and answers whether they are in the state
-        then, or lost with their rows."""
+        ``offload`` attends to chosen pages, or loses their rows."""
         of_rows = [selectors[row] for row in contexts.rows.tolist()]
         self._selectors = list(dict.fromkeys(of_rows))
         self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
@@ -189,9 +191,14 @@ class SparseDecode:
         wanted, starts = self._locate(layer, alive, selection.pages, selection.begin)
         clock.lap(SELECT)
         pages = ChosenPages(self, layer, now, selection, wanted, starts, self._layout)
-        work = ContextWork(query, pages, scale)
-        if self._offload is None or not self._offload(work, state, clock):
+
+        def here() -> None:
             pages.fold(kernels, query, state, scale, clock)
+
+        if self._offload is None:
+            here()
+        else:
+            self._offload(ContextWork(query, pages, scale), state, clock, here)
         if selection.alpha is not None:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))

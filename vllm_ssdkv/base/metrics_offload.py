@@ -16,10 +16,33 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "offload_steps",
         "steps",
-        "Steps with contexts by who attended to these: the `device`, or the `step`, as where a "
-        "part of a prompt is computed or the device is out of use.",
-        Label("by", ("device", "step")),
+        "Steps with contexts by who attended to these: the `device`, the `step`, as where a part "
+        "of a prompt is computed or the device is out of use, or `both`.",
+        Label("by", ("device", "step", "both")),
         combine="max",
+    ),
+    gauge(
+        "offload_share",
+        "0 to 1",
+        "Share of the device in the bytes of the latest steps, of contexts, and of pages that rows "
+        "chose (offload.share).",
+        Label("of", ("contexts", "pages")),
+        combine="max",
+    ),
+    gauge(
+        "offload_rate",
+        "bytes/s",
+        "Bytes of K and V that were attended to per second of a step's attention, by way: the "
+        "`step` alone, the `device` alone, and `both` at once. The highest is the way that "
+        "`offload.share: auto` takes.",
+        Label("of", ("contexts", "pages")),
+        Label("way", ("step", "device", "both")),
+    ),
+    counter(
+        "offload_trials",
+        "steps",
+        "Steps that went another way than the best one known, to see what it takes now.",
+        Label("of", ("contexts", "pages")),
     ),
     counter(
         "offload_tickets",

@@ -27,6 +27,15 @@ def _threads(value: int | None) -> int | None:
     return value
 
 
+def _share(value: object) -> object:
+    """One problem for the user, where the types below would make two."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return value
+    if value == "auto":
+        return value
+    raise ValueError("it is a part of the whole")
+
+
 class OffloadFault(OptionModel):
     """One injected fault of the faulty twin."""
 
@@ -117,6 +126,18 @@ class OffloadConfig(OptionModel):
             "and vLLM needs the others."
         ),
     ] = None
+    share: Annotated[
+        Literal["auto"] | Annotated[float, Field(ge=0, le=1)],
+        Field(
+            description="Share of what is attended to that the device attends to; the accelerator "
+            "attends to the rest. `auto` measures both, and has them end together. Contexts are "
+            "divided by blocks, those that are read from drives go one way together. Chosen pages "
+            "of a layer go one way as a whole, to the device from 0.5 on."
+        ),
+        Allowed('"auto" or a number from 0 to 1'),
+        BeforeValidator(_share),
+        Reason("auto: as fast as the faster of the two, or faster."),
+    ] = "auto"
     fault: Annotated[
         OffloadFault | None,
         Field(description="A fault to inject, for tests of failure handling."),

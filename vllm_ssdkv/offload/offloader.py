@@ -25,6 +25,8 @@ from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.kernels.step_clock import MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
+from vllm_ssdkv.offload.share import Attended
+from vllm_ssdkv.offload.sharing import Sharing
 from vllm_ssdkv.offload.tickets import LocalTicket
 
 logger = logging.getLogger(__name__)
@@ -59,14 +61,25 @@ class Offloader:
 
     Attributes:
         in_use: Whether the device is; once it is not, it never is again.
+        busy: Pieces of work that were handed in, and are not folded yet.
+        sharing: How much is the device's.
     """
 
-    def __init__(self, device: ContextDevice, deadline_s: float, counters: Counters):
-        """``deadline_s``: for each sign of progress; longer than any wait for I/O."""
+    def __init__(
+        self,
+        device: ContextDevice,
+        deadline_s: float,
+        counters: Counters,
+        share: float | Literal["auto"] = 1.0,
+    ):
+        """``deadline_s``: for each sign of progress, longer than any wait for I/O; ``share``: see
+        :class:`Sharing`."""
         self._device = device
         self._deadline_s = deadline_s
         self._counters = counters
         self._gains = [0.0] * len(KEYS)
+        self.sharing = Sharing(share, counters)
+        self.busy = 0
         self.in_use = True
         for cause in ("error", "answer", "deadline"):
             counters.add("offload_failures", 0, cause=cause)
@@ -81,6 +94,7 @@ class Offloader:
             ticket = refused = LocalTicket(work)
             refused.fail(error)
         gains = self._gains
+        self.busy += 1
         gains[0] += 1
         gains[1] += work.query.nbytes * ticket.devices
         gains[2] += work.pages.selection_bytes
@@ -89,6 +103,7 @@ class Offloader:
 
     def fold(self, ticket: Ticket, state: PartialState) -> Outcome:
         """Wait for the work, and fold its states into ``state``."""
+        self.busy -= 1
         if not self._wait(ticket):
             return self._give_up("deadline", f"no progress in {self._deadline_s:g} s", ticket)
         begin = time.perf_counter()
@@ -114,6 +129,25 @@ class Offloader:
         clock.lap(WAIT)
         return outcome
 
+    def attend_or(
+        self, here: Callable[[], None], work: ContextWork, state: PartialState, clock: StepClock
+    ) -> Outcome:
+        """Have the device attend, or ``here``, whichever is to. Work that is taken back is done."""
+        begin = time.perf_counter()
+        # Who has contexts of the layer may use the store, and nobody else meanwhile.
+        bound = self.busy > 0
+        theirs = bound or self.sharing.pages.share >= 0.5
+        outcome = self.attend(work, state, clock) if theirs else Outcome.TAKEN_BACK
+        if outcome is Outcome.TAKEN_BACK:
+            here()
+            outcome = Outcome.FOLDED
+        if not bound:
+            seconds, nbytes = time.perf_counter() - begin, work.pages.nbytes
+            self.sharing.pages.note(
+                Attended(nbytes, nbytes if theirs else 0, seconds, seconds, seconds)
+            )
+        return outcome
+
     def reclaim(self, slots: NDArray[np.int64]) -> None:
         """Slots get other bytes, see ``ContextDevice``."""
         if self.in_use:
@@ -124,9 +158,12 @@ class Offloader:
         if self.in_use:
             self._counters.add("offload_bytes", nbytes, payload="kv")
 
-    def count_step(self, *, offloaded: bool) -> None:
-        """A step has ended, whose contexts the device attended to, or not."""
-        self._counters.add("offload_steps", by="device" if offloaded else "step")
+    def count_step(self) -> None:
+        """A step with contexts has ended."""
+        nbytes, theirs = self.sharing.end_step()
+        handed_in = self._gains[0] > 0
+        by = "step" if not handed_in else "both" if theirs < nbytes else "device"
+        self._counters.add("offload_steps", by=by)
         self._counters.add_keyed(KEYS, self._gains)
         self._gains = [0.0] * len(KEYS)
 
@@ -175,7 +212,7 @@ class Offloader:
 
 @dataclass(slots=True)
 class OffloadedContext:
-    """Contexts of a layer that a device attends to. See ``LayerContext``.
+    """Contexts of a layer that a device attends to, or to a part of. See ``LayerContext``.
 
     Attributes:
         streamed: The same, attended to by who folds them.
@@ -186,11 +223,17 @@ class OffloadedContext:
     streamed: StreamedContext
     offloader: Offloader
     lose: Callable[[], None]
+    _theirs: StreamedContext | None = None
+    _own: StreamedContext | None = None
     _ticket: Ticket | None = None
+    _began: float = 0.0
 
     def begin(self, query: torch.Tensor, scale: float) -> None:
         """See ``LayerContext``."""
-        self._ticket = self.offloader.submit(ContextWork(query, self.streamed, scale))
+        self._began = time.perf_counter()
+        self._theirs, self._own = self.streamed.cut(self.offloader.sharing.contexts.share)
+        if self._theirs.pairs:
+            self._ticket = self.offloader.submit(ContextWork(query, self._theirs, scale))
 
     def fold(
         self,
@@ -205,12 +248,26 @@ class OffloadedContext:
         Raises:
             RuntimeError: it was not begun.
         """
-        if self._ticket is None:
+        theirs, own, ticket = self._theirs, self._own, self._ticket
+        if theirs is None or own is None:
             raise RuntimeError("there is nothing to fold: begin() comes first")
-        outcome = self.offloader.fold(self._ticket, state)
-        clock.lap(WAIT if outcome is not Outcome.FOLDED else MERGE)
-        if outcome is Outcome.TAKEN_BACK:
-            self.streamed.restart()
-            self.streamed.fold(kernels, query, state, scale, clock)
-        elif outcome is Outcome.LOST:
-            self.lose()
+        if own.pairs:
+            own.fold(kernels, query, state, scale, clock)
+        step_s = time.perf_counter() - self._began
+        seconds, device_s = step_s, 0.0
+        if ticket is not None:
+            early = ticket.done()
+            outcome = self.offloader.fold(ticket, state)
+            clock.lap(WAIT if outcome is not Outcome.FOLDED else MERGE)
+            if outcome is Outcome.TAKEN_BACK:
+                theirs.restart()
+                theirs.fold(kernels, query, state, scale, clock)
+            elif outcome is Outcome.LOST:
+                self.lose()
+            seconds = time.perf_counter() - self._began
+            device_s = sum(ticket.seconds) if early else seconds
+        per_block = self.streamed.block_bytes
+        nbytes = (own.pairs + theirs.pairs) * per_block
+        self.offloader.sharing.contexts.note(
+            Attended(nbytes, theirs.pairs * per_block, seconds, step_s, device_s)
+        )

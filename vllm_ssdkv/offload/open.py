@@ -43,4 +43,4 @@ def open_offloader(
     if config.fault is not None:
         device = FaultyDevice(device, config.fault)
     logger.info("ssdkv: offload: contexts are attended to by %s, %d threads", device.name, threads)
-    return Offloader(device, deadline_s, counters)
+    return Offloader(device, deadline_s, counters, config.share)

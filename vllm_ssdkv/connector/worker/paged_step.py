@@ -100,7 +100,7 @@ class PagedStep:
                 guesses,
                 choices.kept,
                 choices.clusters,
-                self._attend_elsewhere if self._offloads else None,
+                self._attend_chosen if self._offloads else None,
             )
         self._clusters = None if choices is None else choices.clusters
         self._clustered: set[int] = (
@@ -138,14 +138,19 @@ class PagedStep:
             return streamed
         return OffloadedContext(streamed, self._offloader, self._lose)
 
-    def _attend_elsewhere(self, work: ContextWork, state: PartialState, clock: StepClock) -> bool:
-        """Have the device attend to chosen pages. False: the caller attends to them."""
-        if self._offloader is None or not self._offloader.in_use:
-            return False
-        outcome = self._offloader.attend(work, state, clock)
-        if outcome is Outcome.LOST:
+    def _attend_chosen(
+        self,
+        work: ContextWork,
+        state: PartialState,
+        clock: StepClock,
+        here: Callable[[], None],
+    ) -> None:
+        """Have the device attend to chosen pages, or ``here``."""
+        offloader = self._offloader
+        if offloader is None or not offloader.in_use:
+            here()
+        elif offloader.attend_or(here, work, state, clock) is Outcome.LOST:
             self._lose()
-        return outcome is not Outcome.TAKEN_BACK
 
     def _lose(self) -> None:
         """A device does not give the step's contexts back: nobody else may use them."""
@@ -211,7 +216,7 @@ class PagedStep:
         if self._decode is not None:
             counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
         if self._offloader is not None and any(map(len, self._contexts)):
-            self._offloader.count_step(offloaded=self._offloads)
+            self._offloader.count_step()
 
     def _chosen(self, decode: SparseDecode) -> tuple[float, ...]:
         """Gains of :data:`CHOICE_KEYS`."""

@@ -35,6 +35,7 @@ class ThrottledTicket:
         devices: int = 1,
     ):
         self._inner, self._due, self._clock = inner, due, clock
+        self._begin = clock()
         self.devices = devices
 
     @property
@@ -44,8 +45,9 @@ class ThrottledTicket:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """See ``Ticket``."""
-        return self._inner.seconds
+        """By the model, which waits where the work was done earlier."""
+        wait_s, attend_s = self._inner.seconds
+        return max(wait_s, self._due() - self._begin - attend_s), attend_s
 
     def done(self) -> bool:
         """See ``Ticket``."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,16 +87,76 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
-    """Walk of one layer: blocks with a frame, and chunks of the others."""
+class Part:
+    """Part of a layer's contexts: blocks with a frame, and all of the others or none.
+
+    The blocks with a frame need nothing of the stream but their addresses, so any thread may ask
+    for the pieces of a part that has no others.
+
+    Attributes:
+        frame: Absolute addresses of frames, row after row, [F].
+        index: Index of each such block in its request, [F].
+        begin, end: Range of each row in these, [R].
+        slots: Of the same blocks, [F].
+        arriving: Whether blocks without a frame, which come from devices, are in it.
+        blocks: Distinct ones.
+        pairs: Blocks of all rows: those that rows share count for each.
+    """
 
     frame: NDArray[np.uint64]
     index: NDArray[np.int64]
     begin: NDArray[np.int32]
     end: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    arriving: bool
+    blocks: int
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Walk of one layer: all of its blocks, and chunks of those without a frame."""
+
+    whole: Part
     chunks: list[_Chunk]
     frames: int
     """Distinct ones."""
+    cuts: dict[float, tuple[Part, Part]] = field(default_factory=dict)
+    """Parts by a device's share; a step has one."""
+
+    def part(self, frames: slice, *, arriving: bool) -> Part:
+        """Some of the blocks with a frame, with all others or none."""
+        whole = self.whole
+        away = self.chunks if arriving else []
+        if frames == slice(0, len(whole.frame)) and bool(away) == whole.arriving:
+            return whole
+        first, count = frames.start, frames.stop - frames.start
+        begin, end = (np.clip(edge - first, 0, count) for edge in (whole.begin, whole.end))
+        distinct = count if self.frames == len(whole.frame) else len(np.unique(whole.frame[frames]))
+        return Part(
+            whole.frame[frames],
+            whole.index[frames],
+            begin.astype(np.int32),
+            end.astype(np.int32),
+            whole.slots[frames],
+            bool(away),
+            distinct + sum(len(chunk.slots) for chunk in away),
+            count + sum(len(chunk.which) for chunk in away),
+        )
+
+    def cut(self, share: float) -> tuple[Part, Part]:
+        """See :meth:`ContextStream.parts`."""
+        if share not in self.cuts:
+            frames = len(self.whole.frame)
+            away = self.whole.pairs - frames
+            theirs = round(share * self.whole.pairs)
+            arriving = 0 < away <= theirs
+            first = frames - (theirs - away if arriving else min(theirs, frames))
+            self.cuts[share] = (
+                self.part(slice(first, frames), arriving=arriving),
+                self.part(slice(0, first), arriving=not arriving),
+            )
+        return self.cuts[share]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +179,8 @@ class ContextStream:
 
     That is the thread that runs the forward pass, or, for the pieces of a layer, the thread of the
     device that attends to them. They hand it over by a lease (``offload/protocol.py``): who has it
-    may ask for the next piece, and whoever takes it over calls :meth:`restart`.
+    may ask for the next piece, and whoever takes it over calls :meth:`restart`. Where both attend
+    to a part of a layer (:meth:`parts`), the one without blocks from devices does not use it.
 
     After a failure the row is *poisoned*: its output must be thrown away. Other rows go on.
     """
@@ -186,8 +247,6 @@ class ContextStream:
         self._reads: collections.deque[_Read] = collections.deque()
         self._attended: _Read | None = None
         """The chunk behind the latest piece."""
-        self.slots: NDArray[np.int64] = slots
-        """Slots of all rows' blocks, row after row."""
         self._read_ahead()
 
     def _walk(
@@ -203,26 +262,49 @@ class ContextStream:
         resident, away = which[here], which[~here]
         blocks = _Chunk.of(slots[away], index[away], row[away])
         every = np.arange(len(blocks.slots))
-        return _Walk(
-            self._frames.address(self._borrowed[resident]),
+        frames = self._borrowed[resident]
+        distinct = len(np.unique(frames)) if self._rows > 1 else len(resident)
+        whole = Part(
+            self._frames.address(frames),
             index[resident],
             *_by_row(row[resident], self._rows),
-            [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)],
-            len(np.unique(self._borrowed[resident])) if self._rows > 1 else len(resident),
+            slots[resident],
+            len(away) > 0,
+            distinct + len(blocks.slots),
+            len(which),
         )
+        chunks = [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)]
+        return _Walk(whole, chunks, distinct)
 
-    def pieces(self, layer: int) -> Iterator[Piece]:
-        """All context blocks of a layer (0-based, asked for in ascending order), piece by piece.
+    def parts(self, layer: int, share: float) -> tuple[Part, Part]:
+        """Cut a layer's contexts in two, for a device and for the thread of the forward pass.
+
+        Blocks without a frame go one way together: to the device if ``share`` of all blocks is at
+        least as many. Only who has them uses the stream. Blocks with a frame make up the rest.
+
+        Args:
+            layer: From 0.
+            share: The device's of the blocks of all rows, from 0 to 1.
+        """
+        return self._walks[layer].cut(share)
+
+    def pieces(self, layer: int, part: Part | None = None) -> Iterator[Piece]:
+        """All context blocks of a layer (0-based, asked for in ascending order), piece by piece;
+        with a ``part`` of them, its own.
 
         A piece's memory is valid until the next one is asked for. Blocks on I/O, for reads that do
         not end at most one deadline per device that hangs: afterwards it is out of use.
         """
         walk = self._walks[layer]
-        if walk.chunks and self._upcoming() != layer:
+        if part is None:
+            part = walk.whole
+        if part.arriving and self._upcoming() != layer:
             raise RuntimeError(f"layer {layer} was asked for, layer {self._upcoming()} comes next")
-        if len(walk.frame):
+        if len(part.frame):
             offset = np.uint64(self._files.geometry.layer_offset(layer))
-            yield Piece(walk.frame + offset, walk.index, walk.begin, walk.end)
+            yield Piece(part.frame + offset, part.index, part.begin, part.end)
+        if not part.arriving:
+            return
         while self._upcoming() == layer:
             if not self._reads:
                 self._skip_chunk()
@@ -238,8 +320,12 @@ class ContextStream:
 
     def blocks(self, layer: int) -> int:
         """Distinct blocks of a layer's contexts."""
-        walk = self._walks[layer]
-        return walk.frames + sum(len(chunk.slots) for chunk in walk.chunks)
+        return self._walks[layer].whole.blocks
+
+    def slots_of(self, layer: int, part: Part) -> NDArray[np.int64]:
+        """Slots of the distinct blocks of a part. Such as have a frame may repeat."""
+        away = [chunk.slots for chunk in self._walks[layer].chunks] if part.arriving else []
+        return np.concatenate([part.slots, *away])
 
     def restart(self, layer: int) -> None:
         """Have all pieces of a layer come again, for another caller of :meth:`pieces`.
