@@ -24,14 +24,16 @@ from vllm_ssdkv.profiling.offload.rig import (
     Contexts,
     Effort,
     Rig,
+    Share,
     Sizes,
     link_rule,
     opened,
 )
 
-Way: TypeAlias = Literal["none", "host", "instinfer", "smartssd"]
-"""Who attends to contexts: the thread of the step, the host's device, drives of a paper."""
-WAYS: Final[tuple[Way, ...]] = ("none", "host", "instinfer", "smartssd")
+Way: TypeAlias = Literal["none", "host", "shared", "instinfer", "smartssd"]
+"""Who attends to contexts: the thread of the step, the host's device, both by
+``offload.share: auto``, drives of a paper."""
+WAYS: Final[tuple[Way, ...]] = ("none", "host", "shared", "instinfer", "smartssd")
 
 Row: TypeAlias = dict[str, Any]
 """Figures of a case, as in the JSON document."""
@@ -42,6 +44,8 @@ FLEXGEN: Final = "flexgen"
 """Places of contexts, beside the links of each profile: these memories, and FlexGen's path."""
 
 BLOCK_TOKENS: Final = 16
+SETTLING_STEPS: Final = 32
+"""Steps after which a share is settled: each way was tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class Case:
 
 def cases(settings: Settings) -> Iterator[Case]:
     """All cases; those that share contexts and their place follow each other."""
-    plain = [way for way in settings.ways if way in ("none", "host")]
+    plain = [way for way in settings.ways if way in ("none", "host", "shared")]
     for tokens, requests, selector in itertools.product(
         settings.contexts, settings.batches, settings.selectors
     ):
@@ -200,13 +204,16 @@ def _measure(rig: Rig, case: Case, settings: Settings) -> Row:
     # In so many steps every row stores one block, whatever it begins with.
     steps = settings.effort.steps
     effort = settings.effort if case.link else Effort(steps, steps)
+    if case.way == "shared":
+        effort = Effort(steps, steps, warm=SETTLING_STEPS)
     if isinstance(device, ThrottledDrives):
         rate = device.timing.read_bandwidth * device.drives
         if case.interval:
             writes = _writes(device, case, sizes)
             effort = Effort(most := max(settings.intervals), most)
     link = link_rule(case.link, settings.dilation) if case.link else None
-    found = rig.run(device, effort, link, writes)
+    share: Share = "auto" if case.way == "shared" else 1.0
+    found = rig.run(device, effort, link, writes, share)
     devices = case.drives if case.place == FLASH else 1
     return {
         "context": contexts.tokens,
@@ -228,9 +235,9 @@ def _device(case: Case, settings: Settings) -> ContextDevice | None:
     if case.way == "none":
         return None
     host = HostDevice(settings.threads)
-    if case.way == "host":
-        return host
-    return ThrottledDrives(host, DRIVES[case.way], case.drives, settings.dilation)
+    if case.way == "instinfer" or case.way == "smartssd":  # noqa: PLR1714  # mypy narrows by it
+        return ThrottledDrives(host, DRIVES[case.way], case.drives, settings.dilation)
+    return host
 
 
 def _writes(device: ThrottledDrives, case: Case, sizes: Sizes) -> Iterator[None]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.memory.summary_rows import row_bytes
 
 Figures = dict[str, Any]
+Share: TypeAlias = float | Literal["auto"]
 
 WINDOW: Final = 64
 """Tokens in HBM."""
@@ -116,11 +117,13 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Steps of a case; after ``seconds`` no more than the ``least`` are done."""
+    """Steps of a case; after ``seconds`` no more than the ``least`` are done, and ``warm`` ones
+    before that do not count."""
 
     steps: int = 16
     least: int = 2
     seconds: float = 2.0
+    warm: int = 1
 
 
 def options(contexts: Contexts, model: Any, budget: float) -> SSDKVConfig:  # noqa: ANN401 - transformers'
@@ -176,8 +179,8 @@ class _Metered(Offloader):
         cpu_s: Seconds, those for which it waits left out but for the calls.
     """
 
-    def __init__(self, device: ContextDevice, deadline_s: float, counters: Counters):
-        super().__init__(device, deadline_s, counters)
+    def __init__(self, device: ContextDevice, counters: Counters, share: Share):
+        super().__init__(device, PATIENCE_S, counters, share)
         self.cpu_s = 0.0
 
     def submit(self, work: ContextWork) -> Ticket:
@@ -218,6 +221,7 @@ class Rig:
         effort: Effort,
         link: ThrottleRule | None = None,
         writes: Iterator[None] | None = None,
+        share: Share = 1.0,
     ) -> Figures:
         """Figures of some steps.
 
@@ -226,6 +230,7 @@ class Rig:
             effort: Number of steps.
             link: Of the drive, where contexts come from there.
             writes: Taken one of before each step that counts.
+            share: Of the device in what is attended to.
 
         Raises:
             BenchError: the drive took too long, or the device failed.
@@ -234,10 +239,11 @@ class Rig:
         self._fill()
         self._throttle(link)
         if device is not None:
-            worker.offloader = _Metered(device, PATIENCE_S, worker.counters)
+            worker.offloader = _Metered(device, worker.counters, share)
         try:
             clocked = Clocked(lambda ids: decoder.step(self._names, ids), len(self._names), _CPU)
-            clocked.seconds()
+            for _ in range(effort.warm):
+                clocked.seconds()
             before, late = worker.counters.totals(), _late(device)
             cpu = worker.offloader.cpu_s if isinstance(worker.offloader, _Metered) else 0.0
             seconds: list[float] = []

@@ -141,7 +141,7 @@ def link(rows: Sequence[Row]) -> Table:
     most = {name: max(row[name] for row in rows) for name in ("context", "batch")}
     for row in rows:
         largest = all(row[name] == most[name] for name in most)
-        if not largest or row["place"] not in (DRAM, FLASH) or row["way"] == "none":
+        if not largest or row["place"] not in (DRAM, FLASH) or row["way"] in ("none", "shared"):
             continue
         if row["interval"]:
             continue

@@ -26,7 +26,7 @@ SETTINGS = Settings(
     contexts=[2048],
     batches=[2],
     selectors=["exact", "bounds"],
-    ways=["none", "host", "instinfer", "smartssd"],
+    ways=["none", "host", "shared", "instinfer", "smartssd"],
     drives=[1, 2],
     intervals=[1, 16, 32],
     budget=0.125,
@@ -60,6 +60,7 @@ def test_cases_that_share_contexts_follow_each_other() -> None:
     link = [one for one in every if one.place == "smartssd" and one.way == "none"]
     assert [one.link for one in link[:2]] == [1e9, 2e9]
     assert Case(Contexts(2048, 2, on_drive=True), "host", "instinfer", 1, 7e9) in every
+    assert [one.place for one in every if one.way == "shared"] == [DRAM, DRAM]
 
 
 def test_bytes_over_the_link_are_those_of_the_formula(document: dict[str, Any]) -> None:

@@ -36,8 +36,8 @@ def offload(
         str, typer.Option(help="exact, bounds, spread and the other selectors of page mode.")
     ] = "exact,bounds,spread",
     ways: Annotated[
-        str, typer.Option(help="Who attends: any of none, host, instinfer, smartssd.")
-    ] = "none,host,instinfer,smartssd",
+        str, typer.Option(help="Who attends: any of none, host, shared, instinfer, smartssd.")
+    ] = "none,host,shared,instinfer,smartssd",
     drives: Annotated[str, typer.Option(help="Numbers of drives, from 1 to 8.")] = "1,2,4,8",
     intervals: Annotated[
         str, typer.Option(help="Tokens between two writes; powers of two.")
@@ -55,9 +55,10 @@ def offload(
     """Decode with attention near storage: who attends, on how many drives, what crosses the link.
 
     A small model decodes without vLLM. `none`: the thread of the step attends to contexts in DRAM,
-    and as they come over the links of plain drives. `host`: the host's device does. `instinfer` and
-    `smartssd`: drives with the timing of the papers attend to their parts of the pages, which the
-    host computes for them; no case is faster than that.
+    and as they come over the links of plain drives. `host`: the host's device does. `shared`: both
+    do, by `offload.share: auto`. `instinfer` and `smartssd`: drives with the timing of the papers
+    attend to their parts of the pages, which the host computes for them; no case is faster than
+    that.
 
     Drives are slower than the papers' by `--dilation`, their links too, so that a small machine can
     keep up with eight: ratios hold, tokens/s do not. Bytes come from the metrics. The last table

@@ -31,7 +31,8 @@ def plot(document: Row, path: Path) -> None:
     _speed(axes[0, 0], mine)
     _scaling(axes[0, 1], mine)
     _write_back(axes[1, 0], [row for row in rows if row["interval"]])
-    near = [row for row in mine if row["place"] in ("dram", "flash") and row["way"] != "none"]
+    near = [row for row in mine if row["place"] in ("dram", "flash")]
+    near = [row for row in near if row["way"] not in ("none", "shared")]
     _link(axes[1, 1], near)
     figure.suptitle(
         f"{largest['batch']} x {largest['context']} tokens, drives slower by "
