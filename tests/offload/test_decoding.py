@@ -14,7 +14,7 @@ import torch
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName
-from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault
+from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault, OffloadThrottle
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.protocol import ContextPages, ContextWork
@@ -159,6 +159,19 @@ def test_no_share_changes_anything(
     else:  # chosen pages go one way as a whole, and the end of the prompt is exact
         assert by["device"] == (COUNT if share > 0.5 else 0)
         assert by["both"] == 1
+
+
+@pytest.mark.parametrize("selector", ["exact", "bounds"])
+def test_the_same_comes_out_of_several_drives(
+    selector: SelectorName, without_device: Without, tmp_path: Path
+) -> None:
+    """Each attends to its part of the pages, into a state of its own."""
+    without = without_device(selector)
+    throttle = OffloadThrottle(profile="instinfer", drives=3)
+    got = decoded(tmp_path / "store", selector, OffloadConfig(threads=1, throttle=throttle))
+    assert got.in_use
+    assert got.tokens == without.tokens
+    assert torch.allclose(got.logits, without.logits, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llama"])

@@ -225,7 +225,10 @@ def test_an_option_names_the_drives() -> None:
     options = {"mode": "page", "offload": {"threads": 1, "throttle": throttle}}
     config = SSDKVConfig.from_extra_config(options).offload
     assert isinstance(config, OffloadConfig)
-    made = open_offloader(config, 1, 30.0, Counters())
-    contexts = Contexts(listed=False)
+    contexts, counters = Contexts(listed=False), Counters()
+    made = open_offloader(config, 1, 30.0, counters)
     assert bool((attended(made, contexts) != 0).all())
+    made.count_step(offloaded=True)
+    nbytes = contexts.query.nbytes
+    assert counters.total("offload_bytes", payload="query") == 3 * nbytes
     assert made.close(PATIENCE_S)

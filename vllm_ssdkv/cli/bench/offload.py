@@ -45,7 +45,7 @@ def offload(
     budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
     dilation: Annotated[
         float, typer.Option(min=1, help="Factor by which drives are slower than the papers'.")
-    ] = 24,
+    ] = 20,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of the host's device; as the option, if missing.")
     ] = None,
