@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 
 class Way(Enum):
-    """Who attends."""
+    """Side that attends."""
 
     STEP = "step"
     DEVICE = "device"
@@ -134,7 +134,7 @@ LEAST: Final = 1 / 64
 
 @dataclass(slots=True)
 class _Figure:
-    """What a way takes.
+    """Time that a way takes.
 
     Attributes:
         per_byte: Seconds; infinity: not known.
