@@ -142,7 +142,7 @@ def test_drives_attend_to_their_parts(drives: int, listed: bool) -> None:
     lists = index + [i for i in index if not listed or i % 2 == 0]
     assert device.seen == [[2 * sum(i % drives == one for i in lists) for one in range(drives)]]
     # Each drive gets the queries, and sends states of its own.
-    made.count_step(offloaded=True)
+    made.count_step()
     q, d = HEADS, LAYOUT.head_size
     assert counters.total("offload_bytes", payload="query") == drives * 2 * 4 * q * d
     assert counters.total("offload_bytes", payload="partials") == drives * 2 * q * (4 * d + 8)
@@ -228,7 +228,7 @@ def test_an_option_names_the_drives() -> None:
     contexts, counters = Contexts(listed=False), Counters()
     made = open_offloader(config, 1, 30.0, counters)
     assert bool((attended(made, contexts) != 0).all())
-    made.count_step(offloaded=True)
+    made.count_step()
     nbytes = contexts.query.nbytes
     assert counters.total("offload_bytes", payload="query") == 3 * nbytes
     assert made.close(PATIENCE_S)
