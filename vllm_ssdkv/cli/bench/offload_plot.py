@@ -95,6 +95,7 @@ def _write_back(axes: Axes, rows: Sequence[Row]) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("tokens between two writes")
     axes.set_ylabel("of the best")
+    axes.set_ylim(0, 1.05)
     axes.grid(visible=True, alpha=0.3)
     if rows:
         axes.legend(fontsize=7)
