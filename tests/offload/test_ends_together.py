@@ -146,9 +146,9 @@ def measured(
 
 @pytest.mark.parametrize("link", [4.0, 1.0, 1 / 4])
 def test_auto_is_as_fast_as_the_best_share(make_attention: Make, link: float) -> None:
-    """A machine with more to do has three tries."""
+    """A machine with more to do has five tries."""
     attention = make_attention(TIMES[link])
-    for _ in range(3):
+    for _ in range(5):
         median, found = measured(attention, link, 8)
         best = min(median[share] for share in SHARES)
         print(f"link {link:g}: auto {found:.2f}", {k: round(1e3 * v, 2) for k, v in median.items()})

@@ -95,8 +95,7 @@ class FixedShare:
 
 
 FIRST_STEPS: Final = {Way.STEP: 3, Way.DEVICE: 3, Way.BOTH: 7}
-"""Steps of the first trial of a way; the first of them does not count, kernels are compiled in
-it."""
+"""Steps of the first trial of a way. The quickest counts: kernels are compiled in the first one."""
 
 TRIAL_STEPS: Final = {Way.STEP: 2, Way.DEVICE: 2, Way.BOTH: 6}
 """Steps of a later trial; a share needs some to settle."""
@@ -139,14 +138,12 @@ class _Figure:
     Attributes:
         per_byte: Seconds; infinity: not known.
         left: Steps of the trial under way that are still to come.
-        cold: Whether the next step does not count.
         due: Steps until the next trial.
         every: Steps from one trial to the next.
     """
 
     per_byte: float = math.inf
     left: int = 0
-    cold: bool = True
     due: int = 0
     every: int = 0
 
@@ -159,9 +156,7 @@ class _Figure:
         """A step went this way. One that was interrupted counts as twice the usual, at most."""
         if self.left:
             self.left -= 1
-            if not self.cold:
-                self.per_byte = min(self.per_byte, per_byte)
-            self.cold = False
+            self.per_byte = min(self.per_byte, per_byte)
         else:
             seen = min(per_byte, 2 * self.per_byte)
             weight = SMOOTH if seen < self.per_byte else SMOOTH / 4
@@ -232,7 +227,7 @@ class MeasuredShare:
             self._balance(attended)
         if figure.left:
             return
-        unknown = [way for way, other in self._figures.items() if other.cold]
+        unknown = [way for way, other in self._figures.items() if math.isinf(other.per_byte)]
         if unknown:
             self._begin(unknown[0], FIRST_STEPS[unknown[0]])
             return
