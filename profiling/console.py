@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    pass
 
 _WIDTH: Final = 112
 

@@ -25,8 +25,8 @@ from vllm_ssdkv.profiling.clusters.layer_reads import (
     Selector,
     baseline,
 )
-from vllm_ssdkv.profiling.clusters.table import Table
 from vllm_ssdkv.profiling.clusters.trace import I64, PAGE, Bools, Trace, budget_pages
+from vllm_ssdkv.profiling.table import Table
 
 _BLOCKS: Final = (0, 128, 512)
 _SELECTORS: Final[tuple[Selector, ...]] = ("sparf", "sparf, sum of weights", "spread", "bounds")

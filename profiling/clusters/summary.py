@@ -13,8 +13,8 @@ from vllm_ssdkv.profiling.clusters.stability import (
     page_heat,
     stability,
 )
-from vllm_ssdkv.profiling.clusters.table import Table
 from vllm_ssdkv.profiling.clusters.trace import F32, Trace, budget_pages, pages_of, top
+from vllm_ssdkv.profiling.table import Table
 
 MOST_HEADS = 6
 """KV heads of a trace that are looked at, from layers spread evenly."""

@@ -31,8 +31,8 @@ from vllm_ssdkv.profiling.offload.rig import (
 )
 
 Way: TypeAlias = Literal["none", "host", "shared", "instinfer", "smartssd"]
-"""Who attends to contexts: the thread of the step, the host's device, both by
-``offload.share: auto``, drives of a paper."""
+"""Way of attending to contexts: by the thread of the step, by the host's device, by both
+(``offload.share: auto``), by drives of a paper."""
 WAYS: Final[tuple[Way, ...]] = ("none", "host", "shared", "instinfer", "smartssd")
 
 Row: TypeAlias = dict[str, Any]

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES
-from vllm_ssdkv.profiling.clusters.table import Cell, Table
 from vllm_ssdkv.profiling.offload.bench import DRAM, FLASH, FLEXGEN, Row
 from vllm_ssdkv.profiling.offload.published import (
     BATCH,
@@ -17,6 +16,7 @@ from vllm_ssdkv.profiling.offload.published import (
     link_ratio,
 )
 from vllm_ssdkv.profiling.offload.rig import WINDOW
+from vllm_ssdkv.profiling.table import Cell, Table
 
 _INSTINFER: Final = DRIVES["instinfer"]
 BESIDE: Final = (

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
-import typer
 from rich.console import Console
 
 from vllm_ssdkv.base.errors import BenchError
@@ -32,45 +31,6 @@ WINDOW: Final = 64
 _TIMEOUT_S: Final = 3600.0
 
 Row = dict[str, Any]
-
-
-def numbers(option: str, text: str, low: float, high: float) -> list[float]:
-    """The numbers of a list ``1,2,3``.
-
-    Raises:
-        BadParameter: one is none, or not within ``low`` and ``high``.
-    """
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(low <= value <= high for value in found):
-        raise typer.BadParameter(f"{text!r}: numbers from {low:g} to {high:g}", param_hint=option)
-    return found
-
-
-def whole_numbers(option: str, text: str, low: int, high: int) -> list[int]:
-    """The whole numbers of a list, ascending, each once.
-
-    Raises:
-        BadParameter: one is none, or not within ``low`` and ``high``.
-    """
-    found = numbers(option, text, low, high)
-    if any(value != int(value) for value in found):
-        raise typer.BadParameter(f"{text!r}: whole numbers from {low} to {high}", param_hint=option)
-    return sorted({int(value) for value in found})
-
-
-def names(text: str) -> list[str]:
-    """The selectors of a list.
-
-    Raises:
-        BadParameter: one does not exist.
-    """
-    found = text.split(",")
-    if not set(found) <= set(SPARSE):
-        raise typer.BadParameter(f"{text!r}: any of {', '.join(SPARSE)}", param_hint="--selectors")
-    return found
 
 
 class RecallStores:

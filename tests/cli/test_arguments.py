@@ -1,4 +1,4 @@
-"""Paths and sizes mean the same in all commands, and JSON is alone on the output."""
+"""Paths, sizes and lists mean the same in all commands, and JSON is alone on the output."""
 
 from __future__ import annotations
 
@@ -128,3 +128,17 @@ arguments.print_json({"a": 1})
     )
     assert done.stdout == 'before\n{\n  "a": 1\n}\n'
     assert sorted(done.stderr.splitlines()) == ["from Python", "from a child"]
+
+
+def test_lists_are_read_in_one_way() -> None:
+    assert arguments.numbers("--n", "2,0.5", 0.5, 2) == [2, 0.5]
+    assert arguments.whole_numbers("--n", "8,1,8", 1, 8) == [1, 8]
+    assert arguments.names("--n", "b,a,b", ("a", "b")) == ["b", "a"]
+    for text in ("", "1,", "x", "0", "9", "nan"):
+        with pytest.raises(typer.BadParameter, match="numbers from 1 to 8"):
+            arguments.numbers("--n", text, 1, 8)
+    with pytest.raises(typer.BadParameter, match="whole numbers from 1 to 8"):
+        arguments.whole_numbers("--n", "1.5", 1, 8)
+    for text in ("", "a,", "c"):
+        with pytest.raises(typer.BadParameter, match="any of a, b"):
+            arguments.names("--n", text, ("a", "b"))

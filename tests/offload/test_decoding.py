@@ -51,13 +51,13 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass
 class Decoded:
-    """What came out: tokens by request, logits [steps, requests, vocabulary], and the counters."""
+    """Tokens by request, logits [steps, requests, vocabulary], and counters."""
 
     tokens: list[list[int]]
     logits: torch.Tensor
     counters: Counters
     in_use: bool
-    """Whether the device is, at the end."""
+    """True if the device is in use at the end."""
 
 
 def decoded(
@@ -103,7 +103,7 @@ Without = Callable[[SelectorName], Decoded]
 
 @pytest.fixture(scope="module")
 def without_device(tmp_path_factory: pytest.TempPathFactory) -> Without:
-    """What comes out without a device."""
+    """Outcomes without a device."""
 
     @functools.cache
     def decode(selector: SelectorName) -> Decoded:

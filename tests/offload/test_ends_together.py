@@ -144,7 +144,7 @@ def measured(
     return median, made["auto"].sharing.contexts.share
 
 
-@pytest.mark.soak  # on a busy machine several tries are worse; tests/offload/test_share.py is exact
+@pytest.mark.soak  # several tries are worse on a busy machine; test_share_rule.py is exact
 @pytest.mark.parametrize("link", [4.0, 1.0, 1 / 4])
 def test_auto_is_as_fast_as_the_best_share(make_attention: Make, link: float) -> None:
     """A machine with more to do has five tries."""

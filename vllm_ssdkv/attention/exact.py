@@ -51,7 +51,7 @@ class RowBatch:
     _latest: dict[bool, tuple[Piece, Rows, NDArray[np.int64]]] = field(
         default_factory=dict, init=False
     )
-    """What :meth:`over` answered last, to each of the two threads that may ask."""
+    """Latest answer of :meth:`over` to each of the two threads that may ask."""
 
     def over(
         self, piece: Piece, block_tokens: int, *, device: bool = False
@@ -188,8 +188,7 @@ class StreamedContext:
     @property
     def block_bytes(self) -> int:
         """Bytes of K and V of a block of a layer."""
-        layout = self.layout
-        return layout.kv_heads * layout.groups * layout.page_payload_bytes
+        return self.layout.payload_bytes
 
     @property
     def pairs(self) -> int:

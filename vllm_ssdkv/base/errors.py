@@ -54,11 +54,7 @@ class DamagedError(FormatError):
     """Bytes on disk were ours and are not what we wrote; the text names the file."""
 
 
-class OffloadError(SSDKVError):
-    """A device that attends has answered with something that is no answer; the text says what."""
-
-
-class WithdrawnError(OffloadError):
+class WithdrawnError(SSDKVError):
     """Work was taken back from the device that had begun it; nobody is told."""
 
 

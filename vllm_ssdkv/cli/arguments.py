@@ -1,4 +1,4 @@
-"""Arguments of commands: paths, sizes and files, each read in one way; and printing JSON."""
+"""Arguments of commands: paths, sizes, files and lists, each read in one way; and printing JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from vllm_ssdkv.base.sizes import parse_size
+
+_Name = TypeVar("_Name", bound=str)
 
 
 def place(text: str | Path) -> Path:
@@ -71,6 +73,46 @@ def size(text: str | int) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}") from None
+
+
+def numbers(option: str, text: str, low: float, high: float) -> list[float]:
+    """The numbers of a list ``1,2,3``.
+
+    Raises:
+        BadParameter: one is none, or not within ``low`` and ``high``.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(low <= value <= high for value in found):
+        raise typer.BadParameter(f"{text!r}: numbers from {low:g} to {high:g}", param_hint=option)
+    return found
+
+
+def whole_numbers(option: str, text: str, low: int, high: int) -> list[int]:
+    """The whole numbers of a list, ascending, each once.
+
+    Raises:
+        BadParameter: one is none, or not within ``low`` and ``high``.
+    """
+    found = numbers(option, text, low, high)
+    if any(value != int(value) for value in found):
+        raise typer.BadParameter(f"{text!r}: whole numbers from {low} to {high}", param_hint=option)
+    return sorted({int(value) for value in found})
+
+
+def names(option: str, text: str, known: Sequence[_Name]) -> list[_Name]:
+    """The names of a list, in its order, each once.
+
+    Raises:
+        BadParameter: one is not ``known``.
+    """
+    by_text: dict[str, _Name] = {name: name for name in known}
+    found = dict.fromkeys(text.split(","))
+    if not found.keys() <= by_text.keys():
+        raise typer.BadParameter(f"{text!r}: any of {', '.join(known)}", param_hint=option)
+    return [by_text[name] for name in found]
 
 
 Devices = Annotated[

@@ -25,7 +25,7 @@ from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.kernels.step_clock import MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
-from vllm_ssdkv.offload.share import Attended
+from vllm_ssdkv.offload.share_rule import Attended
 from vllm_ssdkv.offload.sharing import Sharing
 from vllm_ssdkv.offload.tickets import LocalTicket
 

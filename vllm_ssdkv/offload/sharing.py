@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.base.sizes import approximate_size
-from vllm_ssdkv.offload.share import Attended, FixedShare, MeasuredShare, ShareRule, Way
+from vllm_ssdkv.offload.share_rule import Attended, FixedShare, MeasuredShare, ShareRule, Way
 
 logger = logging.getLogger(__name__)
 

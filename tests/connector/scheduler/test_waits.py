@@ -186,7 +186,9 @@ def test_slots_that_never_come_end_the_engine(
     run.manifest.late = True
     steps(run, 2)
     monkeypatch.setattr(page_admission, "NEW_SLOTS_DEADLINE_S", 0.0)
-    with pytest.raises(StoreFailedError, match=r"no new slots since .* store\.json: of a test"):
+    with pytest.raises(
+        StoreFailedError, match=r"new slots since .* be saved: store\.json: of a test"
+    ):
         run.step()
 
 

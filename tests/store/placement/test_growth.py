@@ -17,6 +17,7 @@ import pytest
 from tests.store.conftest import PAGED, PATIENCE_S, until
 from tests.store.opening import MODEL, Opened, close, fill, found
 from vllm_ssdkv.base import host
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.metrics.index_metrics import IndexMetrics
@@ -121,6 +122,26 @@ def test_it_starts_small_and_grows_to_its_limit(home: Path, opened: Opened, tp_s
     grow(rebalancer)
     assert rebalancer.placement.slots == len(keys)
     index.close()
+
+
+def test_a_reservation_that_hangs_is_late(
+    home: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(place())
+    index, rebalancer = open_index(place())
+    go = threading.Event()
+    monkeypatch.setattr(DataFileSpace, "reserve", lambda space, nbytes: go.wait(PATIENCE_S))
+    fill(index, index.free_now())
+    rebalancer.step()
+    rebalancer.check_progress(PATIENCE_S)
+    with pytest.raises(StoreError, match="no new slots since 0 s, since a file system hangs"):
+        rebalancer.check_progress(0.0)
+    go.set()
+    grow(rebalancer)
+    rebalancer.check_progress(0.0)
+    assert rebalancer.close()
+    index.close()
+    close(store)
 
 
 def test_a_restart_goes_on_growing(home: Path, opened: Opened) -> None:

@@ -26,7 +26,7 @@ from vllm_ssdkv.cli.bench.recall_options import (
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.accuracy.suites import NEEDLES, SUITES
 from vllm_ssdkv.profiling.recall import recall
-from vllm_ssdkv.profiling.recall.bench import SPARSE, WINDOW, RecallStores, names, numbers
+from vllm_ssdkv.profiling.recall.bench import SPARSE, WINDOW, RecallStores
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
 
 _SELECTORS: Final = ",".join(SPARSE)
@@ -140,7 +140,8 @@ def accuracy(
     """
     from vllm_ssdkv.profiling.bench_io.plot import require_plot
 
-    suites, chosen = _suites(suite), names(selectors)
+    suites = arguments.names("--suite", suite, (_RECALL, *SUITES))
+    chosen = arguments.names("--selectors", selectors, SPARSE)
     options = {
         "reuse_steps": reuse_steps,
         "reuse_similarity": reuse_similarity,
@@ -152,7 +153,7 @@ def accuracy(
     if beside_window and asks_recall:
         raise typer.BadParameter("not for suite recall", param_hint="--beside-window")
     lengths = contexts or ("2048,4096" if quick else _CONTEXTS)
-    shares = numbers("--budgets", budgets or ("0.125" if quick else _BUDGETS), 0.001, 1)
+    shares = arguments.numbers("--budgets", budgets or ("0.125" if quick else _BUDGETS), 0.001, 1)
     batches = []
     if asks_recall:
         batches = recall_accuracy.batches_of(
@@ -165,7 +166,7 @@ def accuracy(
             )
     text = None
     if named := tuple(name for name in SUITES if name in suites):
-        counts = numbers("--questions", questions or str(len(NEEDLES)), 1, len(NEEDLES))
+        counts = arguments.numbers("--questions", questions or str(len(NEEDLES)), 1, len(NEEDLES))
         if len(counts) > 1:
             raise typer.BadParameter("one number, with real text", param_hint="--questions")
         place = text_accuracy.require_model(model, named)
@@ -175,7 +176,7 @@ def accuracy(
             model=place,
             suites=tuple((name, length) for name in named for length in of_text),
             questions=int(counts[0]),
-            budgets=tuple(numbers("--budgets", shares_of_text, 0.001, 1)),
+            budgets=tuple(arguments.numbers("--budgets", shares_of_text, 0.001, 1)),
             window=window or text_accuracy.WINDOW,
             block_tokens=block_tokens,
             beside_window=beside_window,
@@ -224,19 +225,6 @@ def accuracy(
         *text_accuracy.tables(rows[of_recall:]),
     ):
         Console(stderr=as_json).print(table)
-
-
-def _suites(text: str) -> tuple[str, ...]:
-    """The suites of a list.
-
-    Raises:
-        BadParameter: one does not exist.
-    """
-    found = tuple(dict.fromkeys(text.split(",")))
-    known = (_RECALL, *SUITES)
-    if not set(found) <= set(known):
-        raise typer.BadParameter(f"{text!r}: any of {', '.join(known)}", param_hint="--suite")
-    return found
 
 
 def _sparse(given: Sequence[str], selectors: Sequence[str]) -> dict[str, object]:

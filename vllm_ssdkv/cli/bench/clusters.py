@@ -11,9 +11,8 @@ from rich.console import Console
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
-from vllm_ssdkv.cli.bench.clusters_output import print_tables, write_markdown
+from vllm_ssdkv.cli.bench.tables_output import print_tables, write_markdown
 from vllm_ssdkv.profiling.clusters.trace import PAGE, Trace, read_traces
-from vllm_ssdkv.profiling.recall.bench import numbers, whole_numbers
 
 
 def clusters(
@@ -63,11 +62,11 @@ def clusters(
     from vllm_ssdkv.profiling.clusters.lab import Settings, measure
 
     settings = Settings(
-        budgets=numbers("--budgets", budgets, 0.005, 0.5),
-        drives=whole_numbers("--drives", drives, 1, 8),
+        budgets=arguments.numbers("--budgets", budgets, 0.005, 0.5),
+        drives=arguments.whole_numbers("--drives", drives, 1, 8),
         heads=heads,
         every=every,
-        batches=whole_numbers("--batches", batches, 1, 64),
+        batches=arguments.whole_numbers("--batches", batches, 1, 64),
         tokens=tokens,
     )
     console = Console(stderr=True)
@@ -105,5 +104,5 @@ def _traces(directory: Path, only: str | None, lengths: str | None) -> list[Trac
     if lengths is None:
         return traces
     longest = min(trace.context for trace in traces)
-    wanted = numbers("--lengths", lengths, 64 * PAGE, longest)
+    wanted = arguments.numbers("--lengths", lengths, 64 * PAGE, longest)
     return [trace.shortened(int(n) // PAGE * PAGE) for n in wanted for trace in traces]

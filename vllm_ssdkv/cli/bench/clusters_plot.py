@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.clusters.table import Table
+from vllm_ssdkv.profiling.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,11 +33,10 @@ from vllm_ssdkv.kernels.step_clock import PARTS
 from vllm_ssdkv.profiling.console import wide_console
 from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.bench import (
+    SPARSE,
     WINDOW,
     RecallStores,
     Row,
-    names,
-    numbers,
     recall_plan,
     require_choices,
 )
@@ -122,8 +121,9 @@ def decode(
     """
     from vllm_ssdkv.profiling.bench_io.plot import require_plot
 
-    lengths = [int(n) for n in numbers("--contexts", contexts, _MIN_CONTEXT, MAX_CONTEXT)]
-    sizes, chosen = [int(n) for n in numbers("--batch", batch, 1, 64)], names(selectors)
+    lengths = arguments.whole_numbers("--contexts", contexts, _MIN_CONTEXT, MAX_CONTEXT)
+    sizes = arguments.whole_numbers("--batch", batch, 1, 64)
+    chosen = arguments.names("--selectors", selectors, SPARSE)
     rule: dict[str, object] = {
         "bandwidth": bandwidth,
         "iops": iops,

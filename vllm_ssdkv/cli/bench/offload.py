@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final, TypeVar, get_args
+from typing import Annotated, Final, get_args
 
 import typer
 from rich.console import Console
@@ -15,13 +14,10 @@ from rich.console import Console
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
-from vllm_ssdkv.cli.bench.clusters_output import show_tables
 from vllm_ssdkv.cli.bench.recall_options import DirectoryOption
+from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import MAX_DRIVES, OffloadConfig
-from vllm_ssdkv.profiling.recall.bench import whole_numbers
-
-_Name = TypeVar("_Name", bound=str)
 
 _LEAST_CONTEXT: Final = 256
 _MOST_CONTEXT: Final = 131072
@@ -69,11 +65,11 @@ def offload(
     from vllm_ssdkv.profiling.offload.tables import tables
 
     settings = Settings(
-        contexts=whole_numbers("--contexts", contexts, _LEAST_CONTEXT, _MOST_CONTEXT),
-        batches=whole_numbers("--batch", batch, 1, 64),
-        selectors=_names("--selectors", selectors, get_args(SelectorName)),
-        ways=_names("--ways", ways, WAYS),
-        drives=whole_numbers("--drives", drives, 1, MAX_DRIVES),
+        contexts=arguments.whole_numbers("--contexts", contexts, _LEAST_CONTEXT, _MOST_CONTEXT),
+        batches=arguments.whole_numbers("--batch", batch, 1, 64),
+        selectors=arguments.names("--selectors", selectors, get_args(SelectorName)),
+        ways=arguments.names("--ways", ways, WAYS),
+        drives=arguments.whole_numbers("--drives", drives, 1, MAX_DRIVES),
         intervals=_intervals(intervals),
         budget=budget,
         dilation=dilation,
@@ -96,25 +92,13 @@ def offload(
         raise typer.Exit(1) from error
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    if as_json:
-        arguments.print_json({**document, "tables": [asdict(table) for table in made]})
-    show_tables(made, stderr=as_json)
-
-
-def _names(option: str, text: str, known: tuple[_Name, ...]) -> list[_Name]:
-    """The names of a list, each once."""
-    found = [name for name in known if name in text.split(",")]
-    if wrong := sorted(set(text.split(",")) - set(known)):
-        raise typer.BadParameter(
-            f"{wrong[0]!r} is not one of {', '.join(known)}", param_hint=option
-        )
-    return found
+    print_tables(made, as_json=as_json, beside=document)
 
 
 def _intervals(text: str) -> list[int]:
     """Tokens between two writes: a block, or a part of one."""
     option = "--intervals"
-    found = whole_numbers(option, text, 1, _MOST_INTERVAL)
+    found = arguments.whole_numbers(option, text, 1, _MOST_INTERVAL)
     for tokens in found:
         if tokens & (tokens - 1):
             raise typer.BadParameter(f"{tokens} is no power of two", param_hint=option)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ssdkv.base.errors import BenchError
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = dict[str, Any]
+
+_IN_DRAM: Final = {"none": "--", "host": ":", "shared": "-."}
+"""Lines of the ways to attend to contexts in DRAM."""
 
 
 def plot(document: Row, path: Path) -> None:
@@ -71,7 +74,7 @@ def _speed(axes: Axes, rows: Sequence[Row]) -> None:
     _curves(axes, [row for row in exact if row["drives"]], relative=False)
     for row in exact:
         if row["place"] == "dram":
-            style = "--" if row["way"] == "none" else ":"
+            style = _IN_DRAM[row["way"]]
             axes.axhline(row["tokens_per_s"], ls=style, color="gray", label=f"{row['way']}, DRAM")
     axes.set_ylabel("tokens/s")
     axes.legend(fontsize=7)

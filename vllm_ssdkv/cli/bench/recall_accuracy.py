@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.accuracy_plot import as_fraction
 from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.bench import (
     RecallStores,
     Row,
-    numbers,
     recall_plan,
     require_choices,
 )
@@ -34,8 +34,8 @@ def batches_of(lengths: str, questions: str) -> list[Batch]:
     Raises:
         BadParameter: one is no number, or there are not as many of both.
     """
-    found = numbers("--contexts", lengths, recall.MIN_CONTEXT, recall.MAX_CONTEXT)
-    counts = numbers("--questions", questions, 1, 1000)
+    found = arguments.numbers("--contexts", lengths, recall.MIN_CONTEXT, recall.MAX_CONTEXT)
+    counts = arguments.numbers("--questions", questions, 1, 1000)
     if len(counts) == 1:
         counts *= len(found)
     if len(counts) != len(found):

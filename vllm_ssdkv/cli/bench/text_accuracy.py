@@ -18,11 +18,12 @@ from rich.table import Table
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.accuracy_plot import as_percent
 from vllm_ssdkv.profiling.accuracy.run import SEATS, AccuracyRun
 from vllm_ssdkv.profiling.accuracy.suites import SuiteName
 from vllm_ssdkv.profiling.page_engine import STAGING
-from vllm_ssdkv.profiling.recall.bench import RecallStores, Row, numbers
+from vllm_ssdkv.profiling.recall.bench import RecallStores, Row
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 
 WINDOW: Final = 256
@@ -128,7 +129,7 @@ def lengths_of(text: str, model: Path) -> list[int]:
     except BenchError as error:
         said = str(error).removeprefix("--model: ")
         raise typer.BadParameter(said, param_hint="--model") from None
-    return [int(n) for n in numbers("--contexts", text, MIN_CONTEXT, most)]
+    return arguments.whole_numbers("--contexts", text, MIN_CONTEXT, most)
 
 
 def positions(model: Path) -> int:

@@ -15,7 +15,7 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import GIB
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
-from vllm_ssdkv.cli.bench.clusters_output import print_tables
+from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.profiling.clusters.plan import Document, ModelShape, RecordPlan
 from vllm_ssdkv.profiling.clusters.recording import record_missing, require_sizes
 from vllm_ssdkv.profiling.clusters.summary import heat, summary_table

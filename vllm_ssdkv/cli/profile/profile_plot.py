@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.clusters.table import Table
 from vllm_ssdkv.profiling.clusters.trace import F32
+from vllm_ssdkv.profiling.table import Table
 
 
 def plot(table: Table, heat: dict[str, F32], path: Path) -> None:

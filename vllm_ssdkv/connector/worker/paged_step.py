@@ -78,7 +78,7 @@ class PagedStep:
             and max(row.tokens for row in self._rows) <= OFFLOADED_TOKENS
         )
         self._lost = False
-        """Whether a device holds the step's contexts, and does not give them back."""
+        """True if a device holds the step's contexts, and does not give them back."""
         self._decode: SparseDecode | None = None
         self.left_out = 0
         """Rows that would choose, if DRAM had room for their summaries."""

@@ -122,6 +122,11 @@ class BlockLayout:
         """Bytes from the first page's start to the last page's end, its padding included."""
         return self.kv_heads * self.groups * self.page_stride_bytes
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of K and V of a block."""
+        return self.kv_heads * self.groups * self.page_payload_bytes
+
     def check_cache(self, cache: torch.Tensor) -> None:
         """Raise ``ValueError`` unless ``cache [num_blocks, ...]`` holds blocks of this layout."""
         block_stride(cache)

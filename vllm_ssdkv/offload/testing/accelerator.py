@@ -92,7 +92,7 @@ class LinkedAccelerator(CpuKernels):
         if not np.array_equal(base, self._base[: len(base)]):
             raise ValueError("the twin knows the first blocks of one context only")
         self.merge(state, self._states[len(base)])
-        nbytes = len(base) * layout.kv_heads * layout.groups * layout.page_payload_bytes
+        nbytes = len(base) * layout.payload_bytes
         if nbytes:
             self._sleep(nbytes / self.bandwidth)
 

@@ -261,10 +261,11 @@ class Rebalancer:
             begun.append(self.growth.reserving_since)
         waited = self._clock() - min(begun, default=self._clock())
         if waited > deadline_s:
-            reason = self._saver.error() or "the file system of a device does not answer"
+            error = self._saver.error()
+            reason = f"store.json cannot be saved: {error}" if error else "a file system hangs"
             raise StoreError(
-                f"there are no new slots since {waited:.0f} s, in which store.json could not be "
-                f"saved: {reason}. Free space in its directory, or make it writable, and restart"
+                f"there are no new slots since {waited:.0f} s, since {reason}. Have the store's "
+                "directories writable, with free space, and restart"
             )
 
     def grow_for(self, slots: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.offload.share import (
+from vllm_ssdkv.offload.share_rule import (
     MOST_CHANGE,
     Attended,
     FixedShare,
@@ -57,7 +57,7 @@ class Machine:
 
 
 def seconds(rule: ShareRule, machine: Machine, steps: int, seed: int = 0) -> float:
-    """What a step takes, on average."""
+    """Seconds of a step, the mean."""
     draw, total = random.Random(seed), 0.0
     for _ in range(steps):
         attended = machine.attend(rule.share, draw)

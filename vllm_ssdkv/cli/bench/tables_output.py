@@ -1,8 +1,8 @@
-"""Tables of the lab in the terminal, as Markdown and as JSON."""
+"""Tables of benchmarks in the terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,20 +11,18 @@ from rich.table import Table as TerminalTable
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.profiling.clusters.table import Table
 from vllm_ssdkv.profiling.console import wide_console
+from vllm_ssdkv.profiling.table import Table
 
 
-def print_tables(tables: Sequence[Table], *, as_json: bool) -> None:
-    """Print tables for people, and as a JSON document where that is asked for."""
+def print_tables(
+    tables: Sequence[Table], *, as_json: bool, beside: Mapping[str, object] | None = None
+) -> None:
+    """Print tables for people; first, where that is asked for, as a JSON document with what is
+    ``beside`` them."""
     if as_json:
-        arguments.print_json({"tables": [asdict(table) for table in tables]})
-    show_tables(tables, stderr=as_json)
-
-
-def show_tables(tables: Sequence[Table], *, stderr: bool) -> None:
-    """Print tables for people."""
-    console = wide_console(stderr=stderr)
+        arguments.print_json({**(beside or {}), "tables": [asdict(table) for table in tables]})
+    console = wide_console(stderr=as_json)
     for table in tables:
         shown = TerminalTable(title=escape(table.title), title_justify="left", box=None)
         for number, column in enumerate(table.columns):
