@@ -357,8 +357,8 @@ class Rebalancer:
         """Slots that are kept free for new blocks."""
         # Where a device is lost, slots with its lanes either are not handed out, or still hold one
         # copy: neither is worth giving up stored blocks in a hurry.
-        at_once = 0 if self.out_of_use().any() else self._pace.at_once
-        soon = 2 * (at_once + self._pace.handed_out)
+        hurry = not self.out_of_use().any()
+        soon = 2 * (self._pace.at_once + self._pace.handed_out) if hurry else 0
         rush = min(soon, self.placement.slots // MOST_AHEAD)
         return max(max(s.slots for s in self._stale) // AHEAD, rush)
 
