@@ -81,6 +81,12 @@ class _Request:
     slots: list[int] = field(default_factory=list)
 
 
+def within_blocks(config: SSDKVConfig, block_tokens: int) -> SSDKVConfig:
+    """Options with pages that are no longer than a block."""
+    page_tokens = min(config.page_tokens, block_tokens)
+    return config.model_copy(update={"page_tokens": page_tokens})
+
+
 class PagedDecoder:
     """Decodes requests whose contexts are in the store. Used by one thread.
 
@@ -120,8 +126,7 @@ class PagedDecoder:
         self._layers = int(shape.num_hidden_layers)
         names = tuple(f"layers.{i}" for i in range(self._layers))
         heads, size, block = kv_heads(shape), head_size(shape), room.block_tokens
-        page = {"page_tokens": min(config.page_tokens, block)}
-        config = config.model_copy(update=page)
+        config = within_blocks(config, block)
         geometry = paged_geometry(config, self._layers, heads, size, block, model.dtype)
         self.window = config.window_tokens
         self.pages = self.window < room.longest
@@ -138,7 +143,7 @@ class PagedDecoder:
         device = {"path": str(directory), "capacity": max(needed, 16 << 20)}
         given = config.model_dump(mode="json", exclude_unset=True, exclude={"page_tokens"})
         whole = SSDKVConfig.from_extra_config({**given, "devices": [device]})
-        self.config = whole.model_copy(update=page)
+        self.config = within_blocks(whole, block)
         place = make(self.config)
         contexts = room.blocks if self.pages else 0
         opened = open_rank(place, 0, place.counters, contexts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from vllm_ssdkv.profiling.offload.published import (
     link_ratio,
 )
 from vllm_ssdkv.profiling.offload.rig import WINDOW
+from vllm_ssdkv.profiling.offload.x_cache import XStep
 from vllm_ssdkv.profiling.table import Cell, Table
 
 _INSTINFER: Final = DRIVES["instinfer"]
@@ -46,9 +48,11 @@ def tables(document: Row) -> list[Table]:
             link(rows),
             scaling(rows),
             write_back(rows),
-            ablation(rows),
+            writing(document["writes"]),
+            x_cache(document),
+            ablation(document),
             host(document),
-            published(rows),
+            published(document),
         )
         if one.rows
     ]
@@ -186,11 +190,11 @@ def scaling(rows: Sequence[Row]) -> Table:
 def write_back(rows: Sequence[Row]) -> Table:
     """Speed by the tokens between two writes."""
     table = Table(
-        "Tokens between two writes",
+        "Tokens between two writes, charged to drives that attend",
         ["attends", "contexts", "batch", "drives", "interval", "tok/s", "x", "papers'"],
         decimals=2,
         note="x: over a write for every token. papers': the curve through their ratios at 16 and "
-        "64. The engine writes whole blocks; smaller intervals are charged to the twins.",
+        "64. New rows of K and V, each head's in flash pages of its own, occupy the drives.",
     )
     curve = SpillCurve.calibrated()
     charged = [row for row in rows if row["interval"]]
@@ -209,15 +213,104 @@ def write_back(rows: Sequence[Row]) -> Table:
     return table
 
 
-def ablation(rows: Sequence[Row]) -> Table:
+def writing(rows: Sequence[Row]) -> Table:
+    """What the store's own writes cost by the tokens of a block."""
+    table = Table(
+        "Tokens between two writes, written by the store",
+        [
+            *("drive", "interval", "bytes per token", "of KV", "write ms per token"),
+            *("step ms", "tok/s", "x"),
+        ],
+        decimals=2,
+        note="One drive, which only writes; contexts are in DRAM. of KV: bytes written over those "
+        "of K and V. tok/s: until the last full block is durable. x: over a write for every token.",
+    )
+    for row in rows:
+        first = find(rows, profile=row["profile"], interval=1)
+        table.add(
+            row["profile"],
+            row["interval"],
+            round(row["bytes_written"]),
+            row["bytes_written"] / row["token_bytes"],
+            1e3 * row["write_s"],
+            1e3 * row["step_s"],
+            row["tokens_per_s"],
+            ratio(row, first),
+        )
+    return table
+
+
+def x_steps(document: Row) -> dict[str, tuple[Row, XStep]]:
+    """By profile: the case of the most drives at the largest sizes, and its step with X, by rates
+    that were measured in this run."""
+    rows, projected = document["rows"], document["projected"]
+    plain = [row for row in rows if not row["interval"] and row["place"] == FLASH]
+    if not (plain and projected):
+        return {}
+    most = {name: max(row[name] for row in plain) for name in ("context", "batch", "drives")}
+    seconds, flop, requests = (
+        sum(row[name] for row in projected) for name in ("project_s", "flop", "requests")
+    )
+    found = {}
+    for profile in dict.fromkeys(row["way"] for row in plain):
+        near = find(plain, way=profile, selector="exact", **most)
+        away = None if near is None else _over_link(rows, near)
+        if near is None or away is None:
+            continue
+        kv = near["kv_bytes"]
+        step = XStep(
+            kv_bytes=kv,
+            x_bytes=kv * document["x_per_kv"],
+            flop=flop / requests * near["batch"],
+            drives=kv / near["step_s"],
+            link=away["bytes_read"] / away["step_s"],
+            projection=flop / seconds,
+        )
+        found[profile] = near, step
+    return found
+
+
+def x_cache(document: Row) -> Table:
+    """A step by the share of the batch that stores X."""
+    table = Table(
+        "X-cache: a model with rates of this run",
+        [
+            *("attends", "drives", "alpha", "projection ms", "measured", "drives ms", "link ms"),
+            *("tok/s", "x"),
+        ],
+        decimals=2,
+        note="A step takes the longest of the three. measured: the same projection, done by one "
+        "thread. x: over alpha 0. The last alpha of each is the best one.",
+    )
+    for profile, (near, step) in x_steps(document).items():
+        done = {row["requests"] / near["batch"]: row["project_s"] for row in document["projected"]}
+        for share in [0.0, *done, step.best()]:
+            gpu, drives, link = (1e3 * part for part in step.parts(share))
+            measured = None if share not in done else 1e3 * done[share]
+            table.add(
+                profile,
+                near["drives"],
+                share,
+                gpu,
+                measured,
+                drives,
+                link,
+                near["batch"] / step.seconds(share),
+                step.seconds(0.0) / step.seconds(share),
+            )
+    return table
+
+
+def ablation(document: Row) -> Table:
     """Gains of HILOS' parts, one after the other."""
     table = Table(
         "What each part brings",
         ["part", "attends", "tok/s", "x", "papers'"],
         decimals=2,
         note="x: over the line above. The longest contexts, the largest batch, the most drives; "
-        "without the first part KV comes over the drives' links.",
+        "without the first part KV comes over the drives' links. X-cache: the model above.",
     )
+    rows, with_x = document["rows"], x_steps(document)
     for profile in dict.fromkeys(row["way"] for row in rows if row["interval"]):
         mine = [row for row in rows if row["way"] == profile and row["interval"]]
         steps = [
@@ -231,6 +324,12 @@ def ablation(rows: Sequence[Row]) -> Table:
                 x = ratio(row, before)
                 table.add(part, profile, row["tokens_per_s"], x, papers)
                 before = row
+        if before is not None and profile in with_x:
+            _, step = with_x[profile]
+            share = step.best()
+            gain = step.seconds(0.0) / step.seconds(share)
+            name = f"+ X-cache, alpha {share:.2f}, model"
+            table.add(name, profile, before["tokens_per_s"] * gain, gain, 1.64)
     return table
 
 
@@ -262,7 +361,7 @@ def host(document: Row) -> Table:
     return table
 
 
-def published(rows: Sequence[Row]) -> Table:
+def published(document: Row) -> Table:
     """Published figures, their predictions and what the twins gave."""
     table = Table(
         "Published figures",
@@ -271,7 +370,7 @@ def published(rows: Sequence[Row]) -> Table:
         note="predicted: by constants of the hardware; c: calibrates one, and says nothing. "
         "measured: in this run, with its sizes.",
     )
-    measured = _measured(rows)
+    measured = _measured(document["rows"]) | _of_parts(document)
     for figure in figures():
         one = figure.published
         predicted = f"{figure.predicted:.2f}{' c' if one.calibrates else ''}"
@@ -319,6 +418,26 @@ def _measured(rows: Sequence[Row]) -> dict[str, float | str | None]:
         "P18 write-back": ratio(find(curve, interval=16), find(curve, interval=1)),
         "P19": None if best is None else float(best["interval"]),
     }
+
+
+def _of_parts(document: Row) -> dict[str, float | str | None]:
+    """Those of HILOS' parts together, X by the model, for as many drives as were measured."""
+    if "smartssd" not in (with_x := x_steps(document)):
+        return {}
+    near, step = with_x["smartssd"]
+    share = step.best()
+    gain = step.seconds(0.0) / step.seconds(share)
+    found: dict[str, float | str | None] = {
+        "P16": f"{share:.2f} by rates",
+        "P18 X-cache": f"{gain:.2f} (model)",
+    }
+    parts = [ratio(near, _over_link(document["rows"], near))]
+    charged = [row for row in document["rows"] if row["interval"] and row["way"] == "smartssd"]
+    parts.append(ratio(find(charged, interval=16), find(charged, interval=1)))
+    if None not in parts:
+        whole = gain * math.prod(part for part in parts if part is not None)
+        found["P17"] = f"{whole:.2f} of {near['drives']} (X: model)"
+    return found
 
 
 def _of_drives(gain: float | None, drives: int, *, sparse: bool = False) -> str | None:

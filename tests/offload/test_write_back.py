@@ -38,7 +38,9 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:  # noqa: ANN401 - transformers' model
-    return make_model(small_config("llama", head_size=HEAD_SIZE), torch.device("cpu"), torch.float32)
+    return make_model(
+        small_config("llama", head_size=HEAD_SIZE), torch.device("cpu"), torch.float32
+    )
 
 
 @pytest.fixture(scope="module")
