@@ -19,7 +19,7 @@ from vllm_ssdkv.profiling.offload.rig import Sizes
 
 GRID: Final = 100
 """Shares that are tried, beside 0."""
-TURNS: Final = 3
+TURNS: Final = 5
 """Of a projection; the fastest counts, as others work beside it."""
 
 
@@ -82,8 +82,8 @@ def measure_projection(sizes: Sizes, tokens: int, requests: Sequence[int]) -> li
     cos, sin = angle.cos().bfloat16()[:, None], angle.sin().bfloat16()[:, None]
 
     def project() -> None:
-        key, _ = torch.nn.functional.linear(x, weight).split(width, dim=-1)
-        one, two = key.view(tokens, sizes.kv_heads, -1).chunk(2, dim=-1)
+        both = torch.nn.functional.linear(x, weight).view(tokens, -1, sizes.head_size)
+        one, two = both[:, : sizes.kv_heads].chunk(2, dim=-1)
         torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
 
     rows = []

@@ -125,6 +125,7 @@ def test_tables_have_every_case(document: dict[str, Any]) -> None:
     assert [row[2] for row in x if row[0] == "smartssd"][:3] == [0.0, 0.5, 1.0]
     figures = {str(row[0]): row for row in made["Published figures"].rows}
     assert all(figures[name][4] is not None for name in ("P3", "P5", "P6", "P18 write-back"))
+    assert str(figures["P19"][4]).endswith(("to 16", "to 32"))
     assert all("model" in str(figures[name][4]) for name in ("P17", "P18 X-cache"))
     for table in made.values():
         assert table.markdown()
