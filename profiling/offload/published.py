@@ -223,7 +223,7 @@ PUBLISHED: Final = (
         ROW_TOKENS,
         0,
         "With P18 and the loss of 30 % at 64 as constants, 8 and 16 are within 3 %. Ours has no "
-        "such loss: what waits lies in the window. Its pages hold K and V: 8 tokens fill one.",
+        "such loss: what waits lies in the window. Its pages hold K and V: 8 tokens fill 4 KiB.",
     ),
 )
 

@@ -224,7 +224,8 @@ def writing(rows: Sequence[Row]) -> Table:
         ],
         decimals=2,
         note="One drive, which only writes; contexts are in DRAM. of KV: bytes written over those "
-        "of K and V. tok/s: until the last full block is durable. x: over a write for every token.",
+        "of K and V. Writes go on beside steps: tok/s is that of the longer one. x: over a write "
+        "for every token.",
     )
     for row in rows:
         first = find(rows, profile=row["profile"], interval=1)
@@ -249,9 +250,8 @@ def x_steps(document: Row) -> dict[str, tuple[Row, XStep]]:
     if not (plain and projected):
         return {}
     most = {name: max(row[name] for row in plain) for name in ("context", "batch", "drives")}
-    seconds, flop, requests = (
-        sum(row[name] for row in projected) for name in ("project_s", "flop", "requests")
-    )
+    rate = max(row["flop"] / row["project_s"] for row in projected)
+    flop = projected[0]["flop"] / projected[0]["requests"]
     found = {}
     for profile in dict.fromkeys(row["way"] for row in plain):
         near = find(plain, way=profile, selector="exact", **most)
@@ -262,10 +262,10 @@ def x_steps(document: Row) -> dict[str, tuple[Row, XStep]]:
         step = XStep(
             kv_bytes=kv,
             x_bytes=kv * document["x_per_kv"],
-            flop=flop / requests * near["batch"],
+            flop=flop * near["batch"],
             drives=kv / near["step_s"],
             link=away["bytes_read"] / away["step_s"],
-            projection=flop / seconds,
+            projection=rate,
         )
         found[profile] = near, step
     return found

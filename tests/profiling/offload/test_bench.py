@@ -104,8 +104,8 @@ def test_the_store_writes_whole_blocks_at_the_rate_of_the_drive(document: dict[s
         assert row["token_bytes"] == 4 * 256
         rate = DRIVES[row["profile"]].write_bandwidth / SETTINGS.dilation
         assert row["write_s"] == pytest.approx(row["bytes_written"] / rate)
-        # No token is durable sooner than the drive can have it.
-        assert 1 / row["tokens_per_s"] > 0.9 * row["write_s"]
+        # Beside steps, as long as a step is longer.
+        assert 1 / row["tokens_per_s"] == max(row["write_s"], row["step_s"] / 2)
     assert len(document["writes"]) == 2 * len(SETTINGS.intervals)
 
 
@@ -125,7 +125,7 @@ def test_tables_have_every_case(document: dict[str, Any]) -> None:
     assert [row[2] for row in x if row[0] == "smartssd"][:3] == [0.0, 0.5, 1.0]
     figures = {str(row[0]): row for row in made["Published figures"].rows}
     assert all(figures[name][4] is not None for name in ("P3", "P5", "P6", "P18 write-back"))
-    assert str(figures["P19"][4]).endswith(("to 16", "to 32"))
+    assert " to " in str(figures["P19"][4])
     assert all("model" in str(figures[name][4]) for name in ("P17", "P18 X-cache"))
     for table in made.values():
         assert table.markdown()
