@@ -47,7 +47,8 @@ class Room:
     Attributes:
         requests: At a time.
         longest: Tokens of a request, at most.
-        block_tokens: Tokens of a block.
+        block_tokens: Tokens of a block, which are written at once. Below ``page_tokens`` a page is
+            a block: a size that engines refuse, to compare with.
         chunk: Tokens of a prompt that are computed in one step.
     """
 
@@ -78,6 +79,12 @@ class _Request:
     tokens: int = 0
     hbm: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+
+
+def within_blocks(config: SSDKVConfig, block_tokens: int) -> SSDKVConfig:
+    """Options with pages that are no longer than a block."""
+    page_tokens = min(config.page_tokens, block_tokens)
+    return config.model_copy(update={"page_tokens": page_tokens})
 
 
 class PagedDecoder:
@@ -119,6 +126,7 @@ class PagedDecoder:
         self._layers = int(shape.num_hidden_layers)
         names = tuple(f"layers.{i}" for i in range(self._layers))
         heads, size, block = kv_heads(shape), head_size(shape), room.block_tokens
+        config = within_blocks(config, block)
         geometry = paged_geometry(config, self._layers, heads, size, block, model.dtype)
         self.window = config.window_tokens
         self.pages = self.window < room.longest
@@ -133,9 +141,9 @@ class PagedDecoder:
         make = functools.partial(StorePlace, geometry=geometry, fingerprint=identity, tp_size=1)
         needed = make(config).capacity_for(room.blocks if self.pages else 1)
         device = {"path": str(directory), "capacity": max(needed, 16 << 20)}
-        self.config = SSDKVConfig.from_extra_config(
-            {**config.model_dump(mode="json", exclude_unset=True), "devices": [device]}
-        )
+        given = config.model_dump(mode="json", exclude_unset=True, exclude={"page_tokens"})
+        whole = SSDKVConfig.from_extra_config({**given, "devices": [device]})
+        self.config = within_blocks(whole, block)
         place = make(self.config)
         contexts = room.blocks if self.pages else 0
         opened = open_rank(place, 0, place.counters, contexts)

@@ -29,6 +29,8 @@ from vllm_ssdkv.profiling.offload.rig import (
     link_rule,
     opened,
 )
+from vllm_ssdkv.profiling.offload.writing import Writing
+from vllm_ssdkv.profiling.offload.x_cache import measure_projection
 
 Way: TypeAlias = Literal["none", "host", "shared", "instinfer", "smartssd"]
 """Way of attending to contexts: by the thread of the step, by the host's device, by both
@@ -57,6 +59,7 @@ class Settings:
         batches: Requests at a time.
         drives: Numbers of them.
         intervals: Tokens between two writes.
+        x_shares: Of the batch, whose X is projected.
         budget: Share of the tokens that selectors choose.
         dilation: Factor by which emulated drives are slower than theirs.
         threads: Of the host's device.
@@ -72,6 +75,7 @@ class Settings:
     budget: float
     dilation: float
     threads: int
+    x_shares: Sequence[float] = ()
     effort: Effort = field(default_factory=Effort)
     sizes: Sizes = field(default_factory=Sizes)
     memory_bytes: int = MEMORY
@@ -176,6 +180,11 @@ def run(settings: Settings, directory: Path, note: Callable[[str], None]) -> Row
     torch.set_num_threads(1)  # of small operations many wait longer than they work
     try:
         rows = list(_rows(settings, directory, note))
+        writes = _writing(settings).measure(directory, note)
+        note("projecting X")
+        largest = max(settings.batches)
+        asked = sorted({max(1, round(share * largest)) for share in settings.x_shares if share})
+        projected = measure_projection(settings.sizes, max(settings.contexts), asked)
     finally:
         torch.set_num_threads(threads)
     return {
@@ -186,7 +195,23 @@ def run(settings: Settings, directory: Path, note: Callable[[str], None]) -> Row
         "load": os.getloadavg()[0],
         "host": host,
         "rows": rows,
+        "writes": writes,
+        "projected": projected,
+        "x_per_kv": settings.sizes.hidden
+        / (2 * settings.sizes.kv_heads * settings.sizes.head_size),
     }
+
+
+def _writing(settings: Settings) -> Writing:
+    return Writing(
+        max(settings.batches),
+        max(settings.contexts),
+        settings.intervals,
+        settings.profiles,
+        settings.dilation,
+        settings.threads,
+        settings.sizes,
+    )
 
 
 def _rows(settings: Settings, directory: Path, note: Callable[[str], None]) -> Iterator[Row]:

@@ -179,7 +179,13 @@ PUBLISHED: Final = (
         "Calibrates the share of pages, 0.45. Chosen by page, as the twins do, an eighth is read.",
         calibrates=True,
     ),
-    Published("P16", "HILOS' alpha, drives at three times the link", 0.5, 0, "The closed form."),
+    Published(
+        "P16",
+        "HILOS' alpha, drives at three times the link",
+        0.5,
+        0,
+        "The closed form. By rates, the projection by a core of this machine is the limit.",
+    ),
     Published(
         "P17",
         "HILOS, 16 devices, against KV over the link; least of 5.3 to 7.8",
@@ -200,11 +206,16 @@ PUBLISHED: Final = (
         "every 16 tokens against every token",
         SPILL_GAIN,
         0.20,
-        "Calibrates a write: by bytes alone, as the twins charge it, it would cost 1 %.",
+        "Calibrates a write: by bytes alone, as the twins charge it, it would cost 1 %. Alone: the "
+        "store's own writes, of nine times the bytes, where the drive has nothing else to do.",
         calibrates=True,
     ),
     Published(
-        "P18 X-cache", "X for a share of the batch", 1.64, 0.20, "Bytes alone; near the tolerance."
+        "P18 X-cache",
+        "X for a share of the batch",
+        1.64,
+        0.20,
+        "Bytes alone; near the tolerance. Measured: limited by the projection (P16).",
     ),
     Published(
         "P19",
@@ -212,7 +223,7 @@ PUBLISHED: Final = (
         ROW_TOKENS,
         0,
         "With P18 and the loss of 30 % at 64 as constants, 8 and 16 are within 3 %. Ours has no "
-        "such loss: what waits lies in the window.",
+        "such loss: what waits lies in the window. Its pages hold K and V: 8 tokens fill 4 KiB.",
     ),
 )
 

@@ -28,7 +28,12 @@ from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.offload.offloader import Offloader, Outcome
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
 from vllm_ssdkv.offload.testing.drive_timing import FLASH_LATENCY_S
-from vllm_ssdkv.profiling.decode_harness.decoder import FILL_BLOCKS, PagedDecoder, Room
+from vllm_ssdkv.profiling.decode_harness.decoder import (
+    FILL_BLOCKS,
+    PagedDecoder,
+    Room,
+    within_blocks,
+)
 from vllm_ssdkv.profiling.decode_harness.measure import Clocked
 from vllm_ssdkv.profiling.decode_harness.models import (
     head_size,
@@ -44,7 +49,7 @@ Share: TypeAlias = float | Literal["auto"]
 
 WINDOW: Final = 64
 """Tokens in HBM."""
-ROOM_BEHIND: Final = 160
+ROOM_BEHIND: Final = 208
 """Tokens that are decoded behind a context, at most."""
 STAGING: Final = 8 * MIB
 PATIENCE_S: Final = 60.0
@@ -72,6 +77,11 @@ class Sizes:
     def query_heads(self) -> int:
         """Query heads of a layer."""
         return self.kv_heads * self.queries_per_kv
+
+    @property
+    def hidden(self) -> int:
+        """Numbers of a layer's input, of a model whose heads divide it."""
+        return self.query_heads * self.head_size
 
     def model(self) -> torch.nn.Module:
         """A model of this attention and little else, with random weights in bf16."""
@@ -101,6 +111,7 @@ class Contexts:
         selector: By which each token is decoded.
         block_tokens: Tokens that are stored at once.
         on_drive: They come from the drive; else DRAM holds all of them.
+        written: They are written to the drive, although DRAM holds them.
     """
 
     tokens: int
@@ -108,6 +119,12 @@ class Contexts:
     selector: SelectorName = "exact"
     block_tokens: int = 16
     on_drive: bool = False
+    written: bool = False
+
+    @property
+    def durable(self) -> bool:
+        """True if the drive has them."""
+        return self.on_drive or self.written
 
     @property
     def room(self) -> Room:
@@ -139,7 +156,7 @@ def options(contexts: Contexts, model: Any, budget: float) -> SSDKVConfig:  # no
     if contexts.selector != "exact":
         sparse = {"budget": budget, "exact_below": 0}
         given["sparse"] = sparse
-    config = SSDKVConfig.from_extra_config(given)
+    config = within_blocks(SSDKVConfig.from_extra_config(given), room.block_tokens)
     geometry = paged_geometry(
         config,
         model.config.num_hidden_layers,
@@ -148,11 +165,12 @@ def options(contexts: Contexts, model: Any, budget: float) -> SSDKVConfig:  # no
         room.block_tokens,
         model.dtype,
     )
+    if contexts.durable:
+        given["io"] |= {"throttle": [{"bandwidth": FAST}]}
     summaries = 0
     if sparse:
         summaries = MIB + room.blocks * row_bytes(geometry, config.page_tokens, channels=False)
     if contexts.on_drive:
-        given["io"] |= {"throttle": [{"bandwidth": FAST}]}
         if not sparse:
             return _with_dram(given, STAGING + 2 * MIB)
         # Of chosen pages DRAM holds those of about one step.
@@ -235,13 +253,8 @@ class Rig:
         Raises:
             BenchError: the drive took too long, or the device failed.
         """
-        decoder, worker = self._decoder, self._decoder.worker
-        self._fill()
-        self._throttle(link)
-        if device is not None:
-            worker.offloader = _Metered(device, worker.counters, share)
-        try:
-            clocked = Clocked(lambda ids: decoder.step(self._names, ids), len(self._names), _CPU)
+        worker = self._decoder.worker
+        with self._attending(device, link, share) as clocked:
             for _ in range(effort.warm):
                 clocked.seconds()
             before, late = worker.counters.totals(), _late(device)
@@ -256,7 +269,7 @@ class Rig:
                 seconds.append(clocked.seconds())
                 own.append(worker.counters.totals().get(_OWN, 0.0))
             found = self._figures(seconds, before, worker.counters)
-            layers = len(decoder.layout.layer_names)
+            layers = len(self._decoder.layout.layer_names)
             found["step_thread_s"] = float(np.median(np.diff(own))) / layers
             found["step_thread_cpu_s"] = 0.0
             if isinstance(worker.offloader, _Metered):
@@ -266,6 +279,54 @@ class Rig:
                     raise BenchError("the device failed; the log has the reason")
                 found["late"] = _late(device) - late
             return found
+
+    def write(self, device: ContextDevice, steps: int, turns: int, drive: ThrottleRule) -> Figures:
+        """Figures of some steps beside which full blocks are written, of the fastest turn.
+
+        Writes go on beside steps, so a token takes as long as the longer one of the two.
+
+        Args:
+            device: That attends to contexts. Closed at the end.
+            steps: Of a turn; a multiple of the tokens of a block.
+            drive: To which is written, and from which nothing comes.
+
+        Raises:
+            BenchError: the drive took too long, or the device failed.
+        """
+        requests = self._contexts.requests
+        tokens, found = steps * requests, []
+        with self._attending(device, drive, 1.0) as clocked:
+            clocked.seconds()
+            for _ in range(turns):
+                self._drain()
+                busy, written = self._busy_s(), self._written()
+                step_s = float(np.median([clocked.seconds() for _ in range(steps)]))
+                self._drain()
+                write_s = (self._busy_s() - busy) / tokens
+                nbytes = (self._written() - written) / tokens
+                found.append((step_s, write_s, nbytes))
+        step_s, write_s, nbytes = min(found)
+        return {
+            "steps": steps,
+            "step_s": step_s,
+            "write_s": write_s,
+            "tokens_per_s": 1 / max(step_s / requests, write_s),
+            "bytes_written": nbytes,
+            "token_bytes": self.kv_bytes / self._contexts.tokens / requests,
+        }
+
+    @contextmanager
+    def _attending(
+        self, device: ContextDevice | None, link: ThrottleRule | None, share: Share
+    ) -> Iterator[Clocked]:
+        """Contexts that are whole again, a device that attends to them, and a drive like that."""
+        decoder, worker = self._decoder, self._decoder.worker
+        self._fill()
+        self._throttle(link)
+        if device is not None:
+            worker.offloader = _Metered(device, worker.counters, share)
+        try:
+            yield Clocked(lambda ids: decoder.step(self._names, ids), len(self._names), _CPU)
         finally:
             offloader, worker.offloader = worker.offloader, None
             self._drain()  # a slot that is given back must not be written to any more
@@ -273,6 +334,19 @@ class Rig:
                 decoder.forget(name)
             if offloader is not None and not offloader.close(PATIENCE_S):
                 raise BenchError("the device does not end")
+
+    def _busy_s(self) -> float:
+        """Seconds of work that the drive was given, by its model."""
+        engine = self._decoder.opened.files.engine
+        if not isinstance(engine, ThrottledEngine):
+            raise BenchError("the drive has no model")
+        return float(engine.busy_s().sum())
+
+    def _written(self) -> float:
+        """Bytes that the drive was given to write."""
+        totals = self._decoder.worker.counters.totals()
+        paths = [str(path) for path in self._decoder.opened.files.health.paths]
+        return sum(totals.get(counter_key("bytes_written", device=path), 0.0) for path in paths)
 
     def _fill(self) -> None:
         """Have the store hold the contexts."""
@@ -283,7 +357,7 @@ class Rig:
         self._drain()
 
     def _drain(self) -> None:
-        if self._contexts.on_drive and not self._decoder.drain(PATIENCE_S):
+        if self._contexts.durable and not self._decoder.drain(PATIENCE_S):
             raise BenchError(f"the contexts were not written within {PATIENCE_S:.0f} s")
 
     def _source(self, layer: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,9 +416,7 @@ def opened(
     place = directory / f"store{time.monotonic_ns()}"
     config = options(contexts, model, budget)
     try:
-        with PagedDecoder(
-            model, config, contexts.room, place, durable=contexts.on_drive
-        ) as decoder:
+        with PagedDecoder(model, config, contexts.room, place, durable=contexts.durable) as decoder:
             yield Rig(decoder, contexts)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -1,7 +1,8 @@
 """vLLM is killed in the middle of a batch, again and again: the next one gives the same tokens.
 
 All engines use the same directories. Each is killed with its whole process group at a random
-moment and checks, with its first batches, what the one before had just stored.
+moment and checks, with its first batches, what the one before had just stored. Two of three
+have the host attend to contexts near storage, which changes neither tokens nor what is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ DEADLINE_S = 180.0
 """For any single event; a start takes seconds, the first import of vLLM half a minute."""
 
 WINDOW, CHUNK, BLOCK = 64, 256, 32
+NEAR = {"kind": "host", "threads": 1, "share": 1.0}
+"""The option ``offload`` of the first engine, not of the second, of the third, and so on."""
 BATCH = 3
 LENGTHS = (1500, 1200, 900, 700, 400, 200)
 
@@ -105,6 +108,7 @@ class Zygote:
             "prompts": PROMPTS,
             "reference": None,
             "first": [],
+            "held": [],
             "batches": 0,
             "batch_size": BATCH,
             "seed": 0,
@@ -154,14 +158,17 @@ class Killed:
     """Blocks that each engine found when it started."""
     evicted: float = 0
     """Blocks that the last engine gave up."""
+    tickets: float = 0
+    """Pieces of work of the devices near storage."""
 
     def round(self, delay_s: float, *, early: bool) -> None:
         """An engine that is killed after its first batches were right, or (early) during them."""
         self._start(batches=None)
         if not early:
             for position, _ in enumerate(self.last):
-                cached = self.zygote.wait("right")["cached"]
-                self.right += 1
+                event = self.zygote.wait("right")
+                self._take(event, [])
+                cached = event["cached"]
                 self.hits += cached if position == 0 else 0
         asked: list[list[int]] = []
         while not (early or asked):  # a slow machine comes to more than that, too
@@ -194,10 +201,24 @@ class Killed:
         assert event["code"] == 0, f"{event}\n{self.zygote.tail()}"
         return numbers
 
-    def _start(self, batches: int | None) -> None:
+    def between_writes(self, held: list[int]) -> None:
+        """An engine that is killed while it decodes these prompts, of which every full block is
+        durable and no other: the next one finds each of them."""
+        self._start(batches=0, held=held)
+        event = self.zygote.wait("held")
+        assert event["tickets"] > 0
+        self.zygote.kill_engine()
+        assert self.zygote.wait("ended")["code"] == -signal.SIGKILL
+        self.last = [held]
+        self.end()
+        assert self.recovered[-1] == event["ready"]
+
+    def _start(self, batches: int | None, held: Sequence[int] = ()) -> None:
+        near = {"offload": NEAR} if len(self.recovered) % 3 != 1 else {}
         self.zygote.start(
-            self.ssdkv,
+            {**self.ssdkv, **near},
             first=self.last,
+            held=held,
             reference=self.reference,
             batches=batches,
             seed=self.source.randrange(1 << 30),
@@ -213,6 +234,7 @@ class Killed:
             asked.append(event["batch"])
         elif event["event"] == "right":
             self.right += 1
+            self.tickets += event["tickets"]
 
 
 @pytest.fixture(scope="module")
@@ -234,17 +256,18 @@ def reference(zygote: Zygote) -> list[list[int]]:
     return found
 
 
+def page_options(devices: list[Path], capacity: str) -> dict[str, object]:
+    """Options of all engines over these directories."""
+    places = [{"path": str(path), "capacity": capacity, "weight": 1} for path in devices]
+    return page_mode(places, window=WINDOW, dram=SMALL_DRAM)
+
+
 def kill(
     zygote: Zygote, reference: list[list[int]], devices: list[Path], rounds: int, seed: int
 ) -> Killed:
     """Kill engines over one store; the last one ends properly and must have lost no slot."""
-    options = page_mode(
-        [{"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices],
-        window=WINDOW,
-        dram=SMALL_DRAM,
-    )
     source = random.Random(seed)
-    killed = Killed(zygote, options, reference, source)
+    killed = Killed(zygote, page_options(devices, "16MiB"), reference, source)
     for number in range(rounds):
         killed.round(source.uniform(0.0, LONGEST_RUN_S), early=number % 4 == 3)
     numbers = killed.end()
@@ -267,9 +290,19 @@ def test_a_killed_engine_starts_again_with_the_same_answers(
     assert killed.right > ROUNDS
     assert killed.hits > 100 * ROUNDS
     assert killed.evicted > 0
+    assert killed.tickets > 0
     assert killed.recovered[0] == 0
     assert min(killed.recovered[2:]) > 0
     assert len(set(map(tuple, reference))) == len(PROMPTS)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_a_kill_between_two_writes_loses_nothing_durable(
+    zygote: Zygote, reference: list[list[int]], tmp_devices: Callable[[int], list[Path]]
+) -> None:
+    options = page_options(tmp_devices(2), "32MiB")
+    Killed(zygote, options, reference, random.Random(2)).between_writes([0, 2, 4])
 
 
 @pytest.mark.engine

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import sys
 import traceback
 import types
@@ -33,6 +34,8 @@ MODULES = (
 """What a child needs, imported before it is forked."""
 
 ANSWER_TOKENS = 24
+BETWEEN = 4
+"""Tokens, at least, that wait for their block to be full when an engine waits for its end."""
 NUMBERS = ("slots_free", "slots_ready", "slots_pinned", "slots_evicted")
 FAULTS = ("checksum_failures", "header_mismatches", "load_failures", "slots_dropped")
 
@@ -78,7 +81,35 @@ def serve(task: dict[str, Any], engine: Engine) -> None:
         wrong = [i for i, got in zip(batch, tokens, strict=True) if got != task["reference"][i]]
         if wrong:
             raise AssertionError(f"batch {number}: prompts {wrong} were answered differently")
-        say(event="right", cached=sum(a.cached for a in answers))
+        say(event="right", cached=sum(a.cached for a in answers), tickets=tickets(task, engine))
+
+
+def tickets(task: dict[str, Any], engine: Engine) -> float:
+    """Pieces of work that a device near storage was given."""
+    return engine.ssdkv("offload_tickets") if "offload" in (task["ssdkv"] or {}) else 0.0
+
+
+def wait_between_writes(task: dict[str, Any], engine: Engine) -> None:
+    """Decode until every full block is durable and each request has some tokens more; stay so.
+
+    Raises:
+        RuntimeError: requests ended before that.
+    """
+    held = task["held"]
+    for i in held:
+        engine.add(str(i), task["prompts"][i], 3 * engine.block)
+    index = engine.scheduler.connector.scheduler.index
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.step()
+        running = engine.scheduler.running
+        if len(running) < len(held) or min(r.num_output_tokens for r in running) < engine.block:
+            continue
+        behind = min(r.num_computed_tokens % engine.block for r in running)
+        gauges = index.gauges()
+        if behind >= BETWEEN and gauges["writing"] == 0:
+            say(event="held", ready=gauges["ready"], tickets=tickets(task, engine))
+            signal.pause()
+    raise RuntimeError("the requests ended")
 
 
 def child(task: dict[str, Any]) -> None:
@@ -89,6 +120,8 @@ def child(task: dict[str, Any]) -> None:
         found = {} if index is None else {"total": index.num_slots, **index.gauges()}
         say(event="ready", slots=found)
         serve(task, engine)
+        if task["held"]:
+            wait_between_writes(task, engine)
         if index is not None:
             engine.settle()
             numbers = {name: engine.ssdkv(name) for name in (*NUMBERS, *FAULTS)}

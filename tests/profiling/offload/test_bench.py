@@ -32,6 +32,7 @@ SETTINGS = Settings(
     budget=0.125,
     dilation=8.0,
     threads=1,
+    x_shares=[0, 0.5, 1],
     effort=Effort(16, 2, 0.2),
     sizes=Sizes(layers=2, kv_heads=2, queries_per_kv=2, head_size=64),
     memory_bytes=8 * MIB,
@@ -44,7 +45,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     told: list[str] = []
     directory = tmp_path_factory.mktemp("bench")
     found = run(SETTINGS, directory, told.append)
-    assert len(told) == 1 + len(found["rows"])
+    assert len(told) == 2 + len(found["rows"]) + len(found["writes"])
     assert not list(directory.iterdir())
     return found
 
@@ -93,19 +94,39 @@ def test_the_model_of_the_drives_is_the_limit(document: dict[str, Any]) -> None:
     assert all(0.2 < row["bytes_read"] / row["kv_bytes"] < 1.1 for row in exact)
 
 
+def test_the_store_writes_whole_blocks_at_the_rate_of_the_drive(document: dict[str, Any]) -> None:
+    """A header of 4 KiB, and of four heads pages of K and V: 256 bytes a token, at least 4 KiB."""
+    for row in document["writes"]:
+        interval = row["interval"]
+        pages = 4 * max(1, interval // 16)
+        slot = 4096 * (1 + pages)
+        assert row["bytes_written"] == slot / interval, row
+        assert row["token_bytes"] == 4 * 256
+        rate = DRIVES[row["profile"]].write_bandwidth / SETTINGS.dilation
+        assert row["write_s"] == pytest.approx(row["bytes_written"] / rate)
+        # Beside steps, as long as a step is longer.
+        longer = max(row["write_s"], row["step_s"] / 2)
+        assert 1 / row["tokens_per_s"] == pytest.approx(longer)
+    assert len(document["writes"]) == 2 * len(SETTINGS.intervals)
+
+
 def test_tables_have_every_case(document: dict[str, Any]) -> None:
     made = {table.title: table for table in tables(document)}
     rows = document["rows"]
     charged = [row for row in rows if row["interval"]]
     assert len(made["Decoding"].rows) == len(rows) - len(charged)
-    assert len(made["Tokens between two writes"].rows) == len(charged) == 6
-    assert [row[0] for row in made["What each part brings"].rows[:3]] == [
-        "KV over the link",
-        "near storage",
-        "+ write-back every 16",
-    ]
+    curve = made["Tokens between two writes, charged to drives that attend"]
+    assert len(curve.rows) == len(charged) == 6
+    assert len(made["Tokens between two writes, written by the store"].rows) == 6
+    parts = [str(row[0]) for row in made["What each part brings"].rows[:4]]
+    assert parts[:3] == ["KV over the link", "near storage", "+ write-back every 16"]
+    assert parts[3].startswith("+ X-cache, alpha 0.")
+    x = made["X-cache: a model with rates of this run"].rows
+    # Of two requests: none, one, both, and the best share.
+    assert [row[2] for row in x if row[0] == "smartssd"][:3] == [0.0, 0.5, 1.0]
     figures = {str(row[0]): row for row in made["Published figures"].rows}
     assert all(figures[name][4] is not None for name in ("P3", "P5", "P6", "P18 write-back"))
-    assert figures["P17"][4] is None
+    assert " to " in str(figures["P19"][4])
+    assert all("model" in str(figures[name][4]) for name in ("P17", "P18 X-cache"))
     for table in made.values():
         assert table.markdown()

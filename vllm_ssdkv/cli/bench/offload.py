@@ -37,7 +37,10 @@ def offload(
     drives: Annotated[str, typer.Option(help="Numbers of drives, from 1 to 8.")] = "1,2,4,8",
     intervals: Annotated[
         str, typer.Option(help="Tokens between two writes; powers of two.")
-    ] = "1,4,16,64",
+    ] = "1,4,8,16,64",
+    x_share: Annotated[
+        str, typer.Option(help="Shares of the batch whose QKV inputs (X) are projected.")
+    ] = "0.25,0.5",
     budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
     dilation: Annotated[
         float, typer.Option(min=1, help="Factor by which drives are slower than the papers'.")
@@ -56,6 +59,10 @@ def offload(
     attend to their parts of the pages, which the host computes for them; no case is faster than
     that.
 
+    Intervals between two writes are charged to the drives that attend, and written by the store in
+    blocks of as many tokens. The X-cache is a model: projecting X is measured for `--x-share`, the
+    best share follows from the rates of this run.
+
     Drives are slower than the papers' by `--dilation`, their links too, so that a small machine can
     keep up with eight: ratios hold, tokens/s do not. Bytes come from the metrics. The last table
     has published figures beside what constants of the hardware predict, and what was measured.
@@ -71,6 +78,7 @@ def offload(
         ways=arguments.names("--ways", ways, WAYS),
         drives=arguments.whole_numbers("--drives", drives, 1, MAX_DRIVES),
         intervals=_intervals(intervals),
+        x_shares=arguments.numbers("--x-share", x_share, 0, 1),
         budget=budget,
         dilation=dilation,
         threads=_threads(threads),

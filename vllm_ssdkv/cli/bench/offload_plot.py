@@ -33,7 +33,7 @@ def plot(document: Row, path: Path) -> None:
     axes = figure.subplots(2, 2)
     _speed(axes[0, 0], mine)
     _scaling(axes[0, 1], mine)
-    _write_back(axes[1, 0], [row for row in rows if row["interval"]])
+    _write_back(axes[1, 0], [row for row in rows if row["interval"]], document["writes"])
     near = [row for row in mine if row["place"] in ("dram", "flash")]
     near = [row for row in near if row["way"] not in ("none", "shared")]
     _link(axes[1, 1], near)
@@ -89,18 +89,22 @@ def _scaling(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(fontsize=7)
 
 
-def _write_back(axes: Axes, rows: Sequence[Row]) -> None:
-    for way in dict.fromkeys(row["way"] for row in rows):
-        mine = {row["interval"]: row["tokens_per_s"] for row in rows if row["way"] == way}
+def _write_back(axes: Axes, charged: Sequence[Row], written: Sequence[Row]) -> None:
+    """Speed by the tokens between two writes: lines of drives that attend, dots of the store."""
+    curves = [(row["way"], "-", row) for row in charged]
+    curves += [(f"store to {row['profile']}", ":", row) for row in written]
+    for name, style in dict.fromkeys((name, style) for name, style, _ in curves):
+        mine = {row["interval"]: row["tokens_per_s"] for one, _, row in curves if one == name}
         best = max(mine.values())
-        axes.plot(list(mine), [speed / best for speed in mine.values()], marker="o", label=way)
+        speeds = [speed / best for speed in mine.values()]
+        axes.plot(list(mine), speeds, style, marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("tokens between two writes")
     axes.set_ylabel("of the best")
     axes.set_ylim(0, 1.05)
     axes.grid(visible=True, alpha=0.3)
-    if rows:
+    if curves:
         axes.legend(fontsize=7)
 
 
