@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -34,8 +34,10 @@ MOST_WAITING: Final = 2
 """Layers that wait to be copied or are being copied. More would let the copies of a slow link pile
 up behind a step that computes fast; with one, a copy that takes a moment longer stops the step."""
 
-LEAST_BYTES: Final = 1 << 20
-"""Of one layer of a step's blocks. To hand a layer over takes about as long as to copy this."""
+LEAST_BYTES: Final[Mapping[str, int | None]] = {"cuda": 1 << 20, "cpu": None}
+"""Of one layer of a step's blocks, by type of device: below, to hand a layer over takes about as
+long as to copy it. On the CPU no layer goes alone: its copy would take a core that computes, and
+the step gains nothing (``bench_engine``). Tests and benches set another bound."""
 
 Reserve = Callable[[SlotArray], NDArray[np.int32]]
 
@@ -104,8 +106,9 @@ class LayerCopier:
             deadline_s: Of each wait for a copy.
             counters: Of this rank.
         """
-        self.least_bytes = LEAST_BYTES
-        """A layer of fewer bytes of blocks is copied with the others, when the step ends."""
+        self.least_bytes = LEAST_BYTES[device.type]
+        """A layer of fewer bytes of blocks is copied with the others, when the step ends; None:
+        every layer is."""
         self._port = port
         self._deadline_s = deadline_s
         self._counters = counters
@@ -121,11 +124,17 @@ class LayerCopier:
             self._never = "sparse"
         self._step: _OpenStep | None = None
         self._under_way: deque[Future[None]] = deque()
-        self._most = 0
+        self.most_waiting = 0
+        """Layers that waited or were being copied at a time, at most."""
         self._thread = DaemonExecutor(1)
         cuda: Any = torch.cuda
         self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
         self._thread.submit(_spread, nearby_cpus(os.sched_getaffinity(0)))
+
+    @property
+    def waiting(self) -> int:
+        """Layers that wait or are being copied."""
+        return sum(not copy.done() for copy in self._under_way)
 
     def begin(self, save: CopyToDram, reserve: Reserve) -> None:
         """A step is about to complete these blocks: take frames, if their layers go one by one.
@@ -136,8 +145,10 @@ class LayerCopier:
         """
         if not len(save.slots):
             return
-        way = self._never
-        if not way and len(save.slots) * self._block_bytes < self.least_bytes:
+        way, least = self._never, self.least_bytes
+        if not way and least is None:
+            way = "cpu"
+        elif not way and len(save.slots) * self._block_bytes < (least or 0):
             way = "small"
         if not way:
             frames = reserve(save.slots)
@@ -177,9 +188,9 @@ class LayerCopier:
         copy = self._thread.submit(self._copy, place, step.block_ids, step.frames, fence)
         step.copies[place] = copy
         self._under_way.append(copy)
-        if len(self._under_way) > self._most:
-            self._most = len(self._under_way)
-            self._counters.set("layers_waiting", self._most)
+        if len(self._under_way) > self.most_waiting:
+            self.most_waiting = len(self._under_way)
+            self._counters.set("layers_waiting", self.most_waiting)
 
     def end(self) -> int:
         """The forward pass is over: have the rest copied, and wait for it.
