@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from vllm_ssdkv.base.errors import DeadlineError
 from vllm_ssdkv.base.metrics import Counters, metric_key
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
+from vllm_ssdkv.connector.identity.module_tree import TREE
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
@@ -413,15 +413,15 @@ def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
     device = {"path": str(tmp_path / "ssd"), "capacity": "16MiB"}
     (tmp_path / "ssd").mkdir(mode=0o700)
     config = SSDKVConfig.from_extra_config(
-        {"mode": "page", "devices": [device], "dram_gib": "8MiB", "io": {"staging": "1MiB"}}
+        {"mode": "page", "devices": [device], "dram_gib": "16MiB", "io": {"staging": "4MiB"}}
     )
     geometry = paged_geometry(config, LAYERS, HEADS, SIZE, TOKENS, torch.float32)
     place = StorePlace(config, geometry, Fingerprint({"model": "none"}), tp_size=1)
     opened = open_rank(place, 0, place.counters, 0)
-    model = LoadedModel([torch.nn.Linear(2, 2)], lambda: "")
-    made = SSDKVWorker(
-        config, layout_of(geometry), opened, range(LAYERS), model, functools.partial(len)
-    )
+    TREE.install()
+    root = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = LoadedModel(root, str)
+    made = SSDKVWorker(config, layout_of(geometry), opened, range(LAYERS), model, lambda _: None)
     caches = {name: torch.randn(BLOCKS, HEADS * TOKENS * SIZE * 2) for name in NAMES}
     made.register(caches)
     assert made.layers is not None
