@@ -104,6 +104,8 @@ def test_layers_go_beside_the_next(
         again = engine.answers(PROMPTS)
         assert [a.tokens for a in again] == wanted
         assert [a.cached for a in again] == HITS
+        preempted = engine.metric("vllm:num_preemptions") > 0
+        assert preempted is (case.kv_tokens < sum(map(len, PROMPTS)) and case.mode == "reuse")
         layers = len(get_kv_transfer_group().worker.layout.layer_names)
         steps = engine.ssdkv("step_copies", way="layers")
         assert steps >= sum(HITS) / CHUNK
@@ -120,9 +122,11 @@ def test_layers_go_beside_the_next(
         engine.run()
         engine.settle()
         engine.assert_nothing_held()
-        assert engine.ssdkv("layer_copy_waits") > 0
-        assert engine.ssdkv("layer_copy_wait_seconds") > SLOW_S / 2
         assert engine.ssdkv("layers_waiting") == MOST_WAITING
+        if layers > MOST_WAITING:
+            assert engine.ssdkv("layer_copy_waits") > 0
+            worker = get_kv_transfer_group().worker
+            assert worker.counters.total("layer_copy_wait_seconds") > SLOW_S / 2
     with start(case, models[case.model], places, tmp_path / "key") as engine:
         found = engine.answers(PROMPTS)
         assert [a.tokens for a in found] == wanted
