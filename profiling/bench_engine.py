@@ -12,6 +12,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ DECODE = ((1, 2048), (1, 8192), (8, 2048))
 """Batch and context of each decode measurement."""
 DECODE_TOKENS = 64
 REPEATS = 3
+PREFILL = 2048
+"""Tokens of a prompt that is stored."""
+PREFILL_REPEATS = 21
+PREFILL_REST_S = 0.3
+"""After a prompt, for the drive to be done with it."""
+IN_ONE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""The worker can be reached, and with two cores or more one is free for copies."""
 
 
 def _options(mode: str, devices: list[str], dram: str) -> dict[str, Any]:
@@ -131,7 +143,44 @@ def measure_decode(job: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-MEASUREMENTS = {"hits": measure_hits, "decode": measure_decode}
+def measure_prefill(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """TTFT of prompts that are stored, whose blocks are copied to DRAM at the end of each step, and
+    layer by layer beside it; by turns. Processor time is that of the whole process."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    llm = _engine(
+        job["mode"],
+        job["devices"],
+        "2GiB",
+        model=job["model"],
+        max_num_seqs=1,
+        kv_cache_memory_bytes=160 << 20,
+    )
+    layers = get_kv_transfer_group().worker.layers
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    llm.generate([_prompt(PREFILL, 0)], params, use_tqdm=False)
+    seconds: dict[str, list[tuple[float, float]]] = {"end": [], "layers": []}
+    for repeat in range(PREFILL_REPEATS):
+        for way in sorted(seconds, reverse=bool(repeat % 2)):
+            layers.least_bytes = 1 if way == "layers" else None
+            begun = time.process_time()
+            prompt = _prompt(PREFILL, 1 + 2 * repeat + (way == "layers"))
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            seconds[way].append((output.metrics.first_token_latency, time.process_time() - begun))
+            time.sleep(PREFILL_REST_S)
+    row: dict[str, Any] = {"mode": job["mode"], "tokens": PREFILL}
+    for number, name in enumerate(("ttft", "cpu")):
+        end, beside = ([pair[number] for pair in seconds[way]] for way in ("end", "layers"))
+        ratios = [b / a for a, b in zip(end, beside, strict=True)]
+        row |= {f"{name}_end": statistics.median(end), f"{name}_layers": statistics.median(beside)}
+        row[f"{name}_ratio"] = statistics.median(ratios)
+        row[f"{name}_ratios"] = min(ratios), max(ratios)
+    row["most_waiting"] = layers.most_waiting
+    return [row]
+
+
+MEASUREMENTS = {"hits": measure_hits, "decode": measure_decode, "prefill": measure_prefill}
 
 
 def main() -> None:
@@ -154,6 +203,16 @@ def main() -> None:
             hits += run_measurement(
                 "bench_engine", "hits", {**job, "mode": mode, "devices": devices}
             )
+        prefill = [
+            row
+            for mode in ("reuse", "page")
+            for row in run_measurement(
+                "bench_engine",
+                "prefill",
+                {**job, "mode": mode, "devices": [f"{scratch}/0/prefill-{mode}"]},
+                IN_ONE_PROCESS,
+            )
+        ]
         decode = [
             row
             for mode in ("stock", "page")
@@ -176,8 +235,22 @@ def main() -> None:
             f"| {stock['batch']} | {stock['tokens']} | {stock['tokens_per_s']:.1f} "
             f"| {page['tokens_per_s']:.1f} | {page['tokens_per_s'] / stock['tokens_per_s']:.2f} |"
         )
+    _print_prefill(prefill)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"hits": hits, "decode": decode}, indent=1))
+        Path(arguments.json).write_text(
+            json.dumps({"hits": hits, "decode": decode, "prefill": prefill}, indent=1)
+        )
+
+
+def _print_prefill(rows: list[dict[str, Any]]) -> None:
+    print("\n| mode | tokens | TTFT, copied at the end | by layers | ratio | processor time |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        low, high = row["ttft_ratios"]
+        print(
+            f"| {row['mode']} | {row['tokens']} | {row['ttft_end']:.4f} | {row['ttft_layers']:.4f} "
+            f"| {row['ttft_ratio']:.3f} ({low:.3f} to {high:.3f}) | {row['cpu_ratio']:.3f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def test_exposed_name_is_what_prometheus_shows(metric: Metric) -> None:
 def test_ranks_that_do_the_same_in_a_step_do_not_add_up() -> None:
     assert {parse_key(key)[0].name for key in MOST_OF_RANKS} == {
         *("write_stalls", "write_stall_seconds", "stores_skipped"),
+        *("step_copies", "layers_copied", "layer_copy_waits", "layer_copy_wait_seconds"),
         *("context_steps", "sparse_rows_exact", "attention_seconds"),
         *("offload_steps", "offload_seconds", "offload_step_seconds"),
     }

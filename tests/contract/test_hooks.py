@@ -353,6 +353,45 @@ def test_the_metadata_is_bound_before_the_forward_pass() -> None:
     assert order == sorted(order)
 
 
+def test_a_layer_is_told_of_when_it_has_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its K and V are in HBM by then, and what calls it is what every model runs."""
+    from vllm.model_executor.layers.attention import attention, kv_transfer_utils, mla_attention
+
+    calls: list[tuple[object, ...]] = []
+    connector = MagicMock()
+    connector.save_kv_layer = lambda *arguments: calls.append(("save", *arguments))
+    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer_utils, "is_v1_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer_utils, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(
+        attention, "get_attention_context", lambda name: (f"metadata of {name}", 0, "cache", 0)
+    )
+
+    @kv_transfer_utils.maybe_transfer_kv_layer
+    def attend(query: str, layer_name: str) -> None:
+        calls.append(("attend", query, layer_name))
+
+    attend("q", "layers.3")
+    assert calls == [
+        ("attend", "q", "layers.3"),
+        ("save", "layers.3", "cache", "metadata of layers.3"),
+    ]
+    connector.has_connector_metadata = lambda: False
+    attend("q", "layers.4")
+    assert calls[2:] == [("attend", "q", "layers.4")], "warming up is not told of"
+    for module, name in (
+        (attention, "unified_attention_with_output"),
+        (mla_attention, "unified_mla_attention_with_output"),
+    ):
+        source = inspect.getsource(module)
+        before = source[: source.index(f"def {name}(")]
+        assert before.rstrip().endswith("@maybe_transfer_kv_layer"), name
+    forward = inspect.getsource(Attention.forward)
+    assert forward.index("unified_kv_cache_update(") < forward.index(
+        "unified_attention_with_output("
+    )
+
+
 def test_a_step_with_drafts_ends_for_us_after_the_drafter() -> None:
     """A block's KV in the drafter's layers is complete only then."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2

@@ -16,6 +16,7 @@ from tests.e2e.models import MAKERS
 from tests.e2e.stock import Stock
 from tests.lanes import ENGINE
 from tests.store.unhurried import open_unhurried_engines
+from vllm_ssdkv.connector.worker import layer_copy
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,6 +56,12 @@ def devices() -> Iterator[Callable[..., list[dict[str, Any]]]]:
             return [{"path": str(path), "capacity": capacity, "weight": 1} for path in paths]
 
         yield make
+
+
+@pytest.fixture
+def by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of blocks are copied one by one, however small, also by processes that are forked."""
+    monkeypatch.setattr(layer_copy, "LEAST_BYTES", {"cpu": 1})
 
 
 @pytest.fixture

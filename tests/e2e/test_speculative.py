@@ -57,9 +57,10 @@ def check(got: list[Answer], wanted: list[Answer], cached: list[int]) -> None:
 
 
 def test_a_draft_model(
-    models: dict[str, Path], devices: Devices, stock: Stock, tmp_path: Path
+    models: dict[str, Path], devices: Devices, stock: Stock, tmp_path: Path, by_layers: None
 ) -> None:
-    """With KV of other tokens in its layers it would hardly ever be right."""
+    """With KV of other tokens in its layers it would hardly ever be right. Layers of the drafter
+    run several times in a step, and are copied after the last of them."""
     wanted, place = stock.answers("llama", PROMPTS), devices(2)
     drafter = draft_model(models["llama"], tmp_path / "draft")
     with start(models["llama"], place, drafter) as engine:
@@ -68,6 +69,7 @@ def test_a_draft_model(
         assert 0 < accepted < engine.metric("vllm:spec_decode_num_draft_tokens") / 2
         check(engine.answers(PROMPTS), wanted, hits(PROMPTS))
         assert right(engine) == 2 * accepted
+        assert engine.ssdkv("layers_copied", when="beside") > 0
         engine.settle()
         engine.assert_nothing_held()
     with start(models["llama"], place, drafter) as engine:

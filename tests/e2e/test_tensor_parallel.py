@@ -46,9 +46,12 @@ def test_two_ranks(
     models: dict[str, Path],
     stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
+    request: pytest.FixtureRequest,
 ) -> None:
     wanted = [a.tokens for a in stock.answers("llama", PROMPTS)]
     places = devices(2)
+    if mode == "reuse":
+        request.getfixturevalue("by_layers")
     options = page_mode(places, dram="12MiB")
     if mode == "sparf":
         options = page_mode(places, dram="48MiB", selector="sparf", sparse=EVERYTHING)
@@ -72,6 +75,7 @@ def test_two_ranks(
         assert (engine.ssdkv("sparse_pages_selected") > 0) is (mode == "sparf")
         assert engine.ssdkv("sparse_pages_selected") == engine.ssdkv("sparse_pages_in_context")
         assert engine.ssdkv("sparse_rows_exact") == 0
+        assert (engine.ssdkv("layers_copied", when="beside") > 0) is (mode == "reuse")
         for name in ("checksum_failures", "header_mismatches", "load_failures"):
             assert engine.ssdkv(name) == 0, name
     assert data_files(places) == {

@@ -145,6 +145,38 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Time that steps waited for the write buffer.",
         combine="max",
     ),
+    counter(
+        "step_copies",
+        "steps",
+        "Steps that completed blocks, by how these were copied to DRAM: `layers`, each layer while "
+        "later ones computed; or all at the end, because the model computes on the `cpu`, a layer "
+        "of them is `small`, slots have sparse sections (`sparse`), layers have states "
+        "(`states`), DRAM had no frame to spare (`frames`), or vLLM told of no layer, as in a full "
+        "CUDA graph (`untold`).",
+        Label("way", ("layers", "cpu", "small", "sparse", "states", "frames", "untold")),
+        combine="max",
+    ),
+    counter(
+        "layers_copied",
+        "layers",
+        "Layers of those steps that went by layers: copied before the forward pass was over "
+        "(`beside`), or awaited or copied after it (`end`).",
+        Label("when", ("beside", "end")),
+        combine="max",
+    ),
+    counter(
+        "layer_copy_waits",
+        "times",
+        "Times that a step waited since two layers of it were still to be copied.",
+        combine="max",
+    ),
+    counter("layer_copy_wait_seconds", "seconds", "Time of these waits.", combine="max"),
+    gauge(
+        "layers_waiting",
+        "layers",
+        "Layers that waited to be copied, or were being copied, at most, at any time so far.",
+        combine="max",
+    ),
     counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
     counter(
         "context_steps",

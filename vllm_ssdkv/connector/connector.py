@@ -200,10 +200,13 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,  # noqa: ANN401 - vLLM's own signature
     ) -> None:
-        """Nothing: blocks are saved whole, after the forward pass."""
+        """A layer has its attention: its part of the step's blocks is copied beside the next."""
+        if self.worker.layers is not None:
+            self.worker.layers.computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over: completed blocks are copied to DRAM, I/O is started."""
+        """The forward pass is over: what is left of completed blocks is copied to DRAM, I/O is
+        started."""
         self._end_step()
 
     def _end_step(self) -> None:

@@ -216,7 +216,9 @@ class TieredStore:
 
     # ---- write path ----
 
-    def reserve_frames(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
+    def reserve_frames(
+        self, slots: NDArray[np.int64], *, wait: bool, spare_contexts: bool = False
+    ) -> NDArray[np.int32]:
         """Frames for the first of these slots, [k], k <= n, for the caller to fill.
 
         They are ``HELD`` until written or discarded. Fewer than asked for is normal: commit those,
@@ -226,13 +228,14 @@ class TieredStore:
             slots: Distinct slots whose content changes, [n]; what DRAM has of them is forgotten.
             wait: Where there is no frame at all, wait for writes to free one, up to the I/O
                 deadline (page mode: the data is needed). None after that means there is none.
+            spare_contexts: Evict no frame of a running context, as before a step that reads them.
         """
         self._used = time.monotonic()
         self._forget_content(slots)
         self.frames.forget(slots)
         if self._balancer is not None:
             self._balancer.make_room(slots)
-        held = self.frames.take(slots, FrameState.HELD)
+        held = self.frames.take(slots, FrameState.HELD, spare_contexts=spare_contexts)
         if len(held) or len(slots) == 0 or not wait:
             return held
         started = time.monotonic()

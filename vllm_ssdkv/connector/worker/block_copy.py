@@ -13,7 +13,7 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
-from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
+from vllm_ssdkv.kernels.dense import AttentionKernels, CpuKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.store.cache.frames import FrameCache
@@ -36,6 +36,14 @@ class BlockPort(Protocol):
         ``index``: as of ``CopyToDram``; without, tokens keep the order that they have.
         """
 
+    def save_layer(
+        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
+    ) -> None:
+        """Copy one layer, by its place in a slot, of HBM blocks [n] into frames [n].
+
+        On the calling thread alone, where it is the CPU's. Not for slots with tails.
+        """
+
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """Copy frames [n] into HBM blocks [n]."""
 
@@ -54,6 +62,8 @@ class PagedPort:
     ):
         """Without an ``ordering`` tokens keep the order of their positions."""
         self._kernels = kernels
+        # Beside a step, whose threads are at work.
+        self._layer_kernels = CpuKernels(threads=1) if kernels.device.type == "cpu" else kernels
         self._caches = list(caches)
         self._layout = layout
         self._slot_layout = layout.with_page_stride(geometry.page_bytes)
@@ -91,6 +101,21 @@ class PagedPort:
                 layout=self._layout,
                 slot_layout=self._slot_layout,
             )
+        wait_for(self._kernels.device)
+
+    def save_layer(
+        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
+    ) -> None:
+        """See :class:`BlockPort`."""
+        geometry = self._geometry
+        self._layer_kernels.pack(
+            self._caches[layer : layer + 1],
+            block_ids,
+            self._frames.address(frames) + np.uint64(geometry.layer_offset(layer)),
+            geometry.layer_bytes,
+            layout=self._layout,
+            slot_layout=self._slot_layout,
+        )
         wait_for(self._kernels.device)
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
@@ -214,7 +239,7 @@ class OpaquePort:
         self._base, self._step, self._size = _blocks_of(self._caches)
         self._on_device: tuple[DeviceBlocks, DeviceBlocks] | None = None
         if kind == "cuda":
-            # The thread of the forward pass saves, the loader's loads.
+            # The thread of the forward pass saves, or the one of its layers; the loader's loads.
             page = geometry.page_bytes
             self._on_device = DeviceBlocks(self._caches, page), DeviceBlocks(self._caches, page)
 
@@ -230,6 +255,20 @@ class OpaquePort:
             _io.copy(self._blocks(block_ids), self._pages(frames), self._sizes(len(frames)))
         else:
             self._on_device[0].save(torch.from_numpy(block_ids), self._stretches(frames))
+
+    def save_layer(
+        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
+    ) -> None:
+        """See :class:`BlockPort`."""
+        offset = self._geometry.layer_offset(layer)
+        if self._on_device is None:
+            blocks = self._base[layer] + self._step[layer] * block_ids.astype(np.uint64)
+            pages = self._frames.address(frames) + np.uint64(offset)
+            _io.copy(blocks, pages, int(self._size[layer]), threads=1)
+            return
+        views = (self._frames.view(frame)[offset:] for frame in frames.tolist())
+        pages_of_frames = [torch.from_numpy(view[: self._geometry.page_bytes]) for view in views]
+        self._on_device[0].save_layer(layer, torch.from_numpy(block_ids), pages_of_frames)
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""

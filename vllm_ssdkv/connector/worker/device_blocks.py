@@ -43,6 +43,22 @@ class DeviceBlocks:
                 frame.copy_(block.view(-1), non_blocking=True)
         wait_for(self._buffer.device)
 
+    def save_layer(
+        self, layer: int, block_ids: torch.Tensor, pages: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy one layer of blocks [n] into as many pages of frames, [page_bytes], uint8."""
+        cache = self._layers[layer]
+        size = cache.shape[1]
+        rows = self._buffer.view(-1, self._buffer.shape[2])
+        for first in range(0, len(pages), len(rows)):
+            part = pages[first : first + len(rows)]
+            index = block_ids[first : first + len(part)].to(rows.device)
+            rows[: len(part), :size] = cache.index_select(0, index)
+            rows[: len(part), size:] = 0  # another layer's may be longer
+            for row, page in zip(rows, part, strict=False):
+                page.copy_(row, non_blocking=True)
+        wait_for(rows.device)
+
     def load(self, frames: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
         """Copy the pages of frames into blocks [n]."""
         for first in range(0, len(frames), self._at_once):

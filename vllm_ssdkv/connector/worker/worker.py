@@ -29,6 +29,7 @@ from vllm_ssdkv.connector.messages import (
     Load,
     LoadTime,
     RankReport,
+    SlotArray,
     StepPlan,
 )
 from vllm_ssdkv.connector.metrics.engine_metrics import EngineMetrics
@@ -44,6 +45,7 @@ from vllm_ssdkv.connector.worker.block_copy import (
     whole_blocks,
 )
 from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
+from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
 from vllm_ssdkv.connector.worker.pinning import pin_arena
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
@@ -114,6 +116,8 @@ class SSDKVWorker:
         self._stored = StoredBlocks()
         self._store: TieredStore | None = None
         self._port: BlockPort | None = None
+        self.layers: LayerCopier | None = None
+        """Copies layers while others compute; exists once :meth:`register` was called."""
         self._timer: StepTimer | None = None
         self._fence = StreamFence(torch.device("cpu"))
         self.step: PagedStep | None = None
@@ -222,6 +226,8 @@ class SSDKVWorker:
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+        deadline_s, device = self.config.io.deadline, caches[0].device
+        self.layers = LayerCopier(self._port, self.layout, device, deadline_s, self.counters)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
         layout = self.layout
@@ -323,6 +329,8 @@ class SSDKVWorker:
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass: contexts are brought up to date and their reads started."""
         store = self.store
+        if self.layers is not None:
+            store.abandon(self.layers.drop())  # of a step that failed
         if plan.segments is not None:
             store.files.placement.change(plan.segments)
         self._settled = plan.settled
@@ -343,6 +351,9 @@ class SSDKVWorker:
             store.trim(plan.trim)
         if plan.believed:
             store.confirm(plan.believed)
+        if self.layers is not None:
+            # Before the step's contexts are read: what makes room for its blocks is not in use.
+            self.layers.begin(plan.save, self._reserve_early)
         self.began = True
         if self.ordering is not None:
             self.ordering.begin(plan.save.block_ids)
@@ -385,12 +396,14 @@ class SSDKVWorker:
             # Older blocks first: their writes free the frames that this step's blocks need.
             self._commit(commit, ~_among(commit.slots, plan.save.slots.tolist()))
         if len(plan.save.slots):
-            save = plan.save
-            if spoiled:
-                lost = _among(save.slots, spoiled)
-                self._skip(save.part(lost))
-                save = save.part(~lost)
-            self._save(save, commit)
+            filled = 0 if self.layers is None else self.layers.end()
+            early = np.arange(len(plan.save.slots)) < filled
+            lost = _among(plan.save.slots, spoiled)
+            if lost.any():
+                self.store.abandon(plan.save.slots[early & lost])
+                self._skip(plan.save.part(lost))
+            self._keep(plan.save.slots[early & ~lost], self.store.tails[:0], commit)
+            self._save(plan.save.part(~(early | lost)), commit)
         if plan.copy_frames is not None:
             self._copy_frames(plan.copy_frames)
         for load in plan.loads:
@@ -451,18 +464,30 @@ class SSDKVWorker:
             part = slice(done, done + len(frames))
             if self.offloader is not None:
                 self.offloader.reclaim(wanted[: len(frames)])
-                geometry = self.layout.geometry
-                self.offloader.count_stored(
-                    len(frames) * geometry.kv_pages * geometry.payload_bytes
-                )
             tails = self.store.tails[: len(frames)]
             self._port.save(save.block_ids[part], frames, tails, save.index[part])
-            self.store.filled(save.slots[part], tails)
-            self._commit(commit, _among(commit.slots, save.slots[part].tolist()))
+            self._keep(save.slots[part], tails, commit)
             done += len(frames)
         if done < len(save.slots):
             self._skip(save.part(np.arange(len(save.slots)) >= done))
         self.counters.add("stores_skipped", len(save.slots) - done, cause="write_buffer")
+
+    def _reserve_early(self, slots: SlotArray) -> NDArray[np.int32]:
+        """Frames for the first of these slots, before the step that fills them."""
+        frames = self.store.reserve_frames(slots, wait=False, spare_contexts=True)
+        if self.offloader is not None:
+            self.offloader.reclaim(slots[: len(frames)])
+        return frames
+
+    def _keep(self, slots: SlotArray, tails: NDArray[np.uint64], commit: Flush) -> None:
+        """These slots' frames are filled, and their tails, if they have any: commit them."""
+        if not len(slots):
+            return
+        if self.offloader is not None:
+            geometry = self.layout.geometry
+            self.offloader.count_stored(len(slots) * geometry.kv_pages * geometry.payload_bytes)
+        self.store.filled(slots, tails)
+        self._commit(commit, _among(commit.slots, slots.tolist()))
 
     def _skip(self, save: CopyToDram) -> None:
         """These blocks are not stored."""
@@ -611,7 +636,9 @@ class SSDKVWorker:
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
-        ended = self.offloader is None or self.offloader.close(self.config.io.deadline)
+        deadline_s = self.config.io.deadline
+        ended = self.offloader is None or self.offloader.close(deadline_s)
+        ended = (self.layers is None or self.layers.close(deadline_s)) and ended
         if self._store is not None:
             self._store.close(read_elsewhere=not ended)
         self._opened.close()
