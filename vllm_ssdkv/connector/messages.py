@@ -214,6 +214,8 @@ class Row:
     of_prompt: bool = False
     """The first query token belongs to the prompt, which is attended to exactly: a prompt of which
     all but the last token was found must not get another answer than one that was computed."""
+    as_x: bool = False
+    """Its context is stored as X (``docs/internals/xcache.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,8 @@ class StepPlan:
     adapters: dict[int, Adapter] = field(default_factory=dict)
     """Adapters of requests in this step that keys are bound to, by number."""
     save: CopyToDram = field(default_factory=lambda: CopyToDram.of(()))
+    x_slots: list[int] = field(default_factory=list)
+    """Slots of ``save`` that get X in place of K and V."""
     commit: Flush = field(default_factory=lambda: Flush.of(()))
     copy_frames: CopyFrames | None = None
     loads: list[Load] = field(default_factory=list)
