@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.offload.xcache.x_rule import XRates
 from vllm_ssdkv.store.format.segment import Segment
 
 SlotArray = NDArray[np.int64]
@@ -310,6 +311,8 @@ class RankReport:
     streamed: list[tuple[str, SlotArray]] = field(default_factory=list)
     """Blocks of requests that are read from the devices in every step, and for which there is room
     in DRAM now."""
+    x_rates: XRates | None = None
+    """Rates that say how many contexts are best stored as X; None: as before."""
     gained: dict[str, float] = field(default_factory=dict)
     """Counters, as in :meth:`vllm_ssdkv.base.metrics.Counters.take_gained`."""
     gauges: dict[str, float] = field(default_factory=dict)
@@ -335,6 +338,7 @@ class RankReport:
             or self.unbound
             or self.compared
             or self.streamed
+            or self.x_rates is not None
             or self.gained
             or self.gauges
         )

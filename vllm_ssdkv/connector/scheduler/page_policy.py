@@ -22,7 +22,6 @@ from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
-from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -46,7 +45,7 @@ class PagePolicy:
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
-        self._x = XAdmission(0.0 if parts.engine.x_share == "auto" else parts.engine.x_share)
+        self._x = parts.x_admission
 
     def bind(self, hbm: KVCacheManager) -> None:
         """Find the part of the block manager that can send requests back."""
@@ -110,7 +109,6 @@ class PagePolicy:
             # It begins with nothing that was found, so none of its context is K and V.
             state.as_x = True
             self._keys.keep_apart(state.request_id)
-            self._parts.store.counters.add("x_cache_requests", 1)
         asked, window = self._parts.asked.of(state.request_id), self._parts.config.window_tokens
         plan.rows.append(state.row(computed, count, self._block, window, asked))
         speculation = self._parts.engine.speculation

@@ -21,6 +21,7 @@ from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculati
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
@@ -97,6 +98,7 @@ class SchedulerParts:
         loads: Loads under way.
         verifier: Comparison of hits with computed blocks.
         rewriter: Blocks of hits that are stored again.
+        x_admission: Choice of the requests that are stored as X.
     """
 
     config: SSDKVConfig
@@ -112,3 +114,4 @@ class SchedulerParts:
     loads: LoadQueue
     verifier: HitVerifier
     rewriter: Rewriter
+    x_admission: XAdmission
