@@ -78,9 +78,13 @@ def stock_mha(mha: dict[str, Path]) -> Stock:
 
 
 def start(
-    model: Path, devices: list[dict[str, str]], dtype: str = "float32", **options: Any
-) -> Engine:  # noqa: ANN401
-    dram = options.pop("dram", SMALL_DRAM)
+    model: Path,
+    devices: list[dict[str, str]],
+    dtype: str = "float32",
+    *,
+    dram: str = SMALL_DRAM,
+    enforce_eager: bool = True,
+) -> Engine:
     return Engine(
         model,
         ssdkv=page_mode(
@@ -93,7 +97,7 @@ def start(
         kv_tokens=len(PROMPTS) * kv_tokens(WINDOW, CHUNK),
         max_num_batched_tokens=CHUNK,
         max_model_len=2048,
-        **options,
+        enforce_eager=enforce_eager,
     )
 
 
@@ -185,7 +189,7 @@ def test_projected_k_and_v_are_those_of_the_model(
         worker: SSDKVWorker,
         layer_name: str,
         query: torch.Tensor,
-        *args: Any,
+        *args: Any,  # noqa: ANN401
         **options: Any,  # noqa: ANN401
     ) -> None:
         nonlocal compared, worst

@@ -16,6 +16,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import ATTEND, WAIT, StepClock
+from vllm_ssdkv.offload.share_rule import SMOOTH
 from vllm_ssdkv.offload.xcache.input_layout import InputLayout
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.read.context_stream import ContextStream, Piece
@@ -23,6 +24,13 @@ from vllm_ssdkv.store.read.context_stream import ContextStream, Piece
 PROJECTED_TOKENS: Final = 1024
 """Tokens that are projected at once, about: activations of so many take memory of the
 accelerator."""
+
+
+MEASURED_EVERY: Final = 1024
+"""Steps after which copying and projecting are measured again where no context is X."""
+
+TRIALS: Final = 8
+"""Calls of a measurement."""
 
 
 class Projection(Protocol):
@@ -49,8 +57,8 @@ class InputProjector:
 
     Attributes:
         layout: Of a block of K and V in HBM.
-        seconds: Spent on copies to the accelerator and on projections, since the last step.
-        nbytes: Bytes of X that were copied, since the last step.
+        copying: Seconds per token of X, from memory of the host to the accelerator; 0: not known.
+        projecting: Seconds per token, of a layer; 0: not known.
     """
 
     def __init__(
@@ -61,8 +69,8 @@ class InputProjector:
         self._arena, self._projection = arena, projection
         self._scratch: torch.Tensor | None = None
         self.at_once = max(1, PROJECTED_TOKENS // layout.block_tokens)
-        self.seconds = 0.0
-        self.nbytes = 0
+        self.copying = self.projecting = 0.0
+        self._seconds, self._blocks, self._idle = 0.0, 0, 0
 
     def project(
         self,
@@ -81,9 +89,9 @@ class InputProjector:
         """
         begin = time.perf_counter()
         device, tokens = kernels.device, self.layout.block_tokens
-        inputs = self._inputs.get(self._arena, base).to(device)
+        inputs = self._bring(device, base)
         positions = torch.from_numpy((position[:, None] + np.arange(tokens)).ravel()).to(device)
-        key, value = self._projection.project(layer, inputs, positions)
+        key, value = self._project(layer, inputs, positions)
         if self._scratch is None:
             self._scratch = torch.zeros(
                 (self.at_once, self.layout.block_bytes // self.layout.dtype.itemsize),
@@ -93,16 +101,56 @@ class InputProjector:
         places = np.arange(len(base) * tokens, dtype=np.int64)
         kernels.store_kv(key, value, self._scratch, places, self.layout)
         wait_for(device)
-        self.seconds += time.perf_counter() - begin
-        self.nbytes += len(base) * self._inputs.nbytes
+        self._seconds += time.perf_counter() - begin
+        self._blocks += len(base)
         return BlockSource.of_cache(self._scratch, np.arange(len(base)), position)
+
+    def measure(self, device: torch.device, layer: int) -> None:
+        """Find out what copying and projecting take, if that was not seen for a while."""
+        self._idle += 1
+        if self.projecting and self._idle < MEASURED_EVERY:
+            return
+        nbytes = self._inputs.geometry.layer_bytes
+        blocks = min(self.at_once, self._arena.nbytes // nbytes)
+        base = np.uint64(self._arena.address) + np.arange(blocks, dtype=np.uint64) * np.uint64(
+            nbytes
+        )
+        for _ in range(TRIALS):
+            inputs = torch.ones_like(self._bring(device, base))
+            positions = torch.arange(len(inputs), device=device)
+            self._project(layer, inputs, positions)
+
+    def _bring(self, device: torch.device, base: NDArray[np.uint64]) -> torch.Tensor:
+        """X of blocks on the device."""
+        begin = time.perf_counter()
+        inputs = self._inputs.get(self._arena, base).to(device)
+        wait_for(device)
+        self.copying = _smooth(self.copying, (time.perf_counter() - begin) / len(inputs))
+        return inputs
+
+    def _project(
+        self, layer: int, inputs: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = time.perf_counter()
+        found = self._projection.project(layer, inputs, positions)
+        wait_for(inputs.device)
+        self.projecting = _smooth(self.projecting, (time.perf_counter() - begin) / len(inputs))
+        self._idle = 0
+        return found
 
     def count(self, counters: Counters) -> None:
         """Add what was done since the last call to the rank's counters."""
-        if self.nbytes:
-            counters.add("x_cache_bytes", self.nbytes)
-            counters.add("x_cache_projection_seconds", self.seconds)
-        self.nbytes, self.seconds = 0, 0.0
+        if self._blocks:
+            counters.add("x_cache_bytes", self._blocks * self._inputs.nbytes)
+            counters.add("x_cache_projection_seconds", self._seconds)
+        self._blocks, self._seconds = 0, 0.0
+
+
+def _smooth(known: float, seen: float) -> float:
+    """Seconds per token, by the latest ones. A slow one, as the first is, counts for little."""
+    if not known:
+        return seen
+    return known + (SMOOTH if seen < known else SMOOTH / 4) * (seen - known)
 
 
 @dataclass(frozen=True, slots=True)
