@@ -227,7 +227,7 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(worker.step, attn_metadata, worker.layout.block_tokens)
             worker.begin_recording(attn_metadata.rows, attn_metadata.slot_mapping)
-        worker.record_inputs(layer.layer_name)
+        worker.record_inputs(layer.layer_name, query.device)
         queries = self._heads(query, tokens)
         values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
         attend_layer(

@@ -156,10 +156,10 @@ class BlockKeys:
 
         So it is while the store is suspended; where it is stored as X (:meth:`keep_apart`); where
         weights have changed under it; where its adapter is read anew for every step; and for a
-        resumable request whose steps compute tokens that a turn's end takes back. With drafts, a turn may end among some that were accepted:
-        vLLM takes their KV for that of the next turn's input. With a state, a turn may end while
-        the step after its last token is under way: the next turn goes on from a state that has
-        seen a token too much.
+        resumable request whose steps compute tokens that a turn's end takes back. With drafts, a
+        turn may end among some that were accepted: vLLM takes their KV for that of the next turn's
+        input. With a state, a turn may end while the step after its last token is under way: the
+        next turn goes on from a state that has seen a token too much.
         """
         adapter = request.lora_request
         return (

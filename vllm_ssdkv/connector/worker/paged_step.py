@@ -235,6 +235,12 @@ class PagedStep:
         return [row.request_id if row.as_x else None for row in self._rows]
 
     @property
+    def decodes(self) -> bool:
+        """Check whether there are contexts, and no part of a prompt is computed."""
+        short = max(row.tokens for row in self._rows) <= OFFLOADED_TOKENS
+        return short and any(map(len, self._contexts))
+
+    @property
     def records_x(self) -> bool:
         """Check whether any row is stored as X."""
         return any(row.as_x for row in self._rows)

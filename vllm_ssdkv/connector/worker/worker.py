@@ -289,12 +289,18 @@ class SSDKVWorker:
             slots = slot_mapping[: batch.tokens].cpu().numpy().astype(np.int64)
             self.x_cache.begin_step(batch, self.step.x_requests, slots, slot_mapping.device)
 
-    def record_inputs(self, layer_name: str) -> None:
-        """Keep X of a layer of this step, where rows are stored as X."""
+    def record_inputs(self, layer_name: str, device: torch.device) -> None:
+        """Keep X of a layer of this step, where rows are stored as X. ``device``: of the model."""
         cache, projector, step = self.x_cache, self.projector, self.step
-        if cache is not None and projector is not None and step is not None and cache.recording:
-            layer = step.layer(layer_name)
+        if cache is None or projector is None or step is None:
+            return
+        layer = step.layer(layer_name)
+        if cache.recording:
             cache.record(layer, projector.take(layer))
+        offload = self.config.offload
+        measured = offload is not None and offload.x_share == "auto" and step.decodes
+        if measured and layer == self._context_layers[0]:
+            cache.measure(device, layer)
 
     def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry
@@ -665,6 +671,9 @@ class SSDKVWorker:
         if self._choices is not None:
             for name, value in self._choices.gauges().items():
                 self.counters.set(name, value)
+        if self.x_cache is not None and self._x_shape is not None and self.offloader is not None:
+            storage = self.offloader.sharing.contexts.device_rate
+            self._report.x_rates = self.x_cache.rates(self._x_shape, storage)
         health = self._opened.files.health
         for index, device in enumerate(self._opened.devices):
             state = device.state()

@@ -14,6 +14,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.offload.xcache.input_layout import InputLayout
 from vllm_ssdkv.offload.xcache.open_inputs import OpenInputs
 from vllm_ssdkv.offload.xcache.projected_context import InputProjector, ProjectedContext
+from vllm_ssdkv.offload.xcache.x_rule import XRates, XShape
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.read.context_stream import ContextStream
 
@@ -98,6 +99,22 @@ class XCache:
         """The forward pass has ended; ``counters`` are the rank's."""
         self._recorded = None
         self.projector.count(counters)
+
+    def measure(self, device: torch.device, layer: int) -> None:
+        """See :meth:`InputProjector.measure`; within a forward pass."""
+        self.projector.measure(device, layer)
+
+    def rates(self, shape: XShape, storage: float) -> XRates | None:
+        """Rates for the choice of the share; None: they are not known yet.
+
+        Args:
+            shape: Of the layers.
+            storage: See ``XRates``; 0: not known.
+        """
+        copying, projecting = self.projector.copying, self.projector.projecting
+        if not (storage and copying and projecting):
+            return None
+        return XRates(storage, shape.x_bytes / copying, shape.flop / projecting)
 
     def save(self, blocks: NDArray[np.int64], frames: NDArray[np.int32], table: FrameCache) -> None:
         """Copy X of full HBM blocks [n] to frames [n] of a ``table``."""
