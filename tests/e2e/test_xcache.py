@@ -8,23 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.e2e.engine import Engine
 from tests.e2e.models import make_llama, prompts
 from tests.e2e.stock import Stock
-from tests.e2e.workload import ROOMY_DRAM, SMALL_DRAM, kv_tokens, page_mode
-from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.connector import attention_backend
-from vllm_ssdkv.connector.worker.paged_attention import attend_layer
+from tests.e2e.xcache import BLOCK, CHUNK, PROMPTS, WINDOW, comparing, start
+from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
-WINDOW, CHUNK, BLOCK = 64, 128, 32
-PROMPTS = prompts((700, 333, 257, 600), 5)
 MODELS = ("llama-mha", "opt")
 
 
@@ -41,8 +34,6 @@ class Case:
 
     @property
     def worker(self) -> SSDKVWorker:
-        from vllm_ssdkv.connector import active_worker
-
         worker = active_worker.worker()
         assert worker is not None
         return worker
@@ -75,30 +66,6 @@ def mha(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.fixture(scope="module")
 def stock_mha(mha: dict[str, Path]) -> Stock:
     return Stock(mha)
-
-
-def start(
-    model: Path,
-    devices: list[dict[str, str]],
-    dtype: str = "float32",
-    *,
-    dram: str = SMALL_DRAM,
-    enforce_eager: bool = True,
-) -> Engine:
-    return Engine(
-        model,
-        ssdkv=page_mode(
-            devices,
-            window=WINDOW,
-            dram=dram,
-            offload={"threads": 1, "share": 1.0, "x_share": 1.0},
-        ),
-        dtype=dtype,
-        kv_tokens=len(PROMPTS) * kv_tokens(WINDOW, CHUNK),
-        max_num_batched_tokens=CHUNK,
-        max_model_len=2048,
-        enforce_eager=enforce_eager,
-    )
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -174,62 +141,10 @@ def test_given_up_and_preempted(case: Case) -> None:
     case.assert_clean()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_projected_k_and_v_are_those_of_the_model(
-    mha: dict[str, Path],
-    devices: Callable[..., list[dict[str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    bound: float,
-) -> None:
-    """Blocks that are in the window and stored already: K and V of HBM beside those of X."""
-    compared, worst = 0, 0.0
-
-    def spy(
-        worker: SSDKVWorker,
-        layer_name: str,
-        query: torch.Tensor,
-        *args: Any,  # noqa: ANN401
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        nonlocal compared, worst
-        attend_layer(worker, layer_name, query, *args, **options)
-        _, cache, _, rows, _ = args
-        step = worker.step
-        assert step is not None
-        assert worker.x_cache is not None
-        layer, projector = step.layer(layer_name), worker.x_cache.projector
-        (request_id,) = {name for name in step.x_requests if name}
-        known = worker.store.context_from(request_id, 0)
-        for block, position in zip(rows.window_ids, rows.window_position, strict=True):
-            number = int(position) // BLOCK
-            if number >= len(known):
-                continue
-            frame = worker.store.frames.frames_of(known[number : number + 1])
-            if frame[0] < 0:
-                continue
-            base = worker.store.frames.address(frame)
-            base = base + np.uint64(worker.layout.geometry.layer_offset(layer))
-            from vllm_ssdkv.kernels.dense import select_kernels
-
-            source = projector.project(
-                select_kernels(cache.device), layer, base, np.array([position])
-            )
-            assert source.tensor is not None
-            found = source.tensor[0].float()
-            there = cache.view(cache.shape[0], -1)[int(block)].float()
-            compared += 1
-            worst = max(worst, float((found - there).abs().max() / there.abs().max()))
-
-    monkeypatch.setattr(attention_backend, "attend_layer", spy)
-    with start(mha["llama-mha"], devices(1), dtype, dram=ROOMY_DRAM) as engine:
-        engine.answers(prompts((200,), 3), 40)
-    assert compared > 100
-    assert worst <= bound
-
-
-def test_engines_that_cannot_are_refused(
-    mha: dict[str, Path], devices: Callable[..., list[dict[str, str]]]
-) -> None:
-    with pytest.raises(UnsupportedError, match=r"x_share.*enforce-eager"):
-        start(mha["opt"], devices(1), enforce_eager=False)
+def test_projected_k_and_v_are_those_of_the_model(case: Case) -> None:
+    case.share(1.0)
+    with comparing() as compared:
+        case.engine.answers(prompts((200,), 3), 40)
+    assert compared.blocks > 50
+    assert compared.worst <= 1e-5
+    case.assert_clean()

@@ -77,17 +77,10 @@ class ModuleTree:
             if root in self._watched:
                 self._watched[root] += 1
 
-    def parent_of(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module that holds another one.
-
-        Raises:
-            KeyError: nobody does.
-        """
+    def parent_of(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """The module that holds another one; None: nobody does."""
         ref = self._parents.get(module)
-        parent = None if ref is None else ref()
-        if parent is None:
-            raise KeyError(f"nobody holds {type(module).__name__}")
-        return parent
+        return None if ref is None else ref()
 
     def root_of(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module above that nobody holds; ``module`` itself where nobody holds it."""

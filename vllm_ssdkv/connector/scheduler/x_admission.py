@@ -39,7 +39,8 @@ class XAdmission:
         self._told: float | None = None
         self._blocks: dict[str, int] = {}
         self._as_x: set[str] = set()
-        counters.set("x_cache_share", self.share)
+        if share:
+            counters.set("x_cache_share", self.share)
 
     def __len__(self) -> int:
         """Requests that run."""

@@ -45,7 +45,7 @@ class LayerProjector:
             UnsupportedError: a layer's module takes something else than X and positions.
         """
         self.recording = self.projecting = False
-        self._modules = [tree.parent_of(layer) for layer in layers]
+        self._modules = [_holder(layer, tree) for layer in layers]
         self._positions = [_positions_name(module) for module in self._modules]
         self._seen: dict[int, torch.Tensor] = {}
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -95,6 +95,21 @@ class LayerProjector:
         if kept is None:
             raise StepError(f"layer {layer} made no K and V of stored X; please report it")
         return kept
+
+
+def _holder(layer: torch.nn.Module, tree: ModuleTree) -> torch.nn.Module:
+    """The module that a layer stands in.
+
+    Raises:
+        UnsupportedError: it stands in none.
+    """
+    module = tree.parent_of(layer)
+    if module is None:
+        raise UnsupportedError(
+            "offload.x_share: the model's attention layers stand in no module that projects their "
+            "inputs: set offload.x_share to 0"
+        )
+    return module
 
 
 def _positions_name(module: torch.nn.Module) -> str | None:
