@@ -28,7 +28,9 @@ def opened() -> OpenInputs:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=12))
 def test_every_block_has_what_was_recorded(turns: list[tuple[int, int]]) -> None:
     """Requests get blocks, some are forgotten; the others' X stays while memory grows."""
-    made, wanted, owners, block = opened(), {}, {}, 0
+    made, block = opened(), 0
+    wanted = dict[int, torch.Tensor]()
+    owners = dict[int, list[int]]()
     for owner, count in turns:
         if count % 5 == 0:
             made.forget(str(owner))

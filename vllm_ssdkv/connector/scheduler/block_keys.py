@@ -194,7 +194,7 @@ class BlockKeys:
         self._mixed.update(request.request_id for request in requests)
 
     def keep_apart(self, request_id: str) -> None:
-        """What the request stores is not K and V: nobody who looks for these is to find it."""
+        """Hide what the request stores, which is not K and V, from who looks for these."""
         self._apart.add(request_id)
 
     def forget(self, request_id: str) -> None:
