@@ -64,6 +64,7 @@ from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec, TieredManager, register_spec
 from vllm_ssdkv.connector.names import CONNECTOR_MODULE
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
+from vllm_ssdkv.connector.worker.layer_projector import INPUTS, POSITIONS
 
 BLOCK = 16
 WINDOW = 64
