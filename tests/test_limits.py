@@ -32,12 +32,15 @@ _ROOT = "the root of its process: all parts hang on it, and it does nothing itse
 _WALK = "the parts of a store that a walk over contexts goes through"
 _ARRAYS = "parallel arrays of one table, and what each of its columns needs"
 _OPENING = "a start in the order in which it has to happen, with the end of each step if one fails"
+_STEP = "parts of a rank in a step"
 _FILE = "one writer of one file: its state, and counts of what it did"
 
 LARGER = {
     # Attributes.
     "profiling/decode_harness/decoder.py PagedDecoder": _ROOT,
     "vllm_ssdkv/cli/monitor/metrics_sample.py Sample": "a number for each place on the screen",
+    "vllm_ssdkv/connector/messages.py RankReport": "a field for each thing that a rank tells",
+    "vllm_ssdkv/connector/worker/paged_step.py PagedStep": _STEP,
     "vllm_ssdkv/connector/worker/worker.py SSDKVWorker": _ROOT,
     "vllm_ssdkv/store/cache/summaries.py SummaryTable": _ARRAYS,
     "vllm_ssdkv/store/format/manifest.py Manifest": "its fields are those of a file on disk",
@@ -66,7 +69,7 @@ LARGER = {
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,
     "vllm_ssdkv/connector/kv_cache_spec.py TieredManager.find_longest_cache_hit": _VLLM,
     "vllm_ssdkv/connector/worker/paged_attention.py attend_layer": _ATTENTION,
-    "vllm_ssdkv/connector/worker/paged_step.py PagedStep.__init__": "parts of a rank in a step",
+    "vllm_ssdkv/connector/worker/paged_step.py PagedStep.__init__": _STEP,
     "vllm_ssdkv/store/devices/data_file.py claim": "what a superblock says, each by its name",
     "vllm_ssdkv/store/index/journal.py Journal.__init__": _OPENING,
     "vllm_ssdkv/store/io/slot_io.py SlotIO.submit": "a batch as parallel arrays",

@@ -199,6 +199,7 @@ class Simulation:
         windows: Sequence[int | None] = (None,),
         retention: int | None = None,
         verify_hits: int = 0,
+        x_share: float = 0.0,
     ):
         """``windows``: of each KV cache group in reuse mode; None is full attention. ``retention``:
         ``--prefix-cache-retention-interval``; None keeps everything."""
@@ -248,7 +249,9 @@ class Simulation:
         suspension = Suspension(self.index, counters, self.suspensions.append, [Path("store")])
         self.ours = SSDKVScheduler(
             options,
-            EngineFacts(BLOCK, MAX_MODEL_LEN, ranks, Speculation.of(config, BLOCK)),
+            EngineFacts(
+                BLOCK, MAX_MODEL_LEN, ranks, Speculation.of(config, BLOCK), x_share=x_share
+            ),
             SchedulerStore(
                 self.index, self.rebalancer, paths, suspension, self.write_policy, counters
             ),

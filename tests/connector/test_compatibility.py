@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tests.connector.simulation import drafts_like
+from tests.connector.simulation import drafts_like, engine_config
+from tests.e2e.models import make_llama
 from tests.messages import entry_for
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -26,6 +27,7 @@ from vllm_ssdkv.connector import attention_backend
 from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, _is_given, _tiered
 from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.model_layout import attention_spec
+from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 PAGE = SSDKVConfig.from_extra_config({"mode": "page", "hbm_window_tokens": 64})
@@ -78,6 +80,61 @@ def test_drafts_that_page_mode_does_not_serve(
         check_engine(page, config)
     assert wanted in str(caught.value)
     check_engine(SSDKVConfig.from_extra_config({}), config)
+
+
+WITH_X = {"mode": "page", "hbm_window_tokens": 64, "offload": {"x_share": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def mha(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """An engine whose model has a KV head for each query head."""
+    model = make_llama(tmp_path_factory.mktemp("mha") / "llama", layers=1, heads=4, kv_heads=4)
+    config = engine_config(model, "page")
+    config.model_config.enforce_eager = True
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "wanted"),
+    [
+        ("parallel_config.tensor_parallel_size", 2, "use --tensor-parallel-size 1, or set offload"),
+        ("model_config.enforce_eager", False, "start with --enforce-eager, or set offload.x_share"),
+        ("lora_config", SimpleNamespace(), "leave --enable-lora out, or set offload.x_share to 0"),
+        ("speculative_config", drafts_like("ngram"), "start without --speculative-config, or set"),
+    ],
+)
+def test_engines_whose_contexts_cannot_be_x(
+    mha: VllmConfig, path: str, value: object, wanted: str
+) -> None:
+    config, with_x = copy.deepcopy(mha), SSDKVConfig.from_extra_config(WITH_X)
+    check_engine(with_x, config)
+    *parts, name = path.split(".")
+    target: Any = config
+    for part in parts:
+        target = getattr(target, part)
+    setattr(target, name, value)
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(with_x, config)
+    assert wanted in str(caught.value)
+    assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+    without = {**WITH_X, "offload": {}}
+    check_engine(SSDKVConfig.from_extra_config(without), config)
+
+
+def test_selectors_beside_x_are_refused(mha: VllmConfig) -> None:
+    with_x = SSDKVConfig.from_extra_config({**WITH_X, "selector": "bounds"})
+    with pytest.raises(UnsupportedError, match=r'use selector "exact", or set offload\.x_share'):
+        check_engine(with_x, mha)
+
+
+def test_models_whose_x_saves_nothing_start_without(
+    configs: dict[str, VllmConfig], mha: VllmConfig
+) -> None:
+    with_x = SSDKVConfig.from_extra_config(WITH_X)
+    check_engine(with_x, configs["page"])
+    assert x_shape(with_x, configs["page"]) is None
+    assert "has 256 numbers in a layer, its K and V 256" in why_x_does_not_pay(configs["page"])
+    assert x_shape(with_x, mha) is not None
 
 
 def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig

@@ -22,7 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.attention import Attention, unified_kv_cache_update
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
+from vllm.model_executor.models.opt import OPTAttention, OPTDecoderLayer
 from vllm.platforms.interface import DeviceCapability
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -62,6 +64,7 @@ from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec, TieredManager, register_spec
 from vllm_ssdkv.connector.names import CONNECTOR_MODULE
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
+from vllm_ssdkv.connector.worker.layer_projector import INPUTS, POSITIONS
 
 BLOCK = 16
 WINDOW = 64
@@ -432,6 +435,19 @@ def test_the_modules_of_layers_tell_their_sliding_windows() -> None:
     source = inspect.getsource(Attention.__init__)
     assert "self.sliding_window = sliding_window" in source
     assert "compilation_config.static_forward_context[prefix] = self" in source
+
+
+def test_attention_stands_in_modules_that_take_x_and_positions() -> None:
+    """X is seen before such a module, which is called by name, and projected by calling it."""
+    for module, holder in ((LlamaAttention, LlamaDecoderLayer), (OPTAttention, OPTDecoderLayer)):
+        taken = set(inspect.signature(module.forward).parameters) - {"self"}
+        assert INPUTS in taken
+        assert taken <= {INPUTS, *POSITIONS}
+        assert "self.self_attn(" in inspect.getsource(holder.forward)
+    # K and V come to our backend before anything is attended to, of whatever tokens.
+    source = inspect.getsource(Attention.forward)
+    assert source.index("unified_kv_cache_update") < source.index("unified_attention_with_output")
+    assert ".do_kv_cache_update(" in inspect.getsource(unified_kv_cache_update)
 
 
 def test_models_with_windows_and_sinks_are_let_through_to_our_backend() -> None:

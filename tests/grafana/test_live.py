@@ -46,7 +46,7 @@ MEASURED = {
     "estimated_load_latency_seconds",
 }
 """Appear with the first request that can be timed."""
-OFFLOADED = {"offload_in_use", "offload_share", "offload_rate"}
+OFFLOADED = {"offload_in_use", "offload_share", "offload_rate", "x_cache_share"}
 """Appear where a device attends to contexts, which it does not here: ``tests/offload``."""
 SPARE_BYTES = 24 << 20
 """Heaps of three interpreters breathe by about that much."""

@@ -71,6 +71,29 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
         combine="max",
     ),
     counter(
+        "x_cache_requests",
+        "requests",
+        "Requests whose contexts are stored as X, the input of the QKV projection, in place of K "
+        "and V (offload.x_share).",
+    ),
+    gauge(
+        "x_cache_share",
+        "0 to 1",
+        "Share of the running contexts that may be stored as X (offload.x_share).",
+        combine="max",
+    ),
+    counter(
+        "x_cache_bytes",
+        "bytes",
+        "Bytes of X that were projected to K and V again.",
+    ),
+    counter(
+        "x_cache_projection_seconds",
+        "seconds",
+        "Time that the forward pass spent on copying X to the accelerator and projecting it.",
+        combine="max",
+    ),
+    counter(
         "offload_step_seconds",
         "seconds",
         "Time that the forward pass spent on handing work in and on folding answers, without the "

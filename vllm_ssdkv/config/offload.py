@@ -138,6 +138,22 @@ class OffloadConfig(OptionModel):
         BeforeValidator(_share),
         Reason("auto: as fast as the faster of the two, or faster."),
     ] = "auto"
+    x_share: Annotated[
+        Literal["auto"] | Annotated[float, Field(ge=0, le=1)],
+        Field(
+            description="Share of the contexts whose requests store X, the input of each layer's "
+            "QKV projection, in place of K and V: half of the bytes of a model without grouped "
+            "queries. The accelerator projects it again in every step, while the device attends "
+            "to the other requests' contexts. Nobody finds such a context again. `auto`: as much "
+            "as ends at the same time, by measured rates; see docs/internals/xcache.md."
+        ),
+        Allowed('"auto" or a number from 0 to 1'),
+        BeforeValidator(_share),
+        Reason(
+            "0: it costs arithmetic of the accelerator in every step, and prefixes are not found "
+            "again."
+        ),
+    ] = 0.0
     fault: Annotated[
         OffloadFault | None,
         Field(description="A fault to inject, for tests of failure handling."),

@@ -185,6 +185,9 @@ class PagedAttentionImpl(AttentionImpl):
         worker = active_worker.worker()
         if worker is None:  # vLLM's profiling run
             return
+        if worker.projector is not None and worker.projector.projecting:
+            worker.projector.keep(key, value)
+            return
         store_new(worker, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -207,7 +210,8 @@ class PagedAttentionImpl(AttentionImpl):
             StepError: there are requests, and no step to attend for.
         """
         worker = active_worker.worker()
-        if attn_metadata is None:
+        projector = None if worker is None else worker.projector
+        if attn_metadata is None or (projector is not None and projector.projecting):
             return output.zero_()
         if worker is None or worker.step is None:
             warming_up = worker is not None and not worker.began
@@ -222,6 +226,8 @@ class PagedAttentionImpl(AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(worker.step, attn_metadata, worker.layout.block_tokens)
+            worker.begin_recording(attn_metadata.rows, attn_metadata.slot_mapping)
+        worker.record_inputs(layer.layer_name, query.device)
         queries = self._heads(query, tokens)
         values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
         attend_layer(

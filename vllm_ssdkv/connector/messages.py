@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.offload.xcache.x_rule import XRates
 from vllm_ssdkv.store.format.segment import Segment
 
 SlotArray = NDArray[np.int64]
@@ -214,6 +215,8 @@ class Row:
     of_prompt: bool = False
     """The first query token belongs to the prompt, which is attended to exactly: a prompt of which
     all but the last token was found must not get another answer than one that was computed."""
+    as_x: bool = False
+    """Its context is stored as X (``docs/internals/xcache.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,8 @@ class StepPlan:
     adapters: dict[int, Adapter] = field(default_factory=dict)
     """Adapters of requests in this step that keys are bound to, by number."""
     save: CopyToDram = field(default_factory=lambda: CopyToDram.of(()))
+    x_slots: list[int] = field(default_factory=list)
+    """Slots of ``save`` that get X in place of K and V."""
     commit: Flush = field(default_factory=lambda: Flush.of(()))
     copy_frames: CopyFrames | None = None
     loads: list[Load] = field(default_factory=list)
@@ -306,6 +311,8 @@ class RankReport:
     streamed: list[tuple[str, SlotArray]] = field(default_factory=list)
     """Blocks of requests that are read from the devices in every step, and for which there is room
     in DRAM now."""
+    x_rates: XRates | None = None
+    """Rates that say how many contexts are best stored as X; None: as before."""
     gained: dict[str, float] = field(default_factory=dict)
     """Counters, as in :meth:`vllm_ssdkv.base.metrics.Counters.take_gained`."""
     gauges: dict[str, float] = field(default_factory=dict)
@@ -331,6 +338,7 @@ class RankReport:
             or self.unbound
             or self.compared
             or self.streamed
+            or self.x_rates is not None
             or self.gained
             or self.gauges
         )

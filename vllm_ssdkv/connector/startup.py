@@ -7,7 +7,7 @@ import logging
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -42,6 +42,7 @@ from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.connector.worker.amx import request_amx
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
+from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import round_up
@@ -120,7 +121,11 @@ def open_worker(
             functools.partial(digest_of_files, vllm_config),
         )
         tell_weights = functools.partial(found.place.tell_weights, rank)
-        worker = SSDKVWorker(config, found.layout, opened, layers, model, tell_weights)
+        shape = x_shape(config, vllm_config)
+        x_layers = [] if shape is None else [modules[n] for n in found.layout.layer_names]
+        worker = SSDKVWorker(
+            config, found.layout, opened, layers, model, tell_weights, x_layers, shape
+        )
         stack.pop_all()
     return worker
 
@@ -170,6 +175,8 @@ def open_scheduler(
             found.layout.tp_size,
             Speculation.of(vllm_config, found.layout.block_tokens),
             reuses=_reuses(vllm_config),
+            x_share=_x_share(config, vllm_config),
+            x_shape=x_shape(config, vllm_config),
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.
@@ -183,6 +190,17 @@ def open_scheduler(
         scheduler = SSDKVScheduler(config, engine, store, identities, choice, seats)
         stack.pop_all()
     return scheduler
+
+
+def _x_share(config: SSDKVConfig, vllm_config: VllmConfig) -> float | Literal["auto"]:
+    """Share of the contexts that is stored as X, or how it is found."""
+    if config.offload is None or config.offload.x_share == 0:
+        return 0.0
+    share: float | Literal["auto"] = config.offload.x_share
+    if x_shape(config, vllm_config) is not None:
+        return share
+    logger.warning("ssdkv: offload.x_share has no effect: %s", why_x_does_not_pay(vllm_config))
+    return 0.0
 
 
 def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:

@@ -14,7 +14,14 @@ from typing import Final, Literal
 
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.base.sizes import approximate_size
-from vllm_ssdkv.offload.share_rule import Attended, FixedShare, MeasuredShare, ShareRule, Way
+from vllm_ssdkv.offload.share_rule import (
+    SMOOTH,
+    Attended,
+    FixedShare,
+    MeasuredShare,
+    ShareRule,
+    Way,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +42,7 @@ class KindShare:
 
     Attributes:
         rule: Decides.
+        device_rate: Bytes per second of the device in its latest steps, waits included; 0: none.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class KindShare:
         self._kind: Kind = kind
         self._counters = counters
         self._clock = clock
+        self.device_rate = 0.0
         self._sums = [0.0] * 5
         self._before = math.nan
         self._gauges_due = 0.0
@@ -85,6 +94,9 @@ class KindShare:
             self._gauges_due = now + TELL_INTERVAL_S
             self._set_gauges(step)
         self.rule.learn(step)
+        if step.theirs and step.device_s:
+            rate = step.theirs / step.device_s
+            self.device_rate += SMOOTH * (rate - self.device_rate) if self.device_rate else rate
         self._tell(now)
         return step.nbytes, step.theirs
 

@@ -92,6 +92,9 @@ class TieredStore:
         )
         self._verifier = AsyncVerifier()
         self._staging = BufferPool(0, geometry.layer_bytes, plan.staging_pieces)
+        self._staging_pieces = plan.staging_pieces
+        self._x_staging: BufferPool | None = None
+        self._x_pages = 0
         headers = BufferPool(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
         images = None
         if plan.images:
@@ -140,6 +143,7 @@ class TieredStore:
             )
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
+        self._x_stream: ContextStream | None = None
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
         with ExitStack() as stack:  # last, since these are threads
@@ -173,6 +177,23 @@ class TieredStore:
             raise ValueError("slots without summaries: nothing can be chosen")
         geometry = self.files.geometry
         self._hot = GpuPageCache(memory, self._fetcher, geometry, self._num_slots, self._policy)
+
+    def divide_staging(self, pages: int) -> None:
+        """Give :meth:`stream_x` half of the staging buffer, in pieces of so many pages of a layer.
+        Before the first step.
+
+        Raises:
+            ValueError: there is only one piece.
+        """
+        theirs = self._staging_pieces // 2
+        if not theirs:
+            raise ValueError("the staging buffer has one piece, which cannot be divided")
+        geometry, own = self.files.geometry, self._staging_pieces - theirs
+        nbytes = pages * geometry.page_bytes
+        self._staging = BufferPool(0, geometry.layer_bytes, own)
+        count = theirs * geometry.layer_bytes // nbytes
+        self._x_staging = BufferPool(own * geometry.layer_bytes, nbytes, count)
+        self._x_pages = pages
 
     @property
     def channel_places(self) -> int:
@@ -349,7 +370,8 @@ class TieredStore:
 
     def idle(self) -> bool:
         """Check whether nothing is under way, and nobody has asked for anything for a while."""
-        streaming = self._stream is not None and not self._stream.closed
+        streams = (self._stream, self._x_stream)
+        streaming = any(stream is not None and not stream.closed for stream in streams)
         return not (streaming or self.busy()) and time.monotonic() - self._used > QUIET_S
 
     def take_scrubbed(self) -> list[tuple[int, int]]:
@@ -423,6 +445,31 @@ class TieredStore:
             layers,
         )
         return self._stream
+
+    def stream_x(
+        self, contexts: Sequence[NDArray[np.int64]], layers: Sequence[int]
+    ) -> ContextStream:
+        """As :meth:`stream`, of blocks that hold X: the first pages of each layer are read.
+
+        It has staging buffers of its own, so that one thread may use it while another one uses that
+        of :meth:`stream`.
+
+        Raises:
+            ValueError: :meth:`divide_staging` was not called.
+        """
+        if self._x_staging is None:
+            raise ValueError("the staging buffer was not divided: there is none for X")
+        self._x_stream = ContextStream(
+            self.files,
+            self.frames,
+            self._seals,
+            self._x_staging,
+            self._verifier,
+            contexts,
+            layers=layers,
+            pages=self._x_pages,
+        )
+        return self._x_stream
 
     def rebalance_dram(
         self,

@@ -24,7 +24,7 @@ from tests.connector.simulation import (
 )
 from tests.e2e.models import make_llama
 from vllm_ssdkv.base.errors import StoreFailedError
-from vllm_ssdkv.connector.messages import Row
+from vllm_ssdkv.connector.messages import BACKGROUND, Row
 
 RUNS = 25
 FAULTS = ("write", "load", "break", "full", "lose", "slow", "cool")
@@ -54,6 +54,7 @@ class Turmoil:
         drafts: SpeculativeConfig | None = None,
         windows: tuple[int | None, ...] = (None,),
         retention: int | None = None,
+        x_share: float = 0.0,
     ):
         self.random = random.Random(seed)
         self.times = random.Random(seed)
@@ -72,6 +73,7 @@ class Turmoil:
             windows=windows,
             retention=retention,
             verify_hits=self.times.choice([0, 1, 2]),
+            x_share=x_share,
         )
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5
@@ -159,6 +161,26 @@ class Turmoil:
 def test_answers_are_right_and_nothing_leaks(config: VllmConfig, depth: int) -> None:
     for seed in range(RUNS):
         Turmoil(config, seed, depth=depth, faulty=False).play(60)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_nobody_finds_a_context_that_is_stored_as_x(model: Path, depth: int) -> None:
+    """Not the request itself either, after a preemption; what else happens is as ever."""
+    config, as_x, loaded = engine_config(model, "page"), 0, 0
+    for seed in range(RUNS):
+        turmoil = Turmoil(config, seed, depth=depth, faulty=False, x_share=0.5)
+        turmoil.play(60)
+        saved, found = set[tuple[int, int]](), set[tuple[int, int]]()
+        for plan in turmoil.run.plans:
+            pairs = zip(plan.save.slots.tolist(), plan.save.epochs.tolist(), strict=True)
+            saved |= {pair for pair in pairs if pair[0] in plan.x_slots}
+            for load in plan.loads:
+                if load.request_id not in BACKGROUND:
+                    found |= set(zip(load.slots.tolist(), load.epochs.tolist(), strict=True))
+        assert not saved & found
+        as_x, loaded = as_x + len(saved), loaded + len(found)
+    assert as_x > 100
+    assert loaded
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])

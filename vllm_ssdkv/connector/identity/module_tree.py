@@ -77,6 +77,11 @@ class ModuleTree:
             if root in self._watched:
                 self._watched[root] += 1
 
+    def parent_of(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """The module that holds another one; None: nobody does."""
+        ref = self._parents.get(module)
+        return None if ref is None else ref()
+
     def root_of(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module above that nobody holds; ``module`` itself where nobody holds it."""
         while (ref := self._parents.get(module)) is not None and (parent := ref()) is not None:

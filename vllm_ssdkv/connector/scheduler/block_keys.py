@@ -94,11 +94,13 @@ class BlockKeys:
         self._identities: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
         self._mixed: set[str] = set()
+        self._apart: set[str] = set()
         self._without_adapter: dict[str, _WithoutAdapter] = {}
 
     def __bool__(self) -> bool:
         """Check whether anything is remembered of any request."""
-        return bool(self._identities or self._own or self._mixed or self._without_adapter)
+        remembered = self._identities, self._own, self._mixed, self._apart, self._without_adapter
+        return any(map(bool, remembered))
 
     def identity(self, request: Request) -> bytes:
         """32 bytes of namespace and adapter; empty where the adapter is not known.
@@ -152,17 +154,18 @@ class BlockKeys:
     def private(self, request: Request) -> bool:
         """Check whether what the request computes is for itself.
 
-        So it is while the store is suspended; where weights have changed under it; where its
-        adapter is read anew for every step; and for a resumable request whose steps compute tokens
-        that a turn's end takes back. With drafts, a turn may end among some that were accepted:
-        vLLM takes their KV for that of the next turn's input. With a state, a turn may end while
-        the step after its last token is under way: the next turn goes on from a state that has
-        seen a token too much.
+        So it is while the store is suspended; where it is stored as X (:meth:`keep_apart`); where
+        weights have changed under it; where its adapter is read anew for every step; and for a
+        resumable request whose steps compute tokens that a turn's end takes back. With drafts, a
+        turn may end among some that were accepted: vLLM takes their KV for that of the next turn's
+        input. With a state, a turn may end while the step after its last token is under way: the
+        next turn goes on from a state that has seen a token too much.
         """
         adapter = request.lora_request
         return (
             self.suspended
             or self.is_mixed(request)
+            or request.request_id in self._apart
             or (adapter is not None and adapter.load_inplace)
             or (self.resumable_apart and bool(request.resumable))
         )
@@ -190,9 +193,14 @@ class BlockKeys:
         """Requests go on with KV of weights that were changed, or begin with it."""
         self._mixed.update(request.request_id for request in requests)
 
+    def keep_apart(self, request_id: str) -> None:
+        """Hide what the request stores, which is not K and V, from who looks for these."""
+        self._apart.add(request_id)
+
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""
         self._identities.pop(request_id, None)
         self._own.pop(request_id, None)
         self._without_adapter.pop(request_id, None)
         self._mixed.discard(request_id)
+        self._apart.discard(request_id)

@@ -45,6 +45,7 @@ class PagePolicy:
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
+        self._x = parts.x_admission
 
     def bind(self, hbm: KVCacheManager) -> None:
         """Find the part of the block manager that can send requests back."""
@@ -73,6 +74,7 @@ class PagePolicy:
         """Reserve slots for the request's context."""
         state.reserved = self._admission.blocks_needed(state.request)
         self._index.reserve(state.reserved)
+        self._x.arrived(state.request_id, state.reserved)
 
     def load_begins(self, state: RequestState, load: GroupLoad, blocks: int) -> None:
         """The hit is the beginning of the request's context."""
@@ -103,6 +105,10 @@ class PagePolicy:
     ) -> None:
         """Tell the workers of the row; every completed block gets a slot, from where it is read
         when the window leaves it."""
+        if not computed and not state.slots and self._x.admit(state.request_id):
+            # It begins with nothing that was found, so none of its context is K and V.
+            state.as_x = True
+            self._keys.keep_apart(state.request_id)
         asked, window = self._parts.asked.of(state.request_id), self._parts.config.window_tokens
         plan.rows.append(state.row(computed, count, self._block, window, asked))
         speculation = self._parts.engine.speculation
@@ -110,9 +116,9 @@ class PagePolicy:
         if speculation.drafts:
             # A token that is still being sampled has its KV; a draft may be another one.
             end = speculation.final(end, state.request.num_tokens)
-        self._save(state, end // self._block)
+        self._save(plan, state, end // self._block)
 
-    def _save(self, state: RequestState, end: int) -> None:
+    def _save(self, plan: SSDKVMetadata, state: RequestState, end: int) -> None:
         begin = len(state.slots)
         if begin >= end or state.cut_off:
             return
@@ -138,6 +144,8 @@ class PagePolicy:
                     self._recovery.force_preempt(state)
                     break
                 state.private[block] = slot
+                if state.as_x:
+                    plan.x_slots.append(slot)
             self._index.pin(np.array([slot], dtype=np.int64))
             new.append(slot)
             state.reserved -= reserved
@@ -204,6 +212,7 @@ class PagePolicy:
     def release(self, state: RequestState) -> None:
         """Let go of its context; workers forget it."""
         self._draft.forget.append(state.request_id)
+        self._x.left(state.request_id)
         self._arriving.end(state.request_id)
         contexts = [c for c in self._draft.contexts if c.request_id != state.request_id]
         self._draft.contexts = contexts
@@ -259,5 +268,6 @@ class PagePolicy:
         return {
             "slots in contexts": len(self._in_contexts),
             "contexts that arrive": len(self._arriving),
+            "requests that share X": len(self._x),
             "requests to send back": leaving,
         }

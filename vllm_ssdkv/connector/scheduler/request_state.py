@@ -34,6 +34,7 @@ class RequestState:
         load: Of these blocks; in reuse mode, while it is under way.
         born: Step for which it was admitted; a preemption told later than that ended its
             previous life.
+        as_x: Page mode: stored as X.
         running: Scheduled since it was admitted, and not preempted.
     """
 
@@ -49,6 +50,7 @@ class RequestState:
     loaded_from: int = -1
     load: GroupLoad | None = None
     born: int = 0
+    as_x: bool = False
     running: bool = False
     _live_from: int = 0
 
@@ -88,7 +90,9 @@ class RequestState:
         fence = block_ids[(computed - 1) // block_tokens] if computed else 0
         block = block_ids[computed // block_tokens]
         of_prompt = computed < self.request.num_prompt_tokens
-        return Row(self.request_id, block, fence, computed, start, count, asked, of_prompt)
+        return Row(
+            self.request_id, block, fence, computed, start, count, asked, of_prompt, self.as_x
+        )
 
 
 def being_computed(

@@ -41,6 +41,7 @@ from vllm_ssdkv.connector.scheduler.scheduler_parts import (
 from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
+from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
@@ -67,6 +68,7 @@ class SSDKVScheduler:
         groups: KV cache groups of the model.
         verifier: Comparison of hits with computed blocks.
         loads: Loads under way.
+        x_admission: Choice of the requests that are stored as X.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class SSDKVScheduler:
         self.asked, self.groups, self.loads = parts.asked, parts.groups, parts.loads
         self.keys: BlockKeys = parts.identities.keys
         self.verifier: HitVerifier = parts.verifier
+        self.x_admission: XAdmission = parts.x_admission
 
     @property
     def counters(self) -> Counters:
@@ -371,4 +374,5 @@ def _make_parts(
             slots.writing,
             slots.unpin,
         ),
+        XAdmission(engine.x_share, engine.x_shape, counters),
     )

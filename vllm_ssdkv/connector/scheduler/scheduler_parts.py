@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -20,6 +21,8 @@ from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculati
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
+from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
@@ -35,6 +38,8 @@ class EngineFacts:
         speculation: Its drafts.
         reuses: Whether requests may begin with stored blocks; there are models that need all
             tokens of a request in one step.
+        x_share: Share of the running contexts that is stored as X, at most, or how it is found.
+        x_shape: Shape of the layers, where it may be.
     """
 
     block_tokens: int
@@ -42,6 +47,8 @@ class EngineFacts:
     ranks: int
     speculation: Speculation = NO_SPECULATION
     reuses: bool = True
+    x_share: float | Literal["auto"] = 0.0
+    x_shape: XShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,7 @@ class SchedulerParts:
         loads: Loads under way.
         verifier: Comparison of hits with computed blocks.
         rewriter: Blocks of hits that are stored again.
+        x_admission: Choice of the requests that are stored as X.
     """
 
     config: SSDKVConfig
@@ -106,3 +114,4 @@ class SchedulerParts:
     loads: LoadQueue
     verifier: HitVerifier
     rewriter: Rewriter
+    x_admission: XAdmission

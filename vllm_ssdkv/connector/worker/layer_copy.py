@@ -136,16 +136,17 @@ class LayerCopier:
         """Layers that wait or are being copied."""
         return sum(not copy.done() for copy in self._under_way)
 
-    def begin(self, save: CopyToDram, reserve: Reserve) -> None:
+    def begin(self, save: CopyToDram, reserve: Reserve, *, has_inputs: bool = False) -> None:
         """A step is about to complete these blocks: take frames, if their layers go one by one.
 
         Args:
             save: The blocks.
             reserve: Gives frames [k] to the first k of some slots [n], without a wait.
+            has_inputs: Some of them are stored as X, which is copied when the step ends.
         """
         if not len(save.slots):
             return
-        way, least = self._never, self.least_bytes
+        way, least = self._never or ("inputs" if has_inputs else ""), self.least_bytes
         if not way and least is None:
             way = "cpu"
         elif not way and len(save.slots) * self._block_bytes < (least or 0):

@@ -25,8 +25,10 @@ from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
 from vllm_ssdkv.offload.offloader import OffloadedContext, Offloader, Outcome
 from vllm_ssdkv.offload.protocol import ContextWork
+from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
+from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.tiered_store import TieredStore
 
 OFFLOADED_TOKENS: Final = 16
@@ -48,12 +50,14 @@ class PagedStep:
         guesses: Prefetcher | None = None,
         deviation: SparseDeviation | None = None,
         offloader: Offloader | None = None,
+        x_cache: XCache | None = None,
     ):
         """``poisoned`` are requests that wait to be computed again: they get no context.
         ``context_layers``, ascending, attend to contexts; the others to HBM's window alone. Without
         ``choices`` all rows attend to everything; with a ``deviation`` what those that choose get
         is compared with that. Without ``guesses``, which outlive the step, no page is read ahead.
-        An ``offloader`` has its device attend to contexts, where all rows are short.
+        An ``offloader`` has its device attend to contexts, where all rows are short. Contexts that
+        are X need the ``x_cache``.
         Blocks while summaries are read, if any are."""
         self._rows = tuple(rows)
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
@@ -108,6 +112,13 @@ class PagedStep:
         )
         dense_layers = 0 if choices is None else choices.dense_layers
         self._store, self._choosing, self._contexts = store, choosing, contexts
+        self._x_cache = x_cache
+        self._x_stream: ContextStream | None = None
+        as_x = [row.as_x for row in self._rows]
+        if any(as_x):
+            theirs = [c if x else none for c, x in zip(contexts, as_x, strict=True)]
+            self._x_stream = store.stream_x(theirs, context_layers)
+            contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
         self._stream = store.stream(contexts, choosing, dense_layers, context_layers)
 
     def row_of(self, write_block: int) -> int:
@@ -131,6 +142,13 @@ class PagedStep:
         layer = self._layers[layer_name]
         if self._lost:
             return NO_CONTEXT
+        context = self._device_context(layer, batch, layout)
+        if self._x_cache is None or self._x_stream is None or not self._x_stream.blocks(layer):
+            return context
+        return self._x_cache.context(context, self._x_stream, layer, batch)
+
+    def _device_context(self, layer: int, batch: RowBatch, layout: BlockLayout) -> LayerContext:
+        """Contexts that are K and V."""
         streamed = StreamedContext(self._stream, layer, batch, layout)
         if self._offloader is None or not self._offloads or not self._stream.blocks(layer):
             return streamed
@@ -193,7 +211,7 @@ class PagedStep:
 
     def poisoned_rows(self) -> list[Row]:
         """Rows whose output must be thrown away."""
-        poisoned = self._hopeless | self._stream.poisoned
+        poisoned = self._hopeless.union(*(stream.poisoned for stream in self._streams))
         if self._lost:
             poisoned |= {i for i, slots in enumerate(self._contexts) if len(slots)}
         if self._decode is not None:
@@ -204,12 +222,34 @@ class PagedStep:
     def bad_slots(self) -> list[int]:
         """Slots with wrong or unreadable bytes."""
         chosen = [] if self._decode is None else self._decode.contexts.bad
-        return [*self._stream.bad, *chosen]
+        return [*(slot for stream in self._streams for slot in stream.bad), *chosen]
+
+    @property
+    def _streams(self) -> list[ContextStream]:
+        """Walks over contexts: over K and V, and over X."""
+        return [self._stream] if self._x_stream is None else [self._stream, self._x_stream]
+
+    @property
+    def x_requests(self) -> list[str | None]:
+        """Request of each row of the plan that is stored as X; None: it is not."""
+        return [row.request_id if row.as_x else None for row in self._rows]
+
+    @property
+    def decodes(self) -> bool:
+        """Check whether there are contexts, and no part of a prompt is computed."""
+        short = max(row.tokens for row in self._rows) <= OFFLOADED_TOKENS
+        return short and any(map(len, self._contexts))
+
+    @property
+    def records_x(self) -> bool:
+        """Check whether any row is stored as X."""
+        return any(row.as_x for row in self._rows)
 
     def count(self, counters: Counters) -> None:
         """Add what the step did to the worker's counters."""
-        in_dram, on_ssd = self._stream.pages_in_dram, self._stream.pages_on_ssd
-        used = self._stream.pages_used * self._payload_bytes
+        in_dram = sum(stream.pages_in_dram for stream in self._streams)
+        on_ssd = sum(stream.pages_on_ssd for stream in self._streams)
+        used = sum(stream.pages_used for stream in self._streams) * self._payload_bytes
         streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, used)
         gains = (*streamed, self.left_out, *self.clock.seconds)
         counters.add_keyed(STEP_KEYS, gains)
@@ -262,14 +302,17 @@ class PagedStep:
     def streamed(self) -> tuple[list[Row], list[SlotArray]]:
         """Rows that attend to everything, now and later, and the slots of their contexts; none
         where no block was read from devices."""
-        if not self._stream.pages_on_ssd:  # as in most steps
+        if not any(stream.pages_on_ssd for stream in self._streams):  # as in most steps
             return [], []
-        others = {*self._hopeless, *self._stream.poisoned, *self._choosing, *self._later}
+        lost = set().union(*(stream.poisoned for stream in self._streams))
+        others = {*self._hopeless, *lost, *self._choosing, *self._later}
         which = [i for i in range(len(self._rows)) if i not in others]
         return [self._rows[i] for i in which], [self._contexts[i] for i in which]
 
     def close(self) -> None:
         """End of the step. What a device does not give back stays as it is."""
+        if self._x_stream is not None:
+            self._x_stream.close()
         if not self._lost:
             self._stream.close()
             if self._decode is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.base.sizes import approximate_size
@@ -46,6 +47,7 @@ from vllm_ssdkv.connector.worker.block_copy import (
 )
 from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
+from vllm_ssdkv.connector.worker.layer_projector import LayerProjector
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
 from vllm_ssdkv.connector.worker.pinning import pin_arena
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
@@ -57,6 +59,11 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.open import open_offloader
+from vllm_ssdkv.offload.xcache.input_layout import InputLayout
+from vllm_ssdkv.offload.xcache.open_inputs import OpenInputs
+from vllm_ssdkv.offload.xcache.projected_context import InputProjector
+from vllm_ssdkv.offload.xcache.x_cache import XCache
+from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.open_store import OpenStore
@@ -92,6 +99,8 @@ class SSDKVWorker:
         context_layers: Sequence[int],
         model: LoadedModel,
         tell_weights: Callable[[bytes], None],
+        x_layers: Sequence[torch.nn.Module] = (),
+        x_shape: XShape | None = None,
     ):
         """
         Args:
@@ -101,6 +110,8 @@ class SSDKVWorker:
             context_layers: Those that attend to contexts in page mode, ascending.
             model: What this rank computes with.
             tell_weights: Tells the scheduler's process, before it starts, the model's digest.
+            x_layers: vLLM's attention layers, in the order of slots, where contexts may be X.
+            x_shape: Of these layers.
         """
         self.config = config
         self.layout = layout
@@ -108,6 +119,7 @@ class SSDKVWorker:
         self.rank = opened.files.rank
         self._opened = opened
         self._context_layers = context_layers
+        self._x_layers, self._x_shape = x_layers, x_shape
         self._model, self._tell_weights = model, tell_weights
         self._adapters = LoadedAdapters(model.roots)
         self._weights = b""
@@ -147,6 +159,10 @@ class SSDKVWorker:
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
         self.offloader: Offloader | None = None
         """Has a device attend to contexts, in steps that begin later; benches set their own."""
+        self.x_cache: XCache | None = None
+        """Keeps contexts as X, and projects them; None: none are stored so."""
+        self.projector: LayerProjector | None = None
+        """Of the layers, if there is an :attr:`x_cache`."""
         self.layer_ended: Callable[[], None] | None = None
         """Set by benches: called when a layer has its attention."""
 
@@ -208,6 +224,8 @@ class SSDKVWorker:
             self._use_memory_of(caches[0].device)
             self._choices = SelectorRegistry.of(self.config, self.layout, caches[0].device)
             self.offloader = self._open_offloader()
+            if self._x_shape is not None:
+                self._open_x_cache(self._x_shape, caches[0].device)
             if self.config.orders_tokens:
                 self.ordering = TokenOrdering(
                     self.block_layout,
@@ -255,6 +273,40 @@ class SSDKVWorker:
         # Its threads wait for reads: one deadline for each drive that hangs.
         deadline_s = config.io.deadline * (len(opened.devices) + 1)
         return open_offloader(config.offload, self.layout.tp_size, deadline_s, self.counters)
+
+    def _open_x_cache(self, shape: XShape, device: torch.device) -> None:
+        layout, store = self.layout, self.store
+        block, dtype = layout.block_tokens, layout.dtype
+        inputs = InputLayout(layout.geometry, block, shape.hidden, dtype)
+        opened = OpenInputs(layout.geometry.layers, block, shape.hidden, dtype, device)
+        self.projector = LayerProjector(self._x_layers)
+        self.x_cache = XCache(
+            inputs,
+            opened,
+            InputProjector(inputs, self.block_layout, store.arena, self.projector),
+        )
+        store.divide_staging(inputs.pages)
+
+    def begin_recording(self, batch: RowBatch, slot_mapping: torch.Tensor) -> None:
+        """Find the tokens of this step whose X is kept: once, before its first layer ends.
+
+        ``slot_mapping``: HBM block times tokens of a block, and the offset in it, [>= T]."""
+        if self.x_cache is not None and self.step is not None and self.step.records_x:
+            slots = slot_mapping[: batch.tokens].cpu().numpy().astype(np.int64)
+            self.x_cache.begin_step(batch, self.step.x_requests, slots, slot_mapping.device)
+
+    def record_inputs(self, layer_name: str, device: torch.device) -> None:
+        """Keep X of a layer of this step, where rows are stored as X. ``device``: of the model."""
+        cache, projector, step = self.x_cache, self.projector, self.step
+        if cache is None or projector is None or step is None:
+            return
+        layer = step.layer(layer_name)
+        if cache.recording:
+            cache.record(layer, projector.take(layer))
+        offload = self.config.offload
+        measured = offload is not None and offload.x_share == "auto" and step.decodes
+        if measured and layer == self._context_layers[0]:
+            cache.measure(device, layer)
 
     def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry
@@ -340,6 +392,8 @@ class SSDKVWorker:
             store.drop_context(request_id)
             self._poisoned.discard(request_id)
             self._forget_choices(request_id)
+            if self.x_cache is not None:
+                self.x_cache.forget(request_id)
         for delta in plan.contexts:
             if delta.start == 0:
                 self._poisoned.discard(delta.request_id)
@@ -353,7 +407,7 @@ class SSDKVWorker:
             store.confirm(plan.believed)
         if self.layers is not None:
             # Before the step's contexts are read: what makes room for its blocks is not in use.
-            self.layers.begin(plan.save, self._reserve_early)
+            self.layers.begin(plan.save, self._reserve_early, has_inputs=bool(plan.x_slots))
         self.began = True
         if self.ordering is not None:
             self.ordering.begin(plan.save.block_ids)
@@ -368,7 +422,10 @@ class SSDKVWorker:
                 self._guesses,
                 self.deviation,
                 self.offloader,
+                self.x_cache,
             )
+            if self.projector is not None:
+                self.projector.recording = self.step.records_x
         if plan.timed and self._timer is not None:
             self._timer.begin(plan.step)
 
@@ -382,6 +439,8 @@ class SSDKVWorker:
             spoiled = self._close_step(self.step)
             self._tell_streamed(self.step)
             self.step = None
+        if self.projector is not None:
+            self.projector.recording = False
         commit, bound = plan.commit, True
         looks = plan.compare or plan.loads or len(commit.slots) or len(plan.save.slots)
         if looks or self._model.touched():
@@ -402,8 +461,11 @@ class SSDKVWorker:
             if lost.any():
                 self.store.abandon(plan.save.slots[early & lost])
                 self._skip(plan.save.part(lost))
-            self._keep(plan.save.slots[early & ~lost], self.store.tails[:0], commit)
-            self._save(plan.save.part(~(early | lost)), commit)
+            kept = plan.save.slots[early & ~lost]
+            self._keep(kept, self.store.tails[:0], commit, len(kept))
+            self._save(plan.save.part(~(early | lost)), commit, plan.x_slots)
+        if plan.x_slots and self.x_cache is not None:
+            self.x_cache.release(plan.save.block_ids[_among(plan.save.slots, plan.x_slots)])
         if plan.copy_frames is not None:
             self._copy_frames(plan.copy_frames)
         for load in plan.loads:
@@ -418,6 +480,8 @@ class SSDKVWorker:
         """Slots of the blocks that this step computed from a context it could not read."""
         step.close()
         step.count(self.counters)
+        if self.x_cache is not None:
+            self.x_cache.end_step(self.counters)
         if step.left_out and not self._told_left_out:
             self._told_left_out = True
             logger.warning(
@@ -452,8 +516,10 @@ class SSDKVWorker:
         if self._choices is not None:
             self._choices.drop(request_id)
 
-    def _save(self, save: CopyToDram, commit: Flush) -> None:
-        """Copy blocks to frames, and commit each at once: the frames may be too few for all."""
+    def _save(self, save: CopyToDram, commit: Flush, x_slots: Sequence[int]) -> None:
+        """Copy blocks to frames, and commit each at once: the frames may be too few for all.
+
+        ``x_slots`` get X."""
         done = 0
         at_once = len(self.store.tails) or len(save.slots)
         while done < len(save.slots):
@@ -462,11 +528,16 @@ class SSDKVWorker:
             if len(frames) == 0 or self._port is None:
                 break
             part = slice(done, done + len(frames))
+            as_x = _among(save.slots[part], x_slots)
             if self.offloader is not None:
                 self.offloader.reclaim(wanted[: len(frames)])
             tails = self.store.tails[: len(frames)]
-            self._port.save(save.block_ids[part], frames, tails, save.index[part])
-            self._keep(save.slots[part], tails, commit)
+            blocks, index = save.block_ids[part], save.index[part]
+            if self.x_cache is not None and as_x.any():
+                self.x_cache.save(blocks[as_x], frames[as_x], self.store.frames)
+            if not as_x.all():
+                self._port.save(blocks[~as_x], frames[~as_x], tails, index[~as_x])
+            self._keep(save.slots[part], tails, commit, int(np.count_nonzero(~as_x)))
             done += len(frames)
         if done < len(save.slots):
             self._skip(save.part(np.arange(len(save.slots)) >= done))
@@ -479,13 +550,16 @@ class SSDKVWorker:
             self.offloader.reclaim(slots[: len(frames)])
         return frames
 
-    def _keep(self, slots: SlotArray, tails: NDArray[np.uint64], commit: Flush) -> None:
-        """These slots' frames are filled, and their tails, if they have any: commit them."""
+    def _keep(
+        self, slots: SlotArray, tails: NDArray[np.uint64], commit: Flush, with_kv: int
+    ) -> None:
+        """These slots' frames are filled, ``with_kv`` of them by K and V, and their tails, if they
+        have any: commit them."""
         if not len(slots):
             return
         if self.offloader is not None:
             geometry = self.layout.geometry
-            self.offloader.count_stored(len(slots) * geometry.kv_pages * geometry.payload_bytes)
+            self.offloader.count_stored(with_kv * geometry.kv_pages * geometry.payload_bytes)
         self.store.filled(slots, tails)
         self._commit(commit, _among(commit.slots, slots.tolist()))
 
@@ -625,6 +699,9 @@ class SSDKVWorker:
         if self._choices is not None:
             for name, value in self._choices.gauges().items():
                 self.counters.set(name, value)
+        if self.x_cache is not None and self._x_shape is not None and self.offloader is not None:
+            storage = self.offloader.sharing.contexts.device_rate
+            self._report.x_rates = self.x_cache.rates(self._x_shape, storage)
         health = self._opened.files.health
         for index, device in enumerate(self._opened.devices):
             state = device.state()

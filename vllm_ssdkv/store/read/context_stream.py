@@ -196,17 +196,19 @@ class ContextStream:
         sparse: Collection[int] = (),
         dense_layers: int = 0,
         layers: Sequence[int] | None = None,
+        pages: int | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
         ``staging`` has pieces of ``layer_bytes``. Contexts are walked over in these ``layers``,
         ascending (default: in all), those of rows in ``sparse`` in the first ``dense_layers`` of
-        them only."""
+        them only. Of each block's layer its first ``pages`` are read (default: all)."""
         self._files = files
         self._frames = frames
         self._seals = seals
         self._staging = staging
         self._verifier = verifier
         self._rows = len(contexts)
+        self._pages = files.geometry.pages_per_layer if pages is None else pages
         self.closed = False
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
@@ -233,10 +235,9 @@ class ContextStream:
             exact = self._walk(slots, index, row, which, per_chunk)
             for layer in layers[dense_layers:]:
                 self._walks[layer] = exact
-        pages = files.geometry.pages_per_layer
-        self.pages_in_dram = sum(w.frames for w in self._walks) * pages
+        self.pages_in_dram = sum(w.frames for w in self._walks) * self._pages
         """Pages of the step's contexts in DRAM; those that rows share count once."""
-        self.pages_on_ssd = sum(len(c.slots) for w in self._walks for c in w.chunks) * pages
+        self.pages_on_ssd = sum(len(c.slots) for w in self._walks for c in w.chunks) * self._pages
         """Likewise on devices, when the step began."""
         self.pages_used = 0
         """Of those, pages that have been read, and are right."""
@@ -387,9 +388,8 @@ class ContextStream:
             places = self._staging.take(len(chunk.slots))
             if places is None:
                 return
-            geometry = self._files.geometry
-            first, pages = geometry.first_page(layer), geometry.pages_per_layer
-            extents = SlotExtents(chunk.slots, first, pages, places)
+            first = self._files.geometry.first_page(layer)
+            extents = SlotExtents(chunk.slots, first, self._pages, places)
             read = VerifiedRead(
                 self._files, extents, TableDigests(self._files.codec, self._seals, extents)
             )
@@ -415,7 +415,7 @@ class ContextStream:
         if read is None or self._hopeless(chunk):
             return None, None
         good = read.finish()
-        self.pages_used += int(np.count_nonzero(good)) * self._files.geometry.pages_per_layer
+        self.pages_used += int(np.count_nonzero(good)) * self._pages
         base = np.uint64(self._frames.arena.address) + read.extents.at
         late = None
         if not good.all():

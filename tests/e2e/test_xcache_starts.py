@@ -1,0 +1,58 @@
+"""Engines whose contexts may be X: other numbers, a share that is measured, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.models import make_llama, prompts
+from tests.e2e.xcache import PROMPTS, comparing, start
+from vllm_ssdkv.base.errors import UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def mha(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("mha") / "llama", layers=3, heads=4, kv_heads=4)
+
+
+Devices = Callable[..., list[dict[str, str]]]
+
+
+def test_projected_k_and_v_are_those_of_the_model_in_16_bit(mha: Path, devices: Devices) -> None:
+    with start(mha, devices(1), "bfloat16") as engine, comparing() as compared:
+        engine.answers(prompts((200,), 3), 40)
+    assert compared.blocks > 50
+    assert compared.worst <= 2e-2
+
+
+def test_the_share_follows_what_is_measured(mha: Path, devices: Devices, log: list[str]) -> None:
+    with start(mha, devices(2), share="auto") as engine:
+        wanted = engine.answers(PROMPTS, 60)
+        assert engine.ssdkv("x_cache_requests") == 0  # nothing is known yet
+        engine.settle()
+        admission = engine.scheduler.connector.scheduler.x_admission
+        told = [line for line in log if "X-cache:" in line]
+        assert told
+        assert f"{100 * engine.ssdkv('x_cache_share'):.0f} % of contexts" in told[-1]
+        assert admission.share == engine.ssdkv("x_cache_share")
+        others = prompts([len(prompt) for prompt in PROMPTS], 6)
+        assert [a.cached for a in engine.answers(others, 4)] == [0] * len(others)
+        assert [a.tokens for a in engine.answers(PROMPTS, 60)] == [a.tokens for a in wanted]
+        engine.settle()
+        engine.assert_nothing_held()
+
+
+def test_compiled_models_are_refused(mha: Path, devices: Devices) -> None:
+    with pytest.raises(UnsupportedError, match=r"x_share.*enforce-eager"):
+        start(mha, devices(1), enforce_eager=False)
+
+
+def test_models_with_grouped_queries_do_without(
+    models: dict[str, Path], devices: Devices, log: list[str]
+) -> None:
+    with start(models["llama"], devices(1)) as engine:
+        engine.answers(prompts((200,), 3), 4)
+        assert engine.ssdkv("x_cache_requests") == 0
+    assert any("offload.x_share has no effect: the model's X" in line for line in log)
