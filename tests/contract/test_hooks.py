@@ -370,10 +370,10 @@ def test_a_layer_is_told_of_when_it_has_its_attention(monkeypatch: pytest.Monkey
         attention, "get_attention_context", lambda name: (f"metadata of {name}", 0, "cache", 0)
     )
 
-    @kv_transfer_utils.maybe_transfer_kv_layer
-    def attend(query: str, layer_name: str) -> None:
+    def compute(query: str, layer_name: str) -> None:
         calls.append(("attend", query, layer_name))
 
+    attend = kv_transfer_utils.maybe_transfer_kv_layer(compute)
     attend("q", "layers.3")
     assert calls == [
         ("attend", "q", "layers.3"),

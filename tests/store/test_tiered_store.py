@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import PAGED, PATIENCE_S, SHAPES, SHORT_S, MakeStore, array, content
-from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 # ---- hold ----
@@ -24,6 +24,19 @@ def test_hold_gives_what_there_is(make_store: MakeStore) -> None:
     assert len(rig.store.reserve_frames(array(range(6, 12)), wait=True)) == 2
     assert len(rig.store.reserve_frames(array(range(8, 12)), wait=False)) == 0
     assert rig.total("write_stalls") == 0
+
+
+def test_hold_may_spare_what_running_contexts_read(make_store: MakeStore) -> None:
+    rig = make_store(frames=8)
+    names = {slot: slot for slot in range(8)}
+    rig.hold(names)
+    rig.commit(names, epoch=1)
+    assert rig.store.drain(PATIENCE_S)
+    rig.store.extend_context("a", 0, array(range(5)))
+    held = rig.store.reserve_frames(array(range(8, 14)), wait=False, spare_contexts=True)
+    assert len(held) == 3
+    assert all(rig.store.frames.frame_of(slot) != NO_FRAME for slot in range(5))
+    assert len(rig.store.reserve_frames(array(range(11, 14)), wait=False)) == 3
 
 
 def test_hold_waits_for_writes_only_when_it_has_to(

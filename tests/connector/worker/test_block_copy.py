@@ -70,8 +70,8 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
     """With tensors of the CPU for the GPU's. ``together``: in one allocation, as vLLM does it."""
     payload = HEADS * TOKENS * SIZE * 4
     geometry = SlotGeometry("opaque", LAYERS, 1, 1, payload)
-    arena = Arena(round_up(8 * geometry.frame_bytes, PAGE_ALIGN))
-    frames = FrameCache(arena, 0, geometry.frame_bytes, 8, 20)
+    arena = Arena(round_up(9 * geometry.frame_bytes, PAGE_ALIGN))
+    frames = FrameCache(arena, 0, geometry.frame_bytes, 9, 20)
     source, target = caches(order), [torch.zeros_like(one) for one in caches(order)]
     if together:
         source, target = in_one_allocation(source), in_one_allocation(target)
@@ -91,6 +91,14 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
         for layer in range(LAYERS):
             part = slice(geometry.layer_offset(layer), geometry.layer_offset(layer) + payload)
             np.testing.assert_array_equal(frames.view(one)[part], frames.view(other)[part])
+    alone = frames.take(np.array([7, 8, 9], dtype=np.int64), FrameState.HELD)
+    for layer in reversed(range(LAYERS)):
+        begin = geometry.layer_offset(layer)
+        pages = [frames.view(frame)[begin : begin + page] for frame in alone.tolist()]
+        blocks.save_layer(layer, torch.from_numpy(ids), [torch.from_numpy(one) for one in pages])
+    begin = geometry.layer_offset(0)
+    for one, other in zip(found.tolist(), alone.tolist(), strict=True):
+        np.testing.assert_array_equal(frames.view(one)[begin:], frames.view(other)[begin:])
     to = torch.tensor([1, 4, 3])
     DeviceBlocks([as_it_lies(cache) for cache in target], page).load(memory, to)
     for old, new in zip(source, target, strict=True):

@@ -68,6 +68,9 @@ class GatedPort:
         self.threads.add(threading.current_thread().name)
         self.port.save_layer(layer, block_ids, frames)
 
+    def load(self, *arguments: Any) -> None:  # noqa: ANN401 - passed through
+        self.port.load(*arguments)
+
     def shut(self) -> None:
         self.gate = threading.Semaphore(0)
 
@@ -256,7 +259,7 @@ def test_layers_of_groups_that_share_memory_wait_for_each_other() -> None:
     ],
 )
 def test_others_go_at_the_end_and_are_counted(
-    way: str, least: int | None, others: dict[str, bool], frames: int
+    way: str, least: int | None, others: dict[str, Any], frames: int
 ) -> None:
     with rig(**others) as it:
         it.copier.least_bytes = least
@@ -382,6 +385,9 @@ def test_on_a_gpu_a_layer_is_copied_behind_its_own_computing(
 
         def save(self, *_: object) -> None:
             raise AssertionError("all layers were told of")
+
+        def load(self, *_: object) -> None:
+            raise AssertionError("nothing is loaded")
 
         def save_layer(self, layer: int, *_: object) -> None:
             self.side = here.stream

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from vllm_ssdkv.base.host import nearby_cpus
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.messages import CopyToDram, SlotArray
+from vllm_ssdkv.connector.worker.block_copy import BlockPort
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.store.io.engines.daemon_executor import DaemonExecutor
 
@@ -40,24 +41,6 @@ long as to copy it. On the CPU no layer goes alone: its copy would take a core t
 the step gains nothing (``bench_engine``). Tests and benches set another bound."""
 
 Reserve = Callable[[SlotArray], NDArray[np.int32]]
-
-
-class LayerPort(Protocol):
-    """Way from HBM to frames that takes one layer at a time."""
-
-    def save(
-        self,
-        block_ids: NDArray[np.int64],
-        frames: NDArray[np.int32],
-        tails: NDArray[np.uint64],
-        index: NDArray[np.int64] | None = None,
-    ) -> None:
-        """See :class:`~vllm_ssdkv.connector.worker.block_copy.BlockPort`."""
-
-    def save_layer(
-        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
-    ) -> None:
-        """See :class:`~vllm_ssdkv.connector.worker.block_copy.BlockPort`."""
 
 
 @dataclass
@@ -91,7 +74,7 @@ class LayerCopier:
 
     def __init__(
         self,
-        port: LayerPort,
+        port: BlockPort,
         layout: KVLayout,
         device: torch.device,
         deadline_s: float,
