@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_encrypted_drives_that_fail_change_no_token(
     key.write_text(bytes(range(32)).hex())
     key.chmod(0o600)
     set_faults(faults)
-    options = {
+    options: dict[str, Any] = {
         "encryption": {"key_file": str(key)},
         "io": {"staging": "4MiB", "fault_file": str(faults)},
     }
