@@ -1,4 +1,4 @@
-"""Attention over contexts that are X, in parts that are projected at once, beside a plain softmax."""
+"""Attention over contexts that are X, in parts that are projected at once, by a plain softmax."""
 
 from __future__ import annotations
 
