@@ -31,8 +31,11 @@ def start(
     *,
     share: float | Literal["auto"] = 1.0,
     enforce_eager: bool = True,
+    **options: object,
 ) -> Engine:
-    """An engine in page mode with a device of one thread, and so much of the contexts as X."""
+    """An engine in page mode with a device of one thread, and so much of the contexts as X.
+
+    ``options``: others of the connector."""
     return Engine(
         model,
         ssdkv=page_mode(
@@ -40,6 +43,7 @@ def start(
             window=WINDOW,
             dram=SMALL_DRAM,
             offload={"threads": 1, "share": 1.0, "x_share": share},
+            **options,
         ),
         dtype=dtype,
         kv_tokens=len(PROMPTS) * kv_tokens(WINDOW, CHUNK),

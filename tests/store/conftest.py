@@ -389,6 +389,8 @@ class StoreRig:
         until(lambda: frames.count(FrameState.FREE) == there, "the return of all frames")
         frames.audit()
         pools = [self.store._staging, self.store._loader._headers]
+        if self.store._x_staging is not None:
+            pools.append(self.store._x_staging)
         if self.store._writer._images is not None:
             pools.append(self.store._writer._images)
         for pool in pools:

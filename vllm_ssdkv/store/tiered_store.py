@@ -180,14 +180,8 @@ class TieredStore:
 
     def divide_staging(self, pages: int) -> None:
         """Give :meth:`stream_x` half of the staging buffer, in pieces of so many pages of a layer.
-        Before the first step.
-
-        Raises:
-            ValueError: there is only one piece.
-        """
+        Page mode, before the first step."""
         theirs = self._staging_pieces // 2
-        if not theirs:
-            raise ValueError("the staging buffer has one piece, which cannot be divided")
         geometry, own = self.files.geometry, self._staging_pieces - theirs
         nbytes = pages * geometry.page_bytes
         self._staging = BufferPool(0, geometry.layer_bytes, own)

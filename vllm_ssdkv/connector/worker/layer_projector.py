@@ -47,6 +47,7 @@ class LayerProjector:
         self.recording = self.projecting = False
         self._modules = [_holder(layer, tree) for layer in layers]
         self._positions = [_positions_name(module) for module in self._modules]
+        self._places = [_arguments(module).index(INPUTS) for module in self._modules]
         self._seen: dict[int, torch.Tensor] = {}
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         for number, module in enumerate(self._modules):
@@ -56,8 +57,8 @@ class LayerProjector:
         self, layer: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if self.recording and not self.projecting:
-            given = inspect.signature(module.forward).bind(*args, **kwargs)
-            self._seen[layer] = given.arguments[INPUTS]
+            named = kwargs.get(INPUTS)
+            self._seen[layer] = args[self._places[layer]] if named is None else named
 
     def take(self, layer: int) -> torch.Tensor:
         """X of the layer in this step, [T, hidden].
@@ -112,13 +113,17 @@ def _holder(layer: torch.nn.Module, tree: ModuleTree) -> torch.nn.Module:
     return module
 
 
+def _arguments(module: torch.nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
 def _positions_name(module: torch.nn.Module) -> str | None:
     """Name of the argument for positions; None: the module takes none.
 
     Raises:
         UnsupportedError: it takes something else, or no X.
     """
-    parameters = inspect.signature(module.forward).parameters
+    parameters = _arguments(module)
     others = [name for name in parameters if name != INPUTS]
     if len(others) == len(parameters) or any(name not in POSITIONS for name in others):
         raise UnsupportedError(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+LEAST_MORE: Final = 8
+"""Places by which memory grows, at least."""
 
 
 class OpenInputs:
@@ -49,8 +53,8 @@ class OpenInputs:
         own = self._blocks.setdefault(request_id, set())
         new = [block for block in blocks if block not in own]
         self.release([block for block in new if block in self._places])  # another request's before
-        while len(self._free) < len(new):
-            self._grow()
+        if len(self._free) < len(new):
+            self._grow(max(LEAST_MORE, len(new) - len(self._free)))
         for block in new:
             self._places[block] = self._free.pop()
             own.add(block)
@@ -94,8 +98,7 @@ class OpenInputs:
         """The request has lost its HBM blocks."""
         self.release(list(self._blocks.pop(request_id, ())))
 
-    def _grow(self) -> None:
+    def _grow(self, more: int) -> None:
         layers, before, *block = self._memory.shape
-        more = max(8, before)
         self._memory = torch.cat([self._memory, self._memory.new_zeros((layers, more, *block))], 1)
         self._free.extend(range(before, before + more))
