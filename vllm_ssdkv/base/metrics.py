@@ -151,8 +151,8 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Steps that completed blocks, by how these were copied to DRAM: `layers`, each layer while "
         "later ones computed; or all at the end, because the model computes on the `cpu`, a layer "
         "of them is `small`, slots have sparse sections (`sparse`), layers have states "
-        "(`states`), some are stored as X (`inputs`), DRAM had no frame to spare (`frames`), or vLLM told of no layer, as in a full "
-        "CUDA graph (`untold`).",
+        "(`states`), some are stored as X (`inputs`), DRAM had no frame to spare (`frames`), or "
+        "vLLM told of no layer, as in a full CUDA graph (`untold`).",
         Label("way", ("layers", "cpu", "small", "sparse", "states", "inputs", "frames", "untold")),
         combine="max",
     ),
