@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,7 +30,7 @@ from vllm_ssdkv.profiling.offload.rig import (
     opened,
 )
 from vllm_ssdkv.profiling.offload.writing import Writing
-from vllm_ssdkv.profiling.offload.x_cache import measure_projection
+from vllm_ssdkv.profiling.offload.x_cache import measure_projection, shape_of
 
 Way: TypeAlias = Literal["none", "host", "shared", "instinfer", "smartssd"]
 """Way of attending to contexts: by the thread of the step, by the host's device, by both
@@ -197,8 +197,7 @@ def run(settings: Settings, directory: Path, note: Callable[[str], None]) -> Row
         "rows": rows,
         "writes": writes,
         "projected": projected,
-        "x_per_kv": settings.sizes.hidden
-        / (2 * settings.sizes.kv_heads * settings.sizes.head_size),
+        "x_shape": asdict(shape_of(settings.sizes)),
     }
 
 

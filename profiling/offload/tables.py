@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES
+from vllm_ssdkv.offload.xcache.x_rule import XRates, XShape
 from vllm_ssdkv.profiling.offload.bench import DRAM, FLASH, FLEXGEN, Row
 from vllm_ssdkv.profiling.offload.published import (
     BATCH,
@@ -251,7 +252,7 @@ def x_steps(document: Row) -> dict[str, tuple[Row, XStep]]:
         return {}
     most = {name: max(row[name] for row in plain) for name in ("context", "batch", "drives")}
     rate = max(row["flop"] / row["project_s"] for row in projected)
-    flop = projected[0]["flop"] / projected[0]["requests"]
+    shape = XShape(**document["x_shape"])
     found = {}
     for profile in dict.fromkeys(row["way"] for row in plain):
         near = find(plain, way=profile, selector="exact", **most)
@@ -259,14 +260,10 @@ def x_steps(document: Row) -> dict[str, tuple[Row, XStep]]:
         if near is None or away is None:
             continue
         kv = near["kv_bytes"]
-        step = XStep(
-            kv_bytes=kv,
-            x_bytes=kv * document["x_per_kv"],
-            flop=flop * near["batch"],
-            drives=kv / near["step_s"],
-            link=away["bytes_read"] / away["step_s"],
-            projection=rate,
+        rates = XRates(
+            storage=kv / near["step_s"], link=away["bytes_read"] / away["step_s"], flops=rate
         )
+        step = XStep(shape, rates, tokens=kv / shape.kv_bytes)
         found[profile] = near, step
     return found
 

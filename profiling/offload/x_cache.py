@@ -1,9 +1,7 @@
 """Cooperative X-cache (HILOS): inputs of the QKV projection stored for a share of the batch.
 
-For that share alpha a drive holds X, ``h`` numbers per token, in place of ``2 n_kv d`` of K and V.
-X crosses the link, and the accelerator projects it, while drives attend to the rest. A step takes
-the longest of the three: of drives, which read KV and X; of the link; of the projection, which is
-``4 h n_kv d`` FLOP per token and layer (``4 h^2`` where every head has KV of its own).
+A step takes the longest of three ways, by the rule of the engine (``offload/xcache/x_rule.py``) at
+rates of drives, link and projection that one run of the bench measured.
 """
 
 from __future__ import annotations
@@ -15,57 +13,44 @@ from typing import Any, Final
 
 import torch
 
+from vllm_ssdkv.offload.xcache.x_rule import XRates, XShape, best_share, times
 from vllm_ssdkv.profiling.offload.rig import Sizes
 
-GRID: Final = 100
-"""Shares that are tried, beside 0."""
 TURNS: Final = 5
 """Of a projection; the fastest counts, as others work beside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class XStep:
-    """One decode step of a batch, and rates of this machine.
+    """Decode step of a batch, a share of which is X, at rates of this machine.
 
     Attributes:
-        kv_bytes: K and V of all contexts.
-        x_bytes: X of all contexts.
-        flop: Of projecting all of it.
-        drives: Bytes/s that drives attend to.
-        link: Bytes/s to the accelerator.
-        projection: FLOP/s of the accelerator.
+        shape: Of the layers.
+        rates: Of this machine.
+        tokens: Of all contexts, times the layers.
     """
 
-    kv_bytes: float
-    x_bytes: float
-    flop: float
-    drives: float
-    link: float
-    projection: float
+    shape: XShape
+    rates: XRates
+    tokens: float
 
     def parts(self, share: float) -> tuple[float, float, float]:
         """Seconds of projection, drives and link for a share of the batch."""
-        read = (1 - share) * self.kv_bytes + share * self.x_bytes
-        return (
-            share * self.flop / self.projection,
-            read / self.drives,
-            share * self.x_bytes / self.link,
-        )
+        found = times(self.shape, self.rates, share)
+        return self.tokens * found.gpu, self.tokens * found.ssd, self.tokens * found.pci
 
     def seconds(self, share: float) -> float:
         """Seconds of the step."""
-        return max(self.parts(share))
+        return self.tokens * times(self.shape, self.rates, share).longest
 
     def best(self) -> float:
-        """The share of the shortest step; 0 where X is no smaller than K and V."""
-        if self.x_bytes >= self.kv_bytes:
-            return 0.0
-        return min((i / GRID for i in range(GRID + 1)), key=self.seconds)
+        """Share of the shortest step."""
+        return best_share(self.shape, self.rates)
 
 
-def flop_per_token(sizes: Sizes) -> float:
-    """FLOP of projecting one token's K and V in one layer."""
-    return 4.0 * sizes.hidden * sizes.kv_heads * sizes.head_size
+def shape_of(sizes: Sizes) -> XShape:
+    """Shape of the layers, in bf16."""
+    return XShape(sizes.hidden, sizes.kv_heads, sizes.head_size, itemsize=2)
 
 
 def measure_projection(sizes: Sizes, tokens: int, requests: Sequence[int]) -> list[dict[str, Any]]:
@@ -94,6 +79,6 @@ def measure_projection(sizes: Sizes, tokens: int, requests: Sequence[int]) -> li
             for _ in range(count * sizes.layers):
                 project()
             taken.append(time.perf_counter() - begun)
-        flop = count * tokens * sizes.layers * flop_per_token(sizes)
+        flop = count * tokens * sizes.layers * shape_of(sizes).flop
         rows.append({"requests": count, "tokens": tokens, "project_s": min(taken), "flop": flop})
     return rows
