@@ -60,7 +60,7 @@ def devices() -> Iterator[Callable[..., list[dict[str, Any]]]]:
 
 @pytest.fixture
 def by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of blocks are copied one by one, however small, also by processes that are forked."""
+    """Blocks are copied layer by layer, however small, by engines in this process."""
     monkeypatch.setattr(layer_copy, "LEAST_BYTES", {"cpu": 1})
 
 

@@ -38,8 +38,6 @@ class Case:
 
 CASES = {
     "reuse": Case("llama", "reuse", 16384),
-    # Too few blocks of HBM for all at once: requests are preempted.
-    "reuse-preempted": Case("llama", "reuse", 4480),
     "page": Case("llama", "page", 2 * kv_tokens(WINDOW, CHUNK), {"replicas": 2}),
     # Two KV cache groups in the same memory.
     "reuse-windows": Case("gemma3", "reuse", 16384),
@@ -104,8 +102,6 @@ def test_layers_go_beside_the_next(
         again = engine.answers(PROMPTS)
         assert [a.tokens for a in again] == wanted
         assert [a.cached for a in again] == HITS
-        preempted = engine.metric("vllm:num_preemptions") > 0
-        assert preempted is (case.kv_tokens < sum(map(len, PROMPTS)) and case.mode == "reuse")
         layers = len(get_kv_transfer_group().worker.layout.layer_names)
         steps = engine.ssdkv("step_copies", way="layers")
         assert steps >= sum(HITS) / CHUNK

@@ -24,6 +24,7 @@ def test_when_the_kv_cache_runs_full(
     models: dict[str, Path],
     stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
+    by_layers: None,
 ) -> None:
     """Eight short prompts are admitted together and grow until their KV does not fit."""
     wanted = stock.answers("llama", GROWING, GROWTH)
@@ -40,6 +41,7 @@ def test_when_the_kv_cache_runs_full(
         engine.settle()
         assert [a.tokens for a in got] == [a.tokens for a in wanted]
         assert engine.metric("vllm:num_preemptions") > 0
+        assert engine.ssdkv("layers_copied", when="beside") > 0
         assert engine.ssdkv("slots_pinned") == 0
         assert engine.ssdkv("dram_frames_dirty") == 0
 

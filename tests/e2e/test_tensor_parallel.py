@@ -14,6 +14,7 @@ from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, kv_tokens, page_mode, reuse_mode
 
 CHUNK = 256
+BY_LAYERS = "tests.e2e.by_layers.ByLayers"
 PROMPTS = LONG[1:5]
 
 
@@ -46,12 +47,9 @@ def test_two_ranks(
     models: dict[str, Path],
     stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
-    request: pytest.FixtureRequest,
 ) -> None:
     wanted = [a.tokens for a in stock.answers("llama", PROMPTS)]
     places = devices(2)
-    if mode == "reuse":
-        request.getfixturevalue("by_layers")
     options = page_mode(places, dram="12MiB")
     if mode == "sparf":
         options = page_mode(places, dram="48MiB", selector="sparf", sparse=EVERYTHING)
@@ -65,7 +63,10 @@ def test_two_ranks(
         enable_prefix_caching=False,
         tensor_parallel_size=2,
         in_process=False,
+        worker_extension_cls=BY_LAYERS,
     ) as engine:
+        if mode == "reuse":
+            engine.llm.collective_rpc("copy_by_layers")
         first = engine.answers(PROMPTS)
         again = engine.answers(PROMPTS)
         assert [a.tokens for a in first] == wanted
