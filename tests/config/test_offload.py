@@ -17,7 +17,7 @@ def test_the_host_attends_where_it_is_asked_to() -> None:
     assert SSDKVConfig.from_extra_config(PAGE).offload is None
     config = SSDKVConfig.from_extra_config({**PAGE, "offload": {}}).offload
     assert config is not None
-    assert (config.kind, config.share) == ("host", "auto")
+    assert (config.kind, config.share, config.x_share) == ("host", "auto", 0)
     cpus = os.cpu_count() or 1
     assert config.threads_of(1) == max(1, cpus // 2)
     assert config.threads_of(1000) == 1
@@ -25,9 +25,10 @@ def test_the_host_attends_where_it_is_asked_to() -> None:
 
 @pytest.mark.parametrize("share", ["auto", 0, 1, 0.0, 0.25, 1.0])
 def test_shares(share: float | str) -> None:
-    config = SSDKVConfig.from_extra_config({**PAGE, "offload": {"share": share}}).offload
+    options = {"share": share, "x_share": share}
+    config = SSDKVConfig.from_extra_config({**PAGE, "offload": options}).offload
     assert config is not None
-    assert config.share == share
+    assert (config.share, config.x_share) == (share, share)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,9 @@ def test_shares(share: float | str) -> None:
         ({**PAGE, "offload": {"threads": 1000}}, "offload.threads: got 1000; this machine has "),
         ({**PAGE, "offload": {"kind": "fpga"}}, 'offload.kind: got "fpga"; allowed: "host"'),
         *(
-            ({**PAGE, "offload": {"share": share}}, f"offload.share: got {text}; .*; {ALLOWED}$")
+            ({**PAGE, "offload": {name: share}}, f"offload.{name}: got {text}; .*; {ALLOWED}$")
             for share, text in ((1.5, "1.5"), (-0.1, "-0.1"), ("half", '"half"'), (True, "true"))
+            for name in ("share", "x_share")
         ),
         ({**PAGE, "offload": {"thread": 1}}, r"unknown option; did you mean offload\.threads"),
         (

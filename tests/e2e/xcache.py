@@ -31,6 +31,7 @@ def start(
     *,
     share: float | Literal["auto"] = 1.0,
     enforce_eager: bool = True,
+    dram: str = SMALL_DRAM,
     **options: object,
 ) -> Engine:
     """An engine in page mode with a device of one thread, and so much of the contexts as X.
@@ -41,7 +42,7 @@ def start(
         ssdkv=page_mode(
             devices,
             window=WINDOW,
-            dram=SMALL_DRAM,
+            dram=dram,
             offload={"threads": 1, "share": 1.0, "x_share": share},
             **options,
         ),

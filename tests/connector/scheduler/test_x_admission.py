@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,13 +58,21 @@ def test_alike_requests_take_turns() -> None:
     assert len(made) == 6
 
 
-def test_auto_waits_for_rates_and_follows_them() -> None:
+def test_auto_waits_for_rates_and_follows_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm_ssdkv")
     counters = Counters()
     made = XAdmission("auto", MHA, counters)
     assert made.share == 0
+    assert made.rates is None
     made.measured(XRates(3e9, 1e9, 1e18))
     assert made.share == counters.take_gauges()["x_cache_share"] == 0.5
+    made.measured(XRates(3e9, 1.01e9, 1e18))
+    assert [record.getMessage() for record in caplog.records] == [
+        "ssdkv: X-cache: 50 % of contexts: for 1000 tokens in a layer projecting takes 0.0 ms, "
+        "storage 4.1 ms, the link 4.1 ms; storage takes 5.5 ms without X"
+    ]
     made.measured(XRates(3e9, 1e9, 1e9))
+    assert len(caplog.records) == 2
     assert made.share == pytest.approx(0, abs=1 / 32)
 
 

@@ -28,6 +28,7 @@ class XAdmission:
 
     Attributes:
         share: From 0 to 1; may change between requests.
+        rates: By which it was chosen last; None: by none.
     """
 
     def __init__(self, share: float | Literal["auto"], shape: XShape | None, counters: Counters):
@@ -36,6 +37,7 @@ class XAdmission:
         self._shape = shape if share == "auto" else None
         self._counters = counters
         self.share = 0.0 if share == "auto" else share
+        self.rates: XRates | None = None
         self._told: float | None = None
         self._blocks: dict[str, int] = {}
         self._as_x: set[str] = set()
@@ -50,7 +52,7 @@ class XAdmission:
         """Workers have told of rates: requests that come from now on have the best share."""
         if self._shape is None:
             return
-        self.share = best_share(self._shape, rates)
+        self.rates, self.share = rates, best_share(self._shape, rates)
         self._counters.set("x_cache_share", self.share)
         if self._told is None or abs(self.share - self._told) >= NOTABLE:
             self._told = self.share
