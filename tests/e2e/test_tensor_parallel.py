@@ -14,7 +14,6 @@ from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, kv_tokens, page_mode, reuse_mode
 
 CHUNK = 256
-BY_LAYERS = "tests.e2e.by_layers.ByLayers"
 PROMPTS = LONG[1:5]
 
 
@@ -63,10 +62,7 @@ def test_two_ranks(
         enable_prefix_caching=False,
         tensor_parallel_size=2,
         in_process=False,
-        worker_extension_cls=BY_LAYERS,
     ) as engine:
-        if mode == "reuse":
-            engine.llm.collective_rpc("copy_by_layers")
         first = engine.answers(PROMPTS)
         again = engine.answers(PROMPTS)
         assert [a.tokens for a in first] == wanted
@@ -76,7 +72,6 @@ def test_two_ranks(
         assert (engine.ssdkv("sparse_pages_selected") > 0) is (mode == "sparf")
         assert engine.ssdkv("sparse_pages_selected") == engine.ssdkv("sparse_pages_in_context")
         assert engine.ssdkv("sparse_rows_exact") == 0
-        assert (engine.ssdkv("layers_copied", when="beside") > 0) is (mode == "reuse")
         for name in ("checksum_failures", "header_mismatches", "load_failures"):
             assert engine.ssdkv(name) == 0, name
     assert data_files(places) == {
