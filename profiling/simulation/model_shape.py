@@ -74,6 +74,7 @@ class ModelShape:
         dtype: Of weights, and of KV unless another is asked for.
         parameters: Weights in matrices, embeddings included.
         active: Of these, what one token goes through: not the other experts.
+        vocabulary_parameters: Of these, embeddings and the last projection.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelShape:
     dtype: str
     parameters: int
     active: int
+    vocabulary_parameters: int
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> ModelShape:
@@ -178,10 +180,8 @@ class _Reader:
             head_size = self.whole("head_dim", "kv_channels", default=head_size)
         kv_heads = self._kv_heads(heads)
         layers = tuple(self._layers(kv_heads, head_size))
-        dense, active = self._parameters(hidden, heads, kv_heads, head_size, layers)
-        return ModelShape(
-            name, layers, hidden, heads, kv_heads, head_size, self._dtype(), dense, active
-        )
+        count = self._parameters(hidden, heads, kv_heads, head_size, layers)
+        return ModelShape(name, layers, hidden, heads, kv_heads, head_size, self._dtype(), *count)
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is there, a whole number above 0."""
@@ -322,8 +322,8 @@ class _Reader:
 
     def _parameters(
         self, hidden: int, heads: int, kv_heads: int, head_size: int, layers: Sequence[Layer]
-    ) -> tuple[int, int]:
-        """Weights in matrices: all of them, and those that a token goes through."""
+    ) -> tuple[int, int, int]:
+        """Weights in matrices: all of them, those that a token goes through, those of its ends."""
         inner = self.whole(
             "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden
         )
@@ -339,7 +339,7 @@ class _Reader:
         if experts == 1:
             one, used = matrices * hidden * inner, 1
         total = count * (attends + experts * one) + ends
-        return total, count * (attends + used * one) + ends
+        return total, count * (attends + used * one) + ends, ends
 
 
 @cache
