@@ -301,13 +301,16 @@ class _Run:
     def _send_prompt(self, order: int) -> Events:
         if self.system.kv == "hbm":
             return
-        yield from self._over(self.down, self.work.prompt_bytes, order)
+        nbytes = self.work.prompt_bytes
+        yield from self._over(self.down, nbytes, order)
         if self.system.kv == "drives":
-            yield from self._over(self.out, self.work.prompt_bytes, order)
-            yield self._all(
-                self._write_to(n, order, self.work.prompt_bytes, 0.0)
-                for n in range(len(self.drives))
-            )
+            yield from self._over(self.out, nbytes, order)
+            yield self._all(self._prompt_to(n, order) for n in range(len(self.drives)))
+
+    def _prompt_to(self, number: int, order: int) -> Events:
+        share = self.on.storage.shares[number] * self.work.prompt_bytes
+        seconds = self.on.storage.devices[number].prompt_s(share)
+        yield from self.drives[number].work(seconds, nbytes=share, order=order)
 
 
 class _Work:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -47,7 +47,7 @@ class Description(BaseModel):
     sources: Mapping[str, str]
     calibrated: frozenset[str] = frozenset()
 
-    def with_figures(self, **figures: float) -> Description:
+    def with_figures(self, **figures: float) -> Self:
         """A copy with other figures, whose source is the caller. Raises ConfigError: not valid."""
         sources = {**self.sources, **dict.fromkeys(figures, "given by the caller")}
         given = {**self.model_dump(), **figures, "sources": sources}

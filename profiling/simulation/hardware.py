@@ -5,7 +5,7 @@ Bytes, seconds and bytes per second throughout; prices in USD.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, Final, TypeVar
 
@@ -136,16 +136,18 @@ class NearStorage(Description):
 
     @property
     def drive(self) -> DriveTiming:
-        """The product's timing of this drive."""
-        return TIMINGS[self.timing]
+        """The product's timing of this drive, with the rate of the kernel that is given here."""
+        timing = TIMINGS[self.timing]
+        if self.attend_bandwidth is None:
+            return timing
+        return replace(timing, attend_bandwidth=self.attend_bandwidth)
 
 
 class Host(Description):
     """A server without its GPU and drives."""
 
     kind: ClassVar[str] = "hosts"
-    dram_bytes: Positive
-    dram_bandwidth: Positive | None = None
+    dram_bytes: Positive | None = None
     price_usd: Positive | None = None
     chassis_usd: Positive | None = None
 
@@ -192,6 +194,32 @@ class Calibration(Description):
     sparse_read_share: Positive
 
 
+class FlexGenCosts(Description):
+    """Constants of FlexGen's cost model: bytes/s and FLOP/s.
+
+    Attributes:
+        to_gpu: From DRAM.
+        cache_from_gpu: Of KV, to DRAM.
+        hidden_from_gpu: Of activations, to DRAM.
+        both_small: How few sequences and a narrow model together slow the CPU.
+        few: How few sequences do.
+        narrow: How a narrow model does.
+    """
+
+    kind: ClassVar[str] = "flexgen_costs"
+    to_gpu: Positive
+    cache_from_gpu: Positive
+    hidden_from_gpu: Positive
+    prefill_flops: Positive
+    scores_flops: Positive
+    decode_flops: Positive
+    decode_scores_flops: Positive
+    cpu_flops: Positive
+    both_small: Positive
+    few: Positive
+    narrow: Positive
+
+
 KINDS: Final[tuple[type[Description], ...]] = (
     Gpu,
     Link,
@@ -202,6 +230,7 @@ KINDS: Final[tuple[type[Description], ...]] = (
     IoPath,
     StoragePool,
     Calibration,
+    FlexGenCosts,
 )
 _Kind = TypeVar("_Kind", bound=Description)
 

@@ -42,6 +42,10 @@ class Device(Protocol):
         """Writing what the host sends, or what it was sent to attend to."""
         ...
 
+    def prompt_s(self, nbytes: float) -> float:
+        """Writing KV of prompts, while nobody reads."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PlainDrive:
@@ -72,6 +76,10 @@ class PlainDrive:
     def write_s(self, nbytes: float, requests: int) -> float:
         """See ``Device``."""
         return self.drive.write_s(requests, nbytes)
+
+    def prompt_s(self, nbytes: float) -> float:
+        """See ``Device``."""
+        return self.drive.write_s(0, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,10 @@ class AttendingDrive:
     def write_s(self, nbytes: float, requests: int) -> float:
         """See ``Device``."""
         return self.timing.write_s(max(self.timing.flash_pages(int(nbytes)), requests))
+
+    def prompt_s(self, nbytes: float) -> float:
+        """See ``Device``."""
+        return nbytes / (self.described.prefill_bandwidth or self.timing.write_bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
