@@ -35,7 +35,7 @@ WAITING_LAYERS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """How a system decodes.
+    """Way in which a system decodes.
 
     Example:
         System("ours, exact", ahead=4)
@@ -81,7 +81,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a system runs on, and what it decodes.
+    """Machine, drives and model of a system, and the contexts that it decodes.
 
     Attributes:
         tokens: Of each context, without the newest one.
@@ -314,7 +314,7 @@ class _Run:
 
 
 class _Work:
-    """What one layer of one step costs: seconds of the accelerator, bytes of everyone else."""
+    """Cost of one layer of one step: seconds of the accelerator, bytes of everyone else."""
 
     def __init__(self, system: System, on: Setting) -> None:
         model, batch, layers = on.model, on.batch, on.model.attention_layers()

@@ -48,7 +48,7 @@ _HEADS_DIVIDE: Final = _ALL_HEADS - {"gpt3"} | {"qwen2", "stablelm", "jamba", "f
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer keeps.
+    """Kept KV, or state, of one layer.
 
     Attributes:
         numbers: Of K and V of one token.
@@ -64,7 +64,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a simulation has to know of a model.
+    """Sizes of a model that a simulation needs.
 
     Example:
         model = ModelShape.read(Path("Llama-3.1-8B/config.json"))

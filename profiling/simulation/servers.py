@@ -20,7 +20,7 @@ Events: TypeAlias = Generator[simpy.Event, Any, None]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server did until now.
+    """Work of a server until now.
 
     Attributes:
         seconds: Of the simulation.
@@ -99,7 +99,7 @@ class Server:
             yield self._env.timeout(latency_s)
 
     def usage(self) -> Usage:
-        """Until now; pieces under way are not in it."""
+        """Count until now, without pieces under way."""
         self._count(0)
         now = self._env.now
         return Usage(

@@ -39,7 +39,7 @@ def host_work(model: ModelShape, tokens: float) -> float:
 
 
 def pool_work(model: ModelShape, tokens: float) -> float:
-    """The same of the pool."""
+    """FLOP of the host in the time that the pool takes for a token."""
     pool = find(StoragePool, "dockerssd")
     reading = pool.host_flop_per_byte * _attention(model, tokens) / pool.pool_speedup
     return _compute(model, tokens) / pool.relative_flops + reading

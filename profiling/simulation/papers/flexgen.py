@@ -1,7 +1,7 @@
 """FlexGen's published cost model (Sheng et al., ICML 2023, section 4.3), and row P26.
 
 Constants are those that its authors fitted to a T4 instance and published with the code
-(``experimental/cost_model.py`` of FlexGen); units there are 2^30 bytes.
+(cost_model.py of FlexGen); units there are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_ssdkv.profiling.simulation.papers.result import Result, Target
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Where things lie, as shares of 1; the rest lies in DRAM.
+    """Places of things, as shares of 1; the rest lies in DRAM.
 
     Attributes:
         weights: In the memory of the GPU.
@@ -66,7 +66,7 @@ def throughput(
 
 
 def _cpu_factor(gpu_batch: int, hidden: int, costs: FlexGenCosts) -> float:
-    """How much of its best a CPU has for small batches and models."""
+    """Part of its best that a CPU has for small batches and models."""
     few, small = max(0.0, math.log2(64 / gpu_batch)), max(0.0, math.log2(4096 / hidden))
     return max(0.1, 1 + costs.both_small * few * small - costs.few * few - costs.narrow * small)
 

@@ -58,7 +58,7 @@ def flexgen() -> StepResult:
 
 @cache
 def good_path() -> StepResult:
-    """The same drives behind O_DIRECT and io_uring."""
+    """A step with the same drives behind O_DIRECT and io_uring."""
     storage = Storage.alike(PlainDrive(find(Drive, "pm9a3")), DRIVES)
     return decode(System("good I/O path", weights="dram"), _setting(storage))
 

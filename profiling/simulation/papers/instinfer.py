@@ -42,7 +42,7 @@ def flexgen(batch: int) -> StepResult:
 
 
 def good_path(batch: int, *, read_share: float = 1.0) -> StepResult:
-    """The same drive behind O_DIRECT and io_uring; what InstInfer needs beside KV is added."""
+    """A step with the same drive behind O_DIRECT and io_uring, and InstInfer's rest beside KV."""
     rest = systems.instinfer().rest_s
     system = System("good I/O path", read_share=read_share, rest_s=rest)
     return _step(system, Storage.alike(PlainDrive(find(Drive, "980pro")), 1), batch)

@@ -40,7 +40,7 @@ def verdicts() -> dict[str, Verdict]:
 
 
 def summary() -> str:
-    """How many of the rows that count are inside their tolerance."""
+    """Count the rows inside their tolerance, of those that are predictions."""
     counted = {
         row: verdict
         for row, verdict in verdicts().items()

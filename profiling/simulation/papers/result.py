@@ -87,7 +87,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """What became of it."""
+        """Compare ours with the target."""
         if self.ours is None:
             return "not measured"
         if self.basis == "calibrated":
