@@ -29,6 +29,8 @@ READ_BYTES: Final = 512 * 1024
 """Of one read: neighbours are joined up to this."""
 LAST: Final = 1 << 30
 """Turn of writes: behind everything that a layer waits for."""
+SHARE_ROUNDING: Final = 1e-9
+"""Of sums of parts of 1."""
 WAITING_LAYERS: Final = 2
 """Layers of a prompt that may wait to be written."""
 
@@ -85,6 +87,8 @@ class Setting:
 
     Attributes:
         tokens: Of each context, without the newest one.
+        in_hbm: Part of KV that lies in the accelerator's memory, whatever the system's place is.
+        in_dram: Part of KV that lies in DRAM.
     """
 
     machine: Machine
@@ -92,9 +96,14 @@ class Setting:
     model: ModelShape
     batch: int
     tokens: int
+    in_hbm: float = 0.0
+    in_dram: float = 0.0
 
     def __post_init__(self) -> None:
         """Check sizes. Raises ConfigError."""
+        parts = (self.in_hbm, self.in_dram)
+        if min(parts) < 0 or sum(parts) > 1 + SHARE_ROUNDING:
+            raise ConfigError(f"in_hbm, in_dram: got {parts}; parts of 1")
         for name in ("batch", "tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; at least 1")
@@ -120,7 +129,7 @@ class StepResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole batch."""
+        """Tokens per second of the whole batch."""
         return self.tokens / self.seconds
 
     @property
@@ -194,7 +203,7 @@ class _Run:
             if self.system.attends == "drives":
                 near = self.env.process(self._attend_near(2 * layer + 1))
                 yield kv[layer]
-                yield from self.gpu.work(work.x_s)
+                yield from self.gpu.work(work.beside_s)
                 yield near
             else:
                 yield kv[layer]
@@ -228,6 +237,8 @@ class _Run:
             ]
         elif work.fetched_bytes and self.system.kv == "dram":
             parts.append(self._over(self.up, work.fetched_bytes, order))
+        if work.dram_bytes:
+            parts.append(self._over(self.up, work.dram_bytes, order))
         if work.host_bytes:
             parts.append(self._over(self.up, work.host_bytes, order))
         yield self._all(parts)
@@ -323,10 +334,12 @@ class _Work:
         read, x = kv * system.read_share, system.x_share
         x_bytes = x * batch * on.tokens * model.x_bytes_per_token() / layers
         near = system.attends == "drives"
-        self.near_bytes = read * (1 - x) if near else 0.0
-        self.fetched_bytes = x_bytes + (0.0 if near else read * (1 - x))
-        if system.kv == "hbm":
-            self.fetched_bytes = 0.0
+        # What lies in a faster tier does not come from below.
+        above = on.in_hbm + on.in_dram
+        below = max(0.0, 1 - above) if system.kv != "hbm" else 0.0
+        self.near_bytes = below * read * (1 - x) if near else 0.0
+        self.fetched_bytes = below * (x_bytes + (0.0 if near else read * (1 - x)))
+        self.dram_bytes = on.in_dram * (read * (1 - x) + x_bytes)
         # Read once for the whole batch: experts are taken as those of one token.
         ends = model.vocabulary_parameters
         weights = (model.active - ends) / len(model.layers)
@@ -339,9 +352,11 @@ class _Work:
         once = max(number * weights / gpu.bandwidth, 2 * weights * batch / gpu.flops)
         self.projection_s, self.mlp_s = once / 3, once * 2 / 3
         self.attention_s = (read * (1 - x) + x_bytes) / gpu.bandwidth
+        own = kv * x + above * read * (1 - x)
         kv_size = 2 * model.kv_heads * model.head_size
-        # K and V of all tokens, from X; two FLOP each.
-        self.x_s = x * batch * on.tokens * 2 * model.hidden * kv_size / gpu.flops
+        # K and V of all tokens, from X; two FLOP each. Then attention to them.
+        projected = x * batch * on.tokens * 2 * model.hidden * kv_size
+        self.beside_s = projected / gpu.flops + own / gpu.bandwidth
         self.new_bytes = new * (1 - x) + new * x * model.hidden / kv_size
         self.new_writes = self._writes(system, on, kv_size * number)
         head = model.head_size * number

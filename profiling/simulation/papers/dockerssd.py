@@ -52,7 +52,7 @@ def work_without_cache(model: ModelShape, tokens: float) -> float:
 
 
 def speedup(model: ModelShape, tokens: float) -> float:
-    """Of the pool against the host."""
+    """Speedup of the pool against the host."""
     return host_work(model, tokens) / pool_work(model, tokens)
 
 
