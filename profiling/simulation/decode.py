@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 import simpy
 
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.offload.share_rule import Attended
 from vllm_ssdkv.profiling.simulation.hardware import Machine
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, bytes_of
 from vllm_ssdkv.profiling.simulation.servers import Events, Server, Usage
@@ -46,6 +47,7 @@ class System:
         kv: Where KV lies.
         weights: Where weights lie; those in DRAM are brought for each step.
         attends: Who attends.
+        near_share: Of what drives hold, the part that they attend to, where they do.
         read_share: Of the bytes of KV that a step reads.
         ahead: Layers that are read before they are needed.
         spill_tokens: Tokens between two writes; what waits lies in DRAM.
@@ -59,6 +61,7 @@ class System:
     kv: Place = "drives"
     weights: Literal["hbm", "dram"] = "hbm"
     attends: Literal["gpu", "drives"] = "gpu"
+    near_share: float = 1.0
     read_share: float = 1.0
     ahead: int = 4
     spill_tokens: int = 16
@@ -71,7 +74,7 @@ class System:
         """Check what contradicts itself. Raises ConfigError."""
         if self.attends == "drives" and self.kv != "drives":
             raise ConfigError(f"{self.name}: attends: drives do not attend to KV in {self.kv}")
-        for name in ("read_share", "x_share"):
+        for name in ("near_share", "read_share", "x_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{self.name}: {name}: got {getattr(self, name)}; 0 to 1")
         for name, least in (("ahead", 1), ("spill_tokens", 1), ("rest_s", 0)):
@@ -119,6 +122,7 @@ class StepResult:
         up_bytes: Over the link toward the accelerator.
         down_bytes: Over the link away from it.
         usage: Of each server, by name.
+        attended: Who attended to how much, and how long: what the product's share goes by.
     """
 
     seconds: float
@@ -126,6 +130,7 @@ class StepResult:
     up_bytes: float
     down_bytes: float
     usage: Mapping[str, Usage] = field(repr=False)
+    attended: Attended = field(repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -162,6 +167,8 @@ class _Run:
         self.in_, self.out = Server(self.env, "chassis up"), Server(self.env, "chassis down")
         self.drives = [Server(self.env, f"drive {n}") for n in range(setting.storage.count)]
         self.layers = range(setting.model.attention_layers())
+        # Attention to what lies on drives: of the accelerator, of the drives, to the end of both.
+        self.own_s = self.near_s = self.longer_s = 0.0
 
     def decode(self) -> StepResult:
         """Run a decode step."""
@@ -183,10 +190,13 @@ class _Run:
 
     def _result(self, tokens: int) -> StepResult:
         servers = [self.gpu, self.up, self.down, self.in_, self.out, *self.drives]
-        self.env.run(self.env.now + self.system.rest_s) if self.system.rest_s else None
+        if self.system.rest_s:
+            self.env.run(self.env.now + self.system.rest_s)
         usage = {server.name: server.usage() for server in servers}
         up, down = usage[self.up.name].nbytes, usage[self.down.name].nbytes
-        return StepResult(self.env.now, tokens, up, down, usage)
+        theirs, own = (len(self.layers) * part for part in self.work.attended_bytes)
+        attended = Attended(theirs + own, theirs, self.longer_s, self.own_s, self.near_s)
+        return StepResult(self.env.now, tokens, up, down, usage, attended)
 
     def _decode_layers(
         self, begun: list[simpy.Event], kv: list[simpy.Event], writes: list[simpy.Event]
@@ -201,10 +211,13 @@ class _Run:
                 yield kv[layer]
             yield from self.gpu.work(work.projection_s)
             if self.system.attends == "drives":
+                begin = self.env.now
                 near = self.env.process(self._attend_near(2 * layer + 1))
                 yield kv[layer]
                 yield from self.gpu.work(work.beside_s)
+                self.own_s += self.env.now - begin
                 yield near
+                self.longer_s += self.env.now - begin
             else:
                 yield kv[layer]
                 yield from self.gpu.work(work.attention_s)
@@ -254,11 +267,13 @@ class _Run:
 
     def _attend_near(self, order: int) -> Events:
         """Send q, k and v, let all drives attend to what they hold, and get the output."""
+        begin = self.env.now
         yield from self._over(self.down, self.work.sent_bytes, order)
         yield from self._over(self.out, self.work.sent_bytes, order)
         yield self._all(self._attend_on(n, order) for n in range(len(self.drives)))
         yield from self._over(self.in_, self.work.output_bytes, order)
         yield from self._over(self.up, self.work.output_bytes, order)
+        self.near_s += self.env.now - begin
 
     def _attend_on(self, number: int, order: int) -> Events:
         device = self.on.storage.devices[number]
@@ -337,8 +352,10 @@ class _Work:
         # What lies in a faster tier does not come from below.
         above = on.in_hbm + on.in_dram
         below = max(0.0, 1 - above) if system.kv != "hbm" else 0.0
-        self.near_bytes = below * read * (1 - x) if near else 0.0
-        self.fetched_bytes = below * (x_bytes + (0.0 if near else read * (1 - x)))
+        held = below * read * (1 - x)
+        self.near_bytes = held * system.near_share if near else 0.0
+        self.fetched_bytes = below * x_bytes + held - self.near_bytes
+        self.attended_bytes = self.near_bytes, held - self.near_bytes
         self.dram_bytes = on.in_dram * (read * (1 - x) + x_bytes)
         # Read once for the whole batch: experts are taken as those of one token.
         ends = model.vocabulary_parameters
@@ -352,7 +369,7 @@ class _Work:
         once = max(number * weights / gpu.bandwidth, 2 * weights * batch / gpu.flops)
         self.projection_s, self.mlp_s = once / 3, once * 2 / 3
         self.attention_s = (read * (1 - x) + x_bytes) / gpu.bandwidth
-        own = kv * x + above * read * (1 - x)
+        own = kv * x + above * read * (1 - x) + held - self.near_bytes
         kv_size = 2 * model.kv_heads * model.head_size
         # K and V of all tokens, from X; two FLOP each. Then attention to them.
         projected = x * batch * on.tokens * 2 * model.hidden * kv_size

@@ -40,7 +40,7 @@ class Gpu(Description):
 
 
 class Link(Description):
-    """A link in one direction; the other way has as much."""
+    """A link or a network, in one direction; the other way has as much."""
 
     kind: ClassVar[str] = "links"
     bandwidth: Positive
@@ -147,6 +147,7 @@ class Host(Description):
     """A server without its GPU and drives."""
 
     kind: ClassVar[str] = "hosts"
+    clock_hz: Positive | None = None
     dram_bytes: Positive | None = None
     price_usd: Positive | None = None
     chassis_usd: Positive | None = None
@@ -163,20 +164,48 @@ class IoPath(Description):
     drive_bandwidth: Positive
 
 
+class StorageNode(Description):
+    """A drive with an address that runs programs.
+
+    Attributes:
+        clock_hz: Of its processor.
+        channels: Of its flash.
+    """
+
+    kind: ClassVar[str] = "nodes"
+    clock_hz: Positive
+    dram_bytes: Positive
+    channels: Whole
+    capacity_bytes: Positive
+
+
 class StoragePool(Description):
     """Storage nodes that decode, against a host that swaps. Work is counted in FLOP.
 
     Attributes:
-        relative_flops: Of a node, in those of the host.
+        node: Name of the nodes' description.
+        host: Name of the host's.
+        nodes: Most of them.
         host_flop_per_byte: FLOP of the host in the time that swapping a byte of KV takes.
         pool_speedup: Of reading KV from the nodes' own flash, against that swapping.
     """
 
     kind: ClassVar[str] = "pools"
-    relative_flops: Positive
+    node: str
+    host: str
     host_flop_per_byte: Positive
     pool_speedup: Positive
     nodes: Whole
+
+    @property
+    def relative_flops(self) -> float:
+        """FLOP of a node in those of the host: by their clocks."""
+        host = find(Host, self.host)
+        if host.clock_hz is None:
+            raise ConfigError(
+                f"hosts: {self.host}: clock_hz: missing; give it a value and a source"
+            )
+        return find(StorageNode, self.node).clock_hz / host.clock_hz
 
 
 class Calibration(Description):
@@ -228,6 +257,7 @@ KINDS: Final[tuple[type[Description], ...]] = (
     NearStorage,
     Host,
     IoPath,
+    StorageNode,
     StoragePool,
     Calibration,
     FlexGenCosts,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from vllm_ssdkv.profiling.simulation.decode import System
+from vllm_ssdkv.offload.share_rule import MeasuredShare
+from vllm_ssdkv.profiling.simulation.decode import Setting, System, decode
 from vllm_ssdkv.profiling.simulation.hardware import (
     Calibration,
     Drive,
@@ -20,6 +21,8 @@ from vllm_ssdkv.profiling.simulation.hardware import (
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model
 from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, PlainDrive, Storage
 
+SETTLING = 48
+"""Steps after which the product's share has settled."""
 CALIBRATED_BATCH = 64
 """Batch at which InstInfer prints the shares of KV in a step."""
 CONTEXT = 1536
@@ -37,14 +40,29 @@ def ours_sparse(budget: float = 0.125) -> System:
     return replace(ours_exact(), name="ours, sparse", read_share=budget)
 
 
-def ours_offload() -> System:
-    """The plugin with attention near storage."""
-    return replace(ours_exact(), name="ours, offload", attends="drives")
+def ours_offload(near_share: float = 1.0) -> System:
+    """The plugin with attention near storage: ``offload.share``."""
+    return replace(ours_exact(), name="ours, offload", attends="drives", near_share=near_share)
 
 
-def good_path() -> System:
-    """A strong baseline: vLLM's tiers on O_DIRECT and io_uring, all KV over the link, in time."""
-    return replace(ours_exact(), name="good I/O path")
+def settled(system: System, setting: Setting, steps: int = SETTLING) -> System:
+    """The system with the share of the drives that ``offload.share: auto`` comes to.
+
+    The product's own rule decides before each step, and learns from it.
+    """
+    rule = MeasuredShare()
+    for _ in range(steps):
+        result = decode(replace(system, near_share=rule.share), setting)
+        rule.learn(result.attended)
+    return replace(system, near_share=rule.share)
+
+
+def good_path(rest_s: float = 0.0) -> System:
+    """A strong baseline: tiers behind O_DIRECT and io_uring, all KV over the link, in time.
+
+    ``rest_s``: what a step takes beside that.
+    """
+    return replace(ours_exact(), name="good I/O path", rest_s=rest_s)
 
 
 def flexgen() -> System:

@@ -6,11 +6,12 @@ The paper's ablation does not name batch and length for each bar. Assumed: OPT-6
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from vllm_ssdkv.profiling.offload.published import x_share
 from vllm_ssdkv.profiling.simulation import systems
-from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode
+from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, decode
 from vllm_ssdkv.profiling.simulation.hardware import (
     Drive,
     Gpu,
@@ -60,7 +61,7 @@ def flexgen() -> StepResult:
 def good_path() -> StepResult:
     """A step with the same drives behind O_DIRECT and io_uring."""
     storage = Storage.alike(PlainDrive(find(Drive, "pm9a3")), DRIVES)
-    return decode(System("good I/O path", weights="dram"), _setting(storage))
+    return decode(replace(systems.good_path(), weights="dram"), _setting(storage))
 
 
 def share_of_x() -> float:

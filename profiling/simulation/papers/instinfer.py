@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from vllm_ssdkv.base.sizes import GIB
@@ -44,7 +45,7 @@ def flexgen(batch: int) -> StepResult:
 def good_path(batch: int, *, read_share: float = 1.0) -> StepResult:
     """A step with the same drive behind O_DIRECT and io_uring, and InstInfer's rest beside KV."""
     rest = systems.instinfer().rest_s
-    system = System("good I/O path", read_share=read_share, rest_s=rest)
+    system = replace(systems.good_path(rest), read_share=read_share)
     return _step(system, Storage.alike(PlainDrive(find(Drive, "980pro")), 1), batch)
 
 
@@ -60,6 +61,23 @@ def deepspeed(batch: int) -> StepResult:
     copies = 2 * batch * model.kv_bytes(2 * PROMPT)
     place = systems.deepspeed("dram" if copies <= (host.dram_bytes or 0) else "drives")
     return _step(place, systems.memmap_drives(1), batch)
+
+
+def ours(batch: int = 64) -> list[tuple[str, float]]:
+    """Tokens per second of our modes on this machine, with as much beside KV as InstInfer has."""
+    rest = systems.instinfer().rest_s
+    plain = Storage.alike(PlainDrive(find(Drive, "980pro")), 1)
+    near_drive = systems.attending_drives("instinfer-csd", 1)
+    offload = replace(systems.ours_offload(), rest_s=rest)
+    sparse = replace(systems.ours_sparse(), name="ours, offload and sparse", attends="drives")
+    setting = Setting(machine(1), near_drive, find_model(MODEL), batch, CONTEXT)
+    found = [
+        (replace(systems.ours_exact(), rest_s=rest), plain),
+        (replace(systems.ours_sparse(), rest_s=rest), plain),
+        (systems.settled(offload, setting), near_drive),
+        (replace(sparse, rest_s=rest), near_drive),
+    ]
+    return [(one.name, _step(one, storage, batch).tokens_per_s) for one, storage in found]
 
 
 def traffic_ratio(tokens: int) -> float:

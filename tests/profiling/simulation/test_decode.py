@@ -14,6 +14,12 @@ from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, 
 from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Machine, NearStorage, find
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape
 from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, PlainDrive, Storage
+from vllm_ssdkv.profiling.simulation.systems import (
+    good_path,
+    ours_offload,
+    ours_sparse,
+    settled,
+)
 
 MODEL = ModelShape.of(
     {
@@ -224,3 +230,29 @@ def test_settings_that_cannot_be() -> None:
         Storage.of([])
     with pytest.raises(ConfigError, match="drive pm9a3 does not attend"):
         decode(System("x", attends="drives"), setting(1e9, 1e9, Storage.alike(drive(), 1)))
+
+
+def test_the_products_rule_finds_who_attends() -> None:
+    """A slow link: the drives. A fast one, and drives that attend slowly: the accelerator."""
+    fast = find(NearStorage, "hilos-smartssd")
+    slow = fast.with_figures(attend_bandwidth=0.5e9)
+    for described, link, low, high in ((fast, 1e9, 0.9, 1.0), (slow, 32e9, 0.0, 0.5)):
+        on = setting(link, link, Storage.alike(AttendingDrive(described), 2))
+        found = settled(ours_offload(), on)
+        assert low <= found.near_share <= high
+        alone = decode(ours_offload(), on).seconds
+        assert decode(found, on).seconds <= alone * 1.05
+
+
+def test_parts_that_drives_attend_to_and_bring_are_all() -> None:
+    on = setting(16e9, 16e9, Storage.alike(AttendingDrive(find(NearStorage, "instinfer-csd")), 2))
+    whole = decode(ours_offload(), on)
+    parts = decode(ours_offload(0.25), on)
+    assert moved(whole, "drive ") == pytest.approx(moved(parts, "drive "))
+    attended = parts.attended
+    assert attended.theirs == pytest.approx(attended.nbytes / 4)
+    assert attended.nbytes == pytest.approx(on.batch * MODEL.kv_bytes(on.tokens))
+    assert attended.seconds >= max(attended.step_s, attended.device_s) * (1 - 1e-9)
+    assert decode(ours_sparse(0.125), setting(16e9, 16e9, Storage.alike(drive(), 2))).seconds < (
+        decode(good_path(), setting(16e9, 16e9, Storage.alike(drive(), 2))).seconds
+    )
