@@ -94,7 +94,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What serves.
+    """System with its machine and model, and its limits.
 
     Example:
         Serving(system, machine, storage, model, most=16).run(requests, tiers)

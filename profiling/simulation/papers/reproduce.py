@@ -102,8 +102,8 @@ def _modes() -> Table:
         ["system", "tokens/s"],
         decimals=2,
         note="Ours reads an eighth of the pages where it is sparse, with as much time beside KV as "
-        "InstInfer needs; exact, it is the good I/O path. How much drives attend to is by the plugin's own rule (`offload."
-        "share: auto`). For comparison with each other, not with a measurement.",
+        "InstInfer needs; exact, it is the good I/O path. How much drives attend to is by the "
+        "plugin's own rule (`offload.share: auto`). For comparison with each other only.",
     )
     rows = [
         ("FlexGen", instinfer.flexgen(batch).tokens_per_s),

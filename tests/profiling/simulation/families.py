@@ -6,7 +6,6 @@ keep.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +153,3 @@ def layers_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
 def caches_of(config: VllmConfig, layers: dict[str, KVCacheSpec]) -> KVCacheConfig:
     """The KV cache of the engine."""
     return get_kv_cache_configs(config, [dict(layers)], [1 << 30])[0]
-
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
