@@ -8,6 +8,7 @@ its server for its bytes or its turn, and is there some time later.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -44,6 +45,21 @@ class Usage:
         return self.busy_s / self.seconds if self.seconds else 0.0
 
 
+@dataclass(slots=True)
+class _Job:
+    """A piece of work; ``left`` seconds of it from ``begun`` on."""
+
+    order: int
+    number: int
+    left: float
+    done: simpy.Event
+    begun: float = 0.0
+
+    def __lt__(self, other: _Job) -> bool:
+        """Compare turns; of equal ones, the order of arrival."""
+        return (self.order, self.number) < (other.order, other.number)
+
+
 class Server:
     """One queue, one piece of work at a time.
 
@@ -57,7 +73,9 @@ class Server:
     def __init__(self, env: simpy.Environment, name: str) -> None:
         self.name = name
         self._env = env
-        self._turn = simpy.PreemptiveResource(env, capacity=1)
+        self._waiting: list[_Job] = []
+        self._now: _Job | None = None
+        self._arrivals = 0
         self._busy_s = 0.0
         self._jobs = 0
         self._nbytes = 0.0
@@ -78,25 +96,39 @@ class Server:
             raise ValueError(f"{self.name}: {seconds} s, {nbytes} bytes, {latency_s} s of latency")
         arrived = self._env.now
         self._count(1)
-        left, done = seconds, False
-        while not done:
-            with self._turn.request(priority=order) as turn:
-                begin: float | None = None
-                try:
-                    yield turn
-                    begin = self._env.now
-                    yield self._env.timeout(left)
-                    done = True
-                except simpy.Interrupt:
-                    # Perhaps in the moment of the turn, before anything was done.
-                    left -= 0.0 if begin is None else min(left, self._env.now - begin)
-        self._count(-1)
+        self._arrivals += 1
+        job = _Job(order, self._arrivals, seconds, self._env.event())
+        heapq.heappush(self._waiting, job)
+        self._go_on()
+        yield job.done
         self._busy_s += seconds
         self._jobs += 1
         self._nbytes += nbytes
         self._stay_s += self._env.now - arrived
         if latency_s:
             yield self._env.timeout(latency_s)
+
+    def _go_on(self) -> None:
+        """Work on the piece whose turn it is; one that is under way and is not goes back."""
+        if not self._waiting or (self._now is not None and self._now < self._waiting[0]):
+            return
+        if self._now is not None:
+            self._now.left = max(0.0, self._now.left - (self._env.now - self._now.begun))
+            heapq.heappush(self._waiting, self._now)
+        job = heapq.heappop(self._waiting)
+        self._now, job.begun = job, self._env.now
+        end = self._env.timeout(job.left)
+        begun = job.begun
+        # An interrupted piece begins again later: what ends then is not this.
+        end.callbacks.append(lambda _: self._end(job, begun))
+
+    def _end(self, job: _Job, begun: float) -> None:
+        if self._now is not job or job.begun != begun:
+            return
+        self._now = None
+        self._count(-1)
+        job.done.succeed()
+        self._go_on()
 
     def usage(self) -> Usage:
         """Count until now, without pieces under way."""

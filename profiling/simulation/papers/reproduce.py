@@ -15,8 +15,6 @@ from vllm_ssdkv.profiling.table import Table
 ROWS = tuple(f"P{number}" for number in range(1, 27))
 CALIBRATIONS = frozenset({"P6"})
 """Rows that are there to calibrate."""
-NOT_FOLLOWING = frozenset({"P10", "P12", "P14", "P15"})
-"""Rows that were measured as not following."""
 
 
 @cache
@@ -45,7 +43,7 @@ def summary() -> str:
     counted = {
         row: verdict
         for row, verdict in verdicts().items()
-        if row not in CALIBRATIONS | NOT_FOLLOWING
+        if row not in CALIBRATIONS | swarm.FOLLOWS_NOT
     }
     inside = [row for row, verdict in counted.items() if verdict == "pass"]
     missed = [row for row, verdict in counted.items() if verdict == "miss"]

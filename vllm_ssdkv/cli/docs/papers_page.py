@@ -19,6 +19,7 @@ each figure has its source, and a step of each system runs as discrete events.
 - **predicted**: no constant was fitted to this result. **calibrated**: it made a constant; the list
   of those is at the end.
 - **miss**: outside of the tolerance. The note says what the paper leaves out.
+- **report**: was found not to follow from what the paper says, or not against a good baseline.
 - **not measured**: traces of a model are needed; the note names the command.
 - Of absolute tokens/s, power and energy nothing is claimed.
 - A paper's baseline is a baseline as the paper ran it. The third table has the same work on a good
