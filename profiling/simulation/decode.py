@@ -110,6 +110,8 @@ class Setting:
         for name in ("batch", "tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; at least 1")
+        if not self.model.attention_layers():
+            raise ConfigError(f"{self.model.name}: no layer has KV; give a model with attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +372,7 @@ class _Work:
         self.projection_s, self.mlp_s = once / 3, once * 2 / 3
         self.attention_s = (read * (1 - x) + x_bytes) / gpu.bandwidth
         own = kv * x + above * read * (1 - x) + held - self.near_bytes
-        kv_size = 2 * model.kv_heads * model.head_size
+        kv_size = model.kv_bytes_per_token() / number / layers
         # K and V of all tokens, from X; two FLOP each. Then attention to them.
         projected = x * batch * on.tokens * 2 * model.hidden * kv_size
         self.beside_s = projected / gpu.flops + own / gpu.bandwidth
@@ -385,8 +387,9 @@ class _Work:
         self.prompt_bytes = new * on.tokens
 
     @staticmethod
-    def _writes(system: System, on: Setting, row_bytes: int) -> float:
+    def _writes(system: System, on: Setting, row_bytes: float) -> float:
         """Smallest writes of a layer per step: of each sequence and head, K and V apart."""
-        row = row_bytes / (2 * on.model.kv_heads)
-        pages = -(-system.spill_tokens * row // WRITE_BYTES)
-        return 2 * on.model.kv_heads * on.batch * pages / system.spill_tokens
+        latent = any(layer.kind == "latent" for layer in on.model.layers)
+        rows = 1 if latent else 2 * on.model.kv_heads
+        pages = -(-system.spill_tokens * row_bytes / rows // WRITE_BYTES)
+        return rows * on.batch * pages / system.spill_tokens

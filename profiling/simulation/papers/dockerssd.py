@@ -77,7 +77,9 @@ def results() -> list[Result]:
                 Target.near(published, 0),
                 float(crossover(model)),
                 source=study,
-                note=shapes,
+                basis="calibrated" if part == "smallest" else "predicted",
+                note=f"{shapes} A is heads times their size; with the hidden size in its place, "
+                "LaMDA would begin at 512: the smallest decided that, the largest did not.",
             )
             for part, published, model in (("smallest", 256, first), ("largest", 1024, last))
         ),

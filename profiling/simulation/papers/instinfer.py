@@ -169,6 +169,8 @@ def results() -> list[Result]:
             Target.near(11.1, 0.15, "11.1x"),
             slow.seconds / near(64, sparse=True).seconds,
             source=table,
+            note="At equal batch. At the batch that is best for each, 256 against 64, it would be "
+            f"{sparse.tokens_per_s / slow.tokens_per_s:.1f}x.",
             beside=good_path(64, read_share=share).seconds / near(64, sparse=True).seconds,
         ),
         Result(
@@ -184,9 +186,11 @@ def results() -> list[Result]:
             Target.near(1.046, 0.15, "1.046x"),
             sparse.tokens_per_s / small.tokens_per_s,
             source=table,
+            basis="calibrated",
             note="Assumes that DeepSpeed makes K and V anew in each step, so that all of it goes "
-            "out and back, one after the other: the paper does not say how it swaps. With copies "
-            "beside each other the ratio would be half as large.",
+            "out and back, one after the other: the paper does not say how it swaps. This "
+            "result made the assumption, and P8 is predicted with it; with copies beside each other "
+            "the ratio would be half as large.",
         ),
         Result(
             *("P8", "cliff", "DeepSpeed, batch 16 against 32"),

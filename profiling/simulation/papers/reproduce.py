@@ -47,10 +47,12 @@ def summary() -> str:
     }
     inside = [row for row, verdict in counted.items() if verdict == "pass"]
     missed = [row for row, verdict in counted.items() if verdict == "miss"]
+    made = [row for row, verdict in counted.items() if verdict == "calibrated"]
     unknown = [row for row, verdict in counted.items() if verdict == "not measured"]
     return (
-        f"Of {len(counted)} rows that are predictions {len(inside)} are inside their tolerance "
+        f"Of {len(counted)} rows that are to be predicted {len(inside)} are inside their tolerance "
         f"with all of their parts. Misses: {', '.join(missed) or 'none'}. "
+        f"Made an assumption, and are no predictions: {', '.join(made) or 'none'}. "
         f"Not measured: {', '.join(unknown) or 'none'}."
     )
 

@@ -21,7 +21,7 @@ def test_rows_are_printed_with_their_verdicts() -> None:
     assert "(s + 1) / 2" in result.stdout
     assert "miss" in result.stdout, "as it is"
     assert "P26" not in result.stdout
-    assert "Of 21 rows that are predictions" in result.stdout
+    assert "Of 21 rows that are to be predicted" in result.stdout
 
 
 def test_json_is_all_that_is_printed() -> None:

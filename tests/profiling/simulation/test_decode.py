@@ -226,6 +226,12 @@ def test_systems_that_cannot_be(change: dict[str, Any], text: str) -> None:
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="batch: got 0; at least 1"):
         setting(1e9, 1e9, Storage.alike(drive(), 1), batch=0)
+    state = ModelShape.of(
+        {"model_type": "mamba", "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2},
+        name="state",
+    )
+    with pytest.raises(ConfigError, match="state: no layer has KV"):
+        replace(setting(1e9, 1e9, Storage.alike(drive(), 1)), model=state)
     with pytest.raises(ConfigError, match="drives: none; give at least one"):
         Storage.of([])
     with pytest.raises(ConfigError, match="drive pm9a3 does not attend"):

@@ -16,8 +16,8 @@ _INTRO: Final = """\
 drives, links, devices and accelerators are descriptions in `profiling/simulation/data`, in which
 each figure has its source, and a step of each system runs as discrete events.
 
-- **predicted**: no constant was fitted to this result. **calibrated**: it made a constant; the list
-  of those is at the end.
+- **predicted**: nothing was fitted to this result. **calibrated**: it made a constant, of which the
+  list is at the end, or an assumption, which its note tells.
 - **miss**: outside of the tolerance. The note says what the paper leaves out.
 - **report**: was found not to follow from what the paper says, or not against a good baseline.
 - **not measured**: traces of a model are needed; the note names the command.
