@@ -189,8 +189,8 @@ def results() -> list[Result]:
             basis="calibrated",
             note="Assumes that DeepSpeed makes K and V anew in each step, so that all of it goes "
             "out and back, one after the other: the paper does not say how it swaps. This "
-            "result made the assumption, and P8 is predicted with it; with copies beside each other "
-            "the ratio would be half as large.",
+            "result made the assumption, and P8 is predicted with it. With copies beside each "
+            "other the ratio would be half as large.",
         ),
         Result(
             *("P8", "cliff", "DeepSpeed, batch 16 against 32"),
