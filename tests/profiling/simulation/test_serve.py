@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from tests.profiling.simulation.test_decode import MODEL, drive, setting
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.profiling.simulation.decode import System, decode
+from vllm_ssdkv.profiling.simulation.hardware import Gpu, Machine, find
+from vllm_ssdkv.profiling.simulation.model_shape import find_model
 from vllm_ssdkv.profiling.simulation.serve import Report, Request, Serving, draw_requests
 from vllm_ssdkv.profiling.simulation.storage import Storage
+from vllm_ssdkv.profiling.simulation.systems import attending_drives, ours_offload
 from vllm_ssdkv.profiling.simulation.tiers import Tier, Tiers
 
 REQUESTS = st.lists(
@@ -173,3 +177,16 @@ def test_with_arrivals_more_costs_three_percent_at_most(
         tiers(hbm=need * (factor if what == "hbm" else 1.0)),
     )
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s
+
+
+@pytest.mark.soak
+def test_a_thousand_requests_of_a_million_tokens_on_128_drives() -> None:
+    """Bounded: a question about a large pool is answered while one waits."""
+    storage = attending_drives("instinfer-csd", 128)
+    machine = Machine(find(Gpu, "h100-80"), 64e9, 256e9, storage.count)
+    of = Serving(ours_offload(), machine, storage, find_model("llama-3.1-8b"), most=16)
+    requests = draw_requests(1000, seed=1, rate=0.2, prompt=(10**6, 10**6), output=(64, 512))
+    begin = time.process_time()
+    found = of.run(requests, tiers(hbm=40e9, dram=512e9, drives=128 * 4e12))
+    assert len(found.served) == 1000
+    assert time.process_time() - begin < 300
