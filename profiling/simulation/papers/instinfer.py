@@ -114,7 +114,7 @@ def _of_memory() -> list[Result]:
             *("P1", "GPT-3", "KV of a context of 32,768 tokens, GiB"),
             Target.near(144, 0),
             gpt.kv_bytes(32768) / GIB,
-            source="HILOS (ASPLOS 2026)",
+            source="as the papers print it",
         ),
         Result(
             *("P2", "", f"traffic, KV brought / attention near storage, s = {tokens}"),
