@@ -12,7 +12,7 @@ PAPER = "Swarm"
 ENTRY_BYTES = 4096
 ENTRIES = 64
 """Of each drive, in its queue at a time."""
-LAB = "`ssdkv bench clusters TRACES` answers; docs/clusters.md has what it said of six traces"
+LAB = "`ssdkv reproduce --traces DIR` answers; docs/clusters.md has what it said of six traces"
 FOLLOWS_NOT = frozenset({"P10", "P12", "P14", "P15"})
 """Rows that were measured as not following from anything that can be built here."""
 

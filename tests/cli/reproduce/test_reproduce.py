@@ -7,8 +7,10 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
+from tests.profiling.clusters.synthetic import trace
 from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.profiling.clusters.trace import Manifest
 
 
 def run(*arguments: str) -> Result:
@@ -61,3 +63,18 @@ def test_the_page_tells_misses_and_constants() -> None:
     assert "Misses: P4, P17" in " ".join(page.split())
     assert "## Calibrated constants" in page
     assert "host_flop_per_byte" in page
+
+
+def test_traces_answer_the_rows_that_need_them(tmp_path: Path) -> None:
+    made = trace("a", tokens=1024)
+    Manifest({}, {"a": made.write(tmp_path)}).write(tmp_path)
+    result = run("--traces", str(tmp_path), "--json", "--rows", "P13")
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(result.stdout)["of_traces"]
+    found = {row[0]: row[3] for row in table["rows"]}
+    assert list(found) == [f"P{number}" for number in range(9, 16)]
+    assert ";" in found["P13"]
+    assert "not measured" in found["P12"]
+    (tmp_path / "manifest.json").unlink()
+    result = run("--traces", str(tmp_path))
+    assert (result.exit_code, "ssdkv reproduce:" in result.output) == (1, True)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables, write_markdown
+from vllm_ssdkv.profiling.table import Table
 
 
 def reproduce(
     rows: Annotated[
         str | None, typer.Option(help="Rows that are shown, e.g. P3,P17; all, if missing.")
+    ] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            parser=arguments.directory,
+            metavar="DIR",
+            help="Traces of `ssdkv profile`: answer P10 to P14 with them, by the lab of "
+            "`ssdkv bench clusters`. Minutes of one core.",
+        ),
     ] = None,
     markdown: Annotated[
         Path | None,
@@ -38,7 +50,8 @@ def reproduce(
     was predicted or made a constant. A row outside of its tolerance is shown as a miss, with what
     the paper leaves out. Baselines of the papers stand beside the same work on a good I/O path.
 
-    Nothing is measured: seconds of one core. `docs/papers.md` has the whole list.
+    Nothing is measured: seconds of one core. `docs/papers.md` has the whole list. With `--traces`
+    a last table has what Swarm's rows come to on queries and keys that a model computed.
     """
     from vllm_ssdkv.profiling.bench_io.plot import require_plot
     from vllm_ssdkv.profiling.simulation.papers.curves import CURVES
@@ -58,13 +71,31 @@ def reproduce(
             plot(CURVES[figure](), plot_file)
             return
         made = tables(wanted)
+        answers = [] if traces is None else [_of_traces(traces)]
+        made += answers
         if markdown is not None:
             write_markdown(made, markdown)
     except SSDKVError as error:
         typer.echo(f"ssdkv reproduce: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
-        arguments.print_json(document(wanted))
+        arguments.print_json(
+            {**document(wanted), "of_traces": [asdict(table) for table in answers]}
+        )
         return
     print_tables([table for table in made if table.rows], as_json=False)
     typer.echo(summary())
+
+
+def _of_traces(directory: Path) -> Table:
+    """Swarm's rows on recorded traces.
+
+    Raises:
+        BenchError: the traces are damaged, or there are none.
+    """
+    from vllm_ssdkv.profiling.clusters.lab import Settings, measure
+    from vllm_ssdkv.profiling.clusters.trace import read_traces
+
+    _, found = read_traces(directory)
+    with Console(stderr=True).status("reading traces") as status:
+        return measure(found, Settings(tokens=False), status.update)[-1]
