@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,19 +76,25 @@ KINDS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {"d_model": 64}),
     "looping": ("LlamaConfig", "IQuestLoopCoderForCausalLM", {"loop_num": 2}),
 }
-"""By kind: class of transformers' configuration, architecture, and what differs."""
+"""By kind: class of transformers' configuration, architecture, and what differs. ``without``: what
+of the rest is not there."""
 
 
-def make(directory: Path, kind: str) -> Path:
+def make(
+    directory: Path, kind: str, known: Mapping[str, tuple[str, str, dict[str, Any]]] = KINDS
+) -> Path:
     """Write the configuration of a model of this kind; its directory."""
-    config_class, architecture, changes = KINDS[kind]
+    config_class, architecture, changes = known[kind]
     # In this process: vLLM would else start one to look at the model's class.
     lazy = ModelRegistry.models[architecture]
     if hasattr(lazy, "module_name"):
         module = importlib.import_module(lazy.module_name)
         ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
     path = directory / kind
-    config = getattr(transformers, config_class)(**{**_COMMON, **changes})
+    entries = {**_COMMON, **changes}
+    for name in entries.pop("without", ()):
+        del entries[name]
+    config = getattr(transformers, config_class)(**entries)
     config.architectures = [architecture]
     config.save_pretrained(path)
     return path

@@ -22,6 +22,7 @@ from vllm_ssdkv.cli.doctor.doctor import doctor
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
 from vllm_ssdkv.cli.profile.profile import profile
+from vllm_ssdkv.cli.reproduce.reproduce import reproduce
 from vllm_ssdkv.cli.store.fsck import fsck
 from vllm_ssdkv.cli.store.quota import quota
 from vllm_ssdkv.cli.store.resume import resume
@@ -39,6 +40,7 @@ app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
 app.command()(profile)
+app.command()(reproduce)
 app.command()(top)
 app.command("ls")(list_stores)
 app.command()(inspect)

@@ -58,7 +58,7 @@ def test_written_pages_pass_the_check(tmp_path: Path) -> None:
     assert run("docs", "write", str(place)).exit_code == 0
     assert sorted(path.name for path in place.iterdir()) == [
         *("cli.md", "gpu.md"),
-        *("metrics.md", "options.md"),
+        *("metrics.md", "options.md", "papers.md"),
     ]
     assert run("docs", "check", str(place)).exit_code == 0
     assert run("docs", "write", str(place)).output == "", "nothing to write"

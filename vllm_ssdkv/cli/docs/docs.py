@@ -16,6 +16,7 @@ from vllm_ssdkv.cli.docs.doc_pages import (
     waits_table,
     with_section,
 )
+from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -38,6 +39,7 @@ def pages(directory: Path) -> dict[str, str]:
         "gpu.md": gpu_page(directory / "gpu"),
         "metrics.md": metrics_page(),
         "options.md": options_page(),
+        "papers.md": papers_page(),
     }
     operations = directory / "operations.md"
     if operations.is_file():
@@ -62,7 +64,8 @@ def stale(directory: Path) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write cli.md, gpu.md, metrics.md and options.md into DIR, and the table in operations.md."""
+    """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, and the table in
+    operations.md."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory):

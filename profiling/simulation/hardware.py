@@ -1,0 +1,306 @@
+"""Hardware that systems run on: GPUs, links, drives, flash, near-storage devices, hosts, nodes.
+
+Bytes, seconds and bytes per second throughout; prices in USD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar, Final, TypeVar
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.offload import DriveProfile
+from vllm_ssdkv.offload.testing.drive_timing import DRIVES as TIMINGS
+from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
+from vllm_ssdkv.profiling.simulation.description import (
+    DATA,
+    Description,
+    Positive,
+    Whole,
+    read_descriptions,
+)
+
+
+class Gpu(Description):
+    """An accelerator.
+
+    Example:
+        gpu("a6000").bandwidth
+
+    Attributes:
+        flops: Of dense matrices in 16 bit, per second.
+    """
+
+    kind: ClassVar[str] = "gpus"
+    memory_bytes: Positive
+    bandwidth: Positive
+    flops: Positive
+    price_usd: Positive | None = None
+
+
+class Link(Description):
+    """A link or a network, in one direction; the other way has as much."""
+
+    kind: ClassVar[str] = "links"
+    bandwidth: Positive
+
+
+class Drive(Description):
+    """A drive that reads and writes. One queue; a request costs its bytes or its turn.
+
+    Attributes:
+        latency_s: Seconds to the first byte, beside others: it occupies nobody.
+        endurance_bytes: That may be written in its life.
+    """
+
+    kind: ClassVar[str] = "drives"
+    read_bandwidth: Positive
+    write_bandwidth: Positive
+    iops: Positive
+    latency_s: Positive
+    capacity_bytes: Positive | None = None
+    endurance_bytes: Positive | None = None
+    price_usd: Positive | None = None
+
+    def read_s(self, requests: int, nbytes: float) -> float:
+        """Seconds for which reads occupy the drive."""
+        return max(nbytes / self.read_bandwidth, requests / self.iops)
+
+    def write_s(self, requests: int, nbytes: float) -> float:
+        """Seconds for which writes occupy the drive."""
+        return max(nbytes / self.write_bandwidth, requests / self.iops)
+
+
+class Flash(Description):
+    """Inside of a drive: dies behind channels, and what a page takes.
+
+    Attributes:
+        dies: Of one channel; they read beside each other.
+        read_s: Of a page, from cells to the die's register.
+        firmware_s: Of one request.
+    """
+
+    kind: ClassVar[str] = "flash"
+    channels: Whole
+    dies: Whole
+    page_bytes: Whole
+    read_s: Positive
+    program_s: Positive
+    channel_bandwidth: Positive
+    firmware_s: Positive
+    link_bandwidth: Positive
+
+    def as_drive(self, name: str) -> Drive:
+        """The drive that it makes: the slowest of dies, channels and link.
+
+        A page occupies its die for reading and transfer, its channel for the transfer. IOPS are
+        those of whole pages.
+        """
+        transfer = self.page_bytes / self.channel_bandwidth
+        dies = self.channels * self.dies
+        pages = min(
+            dies / (self.read_s + transfer),
+            self.channels / transfer,
+            self.link_bandwidth / self.page_bytes,
+        )
+        programs = min(dies / (self.program_s + transfer), self.channels / transfer)
+        figures = {
+            "read_bandwidth": pages * self.page_bytes,
+            "write_bandwidth": min(programs * self.page_bytes, self.link_bandwidth),
+            "iops": pages,
+            "latency_s": self.firmware_s + self.read_s + transfer,
+        }
+        return Drive.model_validate(
+            {"name": name, **figures, "sources": dict.fromkeys(figures, f"flash {self.name}")}
+        )
+
+
+class NearStorage(Description):
+    """A drive that attends: a computational drive or a SmartSSD.
+
+    Attributes:
+        timing: Name of its timing in :mod:`vllm_ssdkv.offload.testing.drive_timing`, which the
+            product's throttled twins go by.
+        attend_bandwidth: Bytes/s of K and V that its kernel attends to from its own memory.
+        prefill_bandwidth: Bytes/s that are written while nobody reads.
+    """
+
+    kind: ClassVar[str] = "near_storage"
+    timing: DriveProfile
+    attend_bandwidth: Positive | None = None
+    prefill_bandwidth: Positive | None = None
+    capacity_bytes: Positive | None = None
+    endurance_bytes: Positive | None = None
+    price_usd: Positive | None = None
+
+    @property
+    def drive(self) -> DriveTiming:
+        """The product's timing of this drive, with the rate of the kernel that is given here."""
+        timing = TIMINGS[self.timing]
+        if self.attend_bandwidth is None:
+            return timing
+        return replace(timing, attend_bandwidth=self.attend_bandwidth)
+
+
+class Host(Description):
+    """A server without its GPU and drives."""
+
+    kind: ClassVar[str] = "hosts"
+    clock_hz: Positive | None = None
+    dram_bytes: Positive | None = None
+    price_usd: Positive | None = None
+    chassis_usd: Positive | None = None
+
+
+class IoPath(Description):
+    """Software between drives and accelerator.
+
+    Attributes:
+        drive_bandwidth: Bytes/s that it gets from one drive, whatever the drive could.
+    """
+
+    kind: ClassVar[str] = "paths"
+    drive_bandwidth: Positive
+
+
+class StorageNode(Description):
+    """A drive with an address that runs programs.
+
+    Attributes:
+        clock_hz: Of its processor.
+        channels: Of its flash.
+    """
+
+    kind: ClassVar[str] = "nodes"
+    clock_hz: Positive
+    dram_bytes: Positive
+    channels: Whole
+    capacity_bytes: Positive
+
+
+class StoragePool(Description):
+    """Storage nodes that decode, against a host that swaps. Work is counted in FLOP.
+
+    Attributes:
+        node: Name of the nodes' description.
+        host: Name of the host's.
+        nodes: Most of them.
+        host_flop_per_byte: FLOP of the host in the time that swapping a byte of KV takes.
+        pool_speedup: Of reading KV from the nodes' own flash, against that swapping.
+    """
+
+    kind: ClassVar[str] = "pools"
+    node: str
+    host: str
+    host_flop_per_byte: Positive
+    pool_speedup: Positive
+    nodes: Whole
+
+    @property
+    def relative_flops(self) -> float:
+        """FLOP of a node in those of the host: by their clocks."""
+        host = find(Host, self.host)
+        if host.clock_hz is None:
+            raise ConfigError(
+                f"hosts: {self.host}: clock_hz: missing; give it a value and a source"
+            )
+        return find(StorageNode, self.node).clock_hz / host.clock_hz
+
+
+class Calibration(Description):
+    """Shares of a step that papers print, and nobody can derive.
+
+    Attributes:
+        flexgen_kv_share: Of a step of FlexGen's, batch 64, that is KV.
+        instinfer_kv_share: Of InstInfer's.
+        sparse_read_share: Of the pages of flash that sparse attention reads.
+    """
+
+    kind: ClassVar[str] = "calibrations"
+    flexgen_kv_share: Positive
+    instinfer_kv_share: Positive
+    sparse_read_share: Positive
+
+
+class FlexGenCosts(Description):
+    """Constants of FlexGen's cost model: bytes/s and FLOP/s.
+
+    Attributes:
+        to_gpu: From DRAM.
+        cache_from_gpu: Of KV, to DRAM.
+        hidden_from_gpu: Of activations, to DRAM.
+        both_small: How few sequences and a narrow model together slow the CPU.
+        few: How few sequences do.
+        narrow: How a narrow model does.
+    """
+
+    kind: ClassVar[str] = "flexgen_costs"
+    to_gpu: Positive
+    cache_from_gpu: Positive
+    hidden_from_gpu: Positive
+    prefill_flops: Positive
+    scores_flops: Positive
+    decode_flops: Positive
+    decode_scores_flops: Positive
+    cpu_flops: Positive
+    both_small: Positive
+    few: Positive
+    narrow: Positive
+
+
+KINDS: Final[tuple[type[Description], ...]] = (
+    Gpu,
+    Link,
+    Drive,
+    Flash,
+    NearStorage,
+    Host,
+    IoPath,
+    StorageNode,
+    StoragePool,
+    Calibration,
+    FlexGenCosts,
+)
+_Kind = TypeVar("_Kind", bound=Description)
+
+
+@cache
+def _catalog(kind: type[Description]) -> dict[str, Description]:
+    return dict(read_descriptions(kind, DATA / f"{kind.kind}.yaml"))
+
+
+def described(kind: type[_Kind]) -> dict[str, _Kind]:
+    """All descriptions of a kind that the package comes with, by name."""
+    return {name: one for name, one in _catalog(kind).items() if isinstance(one, kind)}
+
+
+def find(kind: type[_Kind], name: str) -> _Kind:
+    """A description by name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = described(kind)
+    if name not in known:
+        raise ConfigError(f"{kind.kind}: {name!r} is not described; known: {', '.join(known)}")
+    return known[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A host with one GPU, a link to it, and drives behind a link of their own.
+
+    Example:
+        Machine(find(Gpu, "a6000"), find(Link, "pcie4-x16").bandwidth, 16e9, 4)
+
+    Attributes:
+        gpu_link: Bytes/s between host and GPU, each way.
+        drives_link: Bytes/s that all drives together have to the host, each way.
+        drives: Number of them.
+    """
+
+    gpu: Gpu
+    gpu_link: float
+    drives_link: float
+    drives: int

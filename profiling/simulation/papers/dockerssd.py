@@ -1,0 +1,114 @@
+"""DockerSSD (IEEE Micro, extended; arXiv 2506.06769): rows P23 to P25.
+
+A host that swaps KV takes ``F + k B``, a pool whose nodes read their own flash ``F / f + k B / q``,
+in FLOP of the host: F = 2 P + 4 L A S for a token, B = 4 L A S bytes of KV. A is heads times their
+size. The paper's case study has eight models of 137B to 1T parameters and does not list them all;
+here they are eight whose shapes are published.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from vllm_ssdkv.profiling.simulation.hardware import StoragePool, find
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model
+from vllm_ssdkv.profiling.simulation.papers.result import Result, Target
+
+PAPER = "DockerSSD (arXiv 2506.06769)"
+LENGTH = 32768
+MODELS = (
+    *("lamda-137b", "gpt-3", "bloom-176b", "jurassic-1-178b"),
+    *("gopher-280b", "mt-nlg-530b", "palm-540b", "megatron-1t"),
+)
+"""By parameters, ascending."""
+
+
+def _attention(model: ModelShape, tokens: float) -> float:
+    """4 L A S."""
+    return 4 * len(model.layers) * model.heads * model.head_size * tokens
+
+
+def _compute(model: ModelShape, tokens: float) -> float:
+    return 2 * model.parameters + _attention(model, tokens)
+
+
+def host_work(model: ModelShape, tokens: float) -> float:
+    """FLOP of the host in the time of a token, with KV swapped."""
+    pool = find(StoragePool, "dockerssd")
+    return _compute(model, tokens) + pool.host_flop_per_byte * _attention(model, tokens)
+
+
+def pool_work(model: ModelShape, tokens: float) -> float:
+    """FLOP of the host in the time that the pool takes for a token."""
+    pool = find(StoragePool, "dockerssd")
+    reading = pool.host_flop_per_byte * _attention(model, tokens) / pool.pool_speedup
+    return _compute(model, tokens) / pool.relative_flops + reading
+
+
+def work_without_cache(model: ModelShape, tokens: float) -> float:
+    """FLOP of a token for which all others are computed again; each pair of them once."""
+    pairs = _attention(model, tokens) * tokens / 2
+    return 2 * model.parameters * tokens + pairs
+
+
+def speedup(model: ModelShape, tokens: float) -> float:
+    """Speedup of the pool against the host."""
+    return host_work(model, tokens) / pool_work(model, tokens)
+
+
+def crossover(model: ModelShape) -> int:
+    """First power of two tokens at which the pool is faster."""
+    tokens = 1
+    while speedup(model, tokens) <= 1:
+        tokens *= 2
+    return tokens
+
+
+def results() -> list[Result]:
+    """Rows P23 to P25."""
+    models = [find_model(name) for name in MODELS]
+    study, first, last = PAPER, models[0], models[-1]
+    shapes = "Shapes of the eight models are assumed: the paper does not list them all."
+    again = "It does not say either how a host without a cache computes pairs of tokens."
+    return [
+        *(
+            Result(
+                *("P23", part, "first power of two tokens at which the pool is faster"),
+                Target.near(published, 0),
+                float(crossover(model)),
+                source=study,
+                basis="calibrated" if part == "smallest" else "predicted",
+                note=f"{shapes} A is heads times their size; with the hidden size in its place, "
+                "LaMDA would begin at 512: the smallest decided that, the largest did not.",
+            )
+            for part, published, model in (("smallest", 256, first), ("largest", 1024, last))
+        ),
+        Result(
+            *("P24", "mean", "pool against hosts that swap, 32,768 tokens, mean of eight models"),
+            Target.near(7.9, 0.08, "7.9x"),
+            fmean(speedup(model, LENGTH) for model in models),
+            source=study,
+            note=shapes,
+        ),
+        Result(
+            *("P24", "asymptote", "the same, for any length"),
+            Target.near(9.5, 0.06, "9.5x"),
+            speedup(first, 2.0**60),
+            source=study,
+            basis="calibrated",
+            note="Follows from the two fitted constants alone; the mean and P23 do not.",
+        ),
+        *(
+            Result(
+                *("P25", part, "KV cache against none, 32,768 tokens, mean of eight models"),
+                Target.near(published, 0.10, text),
+                fmean(work_without_cache(model, LENGTH) / work(model, LENGTH) for model in models),
+                source=study,
+                note=f"{shapes} {again}",
+            )
+            for part, published, text, work in (
+                ("host", 421, "421x", host_work),
+                ("pool", 3200, "3.2Kx", pool_work),
+            )
+        ),
+    ]

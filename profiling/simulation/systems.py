@@ -1,0 +1,146 @@
+"""Systems of the papers, and ours, as settings of the simulator.
+
+What papers leave out is assumed here, in one place each, and said. Figures of hardware are
+descriptions; nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from vllm_ssdkv.offload.share_rule import MeasuredShare
+from vllm_ssdkv.profiling.simulation.decode import Setting, System, decode
+from vllm_ssdkv.profiling.simulation.hardware import (
+    Calibration,
+    Drive,
+    IoPath,
+    NearStorage,
+    find,
+)
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model
+from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, PlainDrive, Storage
+
+SETTLING = 48
+"""Steps after which the product's share has settled."""
+CALIBRATED_BATCH = 64
+"""Batch at which InstInfer prints the shares of KV in a step."""
+CONTEXT = 1536
+"""Tokens of a context of InstInfer's in the middle of its 1,024 tokens of output; prompts are of
+1,024."""
+
+
+def ours_exact() -> System:
+    """The plugin, page mode, exact: four layers ahead, whole slots written."""
+    return System("ours, exact")
+
+
+def ours_sparse(budget: float = 0.125) -> System:
+    """The plugin with a selector: whole pages, no more than the budget."""
+    return replace(ours_exact(), name="ours, sparse", read_share=budget)
+
+
+def ours_offload(near_share: float = 1.0) -> System:
+    """The plugin with attention near storage: ``offload.share``."""
+    return replace(ours_exact(), name="ours, offload", attends="drives", near_share=near_share)
+
+
+def settled(system: System, setting: Setting, steps: int = SETTLING) -> System:
+    """The system with the share of the drives that ``offload.share: auto`` comes to.
+
+    The product's own rule decides before each step, and learns from it.
+    """
+    rule = MeasuredShare()
+    for _ in range(steps):
+        result = decode(replace(system, near_share=rule.share), setting)
+        rule.learn(result.attended)
+    return replace(system, near_share=rule.share)
+
+
+def good_path(rest_s: float = 0.0) -> System:
+    """A strong baseline: tiers behind O_DIRECT and io_uring, all KV over the link, in time.
+
+    ``rest_s``: what a step takes beside that.
+    """
+    return replace(ours_exact(), name="good I/O path", rest_s=rest_s)
+
+
+def flexgen() -> System:
+    """FlexGen with KV on an SSD: one layer ahead. Weights fit into its GPU's memory."""
+    shares = find(Calibration, "opt-13b-steps")
+    rest = _rest_s(shares.flexgen_kv_share, _memmap_rate())
+    return System("FlexGen", ahead=1, rest_s=rest)
+
+
+def instinfer(*, sparse: bool = False) -> System:
+    """InstInfer: its drives attend, to all pages or to those that its sparse attention reads."""
+    shares = find(Calibration, "opt-13b-steps")
+    rate = find(NearStorage, "instinfer-csd").drive.read_bandwidth
+    rest = _rest_s(shares.instinfer_kv_share, rate)
+    dense = System("InstInfer, dense", attends="drives", ahead=1, rest_s=rest)
+    if not sparse:
+        return dense
+    return replace(dense, name="InstInfer, sparse", read_share=shares.sparse_read_share)
+
+
+def _rest_s(share: float, rate: float) -> float:
+    """Seconds of a step beside KV, by the share of KV that is printed for OPT-13B, batch 64."""
+    model = find_model("opt-13b")
+    return CALIBRATED_BATCH * model.kv_bytes(CONTEXT) / rate * (1 / share - 1)
+
+
+def _memmap_rate() -> float:
+    return find(IoPath, "flexgen-memmap").drive_bandwidth
+
+
+def deepspeed(kv: Literal["dram", "drives"]) -> System:
+    """DeepSpeed with KV in ``dram`` or on ``drives``.
+
+    Assumed, since no paper says it: a token is appended by making K and V of its layer anew, so all
+    of it goes out and back, and copies wait for each other.
+    """
+    return System("DeepSpeed", kv=kv, whole_kv_back=True, overlaps=False)
+
+
+def hilos(*, x_share: float = 0.0, spill_tokens: int = 16) -> System:
+    """HILOS: attention on SmartSSDs, weights in DRAM, write-back every 16 tokens, X-cache."""
+    return System(
+        "HILOS",
+        weights="dram",
+        attends="drives",
+        x_share=x_share,
+        spill_tokens=spill_tokens,
+    )
+
+
+def flexgen_with_weights_in_dram() -> System:
+    """FlexGen on HILOS' host: KV on all drives by its own path, weights in DRAM."""
+    return System("FlexGen, many drives", weights="dram", ahead=1)
+
+
+def memmap_drives(count: int, drive: str = "980pro") -> Storage:
+    """Drives as FlexGen reads them."""
+    return Storage.alike(PlainDrive(find(Drive, drive), find(IoPath, "flexgen-memmap")), count)
+
+
+def attending_drives(name: str, count: int) -> Storage:
+    """Drives that attend."""
+    return Storage.alike(AttendingDrive(find(NearStorage, name)), count)
+
+
+def flexgen_prefill_bytes(model: ModelShape, batch: int, tokens: int) -> float:
+    """Bytes that FlexGen needs on its GPU for a batch of prompts, weights there: its cost model's.
+
+    Scores of all pairs of tokens are the largest part.
+    """
+    h, wide = model.hidden, 4 * model.hidden
+    inputs = 8 * tokens * h + 2 * tokens * h + 2 * model.heads * tokens**2
+    rest = 2 * tokens * h + 4 * tokens * h + 2 * tokens * wide + 2 * tokens * h
+    return model.weight_bytes() + batch * (inputs + rest)
+
+
+def layerwise_prefill_bytes(model: ModelShape, batch: int, tokens: int) -> float:
+    """Bytes that a prefill needs which writes KV layer by layer and keeps no scores."""
+    layer = batch * tokens * model.kv_bytes_per_token() / model.attention_layers()
+    inner = 2 * batch * tokens * 4 * model.hidden
+    return model.weight_bytes() + 2 * layer + inner

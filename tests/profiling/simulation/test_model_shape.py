@@ -1,0 +1,178 @@
+"""Bytes of KV: what a ``config.json`` says, against what vLLM's layers keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from tests.connector.kinds import configuration
+from tests.profiling.simulation.families import FAMILIES, caches_of, layers_of, make, one_rank
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.model_layout import kv_layout
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model, known_models
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of configurations, while this process is a rank that may have experts."""
+    path = tmp_path_factory.mktemp("families")
+    with one_rank(path, configuration(make(path, "qwen3-moe"))):
+        yield path
+
+
+def per_token(spec: KVCacheSpec) -> float:
+    """Bytes of one token, without padding of blocks to those of other layers."""
+    return spec.real_page_size_bytes / spec.block_size if isinstance(spec, AttentionSpec) else 0
+
+
+def state(spec: KVCacheSpec) -> int:
+    """Bytes of a state, without padding."""
+    if not isinstance(spec, MambaSpec):
+        return 0
+    bare = MambaSpec(block_size=spec.block_size, shapes=spec.shapes, dtypes=spec.dtypes)
+    return int(bare.page_size_bytes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_those_of_vllms_layers(directory: Path, family: str) -> None:
+    path = make(directory, family)
+    layers = layers_of(configuration(path, dtype="bfloat16"))
+    config = {**json.loads((path / "config.json").read_text()), "dtype": "bfloat16"}
+    shape = ModelShape.of(config, name=family)
+    kept = list(layers.values())
+    assert shape.kv_bytes_per_token() == sum(map(per_token, kept))
+    assert shape.state_bytes() == sum(map(state, kept))
+    assert shape.attention_layers() == sum(isinstance(spec, AttentionSpec) for spec in kept)
+    windows = {layer.window for layer in shape.layers if layer.kind == "sliding"}
+    assert windows == {s.sliding_window for s in kept if isinstance(s, SlidingWindowSpec)}
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "deepseek", "qwen3-moe"])
+def test_a_slot_holds_the_bytes_of_its_block(directory: Path, family: str) -> None:
+    """The engine's own layout, of models whose layers are alike."""
+    path = make(directory, family)
+    config = configuration(path)
+    found = caches_of(config, layers_of(config))
+    layout = kv_layout(SSDKVConfig.from_extra_config({}), config, found)
+    shape = ModelShape.read(path / "config.json")
+    geometry = layout.geometry
+    # vLLM was told float32.
+    assert geometry.layers * geometry.payload_bytes == (
+        layout.block_tokens * shape.kv_bytes_per_token("float32")
+    )
+
+
+def test_kv_of_eight_bits(directory: Path) -> None:
+    path = make(directory, "llama")
+    config = configuration(path, dtype="bfloat16", kv_cache_dtype="fp8")
+    shape = ModelShape.read(path / "config.json")
+    kept = layers_of(config).values()
+    assert sum(map(per_token, kept)) == shape.kv_bytes_per_token("fp8")
+    assert shape.kv_bytes_per_token("fp8") == shape.kv_bytes_per_token("bfloat16") / 2
+
+
+def test_latent_layers_keep_one_vector_for_all_heads(directory: Path) -> None:
+    path = make(directory, "deepseek-v3")
+    kept = layers_of(configuration(path))
+    assert {type(spec) for spec in kept.values()} == {MLAAttentionSpec}
+    shape = ModelShape.read(path / "config.json")
+    assert shape.kv_bytes_per_token("bfloat16") == 4 * (512 + 64) * 2
+    assert FullAttentionSpec not in map(type, kept.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token_bytes", "billions"),
+    [
+        ("opt-13b", 819_200, 12.9),
+        ("opt-30b", 1_376_256, 30.0),
+        ("gpt-3", 4_718_592, 175),
+        ("llama-3.1-8b", 128 * 1024, 8.03),
+        ("llama-3.1-70b", 320 * 1024, 70.6),
+        ("qwen2.5-32b", 256 * 1024, 32.8),
+        ("mixtral-8x7b", 128 * 1024, 46.7),
+    ],
+)
+def test_known_models(name: str, per_token_bytes: int, billions: float) -> None:
+    model = find_model(name)
+    assert model.kv_bytes_per_token() == per_token_bytes
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert model.active <= model.parameters
+
+
+def test_windows_bound_what_is_read() -> None:
+    config = {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "sliding_window": 100,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "dtype": "bfloat16",
+    }
+    shape = ModelShape.of(config, name="windows")
+    one = 2 * 4 * 16 * 2
+    assert shape.kv_bytes_per_token() == 2 * one
+    assert shape.kv_bytes(60) == 60 * 2 * one
+    assert shape.kv_bytes(1000) == (100 + 1000) * one
+    assert shape.x_bytes_per_token() == 2 * 64 * 2
+
+
+GOOD: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden_size": 0}, "hidden_size: got 0; a whole number above 0"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers: got '4'"),
+        ({"num_attention_heads": True}, "num_attention_heads: got True"),
+        ({"hidden_size": None}, "hidden_size: missing"),
+        ({"dtype": "int3"}, "dtype: got 'int3'; one of float32"),
+        ({"layer_types": ["full_attention"]}, "layer_types: got ['full_attention']; a list with 2"),
+        ({"layer_types": ["odd", "odd"]}, "layer_types: got 'odd'; one of full_attention"),
+        ({"layer_types": ["linear_attention"] * 2}, "states of its layers are not described"),
+        ({"mamba_d_state": 4}, "mamba_d_state: layers with a state, and no layer_types"),
+        ({"index_topk": 64}, "index_topk: caches of indexers are not described"),
+    ],
+)
+def test_wrong_configurations_name_file_and_field(change: dict[str, Any], text: str) -> None:
+    ModelShape.of(GOOD, name="good")
+    with pytest.raises(ConfigError) as caught:
+        ModelShape.of({**GOOD, **change}, name="bad", where="a/config.json")
+    assert str(caught.value).startswith("a/config.json: ")
+    assert text in str(caught.value)
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match="cannot read"):
+        ModelShape.read(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        ModelShape.read(path)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="got list; give an object"):
+        ModelShape.read(path)
+    with pytest.raises(ConfigError, match="model 'gpt-9' is not described; known: opt-13b"):
+        find_model("gpt-9")
+    with pytest.raises(ConfigError, match="dtype 'int3' is not known"):
+        known_models()["gpt-3"].kv_bytes_per_token("int3")

@@ -1,0 +1,159 @@
+"""Rows of papers: the simulator against closed forms, and verdicts that say what they should."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from vllm_ssdkv.profiling.clusters.published import p9
+from vllm_ssdkv.profiling.offload import published as closed
+from vllm_ssdkv.profiling.simulation.hardware import Drive, FlexGenCosts, find
+from vllm_ssdkv.profiling.simulation.model_shape import find_model
+from vllm_ssdkv.profiling.simulation.papers import dockerssd, flexgen, hilos, instinfer, swarm
+from vllm_ssdkv.profiling.simulation.papers.curves import CURVES
+from vllm_ssdkv.profiling.simulation.papers.reproduce import (
+    CALIBRATIONS,
+    ROWS,
+    document,
+    results,
+    summary,
+    tables,
+    verdicts,
+)
+from vllm_ssdkv.profiling.simulation.papers.result import Result, Target, verdict_of
+
+
+def ours(name: str) -> float:
+    found = {one.name: one.ours for one in results()}[name]
+    assert found is not None
+    return found
+
+
+def test_every_row_is_there_with_source_and_verdict() -> None:
+    assert tuple(verdicts()) == ROWS
+    names = [one.name for one in results()]
+    assert len(names) == len(set(names))
+    for one in results():
+        assert one.source
+        assert one.note or one.verdict == "pass", f"{one.name}: a reason"
+
+
+def test_verdicts_of_this_version() -> None:
+    """A row that comes in or goes out is looked at, and the page says so."""
+    found = {row: verdict for row, verdict in verdicts().items() if verdict != "pass"}
+    assert found == {
+        "P4": "miss",
+        **dict.fromkeys(("P6", "P7"), "calibrated"),
+        **dict.fromkeys(("P11", "P13"), "not measured"),
+        **dict.fromkeys(("P10", "P12", "P14", "P15"), "report"),
+        **dict.fromkeys(("P17", "P18", "P19", "P21", "P22", "P25"), "miss"),
+    }
+    assert summary().startswith("Of 21 rows that are to be predicted 11 are inside")
+    assert len(CALIBRATIONS | swarm.FOLLOWS_NOT) == len(ROWS) - 21
+
+
+@pytest.mark.parametrize(
+    ("name", "closed_form", "tolerance"),
+    [
+        # Computing and messages of the accelerator, which closed forms have not, are small.
+        ("P3", closed.predictions()["P3"], 0.01),
+        ("P4 dense", closed.predictions()["P4 dense"], 0.02),
+        ("P4 sparse", closed.predictions()["P4 sparse"], 0.02),
+        ("P5", closed.predictions()["P5"], 0.01),
+        ("P6", closed.predictions()["P6"], 0.01),
+        ("P16", closed.predictions()["P16"], 1e-12),
+        ("P9", p9(), 1e-9),
+        ("P18 X-cache", closed.predictions()["P18 X-cache"], 0.02),
+    ],
+)
+def test_the_simulator_agrees_with_closed_forms(
+    name: str, closed_form: float, tolerance: float
+) -> None:
+    assert ours(name) == pytest.approx(closed_form, rel=tolerance)
+
+
+def test_traffic_for_any_length() -> None:
+    for tokens in (1, 64, 2047):
+        assert instinfer.traffic_ratio(tokens) == pytest.approx((tokens + 1) / 2)
+
+
+def test_a_step_of_flexgen_is_kv_as_published() -> None:
+    usage = instinfer.flexgen(64).usage["drive 0"]
+    assert usage.utilisation == pytest.approx(closed.KV_SHARE["flexgen"], rel=0.01)
+    usage = instinfer.near(64).usage["drive 0"]
+    assert usage.utilisation == pytest.approx(closed.KV_SHARE["instinfer"], rel=0.01)
+
+
+def test_the_share_of_x_by_the_closed_form_is_the_best_of_tenths() -> None:
+    best = min(range(11), key=lambda tenths: hilos.near(share=tenths / 10).seconds)
+    assert best / 10 == hilos.share_of_x() == 0.5
+
+
+def test_entries_that_are_large_reach_the_drives_bandwidth() -> None:
+    drive = find(Drive, "pm9a3")
+    assert swarm.entry_bandwidth(drive, 8, 1 << 16) == pytest.approx(8 * drive.read_bandwidth)
+    assert swarm.entry_bandwidth(drive, 2) == pytest.approx(2 * drive.iops * 4096)
+
+
+def test_pools_against_hosts() -> None:
+    model = find_model("gpt-3")
+    kv = 4 * 96 * 12288 * 1000
+    assert dockerssd.host_work(model, 1000) == pytest.approx(2 * model.parameters + kv + 225.0 * kv)
+    assert dockerssd.crossover(model) == 512
+    assert dockerssd.speedup(model, 256) < 1 < dockerssd.speedup(model, 512)
+
+
+def test_the_cost_model_of_flexgen() -> None:
+    costs = find(FlexGenCosts, "t4")
+    model, policy = find_model("opt-30b"), flexgen.PUBLISHED_POLICY
+    base = flexgen.throughput(model, policy, costs, 512, 32)
+    assert base == pytest.approx(7.14, abs=0.01)
+    for field in ("to_gpu", "prefill_flops", "cpu_flops"):
+        faster = costs.with_figures(**{field: 2 * getattr(costs, field)})
+        assert flexgen.throughput(model, policy, faster, 512, 32) > base
+    # Of a small batch, the processor has less of its best.
+    narrow = flexgen.Policy(0.2, 0.0, 0.0, 144, 8)
+    assert flexgen.throughput(model, narrow, costs, 512, 32) < base
+
+
+def test_targets() -> None:
+    near = Result("P1", "", "w", Target.near(10, 0.1), 10.9, source="s")
+    assert (near.verdict, near.deviation) == ("pass", pytest.approx(0.09))
+    assert Result("P1", "", "w", Target.near(10, 0.1), 8.9, source="s").verdict == "miss"
+    exact = Target.near(16, 0)
+    assert Result("P1", "", "w", exact, 16.0, source="s").verdict == "pass"
+    assert Result("P1", "", "w", exact, 16.001, source="s").verdict == "miss"
+    band = Result("P1", "", "w", Target.band(5, 8, 0.1), 4.4, source="s")
+    assert (band.verdict, band.deviation) == ("miss", pytest.approx(4.4 / 4.5 - 1))
+    above = Target.above(20, "32x")
+    assert Result("P1", "", "w", above, 20.0, source="s").verdict == "miss"
+    assert Result("P1", "", "w", above, 20.1, source="s").deviation is None
+    unknown = Result("P1", "", "w", exact, None, source="s")
+    assert (unknown.verdict, unknown.deviation) == ("not measured", None)
+    made = Result("P1", "", "w", exact, 3.0, source="s", basis="calibrated")
+    assert made.verdict == verdict_of([made]) == "calibrated"
+    assert verdict_of([made, near]) == "pass"
+    assert verdict_of([near, unknown]) == "not measured"
+    assert verdict_of([near, band, unknown]) == "miss"
+
+
+def test_tables_and_document_have_the_same_rows() -> None:
+    shown = tables(["P8", "P17"])
+    assert [row[0] for row in shown[0].rows] == ["P8 memory", "P8 cliff", "P17"]
+    found = document(["P8", "P17"])["results"]
+    assert [one["row"] for one in found] == ["P8", "P8", "P17"]
+    assert found[2]["verdict"] == "miss"
+    assert found[2]["good_path"] < found[2]["simulated"]
+    for row in tables()[-1].rows:
+        assert re.search(r"P\d", str(row[2])), "which rows a constant serves"
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_figures_have_points(name: str) -> None:
+    curves = CURVES[name]()
+    assert curves.ours
+    for points in curves.ours.values():
+        assert len(points) >= 4
+        assert all(math.isfinite(y) and y > 0 for _, y in points)

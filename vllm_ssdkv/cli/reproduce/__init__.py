@@ -1,0 +1,1 @@
+"""`ssdkv reproduce`."""

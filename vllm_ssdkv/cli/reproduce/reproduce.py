@@ -1,0 +1,101 @@
+"""``ssdkv reproduce``: results of papers beside what the simulator says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.bench.bench import PlotOption
+from vllm_ssdkv.cli.bench.tables_output import print_tables, write_markdown
+from vllm_ssdkv.profiling.table import Table
+
+
+def reproduce(
+    rows: Annotated[
+        str | None, typer.Option(help="Rows that are shown, e.g. P3,P17; all, if missing.")
+    ] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            parser=arguments.directory,
+            metavar="DIR",
+            help="Traces of `ssdkv profile`: answer P10 to P14 with them, by the lab of "
+            "`ssdkv bench clusters`. Minutes of one core.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(parser=arguments.file_to_write, metavar="FILE", help="Write the tables."),
+    ] = None,
+    figure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Draw one figure into `--plot`: instinfer-devices, instinfer-batches, "
+            "swarm-entries, hilos-intervals, hilos-shares or dockerssd-lengths.",
+        ),
+    ] = None,
+    plot_file: PlotOption = None,
+    as_json: arguments.Json = False,
+) -> None:
+    """Simulate what InstInfer, Swarm, HILOS, DockerSSD and FlexGen published, and compare.
+
+    Each row has the published figure, ours, how far apart they are, the tolerance, and whether ours
+    was predicted or made a constant. A row outside of its tolerance is shown as a miss, with what
+    the paper leaves out. Baselines of the papers stand beside the same work on a good I/O path.
+
+    Nothing is measured: seconds of one core. `docs/papers.md` has the whole list. With `--traces`
+    a last table has what Swarm's rows come to on queries and keys that a model computed.
+    """
+    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.simulation.papers.curves import CURVES
+    from vllm_ssdkv.profiling.simulation.papers.reproduce import ROWS, document, summary, tables
+
+    wanted = None if rows is None else arguments.names("--rows", rows, ROWS)
+    if (figure is None) != (plot_file is None):
+        raise typer.BadParameter("--figure NAME and --plot FILE belong together")
+    if figure is not None and figure not in CURVES:
+        known = ", ".join(CURVES)
+        raise typer.BadParameter(f"{figure!r}: any of {known}", param_hint="--figure")
+    try:
+        if figure is not None and plot_file is not None:
+            from vllm_ssdkv.cli.reproduce.curves_plot import plot
+
+            require_plot(plot_file)
+            plot(CURVES[figure](), plot_file)
+            return
+        made = tables(wanted)
+        answers = [] if traces is None else [_of_traces(traces)]
+        made += answers
+        if markdown is not None:
+            write_markdown(made, markdown)
+    except SSDKVError as error:
+        typer.echo(f"ssdkv reproduce: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        arguments.print_json(
+            {**document(wanted), "of_traces": [asdict(table) for table in answers]}
+        )
+        return
+    print_tables([table for table in made if table.rows], as_json=False)
+    typer.echo(summary())
+
+
+def _of_traces(directory: Path) -> Table:
+    """Swarm's rows on recorded traces.
+
+    Raises:
+        BenchError: the traces are damaged, or there are none.
+    """
+    from vllm_ssdkv.profiling.clusters.lab import Settings, measure
+    from vllm_ssdkv.profiling.clusters.trace import read_traces
+
+    _, found = read_traces(directory)
+    with Console(stderr=True).status("reading traces") as status:
+        return measure(found, Settings(tokens=False), status.update)[-1]
