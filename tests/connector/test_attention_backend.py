@@ -44,7 +44,7 @@ def attend(given: PagedMetadata | None) -> torch.Tensor:
 
 
 def serve(*, began: bool) -> None:
-    worker: Any = SimpleNamespace(step=None, began=began)
+    worker: Any = SimpleNamespace(step=None, began=began, projector=None)
     active_worker.set_worker(worker)
 
 
