@@ -1,9 +1,9 @@
 """Files of results: cycles from simulation of the RTL, and cells from its synthesis.
 
-``fpga_offload/results/cycles.json`` and ``synthesis.json`` are written by the simulator's and the
-synthesiser's commands, committed, and read by the estimator and by the tables of
-``docs/fpga.md``. A file is one object: ``command`` that wrote it, ``tools`` with their versions, and
-``rows``, each an object with the fields of :class:`Cycles` or :class:`Cells`.
+``fpga_offload/results/cycles.json`` and ``synthesis.json`` are written by the commands of simulator
+and synthesiser, and committed. The estimator and the tables of ``docs/fpga.md`` read them. A file is
+one object: ``command`` that wrote it, ``tools`` with their versions, and ``rows``, each an object
+with the fields of :class:`Cycles` or :class:`Cells`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,12 @@ class Cells:
 
 
 Row = TypeVar("Row", Cycles, Cells)
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+}
+"""Of values in a file, by the annotation of their field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +146,8 @@ def _row(row: Mapping[str, Any], kind: type[Row]) -> Row:
     made = kind(**row)
     for field in fields(made):
         value = getattr(made, field.name)
-        wanted = (int, float) if field.type == "float" else (int,)
-        if field.type == "str":
-            wanted = (str,)
-        if not isinstance(value, wanted) or (not isinstance(value, str) and value < 0):
+        if not isinstance(value, _TYPES[str(field.type)]):
+            raise TypeError(f"{field.name}: {value!r}")
+        if not isinstance(value, str) and value < 0:
             raise ValueError(f"{field.name}: {value!r}")
     return made
