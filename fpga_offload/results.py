@@ -1,9 +1,9 @@
 """Files of results: cycles from simulation of the RTL, and cells from its synthesis.
 
 ``fpga_offload/results/cycles.json`` and ``synthesis.json`` are written by the commands of simulator
-and synthesiser, and committed. The estimator and the tables of ``docs/fpga.md`` read them. A file is
-one object: ``command`` that wrote it, ``tools`` with their versions, and ``rows``, each an object
-with the fields of :class:`Cycles` or :class:`Cells`.
+and synthesiser, and committed. The estimator and the tables of ``docs/fpga.md`` read them. A file
+is one object: ``command`` that wrote it, ``tools`` with their versions, and ``rows``, each an
+object with the fields of :class:`Cycles` or :class:`Cells`.
 """
 
 from __future__ import annotations
@@ -148,6 +148,6 @@ def _row(row: Mapping[str, Any], kind: type[Row]) -> Row:
         value = getattr(made, field.name)
         if not isinstance(value, _TYPES[str(field.type)]):
             raise TypeError(f"{field.name}: {value!r}")
-        if not isinstance(value, str) and value < 0:
+        if isinstance(value, (int, float)) and value < 0:
             raise ValueError(f"{field.name}: {value!r}")
     return made
