@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
+from vllm_ssdkv.kernels.dense import AttentionKernels, BlockAttention, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import HostKernels
@@ -219,7 +219,7 @@ class StreamedContext:
 
     def fold(
         self,
-        kernels: AttentionKernels,
+        kernels: BlockAttention,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
