@@ -68,8 +68,6 @@ class Card:
     fpga: Resources
 
 
-BLOCK_TOKENS: Final = 128
-"""Of one block of HILOS' kernel and of the RTL core."""
 HILOS_CLOCK: Final = 296.05e6
 HILOS_BLOCK_CYCLES: Final[Mapping[int, int]] = MappingProxyType({1: 1630, 4: 1658, 5: 1723})
 """Cycles of a block of 128 tokens, d = 128, by query heads of a KV head: Table 3 at 296.05 MHz."""

@@ -19,18 +19,17 @@ import numpy as np
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.fpga_offload.cards import (
-    BLOCK_TOKENS,
     HILOS_BLOCK_CYCLES,
     Card,
     Origin,
 )
-from vllm_ssdkv.fpga_offload.results import BUS_BYTES, Cycles
+from vllm_ssdkv.fpga_offload.description import BEAT_BYTES, BLOCK_TOKENS, PAGE_TOKENS
+from vllm_ssdkv.fpga_offload.results import Cycles
 
 Bound: TypeAlias = Literal["flash", "memory", "kernel"]
 
 _ELEMENT_BYTES: Final = 2
 _HILOS_HEAD: Final = 128
-_PAGE_TOKENS: Final = 16
 _PASSES: Final = 2
 """Over the kernel's memory for each byte: flash writes it, the kernel reads it."""
 
@@ -56,7 +55,7 @@ class SparfReads:
     def share(self, head_size: int) -> float:
         """Share of the bytes of K and V that both steps read together."""
         missed = max(0.0, 1 - self.channels / head_size) ** self.page_channels
-        pages = self.budget if self.by_page else 1 - (1 - self.budget) ** _PAGE_TOKENS
+        pages = self.budget if self.by_page else 1 - (1 - self.budget) ** PAGE_TOKENS
         return (1 - missed) / 2 + pages
 
 
@@ -122,11 +121,11 @@ class KernelCycles:
 
     def cycles(self, jobs: float, nbytes: float) -> float:
         """Cycles of so many jobs with so many bytes of pages together."""
-        return self.job * jobs + self.beat * nbytes / BUS_BYTES
+        return self.job * jobs + self.beat * nbytes / BEAT_BYTES
 
     def bandwidth(self, clock: float) -> float:
         """Bytes/s of pages in long jobs."""
-        return BUS_BYTES * clock / self.beat
+        return BEAT_BYTES * clock / self.beat
 
 
 def hilos_cycles(group: int) -> KernelCycles:
@@ -137,12 +136,12 @@ def hilos_cycles(group: int) -> KernelCycles:
     """
     if group not in HILOS_BLOCK_CYCLES:
         raise BenchError(f"HILOS publishes no kernel for groups of {group}: {_list(_HILOS_GROUPS)}")
-    beats = BLOCK_TOKENS * _HILOS_HEAD * 2 * _ELEMENT_BYTES / BUS_BYTES
+    beats = BLOCK_TOKENS * _HILOS_HEAD * 2 * _ELEMENT_BYTES / BEAT_BYTES
     return KernelCycles("HILOS", "published", 0.0, HILOS_BLOCK_CYCLES[group] / beats)
 
 
 def simulated_cycles(
-    rows: Sequence[Cycles], *, kernel: str, head_size: int, group: int, dtype: str = "fp16"
+    rows: Sequence[Cycles], *, kernel: str, head_size: int, group: int, dtype: str = "float16"
 ) -> KernelCycles:
     """Line through the simulated runs of one kernel, all runs having the same weight.
 
@@ -162,7 +161,7 @@ def simulated_cycles(
             f"lengths; (d, G) simulated: {_list(known)}"
         )
     cycles = np.array([row.cycles for row in mine], np.float64)
-    beats = np.array([row.nbytes / BUS_BYTES for row in mine], np.float64)
+    beats = np.array([row.nbytes / BEAT_BYTES for row in mine], np.float64)
     # Divided by the cycles, each run's error is relative.
     columns = np.stack([1 / cycles, beats / cycles], axis=1)
     (job, beat), *_ = np.linalg.lstsq(columns, np.ones(len(mine)), rcond=None)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.fpga_offload.description import BEAT_BYTES
 
 FOLDER: Final = Path(__file__).parent / "results"
 CYCLES: Final = FOLDER / "cycles.json"
 SYNTHESIS: Final = FOLDER / "synthesis.json"
-BUS_BYTES: Final = 64
-"""Of one beat of the kernel's bus: 512 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Cycles:
         kernel: ``attend``; ``sparf``, both steps; ``sparf_second``, its second step alone.
         head_size: Channels of a head.
         group: Query heads of a KV head.
-        dtype: ``fp16`` or ``bf16``.
+        dtype: Of K and V, as ``description.DTYPES``.
         tokens: Of the context.
         nbytes: Of pages that were read over the bus: K and V, for ``sparf`` channel pages too.
         cycles: From start to done.
@@ -50,7 +49,7 @@ class Cycles:
     @property
     def line_rate(self) -> float:
         """Share of the cycles that moved a beat of pages."""
-        return self.nbytes / BUS_BYTES / self.cycles
+        return self.nbytes / BEAT_BYTES / self.cycles
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from vllm_ssdkv.fpga_offload.estimator import (
     hilos_cycles,
     simulated_cycles,
 )
-from vllm_ssdkv.fpga_offload.results import BUS_BYTES, Cycles
+from vllm_ssdkv.fpga_offload.results import Cycles
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES
 
 STEP = DecodeStep(layers=32, rows=4, kv_heads=8, group=4, head_size=128, tokens=32768)
@@ -148,18 +148,22 @@ def test_the_twins_of_the_offload_bench_have_the_same_drives() -> None:
 
 
 def run(tokens: int, cycles: int, **other: str | int | float) -> Cycles:
-    row = Cycles("attend", 128, 1, "fp16", tokens, tokens * 512, cycles)
+    row = Cycles("attend", 128, 1, "float16", tokens, tokens * 512, cycles)
     return dataclasses.replace(row, **other)
 
 
 def test_a_line_is_found_through_runs() -> None:
     rows = [run(tokens, 50 + tokens * 8 * 105 // 100) for tokens in (128, 512, 4096)]
-    other = [run(128, 10**6, stalls=0.3), run(128, 10**6, group=4), run(128, 10**6, dtype="bf16")]
+    other = [
+        run(128, 10**6, stalls=0.3),
+        run(128, 10**6, group=4),
+        run(128, 10**6, dtype="bfloat16"),
+    ]
     line = simulated_cycles([*rows, *other], kernel="attend", head_size=128, group=1)
     assert line.beat == pytest.approx(1.05, rel=1e-3)
     assert line.job == pytest.approx(50, rel=0.02)
     assert line.error < 1e-3
-    assert line.bandwidth(1e9) == pytest.approx(BUS_BYTES * 1e9 / 1.05, rel=1e-3)
+    assert line.bandwidth(1e9) == pytest.approx(64 * 1e9 / 1.05, rel=1e-3)
 
 
 def test_a_line_is_never_faster_than_the_bus() -> None:
@@ -170,7 +174,7 @@ def test_a_line_is_never_faster_than_the_bus() -> None:
 
 
 def test_what_was_not_simulated_is_named() -> None:
-    with pytest.raises(BenchError, match=r"d = 64, G = 1, fp16 .*simulated: \(128, 1\)"):
+    with pytest.raises(BenchError, match=r"d = 64, G = 1, float16 .*simulated: \(128, 1\)"):
         simulated_cycles([run(128, 1100)], kernel="attend", head_size=64, group=1)
     with pytest.raises(BenchError, match="groups of 2: 1, 4, 5"):
         hilos_cycles(2)

@@ -17,7 +17,7 @@ from vllm_ssdkv.fpga_offload.results import (
     write_results,
 )
 
-ROW = Cycles("attend", 128, 1, "fp16", 4096, 2 << 20, 33000)
+ROW = Cycles("attend", 128, 1, "float16", 4096, 2 << 20, 33000)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
