@@ -1,0 +1,141 @@
+"""Files that other languages and tools read, from :mod:`vllm_ssdkv.fpga_offload.description`.
+
+``ssdkv docs write`` writes them, ``ssdkv docs check`` fails when one is stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from vllm_ssdkv.fpga_offload import description
+from vllm_ssdkv.fpga_offload.description import KERNELS, LAYOUTS, Flag, Kernel, Layout, Status
+
+NOTICE = "Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit."
+DIRECTORY = Path(__file__).parent / "generated"
+
+_C_TYPES = {"address": "uint64_t", "u64": "uint64_t", "u32": "uint32_t", "i32": "int32_t"}
+_C_TYPES["f32"] = "float"
+
+_NUMBERS = (
+    "VERSION",
+    "PAGE_TOKENS",
+    "BLOCK_TOKENS",
+    "BEAT_BYTES",
+    "CHANNEL_BEAT_BYTES",
+    "SCORE_TOKENS",
+    "MAX_GROUP",
+    "MAX_JOB_ENTRIES",
+    "MAX_SPARF_TOKENS",
+    "MAX_JOBS",
+)
+"""Constants of the description that every language gets."""
+
+
+def c_abi() -> str:
+    """Header of the C ABI of ``csim`` and ``rtlsim``."""
+    numbers = "\n".join(
+        f"#define SSDKV_FPGA_{name} {getattr(description, name)}u" for name in _NUMBERS
+    )
+    flags = "\n".join(f"#define SSDKV_FPGA_FLAG_{one.name} {int(one)}u" for one in Flag)
+    codes = "\n".join(f"#define SSDKV_FPGA_STATUS_{one.name} {int(one)}" for one in Status)
+    structures = "\n\n".join(_c_layout(layout) for layout in LAYOUTS)
+    arguments = "\n\n".join(_c_arguments(kernel) for kernel in KERNELS)
+    calls = "\n".join(
+        f"int32_t ssdkv_fpga_{kernel.name}(ssdkv_fpga_device* device,\n"
+        f"                          const ssdkv_fpga_{kernel.name}_args* args);"
+        for kernel in KERNELS
+    )
+    return f"""/* {NOTICE}
+ *
+ * C ABI of kernels in a shared library. Addresses are those of the process, as 64 bits.
+ */
+#ifndef SSDKV_FPGA_ABI_H
+#define SSDKV_FPGA_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
+{numbers}
+
+{flags}
+
+{codes}
+
+{structures}
+
+{arguments}
+
+typedef struct ssdkv_fpga_device ssdkv_fpga_device;
+
+/* SSDKV_FPGA_VERSION of the library. */
+uint32_t ssdkv_fpga_version(void);
+/* Kernels of one shape; of the flags BFLOAT16 counts. NULL: there are none. */
+ssdkv_fpga_device* ssdkv_fpga_open(uint32_t head_size, uint32_t group, uint32_t flags);
+void ssdkv_fpga_close(ssdkv_fpga_device* device);
+/* Run a kernel to its end. One thread at a time per device. The status record is written, and its
+ * code is returned. */
+{calls}
+
+#ifdef __cplusplus
+}}
+#endif
+
+#endif
+"""
+
+
+def _c_layout(layout: Layout) -> str:
+    lines = [f"/* {layout.doc} */", "typedef struct {"]
+    for field in layout.fields:
+        count = f"[{field.count}]" if field.count > 1 else ""
+        lines += [f"  /* {field.doc} */", f"  {_C_TYPES[field.type]} {field.name}{count};"]
+    return "\n".join([*lines, f"}} ssdkv_fpga_{layout.name};"])
+
+
+def _c_arguments(kernel: Kernel) -> str:
+    lines = [f"/* {kernel.doc} */", "typedef struct {"]
+    for argument in kernel.arguments:
+        lines += [f"  /* {argument.doc} */", f"  {_C_TYPES[argument.kind]} {argument.name};"]
+    return "\n".join([*lines, f"}} ssdkv_fpga_{kernel.name}_args;"])
+
+
+def svh() -> str:
+    """Parameters of the RTL."""
+    lines = [f"// {NOTICE}", "package ssdkv_fpga;"]
+    lines += [f"localparam int {name} = {getattr(description, name)};" for name in _NUMBERS]
+    lines += [f"localparam logic [31:0] FLAG_{one.name} = {int(one)};" for one in Flag]
+    lines += [f"localparam logic [31:0] STATUS_{one.name} = {int(one)};" for one in Status]
+    for name in ("CONTROL", "GLOBAL_INTERRUPT", "INTERRUPT_ENABLE", "INTERRUPT_STATUS"):
+        lines.append(f"localparam logic [11:0] REG_{name} = 12'h{getattr(description, name):03x};")
+    for kernel in KERNELS:
+        for register in kernel.registers():
+            name = f"{kernel.name}_{register.argument.name}".upper()
+            lines.append(f"localparam logic [11:0] REG_{name} = 12'h{register.offset:03x};")
+    for layout in LAYOUTS:
+        lines.append(f"localparam int {layout.name.upper()}_BYTES = {layout.nbytes};")
+        for field, offset in layout.offsets():
+            name = f"{layout.name}_{field.name}".upper()
+            lines.append(f"localparam int {name}_AT = {offset};")
+    return "\n".join([*lines, "endpackage", ""])
+
+
+FILES: Mapping[str, Callable[[], str]] = {
+    "ssdkv_fpga.h": c_abi,
+    "ssdkv_fpga.svh": svh,
+}
+"""What is generated, by name in ``generated/``."""
+
+
+def write(directory: Path = DIRECTORY) -> None:
+    """Write all files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in FILES.items():
+        (directory / name).write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
