@@ -4,8 +4,9 @@ Everything that another language has to know is generated from here by
 :mod:`vllm_ssdkv.fpga_offload.generate`: the C ABI, the HLS header, the parameters of the RTL, the
 metadata of XRT and the tables in ``docs/fpga.md``. All numbers are little endian.
 
-Addresses are bytes in the memory that the kernels read: host addresses as they are for ``csim`` and
-``rtlsim``, addresses of the card's memory for ``xrt``.
+Addresses of arguments are those of the memory that the kernels read: the process's own for ``csim``
+and ``rtlsim``, the card's for ``xrt``. Addresses in lists are offsets from the argument ``pages`` (or
+``channel_pages``): that is 0 for ``csim`` and ``rtlsim``, a buffer object for ``xrt``.
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ class Status(IntEnum):
     JOB_LENGTH = 2
     """A job has more entries or tokens than the limit. ``index``: of the job."""
     ENTRY_ADDRESS = 3
-    """An entry's address is 0 or no multiple of 64. ``index``: of the entry."""
+    """An entry's address, with its base, is 0 or no multiple of 64. ``index``: of the entry."""
     ENTRY_TOKENS = 4
     """An entry has 0 or more than 16 tokens. ``index``: of the entry."""
     CHANNEL_ADDRESS = 5
-    """A block of channels lies at 0, or at no multiple of 32. ``index``: of the block."""
+    """A block of channels lies at 0, with its base, or at no multiple of 32. ``index``: of the block."""
     ARGUMENT = 6
     """An argument of the call is out of range. ``index``: its place in the list of arguments."""
     SHAPE = 7
@@ -150,7 +151,11 @@ ENTRY = Layout(
     "entry",
     "A page, or 16 tokens of a larger one. Entries come in any order.",
     (
-        Field("address", "u64", "of K [16, d]; a multiple of 64. All 16 tokens may be read"),
+        Field(
+            "address",
+            "u64",
+            "of K [16, d], from `pages` on; a multiple of 64. All 16 tokens may be read",
+        ),
         Field("tokens", "u32", "valid ones, the first of the page: 1 to 16"),
         Field("mask", "u32", "bit t: token t is attended to. Looked at with MASK only"),
     ),
@@ -292,6 +297,7 @@ FIRST_ARGUMENT = 0x10
 
 _Q = Argument("q", "address", "queries, 16 bits, [n, G, d]", "gmem_q")
 _ENTRIES = Argument("entries", "address", "list of entries", "gmem_list")
+_PAGES = Argument("pages", "address", "base of the entries' addresses; 0 is allowed", "gmem_pages")
 _OUT = Argument("out", "address", "partials", "gmem_out", "out")
 _STATUS = Argument("status", "address", "one status record", "gmem_out", "out")
 _JOB_COUNT = Argument("job_count", "u32", f"jobs, at most {MAX_JOBS}")
@@ -309,6 +315,7 @@ ATTEND = Kernel(
     "Exact attention of any number of jobs.",
     (
         _Q,
+        _PAGES,
         _ENTRIES,
         Argument("jobs", "address", "list of jobs", "gmem_list"),
         _OUT,
@@ -326,12 +333,15 @@ SPARF = Kernel(
     "SparF: channel scores, argtopk, row filter, and attention to what was chosen.",
     (
         _Q,
+        _PAGES,
+        Argument("channel_pages", "address", "base of the channels' addresses", "gmem_channels"),
         _ENTRIES,
         Argument("jobs", "address", "list of sparf jobs", "gmem_list"),
         Argument(
             "channels",
             "address",
-            "u64 per block of channels: address of K of one KV head, [d, block_tokens]",
+            "u64 per block of channels: address of K of one KV head, [d, block_tokens], from "
+            "`channel_pages` on",
             "gmem_list",
         ),
         Argument("mean_value", "address", "mean V fp32 [d] by out, with MEAN_VALUE", "gmem_q"),

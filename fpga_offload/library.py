@@ -108,6 +108,7 @@ class LibraryBackend:
         status = self._call(
             ATTEND,
             q=queries,
+            pages=0,
             entries=entries,
             jobs=jobs,
             out=out,
@@ -137,6 +138,8 @@ class LibraryBackend:
         status = self._call(
             SPARF,
             q=queries,
+            pages=0,
+            channel_pages=0,
             entries=entries,
             jobs=jobs,
             channels=channels,

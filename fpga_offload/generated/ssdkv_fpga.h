@@ -41,7 +41,7 @@ extern "C" {
 
 /* A page, or 16 tokens of a larger one. Entries come in any order. */
 typedef struct {
-  /* of K [16, d]; a multiple of 64. All 16 tokens may be read */
+  /* of K [16, d], from `pages` on; a multiple of 64. All 16 tokens may be read */
   uint64_t address;
   /* valid ones, the first of the page: 1 to 16 */
   uint32_t tokens;
@@ -119,6 +119,8 @@ typedef struct {
 typedef struct {
   /* queries, 16 bits, [n, G, d] */
   uint64_t q;
+  /* base of the entries' addresses; 0 is allowed */
+  uint64_t pages;
   /* list of entries */
   uint64_t entries;
   /* list of jobs */
@@ -145,11 +147,15 @@ typedef struct {
 typedef struct {
   /* queries, 16 bits, [n, G, d] */
   uint64_t q;
+  /* base of the entries' addresses; 0 is allowed */
+  uint64_t pages;
+  /* base of the channels' addresses */
+  uint64_t channel_pages;
   /* list of entries */
   uint64_t entries;
   /* list of sparf jobs */
   uint64_t jobs;
-  /* u64 per block of channels: address of K of one KV head, [d, block_tokens] */
+  /* u64 per block of channels: address of K of one KV head, [d, block_tokens], from `channel_pages` on */
   uint64_t channels;
   /* mean V fp32 [d] by out, with MEAN_VALUE */
   uint64_t mean_value;
