@@ -1,0 +1,12 @@
+"""Group of commands ``ssdkv fpga``."""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_ssdkv.cli.fpga.estimate import estimate
+
+app = typer.Typer(
+    no_args_is_help=True, help="Estimate, simulate and synthesise the FPGA's attention kernels."
+)
+app.command()(estimate)
