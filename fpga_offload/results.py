@@ -18,8 +18,8 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.fpga_offload.description import BEAT_BYTES
 
 FOLDER: Final = Path(__file__).parent / "results"
-CYCLES: Final = FOLDER / "cycles.json"
-SYNTHESIS: Final = FOLDER / "synthesis.json"
+CYCLES: Final = "cycles.json"
+SYNTHESIS: Final = "synthesis.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def write_results(results: Results[Row], path: Path) -> None:
     path.write_text(f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
 
-def read_cycles(path: Path = CYCLES) -> Results[Cycles]:
+def read_cycles(path: Path = FOLDER / CYCLES) -> Results[Cycles]:
     """Cycles of the simulated kernels.
 
     Raises:
@@ -121,7 +121,7 @@ def read_cycles(path: Path = CYCLES) -> Results[Cycles]:
     return _read(path, Cycles)
 
 
-def read_synthesis(path: Path = SYNTHESIS) -> Results[Cells]:
+def read_synthesis(path: Path = FOLDER / SYNTHESIS) -> Results[Cells]:
     """Cells of the synthesised designs.
 
     Raises:

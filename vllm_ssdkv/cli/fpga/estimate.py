@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import typer
@@ -28,7 +29,14 @@ from vllm_ssdkv.fpga_offload.estimator import (
     estimate as estimate_step,
 )
 from vllm_ssdkv.fpga_offload.figures import figures
-from vllm_ssdkv.fpga_offload.results import Cells, Cycles, read_cycles, read_synthesis
+from vllm_ssdkv.fpga_offload.results import (
+    CYCLES,
+    FOLDER,
+    SYNTHESIS,
+    Cycles,
+    read_cycles,
+    read_synthesis,
+)
 
 Row: TypeAlias = dict[str, Any]
 KernelName: TypeAlias = Literal["simulated", "hilos"]
@@ -80,6 +88,15 @@ def estimate(
             parser=arguments.size, metavar="SIZE", help="Of a chunk of pages; 16MiB if not given."
         ),
     ] = None,
+    results: Annotated[
+        Path,
+        typer.Option(
+            parser=arguments.directory,
+            metavar="DIR",
+            help="Folder of cycles.json and synthesis.json; those of the package, if missing.",
+            show_default=False,
+        ),
+    ] = FOLDER,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
@@ -115,7 +132,8 @@ def estimate(
     try:
         if plot_file is not None:
             require_plot(plot_file)
-        cycles, cells = _results()
+        cycles = read_cycles(results / CYCLES).rows
+        cells = read_synthesis(results / SYNTHESIS).rows
         line = _line(kernel, cycles, head_size, group, dtype, sparse=reads is not None)
         cases = [(card, tokens) for card in chosen for tokens in lengths]
         rows = []
@@ -168,11 +186,6 @@ def _with(
     if start:
         card = dataclasses.replace(card, start=Constant(start / 1e6, "assumed", _GIVEN))
     return card
-
-
-def _results() -> tuple[Sequence[Cycles], Sequence[Cells]]:
-    """Results of simulation and synthesis that the package has."""
-    return read_cycles().rows, read_synthesis().rows
 
 
 def _line(
