@@ -238,6 +238,8 @@ def check_status(kernel: Kernel, code: int, index: int, version: int) -> None:
         raise FpgaListError(
             f"{kernel.name}: argument {kernel.arguments[index].name} is out of range"
         )
+    if code == Status.SHAPE:
+        raise FpgaError(f"{kernel.name}: the kernel is compiled for another dtype")
     raise FpgaError(f"{kernel.name}: the kernel answers with an unknown status {code}")
 
 

@@ -4,9 +4,10 @@ Everything that another language has to know is generated from here by
 :mod:`vllm_ssdkv.fpga_offload.generate`: the C ABI, the HLS header, the parameters of the RTL, the
 metadata of XRT and the tables in ``docs/fpga.md``. All numbers are little endian.
 
-Addresses of arguments are those of the memory that the kernels read: the process's own for ``csim``
-and ``rtlsim``, the card's for ``xrt``. Addresses in lists are offsets from the argument ``pages`` (or
-``channel_pages``): that is 0 for ``csim`` and ``rtlsim``, a buffer object for ``xrt``.
+Addresses of arguments are those of the memory that the kernels read: the process's own for
+``csim`` and ``rtlsim``, the card's for ``xrt``. Addresses in lists are offsets from the argument
+``pages`` (or ``channel_pages``): that is 0 for ``csim`` and ``rtlsim``, a buffer object for
+``xrt``.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ CHANNEL_BEAT_BYTES = 32
 SCORE_TOKENS = 16
 """Tokens of one beat of channels."""
 
-MAX_JOB_ENTRIES = 2048
-"""Entries of one job of ``attend``: 32,768 tokens, whose logits stay on chip."""
-MAX_SPARF_TOKENS = 65536
+MAX_JOB_ENTRIES = 4096
+"""Entries of one job of ``attend``: 65,536 tokens, whose logits stay on chip."""
+MAX_SPARF_TOKENS = MAX_JOB_ENTRIES * PAGE_TOKENS
 """Tokens of one job of ``sparf``, the window's included; their logits stay on chip."""
 MAX_JOBS = 1 << 20
 """Jobs of one call."""
@@ -86,11 +87,11 @@ class Status(IntEnum):
     ENTRY_TOKENS = 4
     """An entry has 0 or more than 16 tokens. ``index``: of the entry."""
     CHANNEL_ADDRESS = 5
-    """A block of channels lies at 0, with its base, or at no multiple of 32. ``index``: of the block."""
+    """A block of channels lies at 0, with its base, or at no multiple of 32. ``index``: its place."""
     ARGUMENT = 6
     """An argument of the call is out of range. ``index``: its place in the list of arguments."""
     SHAPE = 7
-    """The library has no kernel for this head size, group or dtype. Never of a running kernel."""
+    """The kernel is compiled for another dtype than the flags say."""
 
 
 @dataclass(frozen=True, slots=True)
