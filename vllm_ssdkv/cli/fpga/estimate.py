@@ -89,14 +89,13 @@ def estimate(
         ),
     ] = None,
     results: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
             help="Folder of cycles.json and synthesis.json; those of the package, if missing.",
-            show_default=False,
         ),
-    ] = FOLDER,
+    ] = None,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
@@ -132,8 +131,8 @@ def estimate(
     try:
         if plot_file is not None:
             require_plot(plot_file)
-        cycles = read_cycles(results / CYCLES).rows
-        cells = read_synthesis(results / SYNTHESIS).rows
+        cycles = read_cycles((results or FOLDER) / CYCLES).rows
+        cells = read_synthesis((results or FOLDER) / SYNTHESIS).rows
         line = _line(kernel, cycles, head_size, group, dtype, sparse=reads is not None)
         cases = [(card, tokens) for card in chosen for tokens in lengths]
         rows = []
