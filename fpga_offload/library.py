@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -57,44 +58,16 @@ ARGUMENTS = {kernel.name: _structure(kernel) for kernel in KERNELS}
 """The C ABI's structures of arguments, by kernel."""
 
 
-class LibraryBackend:
-    """See ``Backend``. Calls wait for each other.
+class KernelBackend(ABC):
+    """Arguments of the kernels from work, and results from what they wrote. See ``Backend``.
 
-    Example:
-        with contextlib.closing(LibraryBackend("csim", path, shape)) as backend: ...
+    Attributes:
+        shape: Of the kernels.
+        limits: The most that one call takes.
     """
 
-    address_space: Literal["host", "device"] = "host"
-
-    def __init__(
-        self, name: str, path: Path, shape: KernelShape, limits: Limits | None = None
-    ) -> None:
-        """Load the library and open its kernels of a shape.
-
-        Args:
-            name: Of the backend.
-            path: Of the library.
-            shape: Of the kernels.
-            limits: If they are not the description's.
-
-        Raises:
-            FpgaError: it cannot be loaded, or has no such kernels.
-            FpgaVersionError: it is of another version.
-        """
-        self.name = name
-        self.shape = shape
-        self.limits = limits or Limits()
-        self._lock = threading.Lock()
-        self._library = _load(name, path)
-        found = int(self._library.ssdkv_fpga_version())
-        if found != VERSION:
-            raise FpgaVersionError(
-                f"{path} has kernels of version {found}, and version {VERSION} is needed; build it "
-                "again from this package's sources"
-            )
-        self._device = self._library.ssdkv_fpga_open(shape.head_size, shape.group, int(shape.flags))
-        if not self._device:
-            raise FpgaError(f"{path} has no kernels of {shape}")
+    shape: KernelShape
+    limits: Limits
 
     def attend(self, work: AttendWork) -> Partials:
         """See ``Backend``."""
@@ -179,6 +152,54 @@ class LibraryBackend:
             int(status["cycles"]),
         )
 
+    @abstractmethod
+    def _call(self, kernel: Kernel, **values: int | NDArray[Any]) -> NDArray[np.void]:
+        """Run a kernel. Arrays stand for their addresses, and those of outputs are written.
+
+        Returns:
+            The status record, which is checked.
+        """
+
+
+class LibraryBackend(KernelBackend):
+    """See ``Backend``. Calls wait for each other.
+
+    Example:
+        with contextlib.closing(LibraryBackend("csim", path, shape)) as backend: ...
+    """
+
+    address_space: Literal["host", "device"] = "host"
+
+    def __init__(
+        self, name: str, path: Path, shape: KernelShape, limits: Limits | None = None
+    ) -> None:
+        """Load the library and open its kernels of a shape.
+
+        Args:
+            name: Of the backend.
+            path: Of the library.
+            shape: Of the kernels.
+            limits: If they are not the description's.
+
+        Raises:
+            FpgaError: it cannot be loaded, or has no such kernels.
+            FpgaVersionError: it is of another version.
+        """
+        self.name = name
+        self.shape = shape
+        self.limits = limits or Limits()
+        self._lock = threading.Lock()
+        self._library = _load(name, path)
+        found = int(self._library.ssdkv_fpga_version())
+        if found != VERSION:
+            raise FpgaVersionError(
+                f"{path} has kernels of version {found}, and version {VERSION} is needed; build it "
+                "again from this package's sources"
+            )
+        self._device = self._library.ssdkv_fpga_open(shape.head_size, shape.group, int(shape.flags))
+        if not self._device:
+            raise FpgaError(f"{path} has no kernels of {shape}")
+
     def close(self, timeout_s: float) -> bool:
         """See ``Backend``."""
         if not self._lock.acquire(timeout=timeout_s):
@@ -192,7 +213,7 @@ class LibraryBackend:
         return True
 
     def _call(self, kernel: Kernel, **values: int | NDArray[Any]) -> NDArray[np.void]:
-        """Run a kernel; arrays stand for their addresses. Returns the status record."""
+        """See :meth:`KernelBackend._call`."""
         status = _room(STATUS.nbytes).view(STATUS.dtype)
         arguments = ARGUMENTS[kernel.name]()
         for argument in kernel.arguments:
