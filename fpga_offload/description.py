@@ -87,7 +87,7 @@ class Status(IntEnum):
     ENTRY_TOKENS = 4
     """An entry has 0 or more than 16 tokens. ``index``: of the entry."""
     CHANNEL_ADDRESS = 5
-    """A block of channels lies at 0, with its base, or at no multiple of 32. ``index``: its place."""
+    """A block of channels, with its base, lies at 0 or no multiple of 32. ``index``: its place."""
     ARGUMENT = 6
     """An argument of the call is out of range. ``index``: its place in the list of arguments."""
     SHAPE = 7
