@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vllm_ssdkv.fpga_offload import description
 from vllm_ssdkv.fpga_offload.description import KERNELS, LAYOUTS, Flag, Kernel, Layout, Status
+from vllm_ssdkv.fpga_offload.vendor_files import connectivity, registers_tcl
 
 NOTICE = "Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit."
 DIRECTORY = Path(__file__).parent / "generated"
@@ -126,6 +127,8 @@ def svh() -> str:
 FILES: Mapping[str, Callable[[], str]] = {
     "ssdkv_fpga.h": c_abi,
     "ssdkv_fpga.svh": svh,
+    "connectivity.cfg": lambda: f"# {NOTICE}\n{connectivity()}",
+    "registers.tcl": lambda: f"# {NOTICE}\n{registers_tcl()}",
 }
 """What is generated, by name in ``generated/``."""
 

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The RTL kernel attend as an xclbin for the SmartSSD. Written to the documented interface, never run.
+#
+#   HEAD_SIZE=128 GROUP=4 ZKF=path/to/zkf/rtl fpga_offload/vendor/rtl_kernel.sh build/fpga/rtl
+#
+# ZKF is the folder of zkf's Verilog, which `make fpga` installs.
+set -euo pipefail
+
+out=${1:?usage: rtl_kernel.sh OUTPUT_FOLDER}
+target=${TARGET:-hw}
+platform=${PLATFORM:-xilinx_u2_gen3x4_xdma_gc_2_202110_1}
+memory=${MEMORY:-bank0} # as platforminfo lists it
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+zkf=${ZKF:?set ZKF to the folder of zkf\'s Verilog}
+
+for tool in vivado v++; do
+  command -v "$tool" >/dev/null || {
+    echo "$tool is not in PATH: source settings64.sh of Vitis" >&2
+    exit 1
+  }
+done
+mkdir -p "$out"
+grep -v "sparf" "$here/generated/connectivity.cfg" | sed "s/:bank0$/:$memory/" \
+  >"$out/connectivity.cfg"
+
+vivado -mode batch -log "$out/vivado.log" -journal "$out/vivado.jou" \
+  -source "$here/vendor/package_kernel.tcl" \
+  -tclargs "$here" "$zkf" "$out" "${HEAD_SIZE:-128}" "${GROUP:-1}"
+
+v++ --link --target "$target" --platform "$platform" --config "$out/connectivity.cfg" \
+  --kernel_frequency "${FREQUENCY:-296}" --temp_dir "$out/link" --report_level 1 \
+  --output "$out/ssdkv.xclbin" "$out/attend.xo"
+echo "wrote $out/ssdkv.xclbin"
