@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import FpgaError
+from vllm_ssdkv.fpga_offload.rtlsim import FOLDER_VARIABLE
 
 COMPLETED: Final = 4
 """XRT's state of a run that has ended well."""
@@ -88,11 +89,8 @@ class _Argument(ctypes.Structure):
 
 
 def bridge_path() -> Path:
-    """The bridge: beside this file where the package was installed with it, or in build/fpga."""
-    installed = Path(__file__).parent / BRIDGE
-    built = os.environ.get("SSDKV_FPGA_BUILD")
-    folder = Path(__file__).parents[2] / "build" / "fpga" if built is None else Path(built)
-    return installed if installed.exists() else folder / BRIDGE
+    """The bridge: in the folder that ``SSDKV_FPGA_BUILD`` names, or in ``build/fpga``."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "build/fpga").absolute() / BRIDGE
 
 
 def _load() -> ctypes.CDLL:

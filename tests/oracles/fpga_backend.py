@@ -64,15 +64,14 @@ class NumpyBackend:
             weights = np.exp(logits - top[:, None])
             m[job["out"]], total[job["out"]] = top, weights.sum(axis=1)
             acc[job["out"]] = weights @ value
-        digests = None
-        if work.checksum:
-            if work.v_offset not in (None, self.shape.page_bytes // 2):
-                raise ValueError("the oracle knows digests of whole pages only")
-            digests = checksum_pages(
-                np.ascontiguousarray(work.entries["address"]), self.shape.page_bytes
-            )
+        digests = self.digests(work) if work.checksum else None
         floats = (part.astype(np.float32) for part in (acc, m, total))
         return Partials(*floats, digests=digests)
+
+    def digests(self, work: AttendWork) -> NDArray[np.uint64]:
+        if work.v_offset not in (None, self.shape.page_bytes // 2):
+            raise ValueError("the oracle knows digests of whole pages only")
+        return checksum_pages(np.ascontiguousarray(work.entries["address"]), self.shape.page_bytes)
 
     def sparf(self, work: SparfWork) -> SparfResult:
         raise NotImplementedError
