@@ -6,7 +6,7 @@ source [file join $sources generated registers.tcl]
 set packaged [file join $out attend_ip]
 
 create_project -force pack_attend [file join $out pack_attend]
-add_files -norecurse [glob [file join $zkf *.v] [file join $zkf _tables *.v]]
+add_files -norecurse $zkf
 add_files -norecurse [file join $sources generated ssdkv_fpga.svh]
 set_property file_type SystemVerilog [get_files ssdkv_fpga.svh]
 add_files -norecurse [glob [file join $sources rtl *.sv]]

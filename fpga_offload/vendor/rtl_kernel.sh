@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The RTL kernel attend as an xclbin for the SmartSSD. Written to the documented interface, never run.
 #
-#   HEAD_SIZE=128 GROUP=4 ZKF=path/to/zkf/rtl fpga_offload/vendor/rtl_kernel.sh build/fpga/rtl
+#   HEAD_SIZE=128 GROUP=4 fpga_offload/vendor/rtl_kernel.sh build/fpga/rtl
 #
-# ZKF is the folder of zkf's Verilog, which `make fpga` installs.
+# Needs build/fpga/zkf.v, the floating-point operators, which `make fpga` puts there.
 set -euo pipefail
 
 out=${1:?usage: rtl_kernel.sh OUTPUT_FOLDER}
@@ -11,7 +11,7 @@ target=${TARGET:-hw}
 platform=${PLATFORM:-xilinx_u2_gen3x4_xdma_gc_2_202110_1}
 memory=${MEMORY:-bank0} # as platforminfo lists it
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-zkf=${ZKF:?set ZKF to the folder of zkf\'s Verilog}
+zkf=${ZKF:-$here/../build/fpga/zkf.v}
 
 for tool in vivado v++; do
   command -v "$tool" >/dev/null || {
@@ -19,6 +19,10 @@ for tool in vivado v++; do
     exit 1
   }
 done
+[ -e "$zkf" ] || {
+  echo "$zkf is not there: run make fpga" >&2
+  exit 1
+}
 mkdir -p "$out"
 grep -v "sparf" "$here/generated/connectivity.cfg" | sed "s/:bank0$/:$memory/" \
   >"$out/connectivity.cfg"

@@ -16,6 +16,7 @@ from vllm_ssdkv.cli.docs.doc_pages import (
     waits_table,
     with_section,
 )
+from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -43,6 +44,9 @@ def pages(directory: Path) -> dict[str, str]:
     if operations.is_file():
         text = operations.read_text(encoding="utf-8")
         found[operations.name] = with_section(text, "waits", waits_table())
+    fpga = directory / "fpga.md"
+    if fpga.is_file():
+        found[fpga.name] = fpga_page(fpga.read_text(encoding="utf-8"))
     return found
 
 
@@ -62,7 +66,8 @@ def stale(directory: Path) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write cli.md, gpu.md, metrics.md and options.md into DIR, and the table in operations.md."""
+    """Write cli.md, gpu.md, metrics.md and options.md into DIR, and the tables in operations.md and
+    fpga.md."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory):

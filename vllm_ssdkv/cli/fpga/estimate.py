@@ -9,15 +9,15 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables
+from vllm_ssdkv.cli.fpga.arguments import DtypeOption, GroupOption, HeadSizeOption, shape_of
 from vllm_ssdkv.cli.fpga.tables import constants_table, figures_table, steps_table
 from vllm_ssdkv.fpga_offload.cards import CARDS, DDR_BANDWIDTH, Card, CardName, Constant
-from vllm_ssdkv.fpga_offload.description import DTYPES, GROUPS, HEAD_SIZES
 from vllm_ssdkv.fpga_offload.estimator import (
     DecodeStep,
     KernelCycles,
@@ -55,9 +55,9 @@ def estimate(
     devices: Annotated[int, typer.Option(min=1, max=128, help="Cards that share the work.")] = 1,
     layers: Annotated[int, typer.Option(min=1, max=1024, help="With attention.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, max=256, help="Of a layer.")] = 8,
-    group: Annotated[int, typer.Option(help="Query heads of a KV head: 1, 2, 4, 5 or 8.")] = 4,
-    head_size: Annotated[int, typer.Option(help="Channels of a head: 64, 128 or 256.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of K and V: float16 or bfloat16.")] = "float16",
+    group: GroupOption = 4,
+    head_size: HeadSizeOption = 128,
+    dtype: DtypeOption = "float16",
     kernel: Annotated[
         str, typer.Option(help="Cycles: simulated, of our RTL; hilos, of the paper's Table 3.")
     ] = "simulated",
@@ -112,10 +112,8 @@ def estimate(
     """
     from vllm_ssdkv.profiling.bench_io.plot import require_plot
 
-    _one_of("--head-size", head_size, HEAD_SIZES)
-    _one_of("--group", group, GROUPS)
-    _one_of("--dtype", dtype, DTYPES)
-    _one_of("--kernel", kernel, get_args(KernelName))
+    shape_of(head_size, group, dtype)
+    arguments.one_of("--kernel", kernel, get_args(KernelName))
     names = arguments.names("--cards", card_names, get_args(CardName))
     lengths = arguments.whole_numbers("--contexts", contexts, 1, _MOST_CONTEXT)
     reads = None if sparf is None else SparfReads(channels, sparf, by_page=by_page)
@@ -134,11 +132,12 @@ def estimate(
         cycles = read_cycles((results or FOLDER) / CYCLES).rows
         cells = read_synthesis((results or FOLDER) / SYNTHESIS).rows
         line = _line(kernel, cycles, head_size, group, dtype, sparse=reads is not None)
-        cases = [(card, tokens) for card in chosen for tokens in lengths]
-        rows = []
-        for card, tokens in track(cases, "estimating", console=console, transient=True):
-            step = DecodeStep(layers, batch, kv_heads, group, head_size, tokens, reads)
-            rows.append(_row(card, step, line, devices))
+        steps = [
+            DecodeStep(layers, batch, kv_heads, group, head_size, tokens, reads)
+            for tokens in lengths
+        ]
+        with Progress(console=console, transient=True) as progress:
+            rows = estimate_rows(chosen, steps, line, devices, progress)
         document: Row = {
             "kernel": dataclasses.asdict(line),
             "cards": [dataclasses.asdict(card) for card in chosen],
@@ -158,12 +157,6 @@ def estimate(
         figures_table(figures(cycles, cells)),
     ]
     print_tables(tables, as_json=as_json, beside=document)
-
-
-def _one_of(option: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        listed = ", ".join(map(str, allowed))
-        raise typer.BadParameter(f"{value!r}: any of {listed}", param_hint=option)
 
 
 def _with(
@@ -201,6 +194,19 @@ def _line(
         return hilos_cycles(group)
     kernel = "sparf" if sparse else "attend"
     return simulated_cycles(cycles, kernel=kernel, head_size=head_size, group=group, dtype=dtype)
+
+
+def estimate_rows(
+    cards: Sequence[Card],
+    steps: Sequence[DecodeStep],
+    line: KernelCycles,
+    devices: int = 1,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """A row for each card and step, as in the JSON document."""
+    cases = [(card, step) for card in cards for step in steps]
+    shown = cases if progress is None else progress.track(cases, description="estimating")
+    return [_row(card, step, line, devices) for card, step in shown]
 
 
 def _row(card: Card, step: DecodeStep, line: KernelCycles, devices: int) -> Row:

@@ -96,6 +96,29 @@ def _number(value: float | None) -> str | None:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.2f}"
 
 
+def trials_table(document: Mapping[str, Any]) -> Table:
+    """Random contexts through a backend, as ``ssdkv fpga simulate`` has them."""
+    table = Table(
+        f"{document['backend']}, d = {document['head_size']}, G = {document['group']}, "
+        f"{document['dtype']}",
+        ["tokens", "error", "wrong digests", "cycles", "line rate", "seconds", "holds"],
+        decimals=3,
+        note="error: largest distance from float64 over the largest output. line rate: share of "
+        "the cycles that moved a beat of pages. seconds: of this machine.",
+    )
+    for row in document["rows"]:
+        table.add(
+            row["tokens"],
+            f"{row['error']:.1e}",
+            row["wrong_digests"],
+            row["cycles"],
+            row["line_rate"],
+            row["seconds"],
+            "yes" if row["holds"] else "no",
+        )
+    return table
+
+
 def cycles_table(rows: Sequence[Cycles]) -> Table:
     """Cycles of the simulated kernels."""
     table = Table(
