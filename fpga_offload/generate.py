@@ -5,11 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vllm_ssdkv.fpga_offload import description
-from vllm_ssdkv.fpga_offload.description import KERNELS, LAYOUTS, Flag, Kernel, Layout, Status
+from vllm_ssdkv.fpga_offload.description import (
+    KERNELS,
+    LAYOUTS,
+    Argument,
+    Flag,
+    Kernel,
+    Layout,
+    Status,
+)
 from vllm_ssdkv.fpga_offload.vendor_files import connectivity, registers_tcl
 
 NOTICE = "Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit."
@@ -40,6 +48,13 @@ def c_abi() -> str:
     )
     flags = "\n".join(f"#define SSDKV_FPGA_FLAG_{one.name} {int(one)}u" for one in Flag)
     codes = "\n".join(f"#define SSDKV_FPGA_STATUS_{one.name} {int(one)}" for one in Status)
+    places = "\n".join(
+        f"#define SSDKV_FPGA_{kernel.name}_ARGUMENT_{argument.name} {place}u".upper()
+        .replace("#DEFINE", "#define")
+        .replace(f" {place}U", f" {place}u")
+        for kernel in KERNELS
+        for place, argument in enumerate(kernel.arguments)
+    )
     structures = "\n\n".join(_c_layout(layout) for layout in LAYOUTS)
     arguments = "\n\n".join(_c_arguments(kernel) for kernel in KERNELS)
     calls = "\n".join(
@@ -65,6 +80,9 @@ extern "C" {{
 {flags}
 
 {codes}
+
+/* Places of arguments, as a status says them. */
+{places}
 
 {structures}
 
@@ -104,6 +122,70 @@ def _c_arguments(kernel: Kernel) -> str:
     return "\n".join([*lines, f"}} ssdkv_fpga_{kernel.name}_args;"])
 
 
+_HLS_TYPES = {
+    "q": "beat_t",
+    "pages": "beat_t",
+    "channel_pages": "channel_beat_t",
+    "entries": "entry_t",
+    "channels": "std::uint64_t",
+    "mean_value": "float_beat_t",
+    "out": "float_beat_t",
+    "masks": "std::uint32_t",
+    "choices": "choice_t",
+    "digests": "std::uint64_t",
+    "status": "status_t",
+}
+"""Element types of the kernels' pointers, by argument; those of jobs are of the kernel."""
+
+
+def hls_header() -> str:
+    """Parameters of the HLS kernels, and their interfaces, as macros."""
+    kernels = "\n\n".join(_hls_kernel(kernel) for kernel in KERNELS)
+    return f"""// {NOTICE}
+#pragma once
+
+{kernels}
+"""
+
+
+def _hls_kernel(kernel: Kernel) -> str:
+    prefix = f"SSDKV_FPGA_{kernel.name.upper()}"
+    parameters, cast, pragmas = [], [], []
+    for argument in kernel.arguments:
+        pointer = _hls_pointer(kernel, argument)
+        parameters.append(f"{pointer or f'std::{_C_TYPES[argument.kind]}'} {argument.name}")
+        value = f"(args).{argument.name}"
+        cast.append(f"reinterpret_cast<{pointer}>({value})" if pointer else value)
+        if pointer:
+            pragmas.append(f"m_axi port = {argument.name} bundle = {argument.port} offset = slave")
+        pragmas.append(f"s_axilite port = {argument.name}")
+    pragmas.append("s_axilite port = return")
+    texts = [f'_Pragma("HLS INTERFACE {pragma}")' for pragma in pragmas]
+    names = [argument.name for argument in kernel.arguments]
+    return "\n\n".join(
+        (
+            f"// {kernel.doc}\n" + _macro(f"{prefix}_PARAMETERS", parameters, ","),
+            _macro(f"{prefix}_NAMES", names, ","),
+            "// The same, from the C ABI's structure.\n"
+            + _macro(f"{prefix}_FROM(args)", cast, ","),
+            _macro(f"{prefix}_INTERFACE", texts, ""),
+        )
+    )
+
+
+def _hls_pointer(kernel: Kernel, argument: Argument) -> str:
+    """Type of a pointer; empty for a number."""
+    if argument.kind != "address":
+        return ""
+    jobs = "job_t" if kernel.name == "attend" else f"{kernel.name}_job_t"
+    const = "const " if argument.direction == "in" else ""
+    return f"{const}{_HLS_TYPES.get(argument.name, jobs)}*"
+
+
+def _macro(name: str, parts: Sequence[str], separator: str) -> str:
+    return f"#define {name} \\\n  " + f"{separator} \\\n  ".join(parts)
+
+
 def svh() -> str:
     """Parameters of the RTL."""
     lines = [f"// {NOTICE}", "package ssdkv_fpga;"]
@@ -126,6 +208,7 @@ def svh() -> str:
 
 FILES: Mapping[str, Callable[[], str]] = {
     "ssdkv_fpga.h": c_abi,
+    "ssdkv_fpga_hls.h": hls_header,
     "ssdkv_fpga.svh": svh,
     "connectivity.cfg": lambda: f"# {NOTICE}\n{connectivity()}",
     "registers.tcl": lambda: f"# {NOTICE}\n{registers_tcl()}",

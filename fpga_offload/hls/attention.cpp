@@ -1,0 +1,18 @@
+// Kernel `attend` for the vendor's compiler, of the shape that its macros name:
+// v++ -c -k attend -DSSDKV_HEAD_SIZE=128 -DSSDKV_GROUP=4 -DSSDKV_TYPE=BFloat16.
+#include "attention.hpp"
+
+using namespace ssdkv::fpga;
+
+extern "C" void attend(SSDKV_FPGA_ATTEND_PARAMETERS) {
+  SSDKV_FPGA_ATTEND_INTERFACE
+  static JobState<SSDKV_HEAD_SIZE, SSDKV_GROUP> state;
+#pragma HLS ARRAY_PARTITION variable = state.query dim = 1 complete
+#pragma HLS ARRAY_PARTITION variable = state.transposed dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.sums dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.sums dim = 3 complete
+#pragma HLS BIND_STORAGE variable = state.logits type = ram_2p impl = uram
+#pragma HLS BIND_STORAGE variable = state.digests type = ram_2p impl = uram
+  run_attend<SSDKV_HEAD_SIZE, SSDKV_GROUP, SSDKV_TYPE>(state, SSDKV_FPGA_BEAT_BYTES,
+                                                       SSDKV_FPGA_ATTEND_NAMES);
+}

@@ -1,0 +1,18 @@
+// Kernel `sparf` for the vendor's compiler; macros as of attention.cpp.
+#include "sparf.hpp"
+
+using namespace ssdkv::fpga;
+
+extern "C" void sparf(SSDKV_FPGA_SPARF_PARAMETERS) {
+  SSDKV_FPGA_SPARF_INTERFACE
+  static SparfState<SSDKV_HEAD_SIZE, SSDKV_GROUP> state;
+#pragma HLS ARRAY_PARTITION variable = state.job.query dim = 1 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.transposed dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.sums dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.sums dim = 3 complete
+#pragma HLS ARRAY_PARTITION variable = state.reduced dim = 2 complete
+#pragma HLS BIND_STORAGE variable = state.job.logits type = ram_2p impl = uram
+#pragma HLS BIND_STORAGE variable = state.keys type = ram_2p impl = uram
+  run_sparf<SSDKV_HEAD_SIZE, SSDKV_GROUP, SSDKV_TYPE>(
+      state, SSDKV_FPGA_BEAT_BYTES, SSDKV_FPGA_CHANNEL_BEAT_BYTES, SSDKV_FPGA_SPARF_NAMES);
+}
