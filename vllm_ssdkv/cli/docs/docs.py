@@ -17,6 +17,7 @@ from vllm_ssdkv.cli.docs.doc_pages import (
     with_section,
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
+from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -45,7 +46,7 @@ def pages(directory: Path) -> dict[str, str]:
         text = operations.read_text(encoding="utf-8")
         found[operations.name] = with_section(text, "waits", waits_table())
     fpga = directory / "fpga.md"
-    if fpga.is_file():
+    if fpga.is_file() and (FOLDER / CYCLES).is_file():
         found[fpga.name] = fpga_page(fpga.read_text(encoding="utf-8"))
     return found
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.errors import FpgaError, SSDKVError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.cli.fpga.arguments import DtypeOption, GroupOption, HeadSizeOption, shape_of
@@ -77,8 +77,7 @@ def simulate(
             for length in progress.track(lengths, description="simulating"):
                 rows.append(_trial(kernels, length, seed, stalls, checksum=checksum))
     except SSDKVError as error:
-        tools = "; `make fpga` in a checkout brings its tools" if backend == "rtlsim" else ""
-        typer.echo(f"ssdkv fpga simulate: {error}{tools}", err=True)
+        typer.echo(f"ssdkv fpga simulate: {error}", err=True)
         raise typer.Exit(1) from error
     sizes = {"head_size": head_size, "group": group, "dtype": dtype, "seed": seed}
     document = {"backend": backend, **sizes, "rows": rows}
@@ -102,7 +101,10 @@ def _opened(
     if name == "csim":
         backend = CsimBackend(shape)
     else:
-        backend = RtlsimBackend(shape)
+        try:
+            backend = RtlsimBackend(shape)
+        except FpgaError as error:
+            raise FpgaError(f"{error}; `make fpga` in a checkout brings the tools") from error
         backend.set_memory(seed=seed, stalls=stalls, latency=latency)
     try:
         yield backend
