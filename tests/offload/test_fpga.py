@@ -20,7 +20,7 @@ from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.offload.fpga import FpgaKernels, fpga_problem, kernel_shape
 
-NEAR = {"rtol": 1e-5, "atol": 1e-5}
+NEAR = 1e-5
 KV_HEADS, HEAD_SIZE, BLOCK = 2, 64, 64
 
 
@@ -49,9 +49,9 @@ def assert_same(found: PartialState, wanted: PartialState) -> None:
     seen = wanted.l > 0
     assert torch.equal(found.l > 0, seen)
     lse = [one.m[seen] + torch.log(one.l[seen]) for one in (found, wanted)]
-    torch.testing.assert_close(*lse, **NEAR)
+    torch.testing.assert_close(*lse, rtol=NEAR, atol=NEAR)
     out = [one.acc[seen] / one.l[seen][:, None] for one in (found, wanted)]
-    torch.testing.assert_close(*out, **NEAR)
+    torch.testing.assert_close(*out, rtol=NEAR, atol=NEAR)
 
 
 def started(query: torch.Tensor) -> PartialState:

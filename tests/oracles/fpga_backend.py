@@ -65,8 +65,9 @@ class NumpyBackend:
             m[job["out"]], total[job["out"]] = top, weights.sum(axis=1)
             acc[job["out"]] = weights @ value
         digests = self.digests(work) if work.checksum else None
-        floats = (part.astype(np.float32) for part in (acc, m, total))
-        return Partials(*floats, digests=digests)
+        return Partials(
+            acc.astype(np.float32), m.astype(np.float32), total.astype(np.float32), digests
+        )
 
     def digests(self, work: AttendWork) -> NDArray[np.uint64]:
         if work.v_offset not in (None, self.shape.page_bytes // 2):

@@ -35,7 +35,7 @@ from vllm_ssdkv.fpga_offload.description import (
     MAX_GROUP,
     KernelShape,
 )
-from vllm_ssdkv.kernels.dense import CpuKernels
+from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.offload.fpga_lists import (
@@ -146,7 +146,7 @@ class FpgaKernels:
         """``counters``: of the rank."""
         self._backend = backend
         self._counters = counters
-        self._merge = CpuKernels(1).merge
+        self._merge = select_kernels(torch.device("cpu")).merge
 
     def attend(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.fpga_offload.needs import XRT_HEADERS, needs_xrt
 from tests.fpga_offload.xrt.xclbins import maker
 from tests.oracles.fpga_backend import NumpyBackend
 from tests.oracles.fpga_card import ComputingCard
@@ -28,17 +29,13 @@ from vllm_ssdkv.fpga_offload.xrt.backend import XrtBackend, check_xclbin
 from vllm_ssdkv.fpga_offload.xrt.runtime import (
     Argument,
     BridgeRuntime,
-    bridge_path,
     inspect,
 )
 
-INCLUDE = Path("/usr/include/xrt")
 LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
 SHAPE = KernelShape(64, 4, "float16")
 
-pytestmark = pytest.mark.skipif(
-    not (bridge_path().exists() and INCLUDE.exists()), reason="XRT's bridge: run `make fpga`"
-)
+pytestmark = needs_xrt()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +51,7 @@ def no_op_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def xclbin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return maker(tmp_path_factory.mktemp("xclbins"), INCLUDE)
+    return maker(tmp_path_factory.mktemp("xclbins"), XRT_HEADERS)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +150,9 @@ def test_pages_in_the_cards_memory_stay_where_they_are(card: ComputingCard) -> N
     entries["tokens"] = 16
     _, work = problem(6)
     peer = AttendWork(work.queries, entries, work.jobs, 0.125, 3, checksum=True)
-    assert np.array_equal(backend.attend(peer).digests, NumpyBackend(SHAPE).digests(peer))
+    digests = backend.attend(peer).digests
+    assert digests is not None
+    assert np.array_equal(digests, NumpyBackend(SHAPE).digests(peer))
     mixed = entries.copy()
     mixed["address"][2] = work.entries["address"][0]
     with pytest.raises(ValueError, match="some pages of a call are in the card's memory"):

@@ -50,12 +50,15 @@ from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
+from vllm_ssdkv.fpga_offload.backend import Backend
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.offload.fpga import kernel_shape
 from vllm_ssdkv.offload.offloader import Offloader
-from vllm_ssdkv.offload.open import open_offloader
+from vllm_ssdkv.offload.open import open_fpga, open_offloader
 from vllm_ssdkv.sparse.prefetch import Prefetcher
+from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
@@ -202,8 +205,11 @@ class SSDKVWorker:
             pin_arena(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
-            self._choices = SelectorRegistry.of(self.config, self.layout, caches[0].device)
-            self.offloader = self._open_offloader()
+            fpga = self._open_fpga()
+            self._choices = SelectorRegistry.of(
+                self.config, self.layout, caches[0].device, self._fpga_choice(fpga, caches[0])
+            )
+            self.offloader = self._open_offloader(fpga)
             if self.config.orders_tokens:
                 self.ordering = TokenOrdering(
                     self.block_layout,
@@ -242,13 +248,38 @@ class SSDKVWorker:
             places = self.store.channel_places
             self.store.keep_channels(channel_memory(places, layout, geometry, device))
 
-    def _open_offloader(self) -> Offloader | None:
+    def _open_fpga(self) -> Backend | None:
+        """The FPGA, if the options ask for one."""
+        options, layout = self.config.offload, self.layout
+        if options is None or options.kind != "fpga":
+            return None
+        if self.config.encryption is not None:
+            logger.info(
+                "ssdkv: offload: the store is encrypted: pages are decrypted in memory of the host "
+                "before the FPGA gets them"
+            )
+        heads = layout.query_heads or layout.kv_heads
+        shape = kernel_shape(heads, layout.kv_heads, layout.head_size, layout.dtype)
+        return open_fpga(options, shape, self.rank)
+
+    def _fpga_choice(self, fpga: Backend | None, cache: torch.Tensor) -> FpgaChoice | None:
+        """The FPGA as who chooses for `sparf`."""
+        if fpga is None or not self.config.scores_channels:
+            return None
+        if cache.is_cuda:
+            logger.info("ssdkv: offload: the GPU chooses, which has the windows' keys")
+            return None
+        count = functools.partial(self.counters.add, "offload_kernel_calls", kernel="sparf")
+        return FpgaChoice(fpga, count)
+
+    def _open_offloader(self, fpga: Backend | None) -> Offloader | None:
         config, opened = self.config, self._opened
         if config.offload is None:
             return None
         # Its threads wait for reads: one deadline for each drive that hangs.
         deadline_s = config.io.deadline * (len(opened.devices) + 1)
-        return open_offloader(config.offload, self.layout.tp_size, deadline_s, self.counters)
+        workers = self.layout.tp_size
+        return open_offloader(config.offload, workers, deadline_s, self.counters, fpga)
 
     def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry
