@@ -134,18 +134,6 @@ def instinfer_cells(cells: Sequence[Cells]) -> list[Figure]:
     return found
 
 
-def share_of_card(row: Cells, fpga: Resources) -> float:
-    """Largest share of a kind of cells that a design takes of an FPGA."""
-    pairs = (
-        (row.lut, fpga.lut),
-        (row.ff, fpga.ff),
-        (row.dsp, fpga.dsp),
-        (row.bram36, fpga.bram36),
-        (row.uram, fpga.uram),
-    )
-    return max(used / there if there else float(used > 0) for used, there in pairs)
-
-
 def _compared(
     name: str, paper: str, theirs: Resources, row: Cells | None, note: str
 ) -> list[Figure]:

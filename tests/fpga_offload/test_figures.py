@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from vllm_ssdkv.fpga_offload.cards import CARDS, Resources
-from vllm_ssdkv.fpga_offload.figures import Figure, figures, share_of_card
+from vllm_ssdkv.fpga_offload.figures import Figure, figures
 from vllm_ssdkv.fpga_offload.results import Cells, Cycles
 
 LINE_RATE = [
@@ -46,11 +45,3 @@ def test_increments_are_of_a_query_head() -> None:
     assert find(found, "LUT of core, G = 1").ratio == pytest.approx(40 / 203)
     assert find(found, "LUT of core, G = 4").ours is None
     assert find(found, "LUT of attention").ours is None, "xcup is not the family of a Zynq 7045"
-
-
-def test_the_scarcest_cells_count() -> None:
-    fpga = Resources(lut=1000, ff=1000, dsp=100, bram36=10)
-    row = Cells("core", "xc7", 128, 1, lut=100, ff=100, dsp=50, bram36=2)
-    assert share_of_card(row, fpga) == 0.5
-    assert share_of_card(dataclasses.replace(row, uram=1), fpga) == 1, "it has none"
-    assert share_of_card(CORES[0], CARDS["smartssd"].fpga) < 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_ssdkv.fpga_offload.cards import Card
+from vllm_ssdkv.fpga_offload.cards import CARDS, Card
 from vllm_ssdkv.fpga_offload.estimator import KernelCycles
 from vllm_ssdkv.fpga_offload.figures import Figure
 from vllm_ssdkv.fpga_offload.results import Cells, Cycles
@@ -161,4 +161,26 @@ def cells_table(rows: Sequence[Cells]) -> Table:
             float(row.bram36),
             row.uram,
         )
+    return table
+
+
+def shares_table(rows: Sequence[Cells]) -> Table:
+    """Shares of the papers' FPGAs that designs take, in percent."""
+    table = Table(
+        "Shares of the papers' FPGAs, %",
+        ["design", "G", "card", "LUT", "FF", "DSP", "BRAM36"],
+        decimals=1,
+    )
+    for row in rows:
+        card = next(card for card in CARDS.values() if card.family == row.family)
+        shares = [
+            100 * used / there
+            for used, there in (
+                (row.lut, card.fpga.lut),
+                (row.ff, card.fpga.ff),
+                (row.dsp, card.fpga.dsp),
+                (row.bram36, card.fpga.bram36),
+            )
+        ]
+        table.add(row.design, row.group, card.name, *shares)
     return table
