@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vllm_ssdkv.fpga_offload import description
 from vllm_ssdkv.fpga_offload.description import (
+    BEAT_BYTES,
+    CHANNEL_BEAT_BYTES,
     KERNELS,
     LAYOUTS,
     Argument,
@@ -206,10 +209,81 @@ def svh() -> str:
     return "\n".join([*lines, "endpackage", ""])
 
 
+def kernel_metadata(kernel: Kernel, address: int = 0x1800000) -> str:
+    """A kernel as the metadata of an xclbin have it, with one unit whose registers lie at
+    ``address``."""
+    ports = {argument.port: 8 * BEAT_BYTES for argument in kernel.arguments if argument.port}
+    if "gmem_channels" in ports:
+        ports["gmem_channels"] = 8 * CHANNEL_BEAT_BYTES
+    lines = [
+        f'<kernel name="{kernel.name}" language="c">',
+        '  <port name="S_AXI_CONTROL" mode="slave" range="0x1000" dataWidth="32"'
+        ' portType="addressable" base="0x0"/>',
+    ]
+    lines += [
+        f'  <port name="{port}" mode="master" range="0xFFFFFFFFFFFFFFFF" dataWidth="{width}"'
+        ' portType="addressable" base="0x0"/>'
+        for port, width in sorted(ports.items())
+    ]
+    for place, register in enumerate(kernel.registers()):
+        argument = register.argument
+        of_memory = argument.kind == "address"
+        lines.append(
+            f'  <arg name="{argument.name}" addressQualifier="{int(of_memory)}" id="{place}"'
+            f' port="{argument.port or "S_AXI_CONTROL"}" size="{argument.nbytes:#x}"'
+            f' offset="{register.offset:#x}" hostOffset="0x0" hostSize="{argument.nbytes:#x}"'
+            f' type="{"void*" if of_memory else "uint"}"/>'
+        )
+    lines += [
+        f'  <instance name="{kernel.name}_1">',
+        f'    <addrRemap base="{address:#x}" port="S_AXI_CONTROL" range="0x1000"/>',
+        "  </instance>",
+        "</kernel>",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def tables() -> str:
+    """Arguments and records as tables in Markdown."""
+    parts = []
+    for kernel in KERNELS:
+        parts += [f"Kernel `{kernel.name}`: {kernel.doc}", _argument_table(kernel)]
+    for layout in LAYOUTS:
+        parts += [f"Record `{layout.name}`, {layout.nbytes} bytes: {layout.doc}", _fields(layout)]
+    return "\n\n".join(parts)
+
+
+def _argument_table(kernel: Kernel) -> str:
+    rows = ["| argument | register | kind | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{one.argument.name}` | {one.offset:#05x} | "
+        f"{one.argument.kind}{', written' if one.argument.direction == 'out' else ''} | "
+        f"{one.argument.doc} |"
+        for one in kernel.registers()
+    ]
+    return "\n".join(rows)
+
+
+def _fields(layout: Layout) -> str:
+    rows = ["| field | at | type | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{field.name}` | {offset} | {field.type}"
+        f"{f' x {field.count}' if field.count > 1 else ''} | {field.doc} |"
+        for field, offset in layout.offsets()
+    ]
+    return "\n".join(rows)
+
+
 FILES: Mapping[str, Callable[[], str]] = {
     "ssdkv_fpga.h": c_abi,
     "ssdkv_fpga_hls.h": hls_header,
     "ssdkv_fpga.svh": svh,
+    **{
+        f"{kernel.name}.xml": functools.partial(
+            lambda one: f"<!-- {NOTICE} -->\n{kernel_metadata(one)}", kernel
+        )
+        for kernel in KERNELS
+    },
     "connectivity.cfg": lambda: f"# {NOTICE}\n{connectivity()}",
     "registers.tcl": lambda: f"# {NOTICE}\n{registers_tcl()}",
 }

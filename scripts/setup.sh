@@ -30,7 +30,7 @@ source_files() {
 source_hash() {
   if [ -e "$editable_stamp" ]; then
     source_files | sort -z | sha256sum
-    source_files | grep -zE '/csrc/|^third_party/|^[^/]*$' | sort -z | xargs -0 sha256sum
+    source_files | grep -zE '/csrc/|/hls/|^fpga_offload/generated/|^third_party/|^[^/]*$' | sort -z | xargs -0 sha256sum
   else
     source_files | sort -z | xargs -0 sha256sum
   fi | sha256sum | cut -d ' ' -f 1

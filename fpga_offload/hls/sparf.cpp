@@ -1,7 +1,13 @@
-// Kernel `sparf` for the vendor's compiler; macros as of attention.cpp.
+// Kernel `sparf` for the vendor's compiler; macros as of attend.cpp.
 #include "sparf.hpp"
 
 using namespace ssdkv::fpga;
+
+#if SSDKV_BFLOAT16
+using Element = BFloat16;
+#else
+using Element = Float16;
+#endif
 
 extern "C" void sparf(SSDKV_FPGA_SPARF_PARAMETERS) {
   SSDKV_FPGA_SPARF_INTERFACE
@@ -13,6 +19,6 @@ extern "C" void sparf(SSDKV_FPGA_SPARF_PARAMETERS) {
 #pragma HLS ARRAY_PARTITION variable = state.reduced dim = 2 complete
 #pragma HLS BIND_STORAGE variable = state.job.logits type = ram_2p impl = uram
 #pragma HLS BIND_STORAGE variable = state.keys type = ram_2p impl = uram
-  run_sparf<SSDKV_HEAD_SIZE, SSDKV_GROUP, SSDKV_TYPE>(
+  run_sparf<SSDKV_HEAD_SIZE, SSDKV_GROUP, Element>(
       state, SSDKV_FPGA_BEAT_BYTES, SSDKV_FPGA_CHANNEL_BEAT_BYTES, SSDKV_FPGA_SPARF_NAMES);
 }

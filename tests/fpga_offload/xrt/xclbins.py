@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from xml.sax.saxutils import quoteattr
 
 from vllm_ssdkv.fpga_offload.description import KERNELS, Kernel
+from vllm_ssdkv.fpga_offload.generate import kernel_metadata
 
 _CORE = (
     '<?xml version="1.0" encoding="UTF-8"?><project name="test">'
@@ -21,31 +22,11 @@ _UNIT_BYTES = 0x10000
 
 
 def _metadata(kernel: Kernel, address: int, shift: int) -> str:
-    ports = sorted({argument.port for argument in kernel.arguments if argument.port})
-    lines = [
-        f'<kernel name={quoteattr(kernel.name)} language="c">',
-        '<port name="S_AXI_CONTROL" mode="slave" range="0x1000" dataWidth="32" '
-        'portType="addressable" base="0x0"/>',
-    ]
-    lines += [
-        f'<port name={quoteattr(port)} mode="master" range="0xFFFFFFFFFFFFFFFF" '
-        'dataWidth="512" portType="addressable" base="0x0"/>'
-        for port in ports
-    ]
-    for place, register in enumerate(kernel.registers()):
-        argument, offset = register.argument, register.offset + shift
-        of_memory = argument.kind == "address"
-        lines.append(
-            f'<arg name={quoteattr(argument.name)} addressQualifier="{int(of_memory)}" '
-            f'id="{place}" port={quoteattr(argument.port or "S_AXI_CONTROL")} '
-            f'size="{argument.nbytes:#x}" offset="{offset:#x}" hostOffset="0x0" '
-            f'hostSize="{argument.nbytes:#x}" type="{"void*" if of_memory else "uint"}"/>'
-        )
-    unit = f"<instance name={quoteattr(kernel.name + '_1')}>"
-    lines.append(
-        f'{unit}<addrRemap base="{address:#x}" port="S_AXI_CONTROL" range="0x1000"/></instance>'
+    return re.sub(
+        r' offset="(\w+)"',
+        lambda found: f' offset="{int(found[1], 16) + shift:#x}"',
+        kernel_metadata(kernel, address),
     )
-    return "".join([*lines, "</kernel>"])
 
 
 def maker(folder: Path, include: Path) -> Callable[..., Path]:
