@@ -112,6 +112,23 @@ def write_results(results: Results[Row], path: Path) -> None:
     path.write_text(f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
 
+def add_cycles(results: Results[Cycles], path: Path) -> None:
+    """Put runs into a file of results, in place of those of the same kernels in it.
+
+    Raises:
+        BenchError: there is a file of another form.
+    """
+    present = read_cycles(path).rows if path.exists() else []
+    mine = {_kernel_of(row) for row in results.rows}
+    rows = [row for row in present if _kernel_of(row) not in mine] + list(results.rows)
+    rows.sort(key=lambda row: (*_kernel_of(row), row.tokens))
+    write_results(Results(results.command, results.tools, rows), path)
+
+
+def _kernel_of(row: Cycles) -> tuple[str, int, int, str, float]:
+    return row.kernel, row.head_size, row.group, row.dtype, row.stalls
+
+
 def read_cycles(path: Path = FOLDER / CYCLES) -> Results[Cycles]:
     """Cycles of the simulated kernels.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from vllm_ssdkv.fpga_offload.results import (
     Cells,
     Cycles,
     Results,
+    add_cycles,
     read_cycles,
     read_synthesis,
     write_results,
@@ -28,6 +30,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     cells = Results("synth", {}, [Cells("core", "xcup", 128, 1, 40000, 30000, 73, 1.5)])
     write_results(cells, path)
     assert read_synthesis(path) == cells
+
+
+def test_runs_of_a_kernel_are_replaced_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "cycles.json"
+    other = dataclasses.replace(ROW, group=4)
+    longer = dataclasses.replace(ROW, tokens=8192)
+    add_cycles(Results("first", {}, [longer, ROW, other]), path)
+    assert read_cycles(path).rows == [ROW, longer, other]
+    again = dataclasses.replace(ROW, cycles=40000)
+    add_cycles(Results("second", {}, [again]), path)
+    assert read_cycles(path) == Results("second", {}, [again, other])
 
 
 def test_line_rate_is_a_beat_a_cycle() -> None:
