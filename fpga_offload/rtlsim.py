@@ -1,7 +1,7 @@
 """The RTL kernels, simulated clock by clock: shared libraries that ``make fpga`` builds.
 
-A library is of one head size and group, and of both dtypes. Its memory is this process's: every port
-answers one beat a cycle, in order.
+A library is of one head size and group, and of both dtypes. Its memory is this process's: every
+port answers one beat a cycle, in order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ FOLDER_VARIABLE = "SSDKV_FPGA_BUILD"
 
 
 def rtlsim_library(shape: KernelShape) -> Path:
-    """Library of a shape: in the folder that ``SSDKV_FPGA_BUILD`` names, or in ``build/fpga``."""
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or "build/fpga")
-    return folder.absolute() / f"rtlsim_d{shape.head_size}_g{shape.group}.so"
+    """Library of the kernels of a shape."""
+    return build_folder() / f"rtlsim_d{shape.head_size}_g{shape.group}.so"
+
+
+def build_folder() -> Path:
+    """Folder of ``make fpga``: the one that ``SSDKV_FPGA_BUILD`` names, or ``build/fpga``."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "build/fpga").absolute()
 
 
 class RtlsimBackend(LibraryBackend):

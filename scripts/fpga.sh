@@ -47,9 +47,12 @@ install_lock() {
   echo "$hash" >"$venv/.locked"
 }
 
+# Of the kernel `attend`.
+parts=(float softmax attention_core row_filter page_reader record_writer control_registers list_reader attend)
+
 sources() {
   echo fpga_offload/generated/ssdkv_fpga.svh "$bundle"
-  ls fpga_offload/rtl/*.sv
+  printf 'fpga_offload/rtl/%s.sv\n' "${parts[@]}"
 }
 
 # A library is a function of these.

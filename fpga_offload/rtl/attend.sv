@@ -18,13 +18,12 @@ module attend #(parameter D = 128, parameter G = 1) (
     output wire         out_wvalid, input wire out_wready, output wire [511:0] out_wdata, output wire out_wlast,
     input  wire         out_bvalid, output wire out_bready
 );
-    import ssdkv_fpga::*;
     localparam NB = D / 32;
     localparam QUERY_BEATS = G * NB;
     localparam PARTIAL_BEATS = 2 * QUERY_BEATS + 1;
     localparam WORDS = 64;
     // Places of arguments in the call.
-    localparam [31:0] AT_DIGESTS = 5, AT_JOB_COUNT = 7, AT_V_OFFSET = 9, AT_FLAGS = 11;
+    localparam [31:0] AT_JOB_COUNT = 7, AT_V_OFFSET = 9, AT_FLAGS = 11;
 
     wire [32*WORDS-1:0] words;
     wire go;
@@ -33,17 +32,19 @@ module attend #(parameter D = 128, parameter G = 1) (
         .awaddr(s_awaddr), .wvalid(s_wvalid), .wready(s_wready), .wdata(s_wdata), .wstrb(s_wstrb), .bvalid(s_bvalid),
         .bready(s_bready), .arvalid(s_arvalid), .arready(s_arready), .araddr(s_araddr), .rvalid(s_rvalid),
         .rready(s_rready), .rdata(s_rdata), .words(words), .start(go), .done(done), .interrupt(interrupt));
-    wire [63:0] q = words[8*REG_ATTEND_Q +: 64];
-    wire [63:0] pages = words[8*REG_ATTEND_PAGES +: 64];
-    wire [63:0] entries = words[8*REG_ATTEND_ENTRIES +: 64];
-    wire [63:0] jobs = words[8*REG_ATTEND_JOBS +: 64];
-    wire [63:0] out = words[8*REG_ATTEND_OUT +: 64];
-    wire [63:0] status = words[8*REG_ATTEND_STATUS +: 64];
-    wire [31:0] job_count = words[8*REG_ATTEND_JOB_COUNT +: 32];
-    wire [31:0] entry_count = words[8*REG_ATTEND_ENTRY_COUNT +: 32];
-    wire [31:0] v_offset = words[8*REG_ATTEND_V_OFFSET +: 32];
-    wire [31:0] scale_log2e = words[8*REG_ATTEND_SCALE_LOG2E +: 32];
-    wire [31:0] flags = words[8*REG_ATTEND_FLAGS +: 32];
+    wire [63:0] q = words[8*ssdkv_fpga::REG_ATTEND_Q +: 64];
+    wire [63:0] pages = words[8*ssdkv_fpga::REG_ATTEND_PAGES +: 64];
+    wire [63:0] entries = words[8*ssdkv_fpga::REG_ATTEND_ENTRIES +: 64];
+    wire [63:0] jobs = words[8*ssdkv_fpga::REG_ATTEND_JOBS +: 64];
+    wire [63:0] out = words[8*ssdkv_fpga::REG_ATTEND_OUT +: 64];
+    wire [63:0] status = words[8*ssdkv_fpga::REG_ATTEND_STATUS +: 64];
+    wire [31:0] job_count = words[8*ssdkv_fpga::REG_ATTEND_JOB_COUNT +: 32];
+    wire [31:0] entry_count = words[8*ssdkv_fpga::REG_ATTEND_ENTRY_COUNT +: 32];
+    wire [31:0] v_offset = words[8*ssdkv_fpga::REG_ATTEND_V_OFFSET +: 32];
+    wire [31:0] scale_log2e = words[8*ssdkv_fpga::REG_ATTEND_SCALE_LOG2E +: 32];
+    wire [31:0] flags = words[8*ssdkv_fpga::REG_ATTEND_FLAGS +: 32];
+
+    wire v_offset_bad = v_offset < 32 * D || v_offset[5:0] != 0;
 
     localparam [3:0] IDLE = 0, CHECK = 1, JOB = 2, JOB_BEAT = 3, JOB_CHECK = 4, QUERY = 5, ENTRIES = 6,
         RUN = 7, STOP = 8, STATUS = 9, STATUS_WAIT = 10, OUT = 11;
@@ -113,7 +114,7 @@ module attend #(parameter D = 128, parameter G = 1) (
     reg [63:0] beats_before;
     wire core_idle, core_valid, core_ready, core_last, writer_ready;
     page_reader #(.D(D)) reader(.clk(clk), .rst(rst), .start(job_start), .pages(pages), .v_offset(v_offset),
-        .use_mask((flags & FLAG_MASK) != 0), .entry_valid(entry_valid), .entry_ready(entry_ready), .entry(entry),
+        .use_mask((flags & ssdkv_fpga::FLAG_MASK) != 0), .entry_valid(entry_valid), .entry_ready(entry_ready), .entry(entry),
         .entries_end(entries_started && entry_index == entry_end), .broken(broken), .broken_code(broken_code),
         .broken_place(broken_place), .quiet(quiet), .row_valid(row_valid), .row_is_value(row_is_value),
         .row_last(row_last), .row_beat(row_beat), .row_data(row_data), .finish(finish), .beats(beats),
@@ -121,7 +122,7 @@ module attend #(parameter D = 128, parameter G = 1) (
         .rvalid(page_rvalid), .rready(page_rready), .rdata(page_rdata));
     reg core_reset;
     attention_core #(.D(D), .G(G)) core(.clk(clk), .rst(rst || core_reset), .start(job_start),
-        .bf16((flags & FLAG_BFLOAT16) != 0), .scale_log2e(scale_log2e),
+        .bf16((flags & ssdkv_fpga::FLAG_BFLOAT16) != 0), .scale_log2e(scale_log2e),
         .q_valid(state == QUERY && list_valid), .q_data(list_data), .row_valid(row_valid),
         .row_is_value(row_is_value), .row_last(row_last), .row_beat(row_beat), .row_data(row_data),
         .finish(finish && entries_started), .idle(core_idle), .out_valid(core_valid), .out_ready(core_ready), .out_last(core_last),
@@ -131,7 +132,7 @@ module attend #(parameter D = 128, parameter G = 1) (
     reg [63:0] write_address;
     reg [7:0] write_beats;
     wire writer_idle;
-    wire [511:0] status_beat = {256'd0, beats - beats_before, cycles, job, VERSION[31:0], place, code};
+    wire [511:0] status_beat = {256'd0, beats - beats_before, cycles, job, 32'(ssdkv_fpga::VERSION), place, code};
     assign core_ready = writer_ready && !write_status;
     record_writer writer(.clk(clk), .rst(rst), .start(write_start), .address(write_address), .beats(write_beats),
         .idle(writer_idle), .in_valid(write_status || core_valid), .in_ready(writer_ready),
@@ -155,7 +156,7 @@ module attend #(parameter D = 128, parameter G = 1) (
         end else case (state)
             IDLE: if (go) begin
                 state <= CHECK;
-                code <= STATUS_OK;
+                code <= ssdkv_fpga::STATUS_OK;
                 place <= 0;
                 job <= 0;
                 cycles <= 0;
@@ -164,10 +165,10 @@ module attend #(parameter D = 128, parameter G = 1) (
             end
             CHECK: begin
                 state <= JOB;
-                if (job_count > MAX_JOBS || v_offset[5:0] != 0 || (flags & FLAG_CHECKSUM) != 0) begin
+                if (job_count > ssdkv_fpga::MAX_JOBS || v_offset_bad || (flags & ssdkv_fpga::FLAG_CHECKSUM) != 0) begin
                     state <= STOP;
-                    code <= STATUS_ARGUMENT;
-                    place <= job_count > MAX_JOBS ? AT_JOB_COUNT : v_offset[5:0] != 0 ? AT_V_OFFSET : AT_FLAGS;
+                    code <= ssdkv_fpga::STATUS_ARGUMENT;
+                    place <= job_count > ssdkv_fpga::MAX_JOBS ? AT_JOB_COUNT : v_offset_bad ? AT_V_OFFSET : AT_FLAGS;
                 end
             end
             JOB: if (job == job_count) state <= STOP;
@@ -183,9 +184,9 @@ module attend #(parameter D = 128, parameter G = 1) (
                 job_beat <= list_data;
             end
             JOB_CHECK: begin
-                if (job_end > {1'b0, entry_count} || job_entries > MAX_JOB_ENTRIES) begin
+                if (job_end > {1'b0, entry_count} || job_entries > ssdkv_fpga::MAX_JOB_ENTRIES) begin
                     state <= STOP;
-                    code <= job_end > {1'b0, entry_count} ? STATUS_JOB_ENTRIES : STATUS_JOB_LENGTH;
+                    code <= job_end > {1'b0, entry_count} ? ssdkv_fpga::STATUS_JOB_ENTRIES : ssdkv_fpga::STATUS_JOB_LENGTH;
                     place <= job;
                 end else if (list_idle) begin
                     state <= QUERY;

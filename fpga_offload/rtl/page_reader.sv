@@ -43,7 +43,7 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
     localparam [31:0] ADDRESS = 3, TOKENS = 4;          // of Status
 
     // Entries: checked, compacted, and one held back to know the last.
-    wire [63:0] address = entry[63:0];
+    wire [63:0] address = entry[63:0] + pages;
     wire [31:0] tokens = entry[95:64];
     wire address_bad = address == 0 || address[5:0] != 0;
     wire tokens_bad = tokens == 0 || tokens > 16;
@@ -72,7 +72,7 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
             if (look && next_found) held <= 1;
             if (bad) begin
                 broken <= 1;
-                broken_code <= address_bad ? ADDRESS : TOKENS;
+                broken_code <= tokens_bad ? TOKENS : ADDRESS;
                 broken_place <= place;
             end
         end
@@ -144,7 +144,6 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
     // Bursts of a half page: at most 64 beats, none across 4 KiB.
     reg [AW:0] credit;
     wire [57:0] next_address = do_value ? banked[78:21] + {32'd0, v_offset[31:6]} : held_address;
-    wire [57:0] next_base = next_address + pages[63:6];
     wire [6:0] to_boundary = 7'd64 - {1'b0, issue_address[5:0]};
     wire [6:0] burst = issue_beats < {1'b0, to_boundary} ? issue_beats[6:0] : to_boundary;
     wire ask = issue && (!arvalid || arready) && credit >= {{(AW-6){1'b0}}, burst};
@@ -159,7 +158,7 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
             if (arvalid && arready) arvalid <= 0;
             if (key_ready || value_ready) begin
                 issue <= 1;
-                issue_address <= next_base;
+                issue_address <= next_address;
                 issue_beats <= {3'd0, new_tokens} << LNB;
             end else if (ask) begin
                 arvalid <= 1;
@@ -205,46 +204,23 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
         front <= memory[pop ? read_next[AW-1:0] : read[AW-1:0]];
     end
 
-    // Row filter: rows of the mask go on, others are dropped as fast.
-    reg [22:0] now;
-    reg now_valid;
-    reg [3:0] token;
-    reg [LNB-1:0] beat;
-    wire [15:0] now_mask = now[15:0];
-    wire keep = now_mask[token];
-    wire [15:0] behind = now_mask & ~(16'hffff >> (4'd15 - token));
-    assign row_valid = now_valid && keep && beat == 0 && available >= NB;
-    assign row_is_value = now[22];
-    assign row_last = now[21] && behind == 0;
-    wire drop = now_valid && !keep && available != 0;
+    // The row filter behind them.
+    wire filter_idle, descriptor_taken, filter_pop;
     wire flush = broken && filled != 0 && available != 0;
-    assign pop = broken ? flush : row_beat || drop;
-    wire row_over = pop && beat == NB - 1;
-    wire now_over = row_over && {1'b0, token} + 5'd1 == now[20:16];
-    assign finish = running && all_issued && !issue && waiting == 0 && !now_valid;
+    assign pop = broken ? flush : filter_pop;
+    row_filter #(.NB(NB), .CW(AW + 1)) filter(.clk(clk), .rst(rst || start || broken), .descriptor_valid(waiting != 0),
+        .descriptor(descriptors[got[5:0]]), .descriptor_taken(descriptor_taken), .available(available),
+        .pop(filter_pop), .row_valid(row_valid), .row_is_value(row_is_value), .row_last(row_last),
+        .row_beat(row_beat), .idle(filter_idle));
+    assign finish = running && all_issued && !issue && waiting == 0 && filter_idle;
     assign quiet = !arvalid && !issue && credit == DEPTH;
-    always @(posedge clk) begin
+    always @(posedge clk)
         if (rst || start) begin
             put <= 0;
             got <= 0;
-            now_valid <= 0;
-            token <= 0;
-            beat <= 0;
         end else begin
             if (key_ready || value_ready) put <= put + 1'b1;
-            if (pop && !flush) beat <= beat + 1'b1;
-            if (row_over && !flush) token <= token + 1'b1;
-            if (now_over && !flush) begin
-                token <= 0;
-                now_valid <= 0;
-            end
-            if ((!now_valid || (now_over && !flush)) && waiting != 0) begin
-                now_valid <= 1;
-                now <= descriptors[got[5:0]];
-                got <= got + 1'b1;
-            end
-            if (broken) now_valid <= 0;
+            if (descriptor_taken) got <= got + 1'b1;
         end
-    end
 endmodule
 `default_nettype wire
