@@ -23,8 +23,8 @@ from vllm_ssdkv.fpga_offload.results import (
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     runs = [
-        Cycles(kernel, 128, 4, "float16", tokens, tokens * 512, tokens * 9 + 50)
-        for kernel in ("attend", "sparf")
+        Cycles(kernel, 128, group, "float16", tokens, tokens * 512, tokens * 9 + 50)
+        for kernel, group in (("attend", 4), ("sparf", 4), ("attend", 1))
         for tokens in (128, 4096)
     ]
     write_results(Results("a test", {}, runs), folder / CYCLES)
@@ -87,6 +87,11 @@ def test_sparf_reads_less_and_hilos_has_its_own_cycles(results: Path) -> None:
     (dense,) = rows_of(run(results, *one))
     (sparse,) = rows_of(run(results, *one, "--sparf", "0.0625", "--by-page"))
     assert float(str(sparse["read_bytes"])) < float(str(dense["read_bytes"])) / 4
+    by_token = run(results, *one, "--sparf", "0.0625")
+    assert json.loads(by_token.stdout)["kernel"]["origin"] == "simulated"
+    assumed = run(results, *one, "--sparf", "0.0625", "--group", "1")
+    assert json.loads(assumed.stdout)["kernel"]["origin"] == "assumed"
+    assert "SparF was not simulated" in assumed.output
     hilos = run(results, *one, "--kernel", "hilos")
     assert json.loads(hilos.stdout)["kernel"]["origin"] == "published"
 

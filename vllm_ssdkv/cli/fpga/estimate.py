@@ -183,7 +183,8 @@ def _with(
 def _line(
     name: str, cycles: Sequence[Cycles], head_size: int, group: int, dtype: str, *, sparse: bool
 ) -> KernelCycles:
-    """Cycles of the kernel that was asked for.
+    """Cycles of the kernel that was asked for; of attention alone, and so marked, for SparF where
+    that was not simulated.
 
     Raises:
         BenchError: it was not simulated or published for these heads.
@@ -192,8 +193,13 @@ def _line(
         if sparse or head_size != 128:
             raise BenchError("HILOS' kernel attends to whole contexts, with heads of 128 channels")
         return hilos_cycles(group)
-    kernel = "sparf" if sparse else "attend"
-    return simulated_cycles(cycles, kernel=kernel, head_size=head_size, group=group, dtype=dtype)
+    known = {(row.kernel, row.head_size, row.group, row.dtype) for row in cycles}
+    simulated = ("sparf", head_size, group, dtype) in known
+    kernel = "sparf" if sparse and simulated else "attend"
+    line = simulated_cycles(cycles, kernel=kernel, head_size=head_size, group=group, dtype=dtype)
+    if sparse and not simulated:
+        return dataclasses.replace(line, name="RTL attention", origin="assumed")
+    return line
 
 
 def estimate_rows(
