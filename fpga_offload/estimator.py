@@ -107,7 +107,7 @@ class KernelCycles:
 
     Attributes:
         name: For people.
-        origin: ``simulated`` or ``published``.
+        origin: ``simulated``, ``published``, or ``assumed`` to be that of another kernel.
         job: Cycles of a job beside its pages.
         beat: Cycles of a beat.
         error: Largest relative distance of a simulated run from the line.
