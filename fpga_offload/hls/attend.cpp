@@ -15,10 +15,12 @@ extern "C" void attend(SSDKV_FPGA_ATTEND_PARAMETERS) {
   static JobState<SSDKV_HEAD_SIZE, SSDKV_GROUP> state;
 #pragma HLS ARRAY_PARTITION variable = state.query dim = 1 complete
 #pragma HLS ARRAY_PARTITION variable = state.transposed dim = 2 complete
-#pragma HLS ARRAY_PARTITION variable = state.sums dim = 2 complete
-#pragma HLS ARRAY_PARTITION variable = state.sums dim = 3 complete
+#pragma HLS ARRAY_PARTITION variable = state.recent dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.recent dim = 3 complete
+#pragma HLS ARRAY_PARTITION variable = state.totals dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.totals dim = 3 complete
 #pragma HLS BIND_STORAGE variable = state.logits type = ram_2p impl = uram
 #pragma HLS BIND_STORAGE variable = state.digests type = ram_2p impl = uram
   run_attend<SSDKV_HEAD_SIZE, SSDKV_GROUP, Element>(state, SSDKV_FPGA_BEAT_BYTES,
-                                                       SSDKV_FPGA_ATTEND_NAMES);
+                                                    SSDKV_FPGA_ATTEND_NAMES);
 }

@@ -13,6 +13,14 @@
 namespace ssdkv {
 namespace fpga {
 
+// Long sums of fp32 lose digits: a block has sums of its own, and so have so many blocks.
+constexpr int kFoldBlocks = 32;
+
+inline bool is_fold(int first) {
+#pragma HLS INLINE
+  return first / kBlockPages % kFoldBlocks == kFoldBlocks - 1;
+}
+
 // Sizes that follow from head size D. The buffer of K^T has a bank for each lane.
 template <int D>
 struct Sizes {
@@ -31,10 +39,12 @@ struct JobState {
   page_t pages[kMaxPages];
   heads_t<G> logits[kMaxTokens];
   std::uint16_t transposed[Sizes<D>::kDepth][kLanes];
-  float sums[kInterleave][G][kLanes];
+  float recent[Sizes<D>::kBeats][G][kLanes];  // sums of V of up to kFoldBlocks blocks
+  float totals[Sizes<D>::kBeats][G][kLanes];  // of those before
   digest_t digests[kDigestUnits][kMaxPages / kDigestUnits];
   float maximum[G];  // whole, in base 2
-  float sum[G];
+  float recent_sum[G];
+  float total_sum[G];
 };
 
 // Reads half of some pages, K or V; a second copy goes to the digests.
@@ -181,8 +191,11 @@ void add_block(hls::stream<heads_t<G>>& incoming, int first, int count, float sc
     const float before = job.maximum[g];
     const float top = reference[g] > before ? reference[g] : before;
     if (top == minus_infinity()) continue;
-    job.sum[g] = job.sum[g] * hls::exp2(before - top) +
-                 Tree<kInterleave>::sum(parts[g]) * hls::exp2(reference[g] - top);
+    const float scaled = job.recent_sum[g] * hls::exp2(before - top) +
+                         Tree<kInterleave>::sum(parts[g]) * hls::exp2(reference[g] - top);
+    const float older = job.total_sum[g] * hls::exp2(before - top);
+    job.recent_sum[g] = is_fold(first) ? 0.0f : scaled;
+    job.total_sum[g] = is_fold(first) ? older + scaled : older;
     job.maximum[g] = top;
   }
 }
@@ -228,24 +241,43 @@ void weigh_block(int first, int count, float scale, const JobState<D, G>& job,
 // Adds up V of a block: 32 channels of one token and all query heads in a cycle. A sum is taken up
 // again after kInterleave cycles, for which neighbouring tokens have sums of their own.
 template <int D, int G, typename T>
-void add_values(hls::stream<beat_t>& beats, hls::stream<heads_t<G>>& weights, const page_t* pages,
-                int count, float (*sums)[G][kLanes]) {
+void add_values(hls::stream<beat_t>& beats, hls::stream<heads_t<G>>& weights, int first, int count,
+                JobState<D, G>& job) {
   constexpr int kBeats = Sizes<D>::kBeats;
+  constexpr int kSets = Sizes<D>::kTokenSets;
+  float sums[kSets][kBeats][G][kLanes];
+#pragma HLS ARRAY_PARTITION variable = sums dim = 3 complete
+#pragma HLS ARRAY_PARTITION variable = sums dim = 4 complete
   for (int t = 0; t < count * kPageTokens; ++t) {
     const heads_t<G> weight = weights.read();
-    const bool live = is_live(pages[t / kPageTokens], t % kPageTokens);
+    const bool live = is_live(job.pages[first + t / kPageTokens], t % kPageTokens);
     for (int i = 0; i < kBeats; ++i) {
 #pragma HLS PIPELINE II = 1
 #pragma HLS DEPENDENCE variable = sums inter distance = 8 true
       const beat_t values = beats.read();
-      if (!live) continue;
       for (int g = 0; g < G; ++g) {
 #pragma HLS UNROLL
-        float* const lanes = sums[t % Sizes<D>::kTokenSets * kBeats + i][g];
+        float* const lanes = sums[t % kSets][i][g];
         for (int lane = 0; lane < kLanes; ++lane) {
 #pragma HLS UNROLL
-          lanes[lane] += weight[g] * T::widen(values[lane]);
+          const float product = live ? weight[g] * T::widen(values[lane]) : 0.0f;
+          lanes[lane] = (t < kSets ? 0.0f : lanes[lane]) + product;
         }
+      }
+    }
+  }
+  const bool fold = is_fold(first);
+  for (int i = 0; i < kBeats; ++i) {
+#pragma HLS PIPELINE II = 1
+    for (int g = 0; g < G; ++g) {
+#pragma HLS UNROLL
+      for (int lane = 0; lane < kLanes; ++lane) {
+#pragma HLS UNROLL
+        float parts[kSets];
+        for (int set = 0; set < kSets; ++set) parts[set] = sums[set][i][g][lane];
+        const float sum = job.recent[i][g][lane] + Tree<kSets>::sum(parts);
+        job.recent[i][g][lane] = fold ? 0.0f : sum;
+        if (fold) job.totals[i][g][lane] += sum;
       }
     }
   }
@@ -268,7 +300,7 @@ void value_block(const beat_t* memory, int first, int count, std::uint32_t v_off
   digest_halves<D>(even, (summed + 1) / 2, true, job.digests[0] + first / kDigestUnits);
   digest_halves<D>(odd, summed / 2, true, job.digests[1] + first / kDigestUnits);
   weigh_block<D, G>(first, count, scale, job, weights);
-  add_values<D, G, T>(beats, weights, job.pages + first, count, job.sums);
+  add_values<D, G, T>(beats, weights, first, count, job);
 }
 
 template <int D, int G, typename T>
@@ -285,20 +317,24 @@ void read_queries(const beat_t* queries, std::uint32_t place, JobState<D, G>& jo
   }
 }
 
-// Both passes over the job's `count` pages; leaves maximum, sum and sums.
+// Both passes over the job's `count` pages; leaves maximum and sums.
 template <int D, int G, typename T>
 void attend_pages(const beat_t* memory, int count, std::uint32_t v_offset, float scale,
                   bool checksum, JobState<D, G>& job) {
-  for (int i = 0; i < kInterleave; ++i) {
+  for (int i = 0; i < Sizes<D>::kBeats; ++i) {
 #pragma HLS PIPELINE II = 1
     for (int g = 0; g < G; ++g) {
-      for (int lane = 0; lane < kLanes; ++lane) job.sums[i][g][lane] = 0.0f;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        job.recent[i][g][lane] = 0.0f;
+        job.totals[i][g][lane] = 0.0f;
+      }
     }
   }
   for (int g = 0; g < G; ++g) {
 #pragma HLS UNROLL
     job.maximum[g] = minus_infinity();
-    job.sum[g] = 0.0f;
+    job.recent_sum[g] = 0.0f;
+    job.total_sum[g] = 0.0f;
   }
   for (int first = 0; first < count; first += kBlockPages) {
     const int here = count - first < kBlockPages ? count - first : kBlockPages;
@@ -310,12 +346,17 @@ void attend_pages(const beat_t* memory, int count, std::uint32_t v_offset, float
   }
 }
 
+template <int D, int G>
+float sum_of(const JobState<D, G>& job, int g) {
+#pragma HLS INLINE
+  return job.total_sum[g] + job.recent_sum[g];
+}
+
 // Writes the partial of a job: acc is own_share times the sums, and rest_share times l times a
 // mean.
 template <int D, int G>
 void write_partial(const JobState<D, G>& job, const float* own_share, const float* mean,
                    std::uint32_t place, float_beat_t* out) {
-  constexpr int kBeats = Sizes<D>::kBeats;
   constexpr int kOutBeats = G * D / kFloats;
   const std::uint64_t first = static_cast<std::uint64_t>(place) * (kOutBeats + 1);
   for (int i = 0; i < kOutBeats; ++i) {
@@ -325,13 +366,11 @@ void write_partial(const JobState<D, G>& job, const float* own_share, const floa
     for (int lane = 0; lane < kFloats; ++lane) {
 #pragma HLS UNROLL
       const int channel = i * kFloats % D + lane;
-      float parts[Sizes<D>::kTokenSets];
-      for (int set = 0; set < Sizes<D>::kTokenSets; ++set) {
-#pragma HLS UNROLL
-        parts[set] = job.sums[set * kBeats + channel / kLanes][g][channel % kLanes];
-      }
-      const float rest = (1.0f - own_share[g]) * job.sum[g] * mean[channel];
-      beat[lane] = own_share[g] * Tree<Sizes<D>::kTokenSets>::sum(parts) + rest;
+      const int beat_of = channel / kLanes;
+      const float sum =
+          job.totals[beat_of][g][channel % kLanes] + job.recent[beat_of][g][channel % kLanes];
+      const float rest = (1.0f - own_share[g]) * sum_of(job, g) * mean[channel];
+      beat[lane] = own_share[g] * sum + rest;
     }
     out[first + static_cast<std::uint64_t>(i)] = beat;
   }
@@ -339,7 +378,7 @@ void write_partial(const JobState<D, G>& job, const float* own_share, const floa
   for (int g = 0; g < kMaxGroup; ++g) {
 #pragma HLS UNROLL
     tail[g] = g < G ? job.maximum[g < G ? g : 0] : 0.0f;
-    tail[kMaxGroup + g] = g < G ? job.sum[g < G ? g : 0] : 0.0f;
+    tail[kMaxGroup + g] = g < G ? sum_of(job, g < G ? g : 0) : 0.0f;
   }
   out[first + kOutBeats] = tail;
 }

@@ -14,8 +14,10 @@ extern "C" void sparf(SSDKV_FPGA_SPARF_PARAMETERS) {
   static SparfState<SSDKV_HEAD_SIZE, SSDKV_GROUP> state;
 #pragma HLS ARRAY_PARTITION variable = state.job.query dim = 1 complete
 #pragma HLS ARRAY_PARTITION variable = state.job.transposed dim = 2 complete
-#pragma HLS ARRAY_PARTITION variable = state.job.sums dim = 2 complete
-#pragma HLS ARRAY_PARTITION variable = state.job.sums dim = 3 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.recent dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.recent dim = 3 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.totals dim = 2 complete
+#pragma HLS ARRAY_PARTITION variable = state.job.totals dim = 3 complete
 #pragma HLS ARRAY_PARTITION variable = state.reduced dim = 2 complete
 #pragma HLS BIND_STORAGE variable = state.job.logits type = ram_2p impl = uram
 #pragma HLS BIND_STORAGE variable = state.keys type = ram_2p impl = uram
