@@ -30,7 +30,7 @@ from vllm_ssdkv.offload.testing.faulty import FaultyDevice
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR, Question, ask
 
 SHAPE = KernelShape(64, 2, "bfloat16")
-QUESTIONS = [ask(task, tokens, 1) for task in ("single", "copy") for tokens in (1000, 2048)]
+QUESTIONS = [ask(task, tokens, 1) for task in ("single", "copy") for tokens in (1024, 2048)]
 EXACT: dict[str, object] = {"selector": "exact"}
 LAYERS = 3
 
@@ -233,7 +233,7 @@ def test_the_rtl_answers_too(
 ) -> None:
     """A short question: its kernels are simulated clock by clock."""
     assert stock
-    question = ask("single", 200, 1)
+    question = ask("single", 1024, 1)
     made = Fpga(devices(1), "exact", tmp_path / "faults.json", backend="rtlsim", block=16)
     made.start()
     try:
