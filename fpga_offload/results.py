@@ -47,6 +47,16 @@ class Cycles:
     stalls: float = 0.0
 
     @property
+    def subject(self) -> tuple[str | float, ...]:
+        """The kernel, of which several lengths are measured at a time."""
+        return self.kernel, self.head_size, self.group, self.dtype, self.stalls
+
+    @property
+    def order(self) -> tuple[str | float, ...]:
+        """Place in a file."""
+        return *self.subject, self.tokens
+
+    @property
     def line_rate(self) -> float:
         """Share of the cycles that moved a beat of pages."""
         return self.nbytes / BEAT_BYTES / self.cycles
@@ -80,6 +90,16 @@ class Cells:
     uram: int = 0
     seconds: float = 0.0
 
+    @property
+    def subject(self) -> tuple[str | float, ...]:
+        """The design, which is counted once."""
+        return self.family, self.design, self.head_size, self.group
+
+    @property
+    def order(self) -> tuple[str | float, ...]:
+        """Place in a file."""
+        return self.subject
+
 
 Row = TypeVar("Row", Cycles, Cells)
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
@@ -112,21 +132,19 @@ def write_results(results: Results[Row], path: Path) -> None:
     path.write_text(f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
 
-def add_cycles(results: Results[Cycles], path: Path) -> None:
-    """Put runs into a file of results, in place of those of the same kernels in it.
+def add_results(results: Results[Row], path: Path) -> None:
+    """Put rows into a file of results, in place of those of the same kernels or designs in it.
 
     Raises:
         BenchError: there is a file of another form.
     """
-    present = read_cycles(path).rows if path.exists() else []
-    mine = {_kernel_of(row) for row in results.rows}
-    rows = [row for row in present if _kernel_of(row) not in mine] + list(results.rows)
-    rows.sort(key=lambda row: (*_kernel_of(row), row.tokens))
+    if not results.rows:
+        return
+    present = _read(path, type(results.rows[0])).rows if path.exists() else []
+    mine = {row.subject for row in results.rows}
+    rows = [*results.rows, *(row for row in present if row.subject not in mine)]
+    rows.sort(key=lambda row: row.order)
     write_results(Results(results.command, results.tools, rows), path)
-
-
-def _kernel_of(row: Cycles) -> tuple[str, int, int, str, float]:
-    return row.kernel, row.head_size, row.group, row.dtype, row.stalls
 
 
 def read_cycles(path: Path = FOLDER / CYCLES) -> Results[Cycles]:

@@ -13,7 +13,7 @@ from vllm_ssdkv.fpga_offload.results import (
     Cells,
     Cycles,
     Results,
-    add_cycles,
+    add_results,
     read_cycles,
     read_synthesis,
     write_results,
@@ -36,10 +36,10 @@ def test_runs_of_a_kernel_are_replaced_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "cycles.json"
     other = dataclasses.replace(ROW, group=4)
     longer = dataclasses.replace(ROW, tokens=8192)
-    add_cycles(Results("first", {}, [longer, ROW, other]), path)
+    add_results(Results("first", {}, [longer, ROW, other]), path)
     assert read_cycles(path).rows == [ROW, longer, other]
     again = dataclasses.replace(ROW, cycles=40000)
-    add_cycles(Results("second", {}, [again]), path)
+    add_results(Results("second", {}, [again]), path)
     assert read_cycles(path) == Results("second", {}, [again, other])
 
 

@@ -40,9 +40,9 @@ def test_each_design_and_group_is_counted_and_written(tmp_path: Path) -> None:
     found = [(row["design"], row["family"], row["group"]) for row in document["rows"]]
     once = [("core", 1), ("core", 4), ("axi", 1)]
     assert found == [(name, family, group) for family in ("xcup", "xc7") for name, group in once]
-    written = read_synthesis(path)
-    assert [row.dsp for row in written.rows] == [row["dsp"] for row in document["rows"]]
-    assert "--groups 1,4" in written.command
+    assert len(read_synthesis(path).rows) == len(document["rows"])
+    assert run("--groups", "4,8", "--timeout", "60", "--output", str(path)).exit_code == 0
+    assert len(read_synthesis(path).rows) == len(document["rows"]) + 1
     _, shares = document["tables"]
     assert shares["rows"][0][:4] == ["core", 1, "smartssd", pytest.approx(10)]
 

@@ -17,7 +17,7 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.cli.fpga.arguments import DtypeOption, GroupOption, HeadSizeOption, shape_of
 from vllm_ssdkv.cli.fpga.tables import trials_table
-from vllm_ssdkv.fpga_offload.results import Cycles, Results, add_cycles
+from vllm_ssdkv.fpga_offload.results import Cycles, Results, add_results
 
 # Kernels and their oracles need the native module. It is imported by those who run them, so that
 # `ssdkv doctor` can say that the module is missing.
@@ -131,7 +131,7 @@ def _write(rows: list[Row], shape: KernelShape, stalls: float, output: Path) -> 
         Cycles("attend", *sizes, row["tokens"], row["nbytes"], row["cycles"], stalls)
         for row in rows
     ]
-    add_cycles(Results("ssdkv fpga simulate --backend rtlsim --output FILE", {}, cycles), output)
+    add_results(Results("ssdkv fpga simulate --backend rtlsim --output FILE", {}, cycles), output)
 
 
 def _trial(kernels: Backend, length: int, seed: int, *, checksum: bool) -> Row:

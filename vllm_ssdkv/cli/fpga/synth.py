@@ -16,7 +16,7 @@ from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.cli.fpga.arguments import HeadSizeOption
 from vllm_ssdkv.cli.fpga.tables import cells_table, shares_table
 from vllm_ssdkv.fpga_offload.description import GROUPS, HEAD_SIZES
-from vllm_ssdkv.fpga_offload.results import Cells, Results, write_results
+from vllm_ssdkv.fpga_offload.results import Cells, Results, add_results
 
 Row: TypeAlias = dict[str, Any]
 
@@ -40,7 +40,8 @@ def synth(
         typer.Option(
             parser=arguments.file_to_write,
             metavar="FILE",
-            help="Write the counts in the form of fpga_offload/results/synthesis.json.",
+            help="Put the counts into a file as fpga_offload/results/synthesis.json, in place of "
+            "those of the same designs.",
         ),
     ] = None,
     as_json: arguments.Json = False,
@@ -74,8 +75,6 @@ def synth(
         typer.echo(f"ssdkv fpga synth: {error}", err=True)
         raise typer.Exit(1) from error
     if output is not None:
-        sizes = f"--groups {groups} --head-size {head_size}"
-        command = f"ssdkv fpga synth --designs {designs} --families {families} {sizes}"
-        write_results(Results(command, {}, cells), output)
+        add_results(Results("ssdkv fpga synth --output FILE", {}, cells), output)
     document: Row = {"rows": [dataclasses.asdict(row) for row in cells]}
     print_tables([cells_table(cells), shares_table(cells)], as_json=as_json, beside=document)
