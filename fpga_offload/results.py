@@ -140,9 +140,11 @@ def add_results(results: Results[Row], path: Path) -> None:
     """
     if not results.rows:
         return
-    present = _read(path, type(results.rows[0])).rows if path.exists() else []
+    present: Sequence[Row] = []
+    if path.exists():
+        present = _read(path, type(results.rows[0])).rows
     mine = {row.subject for row in results.rows}
-    rows = [*results.rows, *(row for row in present if row.subject not in mine)]
+    rows: list[Row] = [*results.rows, *(row for row in present if row.subject not in mine)]
     rows.sort(key=lambda row: row.order)
     write_results(Results(results.command, results.tools, rows), path)
 
@@ -171,7 +173,9 @@ def _read(path: Path, kind: type[Row]) -> Results[Row]:
         rows = [_row(row, kind) for row in document["rows"]]
         return Results(document["command"], document["tools"], rows)
     except OSError as error:
-        raise BenchError(f"{path}: {error.strerror}; make fpga writes it") from error
+        raise BenchError(
+            f"{path}: {error.strerror}; fpga_offload/results/README.md has how it is made"
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise BenchError(f"{path} holds no results of {kind.__name__}: {error}") from error
 

@@ -67,5 +67,5 @@ def test_another_form_is_refused(tmp_path: Path, row: dict[str, object], words: 
 
 
 def test_a_missing_file_says_who_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="make fpga"):
+    with pytest.raises(BenchError, match="README"):
         read_cycles(tmp_path / "none.json")
