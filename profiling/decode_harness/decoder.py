@@ -126,7 +126,15 @@ class PagedDecoder:
         held = min(room.longest, self.window + room.chunk) // block + 2
         num_blocks = 1 + room.requests * held + FILL_BLOCKS
         self.layout = KVLayout(
-            names, block, heads, size, model.dtype, geometry, tp_size=1, num_blocks=num_blocks
+            names,
+            block,
+            heads,
+            size,
+            model.dtype,
+            geometry,
+            tp_size=1,
+            num_blocks=num_blocks,
+            query_heads=int(shape.num_attention_heads),
         )
         directory.mkdir(parents=True, exist_ok=True)
         identity = Fingerprint({"model": type(model).__name__, "layers": self._layers})
