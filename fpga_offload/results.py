@@ -140,11 +140,10 @@ def add_results(results: Results[Row], path: Path) -> None:
     """
     if not results.rows:
         return
-    present: Sequence[Row] = []
+    rows = list(results.rows)
     if path.exists():
-        present = _read(path, type(results.rows[0])).rows
-    mine = {row.subject for row in results.rows}
-    rows: list[Row] = [*results.rows, *(row for row in present if row.subject not in mine)]
+        mine = {row.subject for row in rows}
+        rows += [row for row in _read(path, type(rows[0])).rows if row.subject not in mine]
     rows.sort(key=lambda row: row.order)
     write_results(Results(results.command, results.tools, rows), path)
 
@@ -174,7 +173,7 @@ def _read(path: Path, kind: type[Row]) -> Results[Row]:
         return Results(document["command"], document["tools"], rows)
     except OSError as error:
         raise BenchError(
-            f"{path}: {error.strerror}; fpga_offload/results/README.md has how it is made"
+            f"{path}: {error.strerror}; fpga_offload/results/README.md says what makes it"
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise BenchError(f"{path} holds no results of {kind.__name__}: {error}") from error
