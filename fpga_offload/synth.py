@@ -53,6 +53,7 @@ DESIGNS: Final[Mapping[str, Design]] = {
     "attend": Design("attend", head_size=True, group=True),
     "axi": Design("page_reader", head_size=True),
     "filter": Design("row_filter"),
+    "topk": Design("argtopk"),
 }
 """By their names in the results."""
 

@@ -55,10 +55,11 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
     reg [15:0] held_mask;
     reg [31:0] place;
     wire take_held;
-    wire look = running && !broken && entry_valid && (!held || take_held || mask == 0);
-    assign entry_ready = look;
-    wire bad = look && (address_bad || tokens_bad);
-    wire next_found = entry_valid && mask != 0 && !address_bad && !tokens_bad;
+    wire entry_bad = address_bad || tokens_bad;
+    wire look = running && !broken && entry_valid && (!held || take_held || mask == 0 || entry_bad);
+    assign entry_ready = look || broken;                // behind a broken one they are dropped
+    wire bad = look && entry_bad;
+    wire next_found = entry_valid && mask != 0 && !entry_bad;
     wire next_known = next_found || (entries_end && !entry_valid);
     always @(posedge clk) begin
         if (rst || start) begin
