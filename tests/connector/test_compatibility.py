@@ -26,6 +26,7 @@ from vllm_ssdkv.connector import attention_backend
 from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, _is_given, _tiered
 from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.model_layout import attention_spec
+from vllm_ssdkv.fpga_offload.description import HEAD_SIZES
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 PAGE = SSDKVConfig.from_extra_config({"mode": "page", "hbm_window_tokens": 64})
@@ -78,6 +79,25 @@ def test_drafts_that_page_mode_does_not_serve(
         check_engine(page, config)
     assert wanted in str(caught.value)
     check_engine(SSDKVConfig.from_extra_config({}), config)
+
+
+def test_models_that_an_fpga_does_not_serve(configs: dict[str, VllmConfig]) -> None:
+    config = copy.deepcopy(configs["page"])
+    offload = {"kind": "fpga"}
+    page = SSDKVConfig.from_extra_config({"mode": "page", "offload": offload})
+    config.model_config.dtype = torch.float32
+    size = config.model_config.get_head_size()
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(page, config)
+    text = str(caught.value)
+    assert (f"offload.kind: the model's heads have {size} channels" in text) == (
+        size not in HEAD_SIZES
+    )
+    if size in HEAD_SIZES:
+        assert "computes in float32, the FPGA kernels in float16 and bfloat16" in text
+    assert 'set it to "host", or leave offload out' in text
+    host = SSDKVConfig.from_extra_config({"mode": "page", "offload": {}})
+    check_engine(host, config)
 
 
 def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig
