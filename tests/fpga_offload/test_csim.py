@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.fpga_offload.problems import Doubles, Job, Problem, Tokens, finished, merged, normal
 from vllm_ssdkv.base.checksum import checksum_pages
 from vllm_ssdkv.base.errors import FpgaError, FpgaLimitError, FpgaListError
-from vllm_ssdkv.fpga_offload.csim import CsimBackend
+from vllm_ssdkv.fpga_offload.csim import CsimBackend, library_path
 from vllm_ssdkv.fpga_offload.description import (
     DTYPES,
     GROUPS,
@@ -26,7 +26,7 @@ from vllm_ssdkv.fpga_offload.description import (
     MAX_JOB_ENTRIES,
     PAGE_TOKENS,
     KernelShape,
-)
+)from vllm_ssdkv.fpga_offload.library import LibraryBackend
 
 HLS = Path(__file__).parent.parent.parent / "fpga_offload"
 LIMIT = 1e-5
@@ -75,6 +75,17 @@ def test_every_shape(shape: KernelShape) -> None:
     masked.append(Job([16] * 9, [0] * 9))
     masked.append(Job([16] * 9, [0] * 8 + [0x8000]))
     solve(Problem(shape, masked, seed=shape.group))
+
+
+@pytest.mark.parametrize("path", sorted(library_path().parent.glob("libssdkv_csim*.so")))
+def test_every_library_that_is_built(path: Path) -> None:
+    """Those for other CPUs than this one, too."""
+    if "avx2" in path.name and path != library_path():
+        pytest.skip("no AVX2 here")
+    problem = Problem(KernelShape(128, 4, "float16"), [Job([16] * 20 + [3]), Job([1])])
+    backend = LibraryBackend("csim", path, problem.shape)
+    assert max(problem.errors(backend.attend(problem.work))) < LIMIT
+    assert backend.close(10)
 
 
 @pytest.mark.soak
@@ -274,6 +285,13 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         for one in wrong:
             with pytest.raises(ValueError, match=r"queries|v_offset"):
                 backend.attend(one)
+
+
+def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "libssdkv_csim.so"
+    path.write_bytes(b"no library")
+    with pytest.raises(FpgaError, match=str(path)):
+        LibraryBackend("csim", path, SMALL)
 
 
 def test_a_closed_backend_says_so() -> None:
