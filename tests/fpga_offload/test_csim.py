@@ -26,7 +26,8 @@ from vllm_ssdkv.fpga_offload.description import (
     MAX_JOB_ENTRIES,
     PAGE_TOKENS,
     KernelShape,
-)from vllm_ssdkv.fpga_offload.library import LibraryBackend
+)
+from vllm_ssdkv.fpga_offload.library import LibraryBackend
 
 HLS = Path(__file__).parent.parent.parent / "fpga_offload"
 LIMIT = 1e-5
