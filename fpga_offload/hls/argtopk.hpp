@@ -36,8 +36,10 @@ struct Choice {
   }
 };
 
+using keys_t = std::uint32_t[kMaxTokens];
+
 // The choice of `keep` of `count` keys; all of them if there are no more.
-inline Choice choose_largest(const std::uint32_t* keys, std::uint32_t count, std::uint32_t keep) {
+inline Choice choose_largest(const keys_t& keys, std::uint32_t count, std::uint32_t keep) {
   if (keep >= count) return {0u, count};
   if (keep == 0u) return {kFirstOfAll, 0u};
   Choice choice = {0u, keep};

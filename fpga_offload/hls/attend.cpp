@@ -13,8 +13,8 @@ using Element = Float16;
 extern "C" void attend(SSDKV_FPGA_ATTEND_PARAMETERS) {
   SSDKV_FPGA_ATTEND_INTERFACE
   static JobState<SSDKV_HEAD_SIZE, SSDKV_GROUP> state;
+#pragma HLS DISAGGREGATE variable = state
 #pragma HLS ARRAY_PARTITION variable = state.query dim = 1 complete
-#pragma HLS ARRAY_PARTITION variable = state.transposed dim = 2 complete
 #pragma HLS ARRAY_PARTITION variable = state.recent dim = 2 complete
 #pragma HLS ARRAY_PARTITION variable = state.recent dim = 3 complete
 #pragma HLS ARRAY_PARTITION variable = state.totals dim = 2 complete

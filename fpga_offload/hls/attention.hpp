@@ -27,7 +27,7 @@ inline Finding check_attend(std::uint64_t base, const entry_t* entries, const jo
 }
 
 // Brings a job's entries on chip.
-inline void read_entries(const entry_t* entries, const job_t& job, bool mask, page_t* pages) {
+inline void read_entries(const entry_t* entries, const job_t& job, bool mask, pages_t& pages) {
   for (std::uint32_t i = 0; i < job.entries; ++i) {
 #pragma HLS PIPELINE II = 1
     const entry_t entry = entries[job.first + i];

@@ -102,18 +102,22 @@ inline std::uint64_t finish_digest(const digest_t& state, std::uint64_t bytes) {
   return sum ^ (sum >> 32);
 }
 
+// Of a unit's pages.
+using digests_t = digest_t[kMaxPages / kDigestUnits];
+
 // Takes up half of each of `pages` pages: K as the first, V as the second.
 template <int D>
-void digest_halves(hls::stream<beat_t>& beats, int pages, bool second, digest_t* states) {
+void digest_halves(hls::stream<beat_t>& beats, int from, int pages, bool second,
+                   digests_t& states) {
   constexpr int kHalf = kPageTokens * D / kLanes;
   for (int page = 0; page < pages; ++page) {
-    digest_t state = second ? states[page] : new_digest();
+    digest_t state = second ? states[from + page] : new_digest();
 #pragma HLS ARRAY_PARTITION variable = state.lanes complete
     for (int i = 0; i < kHalf; ++i) {
 #pragma HLS PIPELINE
       add_stripe(state, beats.read(), (second ? kHalf : 0) + i, 2 * kHalf);
     }
-    states[page] = state;
+    states[from + page] = state;
   }
 }
 

@@ -32,16 +32,22 @@ struct Sizes {
   static constexpr int kTokenSets = kInterleave / kBeats;      // partial sums of an output
 };
 
+// K of a block, transposed.
+template <int D>
+using transposed_t = std::uint16_t[Sizes<D>::kDepth][kLanes];
+
+// Entries of a job on chip.
+using pages_t = page_t[kMaxPages];
+
 // What the passes of a job share.
 template <int D, int G>
 struct JobState {
   float query[G][D];
-  page_t pages[kMaxPages];
+  pages_t pages;
   heads_t<G> logits[kMaxTokens];
-  std::uint16_t transposed[Sizes<D>::kDepth][kLanes];
   float recent[Sizes<D>::kBeats][G][kLanes];  // sums of V of up to kFoldBlocks blocks
   float totals[Sizes<D>::kBeats][G][kLanes];  // of those before
-  digest_t digests[kDigestUnits][kMaxPages / kDigestUnits];
+  digests_t digests[kDigestUnits];
   float maximum[G];  // whole, in base 2
   float recent_sum[G];
   float total_sum[G];
@@ -49,11 +55,11 @@ struct JobState {
 
 // Reads half of some pages, K or V; a second copy goes to the digests.
 template <int D>
-void read_halves(const beat_t* memory, const page_t* pages, int count, std::uint32_t offset,
-                 bool checksum, hls::stream<beat_t>& beats, hls::stream<beat_t>& even,
-                 hls::stream<beat_t>& odd) {
+void read_halves(const beat_t* memory, const pages_t& pages, int from, int count,
+                 std::uint32_t offset, bool checksum, hls::stream<beat_t>& beats,
+                 hls::stream<beat_t>& even, hls::stream<beat_t>& odd) {
   for (int page = 0; page < count; ++page) {
-    const std::uint64_t first = (pages[page].address + offset) / SSDKV_FPGA_BEAT_BYTES;
+    const std::uint64_t first = (pages[from + page].address + offset) / SSDKV_FPGA_BEAT_BYTES;
     for (int i = 0; i < Sizes<D>::kHalf; ++i) {
 #pragma HLS PIPELINE II = 1
       const beat_t beat = memory[first + static_cast<std::uint64_t>(i)];
@@ -67,11 +73,13 @@ void read_halves(const beat_t* memory, const page_t* pages, int count, std::uint
 // Element (token, channel) lies in bank (token + channel) mod 32: a beat of one token's channels
 // and a row of one channel's tokens both take each bank once.
 template <int D>
-void transpose(hls::stream<beat_t>& beats, int pages, std::uint16_t (*transposed)[kLanes]) {
+void transpose(hls::stream<beat_t>& beats, int pages, transposed_t<D>& transposed) {
   constexpr int kBeats = Sizes<D>::kBeats;
-  for (int i = 0; i < pages * Sizes<D>::kHalf; ++i) {
+  for (int i = 0; i < Sizes<D>::kDepth; ++i) {
 #pragma HLS PIPELINE II = 1
-    const beat_t turned = rotate(beats.read(), i / kBeats % kLanes);
+    beat_t beat = {};
+    if (i < pages * Sizes<D>::kHalf) beat = beats.read();
+    const beat_t turned = rotate(beat, i / kBeats % kLanes);
     for (int bank = 0; bank < kLanes; ++bank) {
 #pragma HLS UNROLL
       transposed[i][bank] = turned[bank];
@@ -81,7 +89,7 @@ void transpose(hls::stream<beat_t>& beats, int pages, std::uint16_t (*transposed
 
 // One channel of the tokens 32 column .. 32 column + 31.
 template <int D>
-beat_t channel_row(const std::uint16_t (*transposed)[kLanes], int channel, int column) {
+beat_t channel_row(const transposed_t<D>& transposed, int channel, int column) {
 #pragma HLS INLINE
   beat_t banks;
   for (int bank = 0; bank < kLanes; ++bank) {
@@ -95,7 +103,7 @@ beat_t channel_row(const std::uint16_t (*transposed)[kLanes], int channel, int c
 // Logits of a block: channel by channel for 32 tokens and all query heads in a cycle. A sum is
 // taken up again after kInterleave cycles, for which neighbouring channels have sums of their own.
 template <int D, int G, typename T>
-void multiply_keys(const std::uint16_t (*transposed)[kLanes], const float (*query)[D],
+void multiply_keys(const transposed_t<D>& transposed, const float (&query)[G][D],
                    hls::stream<heads_t<G>>& logits) {
   constexpr int kColumns = Sizes<D>::kColumns;
   constexpr int kSets = Sizes<D>::kChannelSets;
@@ -109,11 +117,11 @@ void multiply_keys(const std::uint16_t (*transposed)[kLanes], const float (*quer
       const beat_t keys = channel_row<D>(transposed, channel, column);
       for (int g = 0; g < G; ++g) {
 #pragma HLS UNROLL
-        float* const lanes = sums[channel % kSets][column][g];
         for (int lane = 0; lane < kLanes; ++lane) {
 #pragma HLS UNROLL
           const float product = query[g][channel] * T::widen(keys[lane]);
-          lanes[lane] = (channel < kSets ? 0.0f : lanes[lane]) + product;
+          const float before = channel < kSets ? 0.0f : sums[channel % kSets][column][g][lane];
+          sums[channel % kSets][column][g][lane] = before + product;
         }
       }
     }
@@ -208,16 +216,18 @@ void score_block(const beat_t* memory, int first, int count, float scale, bool c
   hls::stream<beat_t> even("even k");
   hls::stream<beat_t> odd("odd k");
   hls::stream<heads_t<G>> logits("logits");
+  transposed_t<D> transposed;
+#pragma HLS ARRAY_PARTITION variable = transposed dim = 2 complete
 #pragma HLS STREAM variable = beats depth = 64
 #pragma HLS STREAM variable = even depth = 256
 #pragma HLS STREAM variable = odd depth = 256
 #pragma HLS STREAM variable = logits depth = 128
   const int summed = checksum ? count : 0;
-  read_halves<D>(memory, job.pages + first, count, 0, checksum, beats, even, odd);
-  digest_halves<D>(even, (summed + 1) / 2, false, job.digests[0] + first / kDigestUnits);
-  digest_halves<D>(odd, summed / 2, false, job.digests[1] + first / kDigestUnits);
-  transpose<D>(beats, count, job.transposed);
-  multiply_keys<D, G, T>(job.transposed, job.query, logits);
+  read_halves<D>(memory, job.pages, first, count, 0, checksum, beats, even, odd);
+  digest_halves<D>(even, first / kDigestUnits, (summed + 1) / 2, false, job.digests[0]);
+  digest_halves<D>(odd, first / kDigestUnits, summed / 2, false, job.digests[1]);
+  transpose<D>(beats, count, transposed);
+  multiply_keys<D, G, T>(transposed, job.query, logits);
   add_block<D, G>(logits, first, count, scale, job);
 }
 
@@ -257,11 +267,11 @@ void add_values(hls::stream<beat_t>& beats, hls::stream<heads_t<G>>& weights, in
       const beat_t values = beats.read();
       for (int g = 0; g < G; ++g) {
 #pragma HLS UNROLL
-        float* const lanes = sums[t % kSets][i][g];
         for (int lane = 0; lane < kLanes; ++lane) {
 #pragma HLS UNROLL
           const float product = live ? weight[g] * T::widen(values[lane]) : 0.0f;
-          lanes[lane] = (t < kSets ? 0.0f : lanes[lane]) + product;
+          const float before = t < kSets ? 0.0f : sums[t % kSets][i][g][lane];
+          sums[t % kSets][i][g][lane] = before + product;
         }
       }
     }
@@ -296,9 +306,9 @@ void value_block(const beat_t* memory, int first, int count, std::uint32_t v_off
 #pragma HLS STREAM variable = odd depth = 256
 #pragma HLS STREAM variable = weights depth = 128
   const int summed = checksum ? count : 0;
-  read_halves<D>(memory, job.pages + first, count, v_offset, checksum, beats, even, odd);
-  digest_halves<D>(even, (summed + 1) / 2, true, job.digests[0] + first / kDigestUnits);
-  digest_halves<D>(odd, summed / 2, true, job.digests[1] + first / kDigestUnits);
+  read_halves<D>(memory, job.pages, first, count, v_offset, checksum, beats, even, odd);
+  digest_halves<D>(even, first / kDigestUnits, (summed + 1) / 2, true, job.digests[0]);
+  digest_halves<D>(odd, first / kDigestUnits, summed / 2, true, job.digests[1]);
   weigh_block<D, G>(first, count, scale, job, weights);
   add_values<D, G, T>(beats, weights, first, count, job);
 }
@@ -355,8 +365,8 @@ float sum_of(const JobState<D, G>& job, int g) {
 // Writes the partial of a job: acc is own_share times the sums, and rest_share times l times a
 // mean.
 template <int D, int G>
-void write_partial(const JobState<D, G>& job, const float* own_share, const float* mean,
-                   std::uint32_t place, float_beat_t* out) {
+void write_partial(const JobState<D, G>& job, const float (&own_share)[kMaxGroup],
+                   const float (&mean)[D], std::uint32_t place, float_beat_t* out) {
   constexpr int kOutBeats = G * D / kFloats;
   const std::uint64_t first = static_cast<std::uint64_t>(place) * (kOutBeats + 1);
   for (int i = 0; i < kOutBeats; ++i) {

@@ -12,8 +12,8 @@ using Element = Float16;
 extern "C" void sparf(SSDKV_FPGA_SPARF_PARAMETERS) {
   SSDKV_FPGA_SPARF_INTERFACE
   static SparfState<SSDKV_HEAD_SIZE, SSDKV_GROUP> state;
+#pragma HLS DISAGGREGATE variable = state
 #pragma HLS ARRAY_PARTITION variable = state.job.query dim = 1 complete
-#pragma HLS ARRAY_PARTITION variable = state.job.transposed dim = 2 complete
 #pragma HLS ARRAY_PARTITION variable = state.job.recent dim = 2 complete
 #pragma HLS ARRAY_PARTITION variable = state.job.recent dim = 3 complete
 #pragma HLS ARRAY_PARTITION variable = state.job.totals dim = 2 complete

@@ -24,7 +24,7 @@ constexpr int kTileBeats = kBlockTokens / kScoreLanes;
 template <int D, int G>
 struct SparfState {
   JobState<D, G> job;
-  std::uint32_t keys[kMaxTokens];
+  keys_t keys;
   std::uint16_t channels[D];  // chosen, ascending
   float reduced[D][G];        // queries of those channels, scaled
   float lse[G];
@@ -40,8 +40,8 @@ struct SparfSizes {
 
 // Sums of |q| in the order of the query heads; the choice goes by their keys.
 template <int D, int G>
-Choice choose_channels(const float (*query)[D], std::uint32_t together, std::uint32_t keep,
-                       std::uint32_t* keys) {
+Choice choose_channels(const float (&query)[G][D], std::uint32_t together, std::uint32_t keep,
+                       keys_t& keys) {
   float sums[D];
   for (int d = 0; d < D; ++d) sums[d] = 0.0f;
   for (int g = 0; g < G; ++g) {
@@ -68,7 +68,7 @@ Choice choose_channels(const float (*query)[D], std::uint32_t together, std::uin
 template <int D, int G>
 void reduce_queries(std::uint32_t together, std::uint32_t keep, float scale,
                     SparfState<D, G>& state) {
-  const float(*query)[D] = state.job.query;
+  const float(&query)[G][D] = state.job.query;
   Choice choice = choose_channels<D, G>(query, together, keep, state.keys);
   std::uint32_t taken = 0;
   for (std::uint32_t place = 0; place < D / together; ++place) {
@@ -161,8 +161,8 @@ void multiply_channels(hls::stream<channel_beat_t>& keys, int beats, std::uint32
 // The same for 8 pages of the window, from K as it lies on chip. Four columns take turns, so a new
 // one starts every other cycle.
 template <int D, int G, typename T>
-void multiply_window(std::uint32_t keep, const SparfState<D, G>& state,
-                     hls::stream<heads_t<G>>& logits) {
+void multiply_window(const transposed_t<D>& transposed, std::uint32_t keep,
+                     const SparfState<D, G>& state, hls::stream<heads_t<G>>& logits) {
   constexpr int kColumns = Sizes<D>::kColumns;
   float sums[kColumns][G][kLanes];
 #pragma HLS ARRAY_PARTITION variable = sums dim = 2 complete
@@ -170,7 +170,7 @@ void multiply_window(std::uint32_t keep, const SparfState<D, G>& state,
   for (std::uint32_t c = 0; c < keep; ++c) {
     for (int column = 0; column < kColumns; ++column) {
 #pragma HLS PIPELINE II = 2
-      const beat_t key = channel_row<D>(state.job.transposed, state.channels[c], column);
+      const beat_t key = channel_row<D>(transposed, state.channels[c], column);
       for (int g = 0; g < G; ++g) {
 #pragma HLS UNROLL
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -194,7 +194,7 @@ void multiply_window(std::uint32_t keep, const SparfState<D, G>& state,
 
 template <int G>
 void keep_logits(hls::stream<heads_t<G>>& incoming, std::uint32_t first, int tokens,
-                 heads_t<G>* logits) {
+                 heads_t<G> (&logits)[kMaxTokens]) {
   for (int t = 0; t < tokens; ++t) {
 #pragma HLS PIPELINE II = 1
     logits[first + static_cast<std::uint32_t>(t)] = incoming.read();
@@ -215,18 +215,39 @@ void score_tile(const channel_beat_t* memory, const std::uint64_t* channels,
   keep_logits<G>(logits, first, beats * kScoreLanes, state.job.logits);
 }
 
-// Keeps the logits of valid tokens of up to 8 pages of the window; returns how many.
+// Keeps the logits of valid tokens of up to 8 pages of the window; says how many.
 template <int D, int G>
-std::uint32_t keep_window(hls::stream<heads_t<G>>& incoming, int pages, std::uint32_t to,
-                          JobState<D, G>& job) {
-  std::uint32_t kept = 0;
+void keep_window(hls::stream<heads_t<G>>& incoming, int pages, std::uint32_t to,
+                 JobState<D, G>& job, std::uint32_t& kept) {
+  std::uint32_t count = 0;
   for (int t = 0; t < kBlockTokens; ++t) {
 #pragma HLS PIPELINE II = 1
     const heads_t<G> logits = incoming.read();
     const int page = t / kPageTokens;
-    if (page < pages && is_live(job.pages[page], t % kPageTokens)) job.logits[to + kept++] = logits;
+    if (page < pages && is_live(job.pages[page], t % kPageTokens)) {
+      job.logits[to + count++] = logits;
+    }
   }
-  return kept;
+  kept = count;
+}
+
+// Up to 8 pages of the window, which stand first in job.pages.
+template <int D, int G, typename T>
+void score_window_tile(const beat_t* memory, int count, std::uint32_t keep, std::uint32_t to,
+                       SparfState<D, G>& state, std::uint32_t& kept) {
+#pragma HLS DATAFLOW
+  hls::stream<beat_t> beats("window");
+  hls::stream<beat_t> even("none");
+  hls::stream<beat_t> odd("none");
+  hls::stream<heads_t<G>> logits("window logits");
+  transposed_t<D> transposed;
+#pragma HLS ARRAY_PARTITION variable = transposed dim = 2 complete
+#pragma HLS STREAM variable = beats depth = 64
+#pragma HLS STREAM variable = logits depth = 128
+  read_halves<D>(memory, state.job.pages, 0, count, 0, false, beats, even, odd);
+  transpose<D>(beats, count, transposed);
+  multiply_window<D, G, T>(transposed, keep, state, logits);
+  keep_window<D, G>(logits, count, to, state.job, kept);
 }
 
 // Logits of the window's tokens, from `to` on. Returns how many there are.
@@ -237,26 +258,21 @@ std::uint32_t score_window(const beat_t* memory, const entry_t* entries, const s
   for (std::uint32_t first = 0; first < job.window_entries; first += kBlockPages) {
     const std::uint32_t left = job.window_entries - first;
     const int count = left < kBlockPages ? static_cast<int>(left) : kBlockPages;
-    hls::stream<beat_t> beats("window");
-    hls::stream<beat_t> even("none");
-    hls::stream<beat_t> odd("none");
-    hls::stream<heads_t<G>> logits("window logits");
     for (int i = 0; i < count; ++i) {
 #pragma HLS PIPELINE II = 1
       const entry_t entry = entries[job.first_window + first + static_cast<std::uint32_t>(i)];
       state.job.pages[i].address = entry.address;
       state.job.pages[i].live = first_tokens(entry.tokens);
     }
-    read_halves<D>(memory, state.job.pages, count, 0, false, beats, even, odd);
-    transpose<D>(beats, count, state.job.transposed);
-    multiply_window<D, G, T>(keep, state, logits);
-    tokens += keep_window<D, G>(logits, count, to + tokens, state.job);
+    std::uint32_t kept = 0;
+    score_window_tile<D, G, T>(memory, count, keep, to + tokens, state, kept);
+    tokens += kept;
   }
   return tokens;
 }
 
-// Adds 128 weights to a sum, those of NaN left out: they show where they are used.
-inline void add_weight(float logit, float reference, int place, float* parts) {
+// Adds a weight to one of the partial sums. NaN is left out: it shows where it is used.
+inline void add_weight(float logit, float reference, int place, float (&parts)[kInterleave]) {
 #pragma HLS INLINE
   if (logit == logit) parts[place % kInterleave] += hls::exp(logit - reference);
 }
@@ -303,7 +319,7 @@ void sum_logits(std::uint32_t tokens, SparfState<D, G>& state) {
 
 // Mean over the query heads of a token's softmax weights.
 template <int G>
-float mass_of(const heads_t<G>& logits, const float* lse) {
+float mass_of(const heads_t<G>& logits, const float (&lse)[G]) {
 #pragma HLS INLINE
   float sum = 0.0f;
   for (int g = 0; g < G; ++g) {
@@ -390,7 +406,7 @@ choice_t filter_tokens(Choice choice, const SparfSizes& sizes, std::uint32_t col
 
 // The list for step 5: places in the list of entries become addresses, and the window follows.
 inline int list_chosen(const entry_t* entries, const sparf_job_t& job, std::uint32_t chosen,
-                       bool window, page_t* pages) {
+                       bool window, pages_t& pages) {
   for (std::uint32_t i = 0; i < chosen; ++i) {
 #pragma HLS PIPELINE II = 1
     pages[i].address = entries[pages[i].address].address;
@@ -406,7 +422,7 @@ inline int list_chosen(const entry_t* entries, const sparf_job_t& job, std::uint
 }
 
 template <int D>
-void read_mean(const float_beat_t* means, std::uint32_t place, float* mean) {
+void read_mean(const float_beat_t* means, std::uint32_t place, float (&mean)[D]) {
   for (int i = 0; i < D / kFloats; ++i) {
 #pragma HLS PIPELINE II = 1
     const float_beat_t beat =
