@@ -97,6 +97,7 @@ module attend_top #(parameter D = 128, parameter G = 1) (
         .out_awaddr(m_axi_out_awaddr), .out_awlen(m_axi_out_awlen),
         .out_wvalid(m_axi_out_wvalid), .out_wready(m_axi_out_wready),
         .out_wdata(m_axi_out_wdata), .out_wlast(m_axi_out_wlast),
+        .out_wstrb(m_axi_out_wstrb),
         .out_bvalid(m_axi_out_bvalid), .out_bready(m_axi_out_bready));
 
     assign s_axi_control_bresp = OKAY;
@@ -107,7 +108,6 @@ module attend_top #(parameter D = 128, parameter G = 1) (
     assign m_axi_list_arburst = INCREMENTING;
     assign m_axi_page_arburst = INCREMENTING;
     assign m_axi_out_awburst = INCREMENTING;
-    assign m_axi_out_wstrb = '1;
 
     // The length says where a burst ends. Errors that a slave answers with are not looked at: wrong
     // pages are found by their digests, where those are asked for.

@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from tests.fpga_offload.needs import needs_rtlsim
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.fpga_offload.results import read_cycles
 
 
 def run(*arguments: str) -> Result:
@@ -33,12 +32,9 @@ def test_the_hls_kernels_agree_with_float64_and_make_digests() -> None:
 
 
 @needs_rtlsim(64, 2)
-def test_the_rtl_agrees_with_float64_and_counts_cycles(tmp_path: Path) -> None:
+def test_the_rtl_agrees_with_float64_and_counts_cycles() -> None:
     shape = ("--backend", "rtlsim", "--head-size", "64", "--group", "2")
-    path = tmp_path / "cycles.json"
-    (row,) = rows_of(run(*shape, "--tokens", "256", "--output", str(path), "--json"))
-    (written,) = read_cycles(path).rows
-    assert (written.tokens, written.group, written.cycles) == (256, 2, row["cycles"])
+    (row,) = rows_of(run(*shape, "--tokens", "256", "--json"))
     assert row["holds"]
     assert 0 < row["line_rate"] <= 1
     (stalled,) = rows_of(run(*shape, "--tokens", "256", "--stalls", "0.3", "--json"))
@@ -69,7 +65,6 @@ def test_missing_models_name_what_makes_them(
         (["--group", "3"], ["--group", "1, 2, 4, 5, 8"]),
         (["--dtype", "float32"], ["--dtype", "float16, bfloat16"]),
         (["--stalls", "0.5"], ["csim has no bus"]),
-        (["--output", "cycles.json"], ["csim has no bus"]),
     ],
 )
 def test_wrong_options_are_named(options: list[str], words: list[str]) -> None:

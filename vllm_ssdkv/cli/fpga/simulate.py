@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import typer
@@ -17,7 +16,6 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.cli.fpga.arguments import DtypeOption, GroupOption, HeadSizeOption, shape_of
 from vllm_ssdkv.cli.fpga.tables import trials_table
-from vllm_ssdkv.fpga_offload.results import Cycles, Results, add_results
 
 # Kernels and their oracles need the native module. It is imported by those who run them, so that
 # `ssdkv doctor` can say that the module is missing.
@@ -55,15 +53,6 @@ def simulate(
     latency: Annotated[
         int, typer.Option(min=1, max=4096, help="rtlsim: cycles to the first answer of memory.")
     ] = 64,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            parser=arguments.file_to_write,
-            metavar="FILE",
-            help="Put the cycles into a file as fpga_offload/results/cycles.json, in place of "
-            "those of the same kernels.",
-        ),
-    ] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Run the attention kernels on random contexts and compare them with float64.
@@ -76,8 +65,8 @@ def simulate(
     arguments.one_of("--backend", backend, get_args(BackendName))
     lengths = arguments.whole_numbers("--tokens", tokens, 1, _MOST_TOKENS)
     shape = shape_of(head_size, group, dtype)
-    if backend == "csim" and (stalls or latency != 64 or output is not None):
-        raise typer.BadParameter("csim has no bus", param_hint="--stalls, --latency, --output")
+    if backend == "csim" and (stalls or latency != 64):
+        raise typer.BadParameter("csim has no bus", param_hint="--stalls, --latency")
     rows: list[Row] = []
     try:
         with (
@@ -86,8 +75,6 @@ def simulate(
         ):
             for length in progress.track(lengths, description="simulating"):
                 rows.append(_trial(kernels, length, seed, checksum=checksum))
-        if output is not None:
-            _write(rows, shape, stalls, output)
     except SSDKVError as error:
         typer.echo(f"ssdkv fpga simulate: {error}", err=True)
         raise typer.Exit(1) from error
@@ -124,16 +111,6 @@ def _opened(
         backend.close(_CLOSE_S)
 
 
-def _write(rows: list[Row], shape: KernelShape, stalls: float, output: Path) -> None:
-    """Put the cycles of the rows into a file of results."""
-    sizes = (shape.head_size, shape.group, shape.dtype)
-    cycles = [
-        Cycles("attend", *sizes, row["tokens"], row["nbytes"], row["cycles"], stalls)
-        for row in rows
-    ]
-    add_results(Results("ssdkv fpga simulate --backend rtlsim --output FILE", {}, cycles), output)
-
-
 def _trial(kernels: Backend, length: int, seed: int, *, checksum: bool) -> Row:
     """A context of so many tokens, as a row of the JSON document."""
     from vllm_ssdkv.fpga_offload.trial import random_problem, run_problem
@@ -148,7 +125,6 @@ def _trial(kernels: Backend, length: int, seed: int, *, checksum: bool) -> Row:
         "error": found.error,
         "wrong_digests": found.wrong_digests,
         "cycles": None if cycles is None else cycles.cycles,
-        "nbytes": None if cycles is None else cycles.nbytes,
         "line_rate": None if cycles is None else cycles.line_rate,
         "seconds": seconds,
         "holds": found.error <= TOLERANCE and not found.wrong_digests,
