@@ -198,6 +198,14 @@ class Backend(Protocol):
         """Run ``sparf``; as :meth:`attend`."""
         ...
 
+    def peer_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory that drives write to and kernels read, uint8, for pages of ``attend``; made once.
+
+        Raises:
+            FpgaError: the device has none.
+        """
+        ...
+
     def close(self, timeout_s: float) -> bool:
         """Give the device back. False: a call still runs on it, and may read pages."""
         ...

@@ -6,6 +6,7 @@ The library gets host addresses as they are, so pages may lie anywhere in this p
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -189,6 +190,7 @@ class LibraryBackend(KernelBackend):
         self.shape = shape
         self.limits = limits or Limits()
         self._lock = threading.Lock()
+        self._peer: NDArray[np.uint8] | None = None
         self._library = _load(name, path)
         found = int(self._library.ssdkv_fpga_version())
         if found != VERSION:
@@ -199,6 +201,12 @@ class LibraryBackend(KernelBackend):
         self._device = self._library.ssdkv_fpga_open(shape.head_size, shape.group, int(shape.flags))
         if not self._device:
             raise FpgaError(f"{path} has no kernels of {shape}")
+
+    def peer_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """See ``Backend``: memory of the process, of which it is as good as any."""
+        if self._peer is None or len(self._peer) < nbytes:
+            self._peer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return self._peer[:nbytes]
 
     def close(self, timeout_s: float) -> bool:
         """See ``Backend``."""

@@ -108,7 +108,7 @@ class Fpga(Recall):
 def stock() -> Tokens:
     """Answers of vLLM alone, which are right."""
     with Engine(
-        MODEL_DIR, kv_tokens=16384, dtype="bfloat16", block_size=16, enable_prefix_caching=False
+        MODEL_DIR, kv_tokens=16384, dtype="bfloat16", enable_prefix_caching=False
     ) as engine:
         prompts = [list(question.prompt) for question in QUESTIONS]
         longest = max(len(question.answer) for question in QUESTIONS)

@@ -77,6 +77,9 @@ class NumpyBackend:
     def sparf(self, work: SparfWork) -> SparfResult:
         raise NotImplementedError
 
+    def peer_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.zeros(nbytes, np.uint8)
+
     def close(self, timeout_s: float) -> bool:
         del timeout_s
         self.closed = True

@@ -90,6 +90,10 @@ class FpgaError(SSDKVError):
     """An FPGA device or its simulation failed, or is closed; the text names it."""
 
 
+class WrongPagesError(SSDKVError):
+    """Pages that a device read itself are not what the store wrote; they are read again."""
+
+
 class FpgaListError(FpgaError):
     """A list of jobs or pages for an FPGA kernel is broken; the text names the entry."""
 

@@ -57,6 +57,14 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
         Label("kernel", ("attend", "sparf")),
     ),
     counter(
+        "offload_peer_pages",
+        "pages",
+        "Pages that drives wrote into an FPGA's memory themselves, by what their checksums say, "
+        "which the kernel makes. Wrong ones are read again through the host's memory "
+        "(offload.peer).",
+        Label("found", ("right", "wrong")),
+    ),
+    counter(
         "offload_failures",
         "failures",
         "Times that the device raised an error, answered with something else than was asked for, "

@@ -107,7 +107,7 @@ class OffloadThrottle(OptionModel):
 
 
 _XRT: Final = frozenset({"xclbin", "card"})
-_FPGA: Final = _XRT | {"backend", "kernel_deadline"}
+_FPGA: Final = _XRT | {"backend", "kernel_deadline", "peer"}
 
 
 class OffloadConfig(OptionModel):
@@ -149,6 +149,16 @@ class OffloadConfig(OptionModel):
         ),
         Reason("0: the first, where there is one."),
     ] = 0
+    peer: Annotated[
+        bool,
+        Field(
+            description="Drives write pages into the memory of the FPGA themselves, where the "
+            "device permits it; the kernel makes their checksums, and its answer counts once these "
+            "are right. Needs `share` 1, pages of 16 tokens, and a store that is not encrypted. "
+            "Chosen pages come through the host's memory in any case."
+        ),
+        Reason("false: through the host's memory, which checks pages. It works with any card."),
+    ] = False
     kernel_deadline: Annotated[
         float,
         Field(
@@ -207,6 +217,10 @@ class OffloadConfig(OptionModel):
             raise ValueError(f'{", ".join(unused)} without backend "xrt": name it, or leave it out')
         if self.backend == "xrt" and self.xclbin is None:
             raise ValueError('backend "xrt" without xclbin: name the file of the kernels')
+        if self.peer and self.share != 1:
+            raise ValueError("peer with a share other than 1: whoever attends has to compare")
+        if self.peer and self.backend == "rtlsim":
+            raise ValueError('peer with backend "rtlsim", which makes no checksums: leave it out')
         return self
 
     def threads_of(self, workers: int) -> int:

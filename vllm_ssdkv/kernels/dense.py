@@ -216,6 +216,8 @@ class CpuKernels(NativeKernels):
         query_heads = query.shape[1]
         stride = head_stride("query", query, query_heads, layout.head_size)
         base = on_host(source.base, np.uint64)
+        if source.digests is not None:
+            raise ValueError("these kernels do not compare digests, and the blocks are unchecked")
         if source.tensor is not None:
             if source.tensor.dtype != layout.dtype or source.tensor.device.type != "cpu":
                 raise ValueError(f"blocks must be {layout.dtype} on the CPU")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.errors import FpgaDeadlineError
+from vllm_ssdkv.base.errors import FpgaDeadlineError, FpgaError, WrongPagesError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.fpga_offload.backend import (
     AttendWork,
@@ -120,6 +120,10 @@ class SharedBackend:
         finally:
             self._lock.release()
 
+    def peer_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """See ``Backend``."""
+        return self._inner.peer_memory(nbytes)
+
     def close(self, timeout_s: float) -> bool:
         """See ``Backend``."""
         return self._inner.close(timeout_s)
@@ -134,8 +138,7 @@ class SharedBackend:
 
 class FpgaKernels:
     """Kernels of a backend, for pages in memory of the host. See ``BlockAttention`` and
-    ``PageAttention``. A call that fails has left the state as it was, or has folded a part: the
-    caller throws it away.
+    ``PageAttention``. A call that fails has left the state as it was.
 
     Example:
         kernels = FpgaKernels(backend, Counters())
@@ -162,6 +165,7 @@ class FpgaKernels:
 
         Raises:
             FpgaError: the backend's, whose text names what is broken.
+            WrongPagesError: the blocks have digests, and the kernel found others.
         """
         if sliding_window is not None:
             raise ValueError("layers with a sliding window have no context for an FPGA")
@@ -201,6 +205,8 @@ class FpgaKernels:
     ) -> None:
         backend = self._backend
         units = query_units(query, layout.kv_heads, backend.shape.group)
+        wanted = lists.entries.digest
+        parts: list[PartialState] = []
         for jobs in calls_of(lists, layout.kv_heads, units.shape[2], backend.limits):
             partials = backend.attend(
                 AttendWork(
@@ -211,10 +217,34 @@ class FpgaKernels:
                     partials=len(jobs),
                     v_offset=v_offset(layout),
                     mask=lists.masked,
+                    checksum=wanted is not None,
                 )
             )
             self._counters.add("offload_kernel_calls", kernel="attend")
-            self._merge(state, part_of(partials, jobs, query.shape, units.shape, layout.kv_heads))
+            if wanted is not None:
+                self._compare(wanted, partials, jobs)
+            parts.append(part_of(partials, jobs, query.shape, units.shape, layout.kv_heads))
+        for part in parts:
+            self._merge(state, part)
+
+    def _compare(
+        self, wanted: NDArray[np.uint64], partials: Partials, jobs: NDArray[np.void]
+    ) -> None:
+        """Compare the digests that the kernel made of what these jobs read.
+
+        Raises:
+            WrongPagesError: a page is another one.
+        """
+        if partials.digests is None:
+            raise FpgaError(f"{self._backend.name}: the kernel has made no digests")
+        read = np.zeros(len(wanted), np.bool_)
+        for first, count in zip(jobs["first"].tolist(), jobs["entries"].tolist(), strict=True):
+            read[first : first + count] = True
+        wrong = int(np.count_nonzero(read & (partials.digests != wanted)))
+        self._counters.add("offload_peer_pages", int(np.count_nonzero(read)) - wrong, found="right")
+        if wrong:
+            self._counters.add("offload_peer_pages", wrong, found="wrong")
+            raise WrongPagesError(f"{wrong} of {len(wanted)} pages are not what the store wrote")
 
 
 def packed_entries(lists: JobLists) -> NDArray[np.void]:

@@ -30,11 +30,13 @@ class Entries:
         address: Of K's first token, uint64.
         tokens: From the first on, 1 to 16, uint32.
         mask: Bit t: token t is attended to, uint32.
+        digest: Of K and V, uint64, where the host has not checked them; else None.
     """
 
     address: NDArray[np.uint64]
     tokens: NDArray[np.uint32]
     mask: NDArray[np.uint32]
+    digest: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,12 @@ def jobs_of_blocks(rows: Rows, source: BlockSource, layout: BlockLayout) -> JobL
     Queries of a row that see all of its blocks share their entries.
 
     Raises:
-        ValueError: the blocks lie in a tensor.
+        ValueError: the blocks lie in a tensor, or have digests and pages of more than 16 tokens.
     """
     if source.tensor is not None:
         raise ValueError("blocks for an FPGA are told by absolute addresses")
+    if source.digests is not None and layout.page_tokens != PAGE_TOKENS:
+        raise ValueError(f"the kernel makes digests of pages of {PAGE_TOKENS} tokens only")
     base = on_host(source.base, np.uint64)
     start = on_host(source.position, np.int64)
     made = _Lists()
@@ -113,12 +117,16 @@ def jobs_of_blocks(rows: Rows, source: BlockSource, layout: BlockLayout) -> JobL
         for head in range(layout.kv_heads):
             address = (blocks[:, None] + place[head].astype(np.uint64)[None, :]).ravel()
             at, position = _parts(address, pages, layout)
+            digest = None
+            if source.digests is not None:
+                mine = slice(head * layout.groups, (head + 1) * layout.groups)
+                digest = source.digests[low:high, mine].ravel()
             if shared:
-                made.add(at, _seen(position, begins_at))
+                made.add(at, _seen(position, begins_at), digest=digest)
                 made.jobs(range(first, first + count), head)
                 continue
             for i in range(count):
-                made.add(at, _seen(position, begins_at + i))
+                made.add(at, _seen(position, begins_at + i), digest=digest)
                 made.jobs((first + i,), head)
     return made.lists()
 
@@ -154,6 +162,7 @@ class _Lists:
         self._address: list[NDArray[np.uint64]] = []
         self._tokens: list[NDArray[np.int64]] = []
         self._mask: list[NDArray[np.uint32]] = []
+        self._digest: list[NDArray[np.uint64]] = []
         self._jobs: list[tuple[int, int, int, int]] = []
         self._begin = self._end = 0
         self._masked = False
@@ -163,14 +172,17 @@ class _Lists:
         address: NDArray[np.uint64],
         tokens: NDArray[np.int64],
         mask: NDArray[np.uint32] | None = None,
+        digest: NDArray[np.uint64] | None = None,
     ) -> None:
-        """Begin a list with the pages that are seen at all."""
+        """Begin a list with the pages that are seen at all. All lists have digests, or none."""
         kept = tokens > 0
         if mask is not None:
             mask = mask & ((np.uint64(1) << tokens.astype(np.uint64)) - np.uint64(1))
             kept &= mask != 0
             mask = mask[kept].astype(np.uint32)
             self._masked = True
+        if digest is not None:
+            self._digest.append(digest[kept])
         count = int(kept.sum())
         self._address.append(address[kept])
         self._tokens.append(tokens[kept])
@@ -189,6 +201,7 @@ class _Lists:
             np.concatenate([*self._address, np.zeros(0, np.uint64)]),
             np.concatenate([*self._tokens, np.zeros(0, np.int64)]).astype(np.uint32),
             np.concatenate([*self._mask, np.zeros(0, np.uint32)]),
+            np.concatenate(self._digest) if self._digest else None,
         )
         begin, end, token, head = table.T
         return JobLists(entries, begin, end, token, head, self._masked)

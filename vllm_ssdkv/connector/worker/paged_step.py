@@ -108,7 +108,8 @@ class PagedStep:
         )
         dense_layers = 0 if choices is None else choices.dense_layers
         self._store, self._choosing, self._contexts = store, choosing, contexts
-        self._stream = store.stream(contexts, choosing, dense_layers, context_layers)
+        peer = offloader.peer if self._offloads and offloader is not None else None
+        self._stream = store.stream(contexts, choosing, dense_layers, context_layers, peer)
 
     def row_of(self, write_block: int) -> int:
         """Index of the row whose first query token is written to this HBM block.
@@ -135,6 +136,7 @@ class PagedStep:
         if self._offloader is None or not self._offloads or not self._stream.blocks(layer):
             return streamed
         if not self._offloader.in_use:
+            self._stream.come_checked()
             return streamed
         return OffloadedContext(streamed, self._offloader, self._lose)
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
+from vllm_ssdkv.base.errors import FpgaError, StoreError
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -60,8 +61,12 @@ from vllm_ssdkv.offload.open import open_fpga, open_offloader
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
 from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.io.engines.open import open_engine
+from vllm_ssdkv.store.io.engines.protocol import IoEngine
+from vllm_ssdkv.store.memory.arena import BorrowedArena
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.trim import SlotTrimmer
 
@@ -146,6 +151,8 @@ class SSDKVWorker:
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
         self.offloader: Offloader | None = None
         """Has a device attend to contexts, in steps that begin later; benches set their own."""
+        self._peer_engine: IoEngine | None = None
+        """Reads into the memory of an FPGA."""
         self.layer_ended: Callable[[], None] | None = None
         """Set by benches: called when a layer has its attention."""
 
@@ -279,7 +286,29 @@ class SSDKVWorker:
         # Its threads wait for reads: one deadline for each drive that hangs.
         deadline_s = config.io.deadline * (len(opened.devices) + 1)
         workers = self.layout.tp_size
-        return open_offloader(config.offload, workers, deadline_s, self.counters, fpga)
+        made = open_offloader(config.offload, workers, deadline_s, self.counters, fpga)
+        if fpga is not None and config.offload.peer:
+            made.peer = self._peer_path(fpga)
+        return made
+
+    def _peer_path(self, fpga: Backend) -> ReadPath | None:
+        """The way of pages into the FPGA's memory; None where the drives cannot write there."""
+        opened, options = self._opened, self.config.io.engine_options()
+        pieces = opened.plan.staging_pieces
+        try:
+            memory = BorrowedArena(fpga.peer_memory(pieces * self.layout.geometry.layer_bytes))
+            fds, paths = [one.fd for one in opened.devices], opened.files.health.paths
+            engine = open_engine(options, fds, paths[: len(fds)], memory)
+        except (FpgaError, StoreError, ValueError) as error:
+            logger.warning(
+                "ssdkv: offload: drives cannot write into the memory of %s: %s; pages come through "
+                "the host's memory",
+                fpga.name,
+                error,
+            )
+            return None
+        self._peer_engine = engine
+        return ReadPath.to_device(opened.files, engine, memory, pieces)
 
     def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry
@@ -643,6 +672,8 @@ class SSDKVWorker:
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
         ended = self.offloader is None or self.offloader.close(self.config.io.deadline)
+        if self._peer_engine is not None:
+            ended &= self._peer_engine.close(self.config.io.deadline)
         if self._store is not None:
             self._store.close(read_elsewhere=not ended)
         self._opened.close()
