@@ -15,8 +15,8 @@ module attend #(parameter D = 128, parameter G = 1) (
     output wire         page_arvalid, input wire page_arready, output wire [63:0] page_araddr,
     output wire [7:0]   page_arlen, input wire page_rvalid, output wire page_rready, input wire [511:0] page_rdata,
     output wire         out_awvalid, input wire out_awready, output wire [63:0] out_awaddr, output wire [7:0] out_awlen,
-    output wire         out_wvalid, input wire out_wready, output wire [511:0] out_wdata, output wire out_wlast,
-    input  wire         out_bvalid, output wire out_bready
+    output wire         out_wvalid, input wire out_wready, output wire [511:0] out_wdata,
+    output wire [63:0]  out_wstrb, output wire out_wlast, input wire out_bvalid, output wire out_bready
 );
     localparam NB = D / 32;
     localparam QUERY_BEATS = G * NB;
@@ -130,15 +130,15 @@ module attend #(parameter D = 128, parameter G = 1) (
 
     reg write_start, write_status;
     reg [63:0] write_address;
-    reg [7:0] write_beats;
+    reg [15:0] write_beats;
     wire writer_idle;
     wire [511:0] status_beat = {256'd0, beats - beats_before, cycles, job, 32'(ssdkv_fpga::VERSION), place, code};
     assign core_ready = writer_ready && !write_status;
     record_writer writer(.clk(clk), .rst(rst), .start(write_start), .address(write_address), .beats(write_beats),
         .idle(writer_idle), .in_valid(write_status || core_valid), .in_ready(writer_ready),
-        .in_data(write_status ? status_beat : core_data), .awvalid(out_awvalid), .awready(out_awready),
+        .in_data(write_status ? status_beat : core_data), .in_strobe({64{1'b1}}), .awvalid(out_awvalid), .awready(out_awready),
         .awaddr(out_awaddr), .awlen(out_awlen), .wvalid(out_wvalid), .wready(out_wready), .wdata(out_wdata),
-        .wlast(out_wlast), .bvalid(out_bvalid), .bready(out_bready));
+        .wstrb(out_wstrb), .wlast(out_wlast), .bvalid(out_bvalid), .bready(out_bready));
 
     wire [31:0] first_beat = {2'd0, job_first[31:2]};
     wire [31:0] end_beat = {2'd0, job_end[31:2]} + (job_end[1:0] != 0);

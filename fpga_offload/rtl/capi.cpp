@@ -1,8 +1,9 @@
-// The C ABI of fpga_offload/generated/ssdkv_fpga.h over the verilated kernel of one shape: a model of
-// the host's AXI4-Lite writes, and of memory behind the AXI4 ports, which is this process's.
+// The C ABI of fpga_offload/generated/ssdkv_fpga.h over the verilated kernels of one shape,
+// `attend` and, where it is built, `sparf`: a model of the host's AXI4-Lite writes, and of memory
+// behind the AXI4 ports, which is this process's.
 //
-// Each memory port answers in order, one beat a cycle at most, `latency` cycles after the question. With
-// stalls every channel of every port is held back at random, from a seed.
+// Each memory port answers in order, one beat a cycle at most, `latency` cycles after the question.
+// With stalls every channel of every port is held back at random, from a seed.
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -16,13 +17,17 @@
 #define SSDKV_STRINGIFY(x) SSDKV_STRINGIFY2(x)
 #define SSDKV_JOIN2(a, b) a##b
 #define SSDKV_JOIN(a, b) SSDKV_JOIN2(a, b)
-#include SSDKV_STRINGIFY(SSDKV_MODEL.h)
+#include SSDKV_STRINGIFY(SSDKV_ATTEND.h)
+#ifdef SSDKV_SPARF
+#include SSDKV_STRINGIFY(SSDKV_SPARF.h)
+#endif
 
 namespace {
 
 constexpr uint32_t kHeadSize = SSDKV_HEAD_SIZE;
 constexpr uint32_t kGroup = SSDKV_GROUP;
 constexpr uint32_t kBeat = SSDKV_FPGA_BEAT_BYTES;
+constexpr uint64_t kAllBytes = ~uint64_t{0};
 // Cycles without a beat or a handshake on any memory port: the kernel hangs.
 constexpr uint64_t kPatience = 200'000;
 // Not of `Status`: the kernel did not come to an end.
@@ -45,20 +50,22 @@ class Stalls {
 // Beats of one port that were asked for and are not answered yet.
 class ReadPort {
  public:
-  explicit ReadPort(Stalls& stalls) : stalls_(stalls) {}
+  explicit ReadPort(Stalls& stalls, uint32_t beat_bytes = kBeat)
+      : stalls_(stalls), beat_bytes_(beat_bytes) {}
 
   template <class Ready, class Valid, class Data>
   void before_clock(uint64_t cycle, Ready& arready, Valid& rvalid, Data& rdata) {
     arready = !stalls_.now();
     rvalid = !beats_.empty() && beats_.front().due <= cycle && !stalls_.now();
-    if (rvalid) std::memcpy(&rdata[0], reinterpret_cast<const void*>(beats_.front().address), kBeat);
+    if (rvalid)
+      std::memcpy(&rdata[0], reinterpret_cast<const void*>(beats_.front().address), beat_bytes_);
   }
 
   // Returns whether anything moved.
   bool at_clock(uint64_t due, bool asked, uint64_t address, uint32_t more, bool answered) {
     if (asked)
       for (uint32_t beat = 0; beat <= more; ++beat)
-        beats_.push_back({address + uint64_t{kBeat} * beat, due});
+        beats_.push_back({address + uint64_t{beat_bytes_} * beat, due});
     if (answered) beats_.pop_front();
     return asked || answered;
   }
@@ -71,6 +78,7 @@ class ReadPort {
     uint64_t due;
   };
   Stalls& stalls_;
+  uint32_t beat_bytes_;
   std::deque<Beat> beats_;
 };
 
@@ -87,11 +95,15 @@ class WritePort {
   }
 
   template <class Data>
-  bool at_clock(uint64_t due, bool asked, uint64_t address, bool written, const Data& data, bool last,
-                bool answered) {
+  bool at_clock(uint64_t due, bool asked, uint64_t address, bool written, const Data& data,
+                uint64_t strobe, bool last, bool answered) {
     if (asked) next_ = address;
     if (written) {
-      std::memcpy(reinterpret_cast<void*>(next_), &data[0], kBeat);
+      auto* to = reinterpret_cast<uint8_t*>(next_);
+      const auto* from = reinterpret_cast<const uint8_t*>(&data[0]);
+      if (strobe == kAllBytes) std::memcpy(to, from, kBeat);
+      for (uint32_t byte = 0; strobe != kAllBytes && byte < kBeat; ++byte)
+        if ((strobe >> byte & 1) != 0) to[byte] = from[byte];
       next_ += kBeat;
       if (last) answers_.push_back(due);
     }
@@ -105,22 +117,23 @@ class WritePort {
   std::deque<uint64_t> answers_;
 };
 
-}  // namespace
-
-struct ssdkv_fpga_device {
-  Stalls stalls;
-  uint32_t latency = 64;
-  uint64_t cycle = 0;
-  ReadPort lists{stalls}, pages{stalls};
-  WritePort out{stalls};
-  VerilatedContext context;
-  std::unique_ptr<SSDKV_MODEL> model{new SSDKV_MODEL(&context)};
-
-  ssdkv_fpga_device() { reset(); }
+// One kernel with its clock and its memory.
+template <class Model>
+class Machine {
+ public:
+  Machine(Stalls& stalls, const uint32_t& latency)
+      : latency_(latency),
+        lists_(stalls),
+        pages_(stalls),
+        channels_(stalls, SSDKV_FPGA_CHANNEL_BEAT_BYTES),
+        out_(stalls) {
+    reset();
+  }
 
   void reset() {
-    lists.clear();
-    pages.clear();
+    lists_.clear();
+    pages_.clear();
+    channels_.clear();
     model->s_awvalid = model->s_wvalid = model->s_bready = model->s_arvalid = model->s_rready = 0;
     model->rst = 1;
     for (int count = 0; count < 20; ++count) tick();
@@ -130,28 +143,33 @@ struct ssdkv_fpga_device {
   // One cycle. Returns whether a memory port moved.
   bool tick() {
     auto& m = *model;
-    lists.before_clock(cycle, m.list_arready, m.list_rvalid, m.list_rdata);
-    pages.before_clock(cycle, m.page_arready, m.page_rvalid, m.page_rdata);
-    out.before_clock(cycle, m.out_awready, m.out_wready, m.out_bvalid);
+    lists_.before_clock(cycle_, m.list_arready, m.list_rvalid, m.list_rdata);
+    pages_.before_clock(cycle_, m.page_arready, m.page_rvalid, m.page_rdata);
+    if constexpr (requires { m.channel_arvalid; })
+      channels_.before_clock(cycle_, m.channel_arready, m.channel_rvalid, m.channel_rdata);
+    out_.before_clock(cycle_, m.out_awready, m.out_wready, m.out_bvalid);
     m.clk = 0;
     m.eval();
     bool moved = false;
     if (!m.rst) {
-      const uint64_t due = cycle + latency;
-      moved |= lists.at_clock(due, m.list_arvalid && m.list_arready, m.list_araddr, m.list_arlen,
-                              m.list_rvalid && m.list_rready);
-      moved |= pages.at_clock(due, m.page_arvalid && m.page_arready, m.page_araddr, m.page_arlen,
-                              m.page_rvalid && m.page_rready);
-      moved |= out.at_clock(due, m.out_awvalid && m.out_awready, m.out_awaddr,
-                            m.out_wvalid && m.out_wready, m.out_wdata, m.out_wlast,
-                            m.out_bvalid && m.out_bready);
+      const uint64_t due = cycle_ + latency_;
+      moved |= lists_.at_clock(due, m.list_arvalid && m.list_arready, m.list_araddr, m.list_arlen,
+                               m.list_rvalid && m.list_rready);
+      moved |= pages_.at_clock(due, m.page_arvalid && m.page_arready, m.page_araddr, m.page_arlen,
+                               m.page_rvalid && m.page_rready);
+      moved |= out_.at_clock(due, m.out_awvalid && m.out_awready, m.out_awaddr,
+                             m.out_wvalid && m.out_wready, m.out_wdata, m.out_wstrb, m.out_wlast,
+                             m.out_bvalid && m.out_bready);
+      if constexpr (requires { m.channel_arvalid; })
+        moved |= channels_.at_clock(due, m.channel_arvalid && m.channel_arready, m.channel_araddr,
+                                    m.channel_arlen, m.channel_rvalid && m.channel_rready);
     }
     written_ = m.s_awready && m.s_wready;
     read_ = m.s_rvalid;
     read_data_ = m.s_rdata;
     m.clk = 1;
     m.eval();
-    ++cycle;
+    ++cycle_;
     return moved;
   }
 
@@ -189,53 +207,60 @@ struct ssdkv_fpga_device {
   }
 
  private:
+  const uint32_t& latency_;
+  uint64_t cycle_ = 0;
+  ReadPort lists_, pages_, channels_;
+  WritePort out_;
+  VerilatedContext context_;
+  std::unique_ptr<Model> model{new Model(&context_)};
   bool written_ = false;
   bool read_ = false;
   uint32_t read_data_ = 0;
 };
 
-namespace {
-
 // Arguments go to their registers one after another, each followed by a reserved word.
+template <class Model>
 class Registers {
  public:
-  explicit Registers(ssdkv_fpga_device& device) : device_(device) {}
+  explicit Registers(Machine<Model>& machine) : machine_(machine) {}
 
   void put(uint64_t value) {
-    device_.write(at_, static_cast<uint32_t>(value));
-    device_.write(at_ + 4, static_cast<uint32_t>(value >> 32));
+    machine_.write(at_, static_cast<uint32_t>(value));
+    machine_.write(at_ + 4, static_cast<uint32_t>(value >> 32));
     at_ += 12;
   }
   void put(uint32_t value) {
-    device_.write(at_, value);
+    machine_.write(at_, value);
     at_ += 8;
   }
 
  private:
-  ssdkv_fpga_device& device_;
+  Machine<Model>& machine_;
   uint32_t at_ = 0x10;
 };
 
-int32_t finish(ssdkv_fpga_device& device, uint64_t address) {
+template <class Model>
+int32_t finish(Machine<Model>& machine, uint64_t address) {
   auto& status = *reinterpret_cast<ssdkv_fpga_status*>(address);
-  if (!device.run()) {
+  if (!machine.run()) {
     status = {};
     status.code = kHangs;
     status.version = SSDKV_FPGA_VERSION;
-    device.reset();
+    machine.reset();
   }
   return static_cast<int32_t>(status.code);
 }
 
-int32_t refuse(uint64_t address) {
-  auto& status = *reinterpret_cast<ssdkv_fpga_status*>(address);
-  status = {};
-  status.code = SSDKV_FPGA_STATUS_SHAPE;
-  status.version = SSDKV_FPGA_VERSION;
-  return SSDKV_FPGA_STATUS_SHAPE;
-}
-
 }  // namespace
+
+struct ssdkv_fpga_device {
+  Stalls stalls;
+  uint32_t latency = 64;
+  Machine<SSDKV_ATTEND> attend{stalls, latency};
+#ifdef SSDKV_SPARF
+  Machine<SSDKV_SPARF> sparf{stalls, latency};
+#endif
+};
 
 extern "C" {
 
@@ -248,14 +273,16 @@ ssdkv_fpga_device* ssdkv_fpga_open(uint32_t head_size, uint32_t group, uint32_t)
 
 void ssdkv_fpga_close(ssdkv_fpga_device* device) { delete device; }
 
-// Of the calls to come: seed and chance, in 256ths, of stalls; cycles from a question to its answer.
-void ssdkv_fpga_rtl_memory(ssdkv_fpga_device* device, uint32_t seed, uint32_t chance, uint32_t latency) {
+// Of the calls to come: seed and chance, in 256ths, of stalls; cycles from a question to its
+// answer.
+void ssdkv_fpga_rtl_memory(ssdkv_fpga_device* device, uint32_t seed, uint32_t chance,
+                           uint32_t latency) {
   device->stalls.set(seed, chance);
   device->latency = latency;
 }
 
 int32_t ssdkv_fpga_attend(ssdkv_fpga_device* device, const ssdkv_fpga_attend_args* args) {
-  Registers registers(*device);
+  Registers registers(device->attend);
   registers.put(args->q);
   registers.put(args->pages);
   registers.put(args->entries);
@@ -268,11 +295,45 @@ int32_t ssdkv_fpga_attend(ssdkv_fpga_device* device, const ssdkv_fpga_attend_arg
   registers.put(args->v_offset);
   registers.put(static_cast<uint32_t>(args->scale_log2e));
   registers.put(args->flags);
-  return finish(*device, args->status);
+  return finish(device->attend, args->status);
 }
 
-int32_t ssdkv_fpga_sparf(ssdkv_fpga_device*, const ssdkv_fpga_sparf_args* args) {
-  return refuse(args->status);
+#ifdef SSDKV_SPARF
+int32_t ssdkv_fpga_sparf(ssdkv_fpga_device* device, const ssdkv_fpga_sparf_args* args) {
+  Registers registers(device->sparf);
+  registers.put(args->q);
+  registers.put(args->pages);
+  registers.put(args->channel_pages);
+  registers.put(args->entries);
+  registers.put(args->jobs);
+  registers.put(args->channels);
+  registers.put(args->mean_value);
+  registers.put(args->out);
+  registers.put(args->masks);
+  registers.put(args->choices);
+  registers.put(args->status);
+  registers.put(args->job_count);
+  registers.put(args->entry_count);
+  registers.put(args->channel_count);
+  registers.put(args->block_tokens);
+  registers.put(args->page_tokens);
+  registers.put(args->keep_channels);
+  registers.put(args->channel_group);
+  registers.put(args->sinks);
+  registers.put(args->v_offset);
+  registers.put(static_cast<uint32_t>(args->scale));
+  registers.put(static_cast<uint32_t>(args->scale_log2e));
+  registers.put(args->flags);
+  return finish(device->sparf, args->status);
 }
+#else
+int32_t ssdkv_fpga_sparf(ssdkv_fpga_device*, const ssdkv_fpga_sparf_args* args) {
+  auto& status = *reinterpret_cast<ssdkv_fpga_status*>(args->status);
+  status = {};
+  status.code = SSDKV_FPGA_STATUS_SHAPE;
+  status.version = SSDKV_FPGA_VERSION;
+  return SSDKV_FPGA_STATUS_SHAPE;
+}
+#endif
 
 }  // extern "C"

@@ -6,11 +6,12 @@ module record_writer (
     input  wire         rst,
     input  wire         start,
     input  wire [63:0]  address,          // a multiple of 64
-    input  wire [7:0]   beats,            // at least 1
+    input  wire [15:0]  beats,            // at least 1
     output wire         idle,             // all of it is written, and the memory has said so
     input  wire         in_valid,
     output wire         in_ready,
     input  wire [511:0] in_data,
+    input  wire [63:0]  in_strobe,        // bytes of it to write
     output reg          awvalid,
     input  wire         awready,
     output wire [63:0]  awaddr,
@@ -18,6 +19,7 @@ module record_writer (
     output wire         wvalid,
     input  wire         wready,
     output wire [511:0] wdata,
+    output wire [63:0]  wstrb,
     output wire         wlast,
     input  wire         bvalid,
     output wire         bready
@@ -26,15 +28,16 @@ module record_writer (
     reg [1:0] state;
     reg [57:0] next;
     reg [57:0] asked;
-    reg [7:0] left;
+    reg [15:0] left;
     reg [6:0] burst_left;
     wire [6:0] to_boundary = 7'd64 - {1'b0, next[5:0]};
-    wire [6:0] burst = left < {1'b0, to_boundary} ? left[6:0] : to_boundary;
+    wire [6:0] burst = left < {9'd0, to_boundary} ? left[6:0] : to_boundary;
     assign idle = state == IDLE && !start;
     assign awaddr = {asked, 6'd0};
     assign wvalid = state == DATA && in_valid;
     assign in_ready = state == DATA && wready;
     assign wdata = in_data;
+    assign wstrb = in_strobe;
     assign wlast = burst_left == 1;
     assign bready = state == ANSWER;
     always @(posedge clk)
@@ -53,7 +56,7 @@ module record_writer (
                 asked <= next;
                 burst_left <= burst;
                 next <= next + {51'd0, burst};
-                left <= left - {1'b0, burst};
+                left <= left - {9'd0, burst};
             end else if (awready) begin
                 awvalid <= 0;
                 state <= DATA;

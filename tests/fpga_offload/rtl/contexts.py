@@ -9,8 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.oracles.fpga_backend import NumpyBackend
-from vllm_ssdkv.fpga_offload.backend import AttendWork, Backend, Partials
-from vllm_ssdkv.fpga_offload.description import BEAT_BYTES, ENTRY, JOB, PAGE_TOKENS, KernelShape
+from vllm_ssdkv.fpga_offload.backend import AttendWork, Backend, Partials, SparfWork
+from vllm_ssdkv.fpga_offload.description import (
+    BEAT_BYTES,
+    ENTRY,
+    JOB,
+    PAGE_TOKENS,
+    SPARF_JOB,
+    KernelShape,
+)
 from vllm_ssdkv.fpga_offload.trial import aligned_bytes
 
 Floats = NDArray[np.float64]
@@ -141,3 +148,79 @@ def _outputs(partials: Partials, seen: NDArray[np.bool_]) -> Floats:
 def _sums(partials: Partials, seen: NDArray[np.bool_]) -> Floats:
     sums: Floats = partials.m[seen].astype(np.float64) + np.log(partials.l[seen].astype(np.float64))
     return sums
+
+
+@dataclass(frozen=True)
+class SparfCall:
+    """Work of ``sparf``, and the bytes that it points into."""
+
+    work: SparfWork
+    memory: tuple[NDArray[np.uint8], ...]
+
+
+def make_sparf(
+    shape: KernelShape,
+    contexts: Sequence[tuple[int, int, int]],
+    block_tokens: int,
+    channels: int,
+    *,
+    seed: int = 0,
+    levels: int = 0,
+    sinks: int = 0,
+    attend: bool = True,
+) -> SparfCall:
+    """One job per (blocks of context, tokens of window, tokens to keep).
+
+    With ``levels`` K and q have so few different numbers that many scores are equal.
+    """
+    rng = np.random.default_rng(seed)
+    size, half = shape.head_size, shape.page_bytes // 2
+    memory, entries, blocks = [], [], []
+    jobs = np.zeros(len(contexts), SPARF_JOB.dtype)
+
+    def draw(*sizes: int) -> NDArray[np.uint16]:
+        numbers = rng.standard_normal(sizes)
+        if levels:
+            numbers = rng.integers(-levels, levels + 1, sizes) / 2
+        return bits_of(numbers, shape)
+
+    def add_pages(key: NDArray[np.uint16]) -> None:
+        count = -(-len(key) // PAGE_TOKENS)
+        pages = aligned_bytes(max(1, count) * shape.page_bytes)
+        memory.append(pages)
+        halves = pages.view(np.uint16).reshape(-1, 2, PAGE_TOKENS, size)
+        for i in range(count):
+            part = key[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]
+            halves[i, 0, : len(part)] = part
+            halves[i, 1] = draw(PAGE_TOKENS, size)
+            entries.append((pages.ctypes.data + 2 * half * i, len(part), 0))
+
+    for i, (count, window, keep) in enumerate(contexts):
+        first_channels, first_entry = len(blocks), len(entries)
+        key = draw(count * block_tokens, size)
+        for block in range(count):
+            part = key[block * block_tokens : (block + 1) * block_tokens]
+            transposed = aligned_bytes(part.nbytes)
+            transposed[:] = np.ascontiguousarray(part.T).view(np.uint8).ravel()
+            memory.append(transposed)
+            blocks.append(transposed.ctypes.data)
+        add_pages(key)
+        first_window = len(entries)
+        add_pages(draw(window, size))
+        held = len(entries) - first_window
+        jobs[i] = (i, i, first_channels, count, first_entry, first_window, held, keep)
+    work = SparfWork(
+        draw(len(contexts), shape.group, size),
+        np.array(entries, ENTRY.dtype),
+        jobs,
+        np.array(blocks, np.uint64),
+        size**-0.5,
+        len(contexts),
+        block_tokens,
+        PAGE_TOKENS,
+        channels,
+        sinks=sinks,
+        attend=attend,
+        window=attend,
+    )
+    return SparfCall(work, tuple(memory))
