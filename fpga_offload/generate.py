@@ -21,7 +21,7 @@ from vllm_ssdkv.fpga_offload.description import (
     Layout,
     Status,
 )
-from vllm_ssdkv.fpga_offload.vendor_files import connectivity, registers_tcl
+from vllm_ssdkv.fpga_offload.vendor_files import connectivity, registers_tcl, rtl_top
 
 NOTICE = "Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit."
 DIRECTORY = Path(__file__).parent / "generated"
@@ -286,6 +286,8 @@ FILES: Mapping[str, Callable[[], str]] = {
     },
     "connectivity.cfg": lambda: f"# {NOTICE}\n{connectivity()}",
     "registers.tcl": lambda: f"# {NOTICE}\n{registers_tcl()}",
+    "attend_top.sv": lambda: f"// {NOTICE}\n{rtl_top('attend')}",
+    "sparf_top.sv": lambda: f"// {NOTICE}\n{rtl_top('sparf')}",
 }
 """What is generated, by name in ``generated/``."""
 

@@ -91,7 +91,7 @@ proc sparf_registers {block} {
   set_property address_offset 0x028 $register
   set_property size 64 $register
   set parameter [ipx::add_register_parameter ASSOCIATED_BUSIF $register]
-  set_property value m_axi_page $parameter
+  set_property value m_axi_channel $parameter
   set register [ipx::add_register entries $block]
   set_property address_offset 0x034 $register
   set_property size 64 $register

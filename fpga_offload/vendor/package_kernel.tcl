@@ -1,17 +1,18 @@
-# Packs the RTL kernel `attend` as an .xo file. Written to the documented interface, never run.
-# Arguments: fpga_offload/, zkf's Verilog, the output folder, head size, query heads per KV head.
-lassign $argv sources zkf out head_size group
+# Packs an RTL kernel as an .xo file. Written to the documented interface, never run.
+# Arguments: fpga_offload/, zkf's Verilog, the output folder, the kernel, head size, query heads per
+# KV head.
+lassign $argv sources zkf out kernel head_size group
 
 source [file join $sources generated registers.tcl]
-set packaged [file join $out attend_ip]
+set packaged [file join $out ${kernel}_ip]
 
-create_project -force pack_attend [file join $out pack_attend]
+create_project -force pack_$kernel [file join $out pack_$kernel]
 add_files -norecurse $zkf
 add_files -norecurse [file join $sources generated ssdkv_fpga.svh]
 set_property file_type SystemVerilog [get_files ssdkv_fpga.svh]
 add_files -norecurse [glob [file join $sources rtl *.sv]]
-add_files -norecurse [file join $sources vendor attend_top.sv]
-set_property top attend_top [current_fileset]
+add_files -norecurse [file join $sources generated ${kernel}_top.sv]
+set_property top ${kernel}_top [current_fileset]
 set_property generic "D=$head_size G=$group" [current_fileset]
 update_compile_order -fileset sources_1
 
@@ -23,14 +24,14 @@ foreach parameter [ipx::get_user_parameters -of_objects $core] {
   set_property value_resolve_type generated $parameter
 }
 
-foreach port {s_axi_control m_axi_list m_axi_page m_axi_out} {
-  ipx::associate_bus_interfaces -busif $port -clock ap_clk $core
+foreach port [ipx::get_bus_interfaces *_axi_* -of_objects $core] {
+  ipx::associate_bus_interfaces -busif [get_property NAME $port] -clock ap_clk $core
 }
 ipx::associate_bus_interfaces -clock ap_clk -reset ap_rst_n $core
 
 set map [ipx::add_memory_map s_axi_control $core]
 set block [ipx::add_address_block reg0 $map]
-attend_registers $block
+${kernel}_registers $block
 set_property slave_memory_map_ref s_axi_control \
   [ipx::get_bus_interfaces s_axi_control -of_objects $core]
 
@@ -43,7 +44,7 @@ ipx::update_checksums $core
 ipx::check_integrity -kernel -xrt $core
 ipx::save_core $core
 
-set xo [file join $out attend.xo]
+set xo [file join $out $kernel.xo]
 file delete -force $xo
-package_xo -xo_path $xo -kernel_name attend -ctrl_protocol ap_ctrl_hs -ip_directory $packaged
+package_xo -xo_path $xo -kernel_name $kernel -ctrl_protocol ap_ctrl_hs -ip_directory $packaged
 close_project

@@ -1,14 +1,12 @@
-// The kernel `attend` with the names and signals that Vitis wants of an RTL kernel: ap_clk, ap_rst_n,
-// s_axi_control, and whole AXI4 ports. Bursts are incrementing, of 64 bytes a beat.
-//
-// Elaborated by Verilator in a test. In the vendor's tools: written to the documented interface, never
-// run.
+// Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
+// Written to the documented interface, never run. Elaborated by Verilator.
+// Bursts are incrementing. Their length says where they end. Errors that a slave answers
+// with are not looked at: wrong pages are found by digests, where those are asked for.
 `default_nettype none
 module attend_top #(parameter D = 128, parameter G = 1) (
     input  wire         ap_clk,
     input  wire         ap_rst_n,
     output wire         interrupt,
-
     input  wire         s_axi_control_awvalid,
     output wire         s_axi_control_awready,
     input  wire [11:0]  s_axi_control_awaddr,
@@ -26,7 +24,6 @@ module attend_top #(parameter D = 128, parameter G = 1) (
     input  wire         s_axi_control_rready,
     output wire [31:0]  s_axi_control_rdata,
     output wire [1:0]   s_axi_control_rresp,
-
     output wire         m_axi_list_arvalid,
     input  wire         m_axi_list_arready,
     output wire [63:0]  m_axi_list_araddr,
@@ -38,7 +35,6 @@ module attend_top #(parameter D = 128, parameter G = 1) (
     input  wire [511:0] m_axi_list_rdata,
     input  wire [1:0]   m_axi_list_rresp,
     input  wire         m_axi_list_rlast,
-
     output wire         m_axi_page_arvalid,
     input  wire         m_axi_page_arready,
     output wire [63:0]  m_axi_page_araddr,
@@ -50,7 +46,6 @@ module attend_top #(parameter D = 128, parameter G = 1) (
     input  wire [511:0] m_axi_page_rdata,
     input  wire [1:0]   m_axi_page_rresp,
     input  wire         m_axi_page_rlast,
-
     output wire         m_axi_out_awvalid,
     input  wire         m_axi_out_awready,
     output wire [63:0]  m_axi_out_awaddr,
@@ -66,52 +61,65 @@ module attend_top #(parameter D = 128, parameter G = 1) (
     output wire         m_axi_out_bready,
     input  wire [1:0]   m_axi_out_bresp
 );
-    localparam [2:0] SIZE = 3'd6;        // 64 bytes a beat
-    localparam [1:0] INCREMENTING = 2'b01;
-    localparam [1:0] OKAY = 2'b00;
-
     // Vitis resets low; the reset is registered once, for its fan-out.
     reg rst = 1'b1;
     always @(posedge ap_clk) rst <= !ap_rst_n;
 
     attend #(.D(D), .G(G)) kernel(
         .clk(ap_clk), .rst(rst), .interrupt(interrupt),
-        .s_awvalid(s_axi_control_awvalid), .s_awready(s_axi_control_awready),
+        .s_awvalid(s_axi_control_awvalid),
+        .s_awready(s_axi_control_awready),
         .s_awaddr(s_axi_control_awaddr),
-        .s_wvalid(s_axi_control_wvalid), .s_wready(s_axi_control_wready),
-        .s_wdata(s_axi_control_wdata), .s_wstrb(s_axi_control_wstrb),
-        .s_bvalid(s_axi_control_bvalid), .s_bready(s_axi_control_bready),
-        .s_arvalid(s_axi_control_arvalid), .s_arready(s_axi_control_arready),
+        .s_wvalid(s_axi_control_wvalid),
+        .s_wready(s_axi_control_wready),
+        .s_wdata(s_axi_control_wdata),
+        .s_wstrb(s_axi_control_wstrb),
+        .s_bvalid(s_axi_control_bvalid),
+        .s_bready(s_axi_control_bready),
+        .s_arvalid(s_axi_control_arvalid),
+        .s_arready(s_axi_control_arready),
         .s_araddr(s_axi_control_araddr),
-        .s_rvalid(s_axi_control_rvalid), .s_rready(s_axi_control_rready),
+        .s_rvalid(s_axi_control_rvalid),
+        .s_rready(s_axi_control_rready),
         .s_rdata(s_axi_control_rdata),
-        .list_arvalid(m_axi_list_arvalid), .list_arready(m_axi_list_arready),
-        .list_araddr(m_axi_list_araddr), .list_arlen(m_axi_list_arlen),
-        .list_rvalid(m_axi_list_rvalid), .list_rready(m_axi_list_rready),
+        .list_arvalid(m_axi_list_arvalid),
+        .list_arready(m_axi_list_arready),
+        .list_araddr(m_axi_list_araddr),
+        .list_arlen(m_axi_list_arlen),
+        .list_rvalid(m_axi_list_rvalid),
+        .list_rready(m_axi_list_rready),
         .list_rdata(m_axi_list_rdata),
-        .page_arvalid(m_axi_page_arvalid), .page_arready(m_axi_page_arready),
-        .page_araddr(m_axi_page_araddr), .page_arlen(m_axi_page_arlen),
-        .page_rvalid(m_axi_page_rvalid), .page_rready(m_axi_page_rready),
+        .page_arvalid(m_axi_page_arvalid),
+        .page_arready(m_axi_page_arready),
+        .page_araddr(m_axi_page_araddr),
+        .page_arlen(m_axi_page_arlen),
+        .page_rvalid(m_axi_page_rvalid),
+        .page_rready(m_axi_page_rready),
         .page_rdata(m_axi_page_rdata),
-        .out_awvalid(m_axi_out_awvalid), .out_awready(m_axi_out_awready),
-        .out_awaddr(m_axi_out_awaddr), .out_awlen(m_axi_out_awlen),
-        .out_wvalid(m_axi_out_wvalid), .out_wready(m_axi_out_wready),
-        .out_wdata(m_axi_out_wdata), .out_wlast(m_axi_out_wlast),
+        .out_awvalid(m_axi_out_awvalid),
+        .out_awready(m_axi_out_awready),
+        .out_awaddr(m_axi_out_awaddr),
+        .out_awlen(m_axi_out_awlen),
+        .out_wvalid(m_axi_out_wvalid),
+        .out_wready(m_axi_out_wready),
+        .out_wdata(m_axi_out_wdata),
         .out_wstrb(m_axi_out_wstrb),
-        .out_bvalid(m_axi_out_bvalid), .out_bready(m_axi_out_bready));
+        .out_wlast(m_axi_out_wlast),
+        .out_bvalid(m_axi_out_bvalid),
+        .out_bready(m_axi_out_bready));
 
-    assign s_axi_control_bresp = OKAY;
-    assign s_axi_control_rresp = OKAY;
-    assign m_axi_list_arsize = SIZE;
-    assign m_axi_page_arsize = SIZE;
-    assign m_axi_out_awsize = SIZE;
-    assign m_axi_list_arburst = INCREMENTING;
-    assign m_axi_page_arburst = INCREMENTING;
-    assign m_axi_out_awburst = INCREMENTING;
-
-    // The length says where a burst ends. Errors that a slave answers with are not looked at: wrong
-    // pages are found by their digests, where those are asked for.
-    wire unused = &{m_axi_list_rresp, m_axi_list_rlast, m_axi_page_rresp, m_axi_page_rlast,
+    assign s_axi_control_bresp = 2'b00;
+    assign s_axi_control_rresp = 2'b00;
+    assign m_axi_list_arsize = 3'd6;
+    assign m_axi_list_arburst = 2'b01;
+    assign m_axi_page_arsize = 3'd6;
+    assign m_axi_page_arburst = 2'b01;
+    assign m_axi_out_awsize = 3'd6;
+    assign m_axi_out_awburst = 2'b01;
+    wire unused = &{m_axi_list_rresp,
+        m_axi_list_rlast,
+        m_axi_page_rresp,
+        m_axi_page_rlast,
         m_axi_out_bresp};
 endmodule
 `default_nettype wire
