@@ -183,8 +183,9 @@ def _with(
 def _line(
     name: str, cycles: Sequence[Cycles], head_size: int, group: int, dtype: str, *, sparse: bool
 ) -> KernelCycles:
-    """Cycles of the kernel that was asked for; of attention alone, and so marked, for SparF where
-    that was not simulated.
+    """Cycles of the kernel that was asked for.
+
+    For SparF those of its second step, and so marked, where the first was not simulated.
 
     Raises:
         BenchError: it was not simulated or published for these heads.
@@ -193,12 +194,13 @@ def _line(
         if sparse or head_size != 128:
             raise BenchError("HILOS' kernel attends to whole contexts, with heads of 128 channels")
         return hilos_cycles(group)
-    known = {(row.kernel, row.head_size, row.group, row.dtype) for row in cycles}
-    simulated = ("sparf", head_size, group, dtype) in known
-    kernel = "sparf" if sparse and simulated else "attend"
+    known = {row.kernel for row in cycles if (row.head_size, row.group) == (head_size, group)}
+    kernel = "attend"
+    if sparse:
+        kernel = "sparf" if "sparf" in known else "sparf_second"
     line = simulated_cycles(cycles, kernel=kernel, head_size=head_size, group=group, dtype=dtype)
-    if sparse and not simulated:
-        return dataclasses.replace(line, name="RTL attention", origin="assumed")
+    if kernel == "sparf_second":
+        return dataclasses.replace(line, name="RTL, second step", origin="assumed")
     return line
 
 

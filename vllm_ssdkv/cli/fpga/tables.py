@@ -31,7 +31,7 @@ def constants_table(cards: Sequence[Card], kernel: KernelCycles) -> Table:
     source = {
         "simulated": f"straight line through simulated runs, {off}",
         "published": "Table 3 at 296.05 MHz",
-        "assumed": "SparF was not simulated: its first step as if reading was all of it",
+        "assumed": "SparF's first step was not simulated: as if reading was all of it",
     }[kernel.origin]
     name = f"{kernel.name} kernel"
     table.add(name, "cycles of a beat", kernel.beat, kernel.origin, source)
