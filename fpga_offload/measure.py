@@ -19,7 +19,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vllm_ssdkv.fpga_offload.description import BEAT_BYTES, GROUPS, HEAD_SIZES, KernelShape
-from vllm_ssdkv.fpga_offload.results import CYCLES, Cycles, Results, write_results
+from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER, Cycles, Results, write_results
 from vllm_ssdkv.fpga_offload.rtlsim import RtlsimBackend, rtlsim_library
 from vllm_ssdkv.fpga_offload.trial import random_problem
 
@@ -82,7 +82,7 @@ def simulator_version() -> str:
 def main() -> None:
     """Measure every shape that is built, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=CYCLES, help="file to write")
+    parser.add_argument("--output", type=Path, default=FOLDER / CYCLES, help="file to write")
     output = parser.parse_args().output
     shapes = [KernelShape(size, group, DTYPE) for size in HEAD_SIZES for group in GROUPS]
     rows = list(measured(shapes, LENGTHS))
