@@ -43,12 +43,13 @@ class Fpga(Recall):
 
     backend: str = "csim"
     window: int = 64
+    peer: bool = False
 
     def start(self) -> None:
         sparse = {"exact_below": 0, "page_cache": "1MiB", **self.options}
         chooses = self.selector != "exact"
         io = {"staging": "4MiB", "fault_file": str(self.control), "deadline": 2.0}
-        offload = {"kind": "fpga", "backend": self.backend, "share": 1.0}
+        offload = {"kind": "fpga", "backend": self.backend, "share": 1.0, "peer": self.peer}
         self.engine = Engine(
             MODEL_DIR,
             ssdkv=page_mode(
@@ -104,6 +105,11 @@ class Fpga(Recall):
         return self.count("offload_kernel_calls", kernel=kernel)
 
 
+def assert_sound(fpga: Fpga) -> None:
+    for name in ("checksum_failures", "load_failures", "slots_dropped", "recomputed_requests"):
+        assert fpga.count(name) == 0, name
+
+
 @pytest.fixture(scope="module")
 def stock() -> Tokens:
     """Answers of vLLM alone, which are right."""
@@ -117,6 +123,40 @@ def stock() -> Tokens:
     answers = [answer.tokens[: len(question.answer)] for answer, question in pairs]
     assert answers == [question.answer for question in QUESTIONS]
     return answers
+
+
+@needs_rtlsim(64, 2)
+def test_the_rtl_answers_too(
+    stock: Tokens, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A short question: its kernels are simulated clock by clock."""
+    assert stock
+    question = ask("single", 1024, 1)
+    made = Fpga(devices(1), "exact", tmp_path / "faults.json", backend="rtlsim", block=16)
+    made.start()
+    try:
+        assert made.answers(None, [question]) == [question.answer]
+        assert made.calls("attend") == LAYERS * (len(question.answer) - 1)
+        assert made.count("offload_in_use") == 1
+    finally:
+        made.engine.close()
+
+
+def test_drives_write_into_its_memory(
+    stock: Tokens, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """And what the kernel's checksums say of the pages is compared before they count."""
+    made = Fpga(devices(2), "exact", tmp_path / "faults.json", dram="6MiB", block=32, peer=True)
+    made.start()
+    try:
+        assert made.answers(None) == stock
+        assert made.answers(None) == stock
+        assert made.count("offload_peer_pages", found="right") > 0
+        assert made.count("offload_peer_pages", found="wrong") == 0
+        assert made.count("offload_in_use") == 1
+        assert_sound(made)
+    finally:
+        made.engine.close()
 
 
 @pytest.fixture(scope="module", params=["page", "token"])
@@ -136,11 +176,6 @@ def fpga(
     made.engine.close()
 
 
-def assert_sound(fpga: Fpga) -> None:
-    for name in ("checksum_failures", "load_failures", "slots_dropped", "recomputed_requests"):
-        assert fpga.count(name) == 0, name
-
-
 def test_tokens_of_stock_vllm(fpga: Fpga, stock: Tokens) -> None:
     before = fpga.calls("attend")
     assert fpga.answers(EXACT) == stock
@@ -155,12 +190,12 @@ def test_sparf_chooses_and_attends_as_without_a_device(fpga: Fpga, stock: Tokens
         before = fpga.calls("attend"), fpga.calls("sparf")
         wanted = fpga.answers(None)
         assert (fpga.calls("attend"), fpga.calls("sparf")) == before
-    tokens = fpga.count("sparse_tokens_selected")
+    selections = fpga.count("sparse_selections")
     assert fpga.answers(None) == wanted
     assert wanted == stock  # an eighth is enough
     for kernel, count in zip(("attend", "sparf"), before, strict=True):
         assert fpga.calls(kernel) > count, kernel
-    assert fpga.count("sparse_tokens_selected") > tokens
+    assert fpga.count("sparse_selections") > selections
     assert fpga.choice.in_use
     assert_sound(fpga)
 
@@ -225,20 +260,3 @@ def test_twins_fail_around_it(fpga: Fpga, stock: Tokens, kind: Any) -> None:  # 
         assert fpga.answers(EXACT) == stock
         assert not made.in_use
     assert_sound(fpga)
-
-
-@needs_rtlsim(64, 2)
-def test_the_rtl_answers_too(
-    stock: Tokens, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    """A short question: its kernels are simulated clock by clock."""
-    assert stock
-    question = ask("single", 1024, 1)
-    made = Fpga(devices(1), "exact", tmp_path / "faults.json", backend="rtlsim", block=16)
-    made.start()
-    try:
-        assert made.answers(None, [question]) == [question.answer]
-        assert made.calls("attend") == LAYERS * (len(question.answer) - 1)
-        assert made.count("offload_in_use") == 1
-    finally:
-        made.engine.close()
