@@ -29,7 +29,11 @@ def build_folder() -> Path:
 
 
 class RtlsimBackend(LibraryBackend):
-    """See ``Backend``. Knows ``attend``, without CHECKSUM; ``sparf`` is refused by its status.
+    """See ``Backend``. What the RTL leaves out is refused by its status.
+
+    ``attend`` makes no digests. ``sparf`` is in libraries that were built with it
+    (``scripts/fpga.sh 64:2:sparf``): it chooses tokens by single channels, not pages, knows no mean
+    V, and its ``alpha``, ``lse`` and ``window_mass`` are NaN.
 
     Example:
         backend = RtlsimBackend(KernelShape(head_size=128, group=1, dtype="float16"))

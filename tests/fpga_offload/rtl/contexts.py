@@ -175,7 +175,9 @@ def make_sparf(
     """
     rng = np.random.default_rng(seed)
     size, half = shape.head_size, shape.page_bytes // 2
-    memory, entries, blocks = [], [], []
+    memory: list[NDArray[np.uint8]] = []
+    entries: list[tuple[int, int, int]] = []
+    blocks: list[int] = []
     jobs = np.zeros(len(contexts), SPARF_JOB.dtype)
 
     def draw(*sizes: int) -> NDArray[np.uint16]:

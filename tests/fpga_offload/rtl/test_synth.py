@@ -70,7 +70,7 @@ def test_a_netlist_does_what_the_rtl_does(tmp_path: Path) -> None:
         build_folder() / "zkf.v",
         cell_models(),
     ]
-    built = ["iverilog", "-g2012", "-s", "netlist_tb", "-o", program, *sources]
+    built = ["iverilog", "-g2012", "-s", "netlist_tb", "-o", str(program), *map(str, sources)]
     subprocess.run(built, check=True, timeout=120)
     said = subprocess.run(["vvp", program], check=True, timeout=300, capture_output=True, text=True)
     found = re.search(r"mismatches (\d+) nonzero (\d+)", said.stdout)
