@@ -57,6 +57,29 @@ def test_shares(share: float | str) -> None:
             'offload: got .*; backend "xrt" without xclbin: name the file of the kernels',
         ),
         (
+            {**PAGE, "offload": {"kind": "fpga", "peer": True}},
+            "offload: got .*; peer with a share other than 1: whoever attends has to compare",
+        ),
+        (
+            {
+                **PAGE,
+                "offload": {"kind": "fpga", "peer": True, "share": 1, "backend": "rtlsim"},
+            },
+            'offload: got .*; peer with backend "rtlsim", which makes no checksums: leave it out',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "peer": True, "share": 1}, "page_tokens": 32},
+            "offload.peer: the FPGA makes checksums of pages of 16 tokens, not of 32: leave it out",
+        ),
+        (
+            {
+                **PAGE,
+                "offload": {"kind": "fpga", "peer": True, "share": 1},
+                "encryption": {"key_file": "/key"},
+            },
+            "offload.peer: pages of an encrypted store come through the host's memory, .* leave it",
+        ),
+        (
             {**PAGE, "offload": {"kind": "fpga", "backend": "vitis"}},
             'offload.backend: got "vitis"; allowed: "csim" or "rtlsim" or "xrt"',
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def devices() -> Iterator[Callable[..., list[dict[str, Any]]]]:
         yield make
 
 
-@pytest.fixture
-def log() -> Iterator[list[str]]:
+@contextmanager
+def kept_log() -> Iterator[list[str]]:
     """What the package logs from now on. Its log goes vLLM's way, which pytest does not see."""
     lines: list[str] = []
 
@@ -68,8 +69,17 @@ def log() -> Iterator[list[str]]:
 
     ours, handler = logging.getLogger("vllm_ssdkv"), Keep(logging.INFO)
     ours.addHandler(handler)
-    yield lines
-    ours.removeHandler(handler)
+    try:
+        yield lines
+    finally:
+        ours.removeHandler(handler)
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """See :func:`kept_log`."""
+    with kept_log() as lines:
+        yield lines
 
 
 @pytest.fixture

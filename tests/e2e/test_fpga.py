@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import kept_log
 from tests.e2e.engine import Engine
 from tests.e2e.test_sparse import BUDGET, CHUNK, Recall
 from tests.e2e.workload import kv_tokens, page_mode
@@ -43,6 +44,7 @@ class Fpga(Recall):
 
     backend: str = "csim"
     window: int = 64
+    key: Path | None = None
     peer: bool = False
 
     def start(self) -> None:
@@ -60,6 +62,7 @@ class Fpga(Recall):
                 io=io,
                 offload=offload,
                 **({"sparse": sparse} if chooses else {}),
+                **({"encryption": {"key_file": str(self.key)}} if self.key else {}),
             ),
             kv_tokens=8 * kv_tokens(self.window, CHUNK, self.block),
             dtype="bfloat16",
@@ -166,11 +169,19 @@ def fpga(
     devices: Callable[..., list[dict[str, Any]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Fpga]:
+    """The store of the one that chooses tokens is encrypted."""
     assert stock  # its engine has ended
-    control = tmp_path_factory.mktemp("faults") / "faults.json"
+    folder = tmp_path_factory.mktemp("fpga")
     options = {"budget": BUDGET, "summaries": "8MiB", "granularity": request.param}
-    made = Fpga(devices(2), "sparf", control, options, dram="20MiB", block=64)
-    made.start()
+    made = Fpga(devices(2), "sparf", folder / "faults.json", options, dram="20MiB", block=64)
+    if request.param == "token":
+        made.key = folder / "key"
+        made.key.write_text("5e" * 32)
+        made.key.chmod(0o600)
+    with kept_log() as lines:
+        made.start()
+    told = any("decrypted in memory of the host before the FPGA gets them" in one for one in lines)
+    assert told == (made.key is not None)
     made.answers(EXACT)  # prompts are stored from here on
     yield made
     made.engine.close()
