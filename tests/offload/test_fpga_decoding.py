@@ -17,6 +17,7 @@ import torch
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.io import FaultConfig
 from vllm_ssdkv.config.io_engine import FaultRule
 from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault
 from vllm_ssdkv.offload.offloader import Offloader
@@ -136,3 +137,20 @@ def test_an_fpga_that_fails_amid_its_own_reads(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() <= NEAR[torch.float16]
     assert counters.total("offload_failures", cause="error") > 0
     assert counters.total("offload_peer_pages", found="right") > 0
+
+
+def test_drives_that_cannot_write_into_the_fpgas_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found out at start: the drive is not charged, and pages come through the host's memory."""
+    config = config_of("exact")
+    fault = FaultConfig(kind="eio", op="read")
+    io = config.io.model_copy(update={"faults": [fault]})
+    peer = FPGA.model_copy(update={"peer": True})
+    config = config.model_copy(update={"io": io, "offload": peer})
+    model: Any = make_model(small_config("llama", head_size=64), torch.device("cpu"), torch.float16)
+    with caplog.at_level("WARNING"), PagedDecoder(model, config, ROOM, tmp_path / "s") as decoder:
+        assert decoder.worker.offloader is not None
+        assert decoder.worker.offloader.peer is None
+        assert not decoder.opened.files.health.quarantined
+    assert "cannot be read into memory of another device: Input/output error" in caplog.text

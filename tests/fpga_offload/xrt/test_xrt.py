@@ -23,6 +23,7 @@ from vllm_ssdkv.base.errors import (
     FpgaListError,
     FpgaVersionError,
 )
+from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.fpga_offload.backend import AttendWork
 from vllm_ssdkv.fpga_offload.description import ATTEND, ENTRY, JOB, KernelShape
 from vllm_ssdkv.fpga_offload.xrt.backend import XrtBackend, check_xclbin
@@ -31,6 +32,8 @@ from vllm_ssdkv.fpga_offload.xrt.runtime import (
     BridgeRuntime,
     inspect,
 )
+from vllm_ssdkv.store.io.engines.open import open_engine
+from vllm_ssdkv.store.memory.arena import BorrowedArena
 
 LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
 SHAPE = KernelShape(64, 4, "float16")
@@ -247,3 +250,16 @@ def test_buffers_grow(card: ComputingCard) -> None:
         memory, work = problem(count, seed=count)
         assert_same(backend, work)
         assert memory.any()  # entries are addresses in it
+
+
+def test_memory_that_drives_cannot_write_to(card: ComputingCard, tmp_path: Path) -> None:
+    """That of the no-op device is not aligned: no I/O engine takes it, and pages come through the
+    host's memory."""
+    memory = BorrowedArena(XrtBackend(card, SHAPE, 5.0).peer_memory(1 << 20))
+    assert memory.address % 4096
+    (tmp_path / "data").write_bytes(bytes(8192))
+    with (
+        (tmp_path / "data").open("rb") as file,
+        pytest.raises(ValueError, match="multiple of 4096"),
+    ):
+        open_engine(EngineOptions(engine="threads"), [file.fileno()], [file.name], memory)

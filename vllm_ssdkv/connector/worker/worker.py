@@ -299,6 +299,8 @@ class SSDKVWorker:
             memory = BorrowedArena(fpga.peer_memory(pieces * self.layout.geometry.layer_bytes))
             fds, paths = [one.fd for one in opened.devices], opened.files.health.paths
             engine = open_engine(options, fds, paths[: len(fds)], memory)
+            self._peer_engine = engine
+            return ReadPath.to_device(opened.files, engine, len(fds), memory, pieces)
         except (FpgaError, StoreError, ValueError) as error:
             logger.warning(
                 "ssdkv: offload: drives cannot write into the memory of %s: %s; pages come through "
@@ -307,8 +309,6 @@ class SSDKVWorker:
                 error,
             )
             return None
-        self._peer_engine = engine
-        return ReadPath.to_device(opened.files, engine, memory, pieces)
 
     def _summarizer(self) -> KernelSummaryBuilder | None:
         geometry = self.layout.geometry

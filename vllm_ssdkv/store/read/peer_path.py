@@ -6,17 +6,23 @@ checksums while it reads them, and its answer counts once these are those of the
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.store.integrity.slot_codec import Digests
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.io.digest_source import PageCodec
-from vllm_ssdkv.store.io.engines.protocol import U64, IoEngine
+from vllm_ssdkv.store.io.engines.protocol import U64, IoEngine, Op
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.memory.arena import Arena
+
+_TRIED_BYTES: Final = 4096
+"""Read from each drive at the start, to see that it can write there."""
 
 
 class UncheckedPages:
@@ -52,8 +58,23 @@ class ReadPath:
     unchecked: bool = False
 
     @classmethod
-    def to_device(cls, files: SlotIO, engine: IoEngine, memory: Arena, pieces: int) -> ReadPath:
-        """The path into a device's ``memory``, by an engine over it."""
+    def to_device(
+        cls, files: SlotIO, engine: IoEngine, devices: int, memory: Arena, pieces: int
+    ) -> ReadPath:
+        """The path into a device's ``memory``, by an engine over it and so many ``devices``.
+
+        Raises:
+            DeviceError: a drive cannot write there; found now, it is not charged for it.
+        """
+        every = np.arange(devices, dtype=np.uint16)
+        nothing = np.zeros(devices, dtype=np.uint64)
+        length = np.full(devices, _TRIED_BYTES, dtype=np.uint32)
+        batch = engine.submit(Op.READ, every, nothing, length, nothing)
+        ended = batch.wait(files.deadline_s)
+        for path, result in zip(files.health.paths, batch.results().tolist(), strict=False):
+            if not ended or result != _TRIED_BYTES:
+                why = os.strerror(-result) if -4096 < result < 0 else "it does not answer"
+                raise DeviceError(f"{path} cannot be read into memory of another device: {why}")
         staging = BufferPool(0, files.geometry.layer_bytes, pieces)
         return cls(
             replace(files, engine=engine), UncheckedPages(), staging, memory.address, unchecked=True
