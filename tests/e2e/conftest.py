@@ -69,9 +69,12 @@ def kept_log() -> Iterator[list[str]]:
 
     ours, handler = logging.getLogger("vllm_ssdkv"), Keep(logging.INFO)
     ours.addHandler(handler)
+    level = ours.level
+    ours.setLevel(logging.INFO)
     try:
         yield lines
     finally:
+        ours.setLevel(level)
         ours.removeHandler(handler)
 
 
