@@ -6,6 +6,7 @@ written into the card's memory itself (:meth:`XrtBackend.peer_memory`) are used 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,6 +36,7 @@ from vllm_ssdkv.fpga_offload.description import (
 )
 from vllm_ssdkv.fpga_offload.library import KernelBackend
 from vllm_ssdkv.fpga_offload.trial import random_problem, run_problem
+from vllm_ssdkv.fpga_offload.xrt.pyxrt_runtime import PyxrtRuntime, has_pyxrt
 from vllm_ssdkv.fpga_offload.xrt.runtime import (
     COMPLETED,
     STATES,
@@ -43,8 +45,11 @@ from vllm_ssdkv.fpga_offload.xrt.runtime import (
     CardBuffer,
     KernelArguments,
     Runtime,
+    bridge_path,
     inspect,
 )
+
+logger = logging.getLogger(__name__)
 
 LEAST_BYTES: Final = 4096
 """Of a buffer: one page of memory."""
@@ -122,7 +127,8 @@ class XrtBackend(KernelBackend):
 
     @classmethod
     def open(cls, path: str, card: int, shape: KernelShape, deadline_s: float) -> XrtBackend:
-        """Open a card with the kernels of an xclbin, and see that they compute.
+        """Open a card with the kernels of an xclbin, and see that they compute. By the bridge to
+        XRT, or by pyxrt where that is installed and the bridge was not built.
 
         Raises:
             FpgaError: there is no bridge, no such file, no such kernel or no such card; or it
@@ -131,8 +137,15 @@ class XrtBackend(KernelBackend):
         """
         if not os.access(path, os.R_OK):
             raise FpgaError(f"offload.xclbin: {path} cannot be read")
-        check_xclbin(inspect(path), path)
-        return cls(BridgeRuntime(card, path), shape, deadline_s).tried(path)
+        runtime: Runtime
+        if bridge_path().exists() or not has_pyxrt():
+            check_xclbin(inspect(path), path)
+            runtime = BridgeRuntime(card, path)
+        else:
+            logger.info("ssdkv: offload: XRT by pyxrt: %s is not there", bridge_path())
+            runtime = PyxrtRuntime(card, path)
+        logger.info("ssdkv: offload: card %d is %s", card, runtime.name())
+        return cls(runtime, shape, deadline_s).tried(path)
 
     def attend(self, work: AttendWork) -> Partials:
         """See ``Backend``; in several runs, where the pages of all jobs do not fit on the card.
