@@ -76,14 +76,21 @@ def synthesise(
     part = DESIGNS[design]
     parameters = {"D": head_size} if part.head_size else {}
     parameters |= {"G": group} if part.group else {}
-    sizes = "".join(f" -chparam {name} {value}" for name, value in parameters.items())
+    top = f"/{part.top}.sv"
+    # The top is read at once: where one that is deferred has a filter in it, Yosys makes it twice.
+    sources = [
+        line.replace(" -defer", "") if line.endswith(top) else line for line in read_sources()
+    ]
+    sources.sort(key=lambda line: line.endswith(top))
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ssdkv-synth-") as folder:
         counts = Path(folder) / "stat.json"
         run_yosys(
             [
-                *read_sources(),
-                f"hierarchy -top {part.top}{sizes}",
+                *sources,
+                *(f"chparam -set {name} {value} {part.top}" for name, value in parameters.items()),
+                f"hierarchy -top {part.top}",
+                f"rename -top {part.top}",
                 f"synth_xilinx -family {family} -top {part.top} -noiopad -noclkbuf",
                 f"tee -q -o {counts} stat -json",
             ],
