@@ -671,9 +671,11 @@ class SSDKVWorker:
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
-        ended = self.offloader is None or self.offloader.close(self.config.io.deadline)
-        if self._peer_engine is not None:
-            ended &= self._peer_engine.close(self.config.io.deadline)
+        deadline_s = self.config.io.deadline
+        # Reads into the memory of an FPGA end before it is given back.
+        ended = self._peer_engine is None or self._peer_engine.close(deadline_s)
+        if ended and self.offloader is not None:
+            ended = self.offloader.close(deadline_s)
         if self._store is not None:
             self._store.close(read_elsewhere=not ended)
         self._opened.close()
