@@ -145,7 +145,7 @@ def test_drives_that_cannot_write_into_the_fpgas_memory(
     """Found out at start: the drive is not charged, and pages come through the host's memory."""
     config = config_of("exact")
     fault = FaultConfig(kind="eio", op="read")
-    io = config.io.model_copy(update={"faults": [fault]})
+    io = config.io.model_copy(update={"faults": (fault,)})
     peer = FPGA.model_copy(update={"peer": True})
     config = config.model_copy(update={"io": io, "offload": peer})
     model: Any = make_model(small_config("llama", head_size=64), torch.device("cpu"), torch.float16)
