@@ -19,7 +19,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
 from vllm_ssdkv.config.io import FaultConfig
 from vllm_ssdkv.config.io_engine import FaultRule
-from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault
+from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault, OffloadThrottle
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
@@ -154,3 +154,14 @@ def test_drives_that_cannot_write_into_the_fpgas_memory(
         assert decoder.worker.offloader.peer is None
         assert not decoder.opened.files.health.quarantined
     assert "cannot be read into memory of another device: Input/output error" in caplog.text
+
+
+def test_drives_of_a_paper_with_kernels_of_an_fpga(tmp_path: Path) -> None:
+    """The twin has the kernels attend to each drive's part, and merges the states."""
+    config = config_of("sparf", budget=0.5)
+    wanted, _ = decoded(tmp_path / "host", "llama", torch.float16, config, fpga=FPGA)
+    throttle = OffloadThrottle(profile="smartssd", drives=2)
+    drives = FPGA.model_copy(update={"throttle": throttle})
+    found, counters = decoded(tmp_path / "drives", "llama", torch.float16, config, fpga=drives)
+    assert (found - wanted).abs().max() <= NEAR[torch.float16]
+    assert counters.total("offload_kernel_calls", kernel="attend") > COUNT * LAYERS
