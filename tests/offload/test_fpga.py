@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.oracles.fpga_backend import NumpyBackend
-from vllm_ssdkv.base.errors import FpgaError, FpgaListError
+from vllm_ssdkv.base.checksum import checksum_pages
+from vllm_ssdkv.base.errors import FpgaError, FpgaListError, WrongPagesError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.fpga_offload.backend import Limits
 from vllm_ssdkv.kernels.dense import CpuKernels
@@ -147,6 +148,34 @@ def test_a_broken_list_names_its_entry() -> None:
     with pytest.raises(FpgaListError, match="entry 4 has an address") as raised:
         kernels.attend(query, started(query), rows, source, layout, 0.125)
     assert isinstance(raised.value, FpgaError)
+
+
+@pytest.mark.parametrize("limits", [None, Limits(job_entries=3, jobs=5)])
+def test_pages_that_the_host_has_not_checked(limits: Limits | None) -> None:
+    """One flipped bit in any page is found, before anything is folded."""
+    memory, layout = blocks(3, 16, torch.float16)
+    rows = Rows.build([0, 1], [1, 2], [1000, 100], [0, 1], [2, 3])
+    at, position = addresses(memory, layout, [2, 0, 1]), np.array([0, 64, 128])
+    pages = at[:, None] + (np.arange(8) * layout.page_stride_bytes).astype(np.uint64)
+    digests = checksum_pages(pages.ravel(), layout.page_payload_bytes).reshape(3, 8)
+    query = torch.randn(3, 4, HEAD_SIZE).to(torch.float16)
+    kernels = FpgaKernels(backend_of(4, torch.float16, limits), counters := Counters())
+    unchecked = BlockSource(None, at, position, digests)
+    found, wanted = copies(started(query))
+    kernels.attend(query, found, rows, unchecked, layout, 0.125)
+    CpuKernels(1).attend(query, wanted, rows, BlockSource(None, at, position), layout, 0.125)
+    assert_same(found, wanted)
+    assert counters.total("offload_peer_pages", found="right") > 0
+    flipped = memory.view(torch.int16)
+    for place in (0, layout.block_bytes // 2 - 2100, layout.block_bytes + 70):
+        flipped[place] ^= 1
+        same, before = copies(started(query))
+        with pytest.raises(WrongPagesError, match=r"\d of .* pages are not what the store wrote"):
+            kernels.attend(query, same, rows, unchecked, layout, 0.125)
+        assert torch.equal(same.acc, before.acc)
+        flipped[place] ^= 1
+    with pytest.raises(ValueError, match="do not compare digests"):
+        CpuKernels(1).attend(query, wanted, rows, unchecked, layout, 0.125)
 
 
 def test_what_does_not_fit_is_refused() -> None:
