@@ -205,13 +205,14 @@ class FpgaKernels:
     ) -> None:
         backend = self._backend
         units = query_units(query, layout.kv_heads, backend.shape.group)
+        queries, entries = units.reshape(-1, *units.shape[3:]), packed_entries(lists)
         wanted = lists.entries.digest
         parts: list[PartialState] = []
         for jobs in calls_of(lists, layout.kv_heads, units.shape[2], backend.limits):
             partials = backend.attend(
                 AttendWork(
-                    np.ascontiguousarray(units.reshape(-1, *units.shape[3:])),
-                    packed_entries(lists),
+                    queries,
+                    entries,
                     jobs,
                     scale,
                     partials=len(jobs),
