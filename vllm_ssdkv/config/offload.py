@@ -128,7 +128,7 @@ class OffloadConfig(OptionModel):
         FpgaBackend,
         Field(
             description="Runs the kernels of `fpga`. `csim`: the HLS kernels, compiled for this "
-            "machine. `rtlsim`: the RTL, simulated clock by clock, a thousand times as slow. "
+            "machine. `rtlsim`: the RTL, simulated clock by clock, slowly, as `make fpga` builds it. "
             "`xrt`: a card, by its XRT. None stands in for another."
         ),
         Reason("csim: it is in every installation."),
@@ -166,7 +166,7 @@ class OffloadConfig(OptionModel):
             le=600,
             description="Seconds that one call of a kernel may take before the FPGA is out of use.",
         ),
-        Reason("A card attends to 4 GiB in a second; a simulation takes minutes."),
+        Reason("Far above a call on a card; a long context takes a simulation longer."),
     ] = 60.0
     threads: Annotated[
         int | None,
