@@ -128,7 +128,7 @@ class OffloadConfig(OptionModel):
         FpgaBackend,
         Field(
             description="Runs the kernels of `fpga`. `csim`: the HLS kernels, compiled for this "
-            "machine. `rtlsim`: the RTL, simulated clock by clock, slowly, as `make fpga` builds it. "
+            "machine. `rtlsim`: the RTL, simulated clock by clock: slow, built by `make fpga`. "
             "`xrt`: a card, by its XRT. None stands in for another."
         ),
         Reason("csim: it is in every installation."),
