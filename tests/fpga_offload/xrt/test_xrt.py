@@ -5,6 +5,7 @@ What the kernels would compute comes from the oracle of the contract (``Computin
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
@@ -38,7 +39,7 @@ from vllm_ssdkv.fpga_offload.xrt.runtime import (
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.memory.arena import BorrowedArena
 
-LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
+LIBRARIES = Path("/usr/lib", f"{platform.machine()}-linux-gnu")
 SHAPE = KernelShape(64, 4, "float16")
 
 pytestmark = needs_xrt()
