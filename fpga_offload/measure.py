@@ -43,7 +43,8 @@ def measure(backend: RtlsimBackend, kind: Kind, tokens: int) -> Cycles:
         FpgaError: the kernels fail.
     """
     shape = backend.shape
-    work = random_problem(shape, tokens, seed=tokens).work
+    problem = random_problem(shape, tokens, seed=tokens)  # it holds the pages
+    work = problem.work
     if kind == "sparf_second":
         rng = np.random.default_rng(tokens)
         kept = rng.choice(tokens, tokens // KEPT, replace=False)

@@ -35,6 +35,7 @@ SHAPES = [
     for d, g in ((128, 1), (128, 4), (64, 2))
     for dtype in DTYPES
 ]
+"""One of each size in fp16, and behind it in bf16."""
 HALF = KernelShape(128, 1, "float16")
 ANY = pytest.param(HALF, id="d128-g1", marks=needs_rtlsim(128, 1))
 LENGTHS = (0, 1, 5, 16, 17, 127, 128, 129, 0, 255, 257, 300)
@@ -48,6 +49,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[RtlsimBackend]:
 
 
 over_shapes = pytest.mark.parametrize("backend", SHAPES, indirect=True)
+over_sizes = pytest.mark.parametrize("backend", SHAPES[::2], indirect=True)
 on_any = pytest.mark.parametrize("backend", [ANY], indirect=True)
 
 
@@ -209,15 +211,14 @@ def line_rate(backend: RtlsimBackend, call: Call) -> float:
     return found.beats / found.cycles
 
 
-@over_shapes
+@over_sizes
 def test_long_contexts_run_at_line_rate(backend: RtlsimBackend) -> None:
     assert line_rate(backend, make_call(backend.shape, (4096,), seed=10)) >= 0.95
 
 
-@pytest.mark.parametrize("keep", [0.1, 0.3])
-@over_shapes
-def test_what_the_filter_drops_costs_its_reading(backend: RtlsimBackend, keep: float) -> None:
-    assert line_rate(backend, make_call(backend.shape, (4096,), seed=11, keep=keep)) >= 0.85
+@over_sizes
+def test_what_the_filter_drops_costs_its_reading(backend: RtlsimBackend) -> None:
+    assert line_rate(backend, make_call(backend.shape, (4096,), seed=11, keep=0.1)) >= 0.85
 
 
 @needs_rtlsim(128, 1)
