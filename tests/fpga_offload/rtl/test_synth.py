@@ -55,7 +55,7 @@ def test_recorded_counts_are_within_the_budgets(family: Family) -> None:
         if (row.design, row.family, row.head_size, row.group) == ("core", family, 128, 1)
     )
     assert within_budget(core, family), core
-    assert {row.design for row in rows} == set(DESIGNS)
+    assert {row.design for row in rows if row.family == family} <= set(DESIGNS)
 
 
 @NEEDS_TOOLS
