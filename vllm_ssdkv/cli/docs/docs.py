@@ -18,7 +18,6 @@ from vllm_ssdkv.cli.docs.doc_pages import (
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.fpga_offload.generate import FILES, tables
-from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -50,7 +49,7 @@ def pages(directory: Path) -> dict[str, str]:
     fpga = directory / "fpga.md"
     if fpga.is_file():
         text = with_section(fpga.read_text(encoding="utf-8"), "fpga arguments", tables())
-        found[fpga.name] = fpga_page(text) if (FOLDER / CYCLES).is_file() else text
+        found[fpga.name] = fpga_page(text)
     return found | fpga_files(directory)
 
 
